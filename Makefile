@@ -1,0 +1,58 @@
+# Every target does all the set-up it needs, from a clean clone with no environment.
+#
+#   make demo        train a small model and look inside it
+#   make test        run the tests
+#   make check       ruff and mypy
+#   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt
+# Two workers are what two cores carry; torch itself gets one thread in each.
+WORKERS ?= 2
+
+.PHONY: demo test check bench format browser clean
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each set of dependencies; touched last, so that an interrupted install is done again.
+$(VENV)/.core: pyproject.toml constraints.txt setup.py | $(VENV)/bin/python
+	$(PIP) -e ".[plot,view]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt setup.py | $(VENV)/bin/python
+	$(PIP) -e ".[dev]"
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml constraints.txt setup.py | $(VENV)/bin/python
+	$(PIP) -e ".[dev,bench]"
+	@touch $@
+
+demo: $(VENV)/.core
+	$(BIN)/torchtap demo
+
+test: $(VENV)/.dev browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks
+
+# A browser for the tests that need one, from the system's packages where that is possible.
+browser:
+	@command -v chromium >/dev/null || { command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] \
+	  && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
+	  echo "no Chromium and no way to install one: the browser tests will be skipped"
+
+clean:
+	rm -rf $(VENV) build dist demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis

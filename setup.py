@@ -1,0 +1,17 @@
+"""The optional native kernel. Without a compiler the package installs all the same and uses torch ops."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "torchtap.reduce._native",
+            sources=["src/torchtap/reduce/_native.c"],
+            extra_compile_args=["-O3", "-fno-math-errno"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

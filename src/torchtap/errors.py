@@ -1,0 +1,103 @@
+"""Every error of torchtap. A message says what was asked, what was found, and what to do.
+
+    TorchtapError
+    ├── SelectionError      (LookupError)        a selector or a name picks nothing
+    ├── PlanError           (ValueError)         a tap, schedule or plan that cannot be carried out
+    ├── FormError           (TypeError)          a model in a form that cannot be tapped this way
+    ├── SessionError        (RuntimeError)       a session used in the wrong state
+    ├── ReductionError      (ValueError)         a reduction or metric that failed on a value
+    ├── VerificationError   (AssertionError)     taps changed the model
+    ├── RecordingLostError  (RuntimeError)       strict recording: something could not be kept
+    ├── RunError            (ValueError)         a run folder that cannot be used
+    │   ├── RunNotFoundError    (FileNotFoundError)
+    │   ├── RunFormatError                       not a run, or a newer format
+    │   └── RunCorruptError                      damaged data was about to be returned
+    ├── CompareError        (ValueError)         two things that cannot be compared
+    └── MissingExtraError   (ImportError)        an optional package is needed
+
+Each also inherits the builtin that a caller would catch. The message is positional and any context
+keyword-only with a default, so that every error survives pickling between ranks.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CompareError",
+    "FormError",
+    "MissingExtraError",
+    "PlanError",
+    "RecordingLostError",
+    "ReductionError",
+    "RunCorruptError",
+    "RunError",
+    "RunFormatError",
+    "RunNotFoundError",
+    "SelectionError",
+    "SessionError",
+    "TorchtapError",
+    "VerificationError",
+]
+
+
+class TorchtapError(Exception):
+    """The root: ``except TorchtapError`` catches everything that torchtap raises on purpose."""
+
+
+class SelectionError(TorchtapError, LookupError):
+    """A selector or a site name picks nothing."""
+
+    def __init__(self, message: str, *, nearest: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+
+
+class PlanError(TorchtapError, ValueError):
+    """A tap, schedule or plan that cannot be carried out."""
+
+
+class FormError(TorchtapError, TypeError):
+    """A model in a form that cannot be tapped this way."""
+
+
+class SessionError(TorchtapError, RuntimeError):
+    """A session used in the wrong state: closed, nested in itself, a clock that goes backwards."""
+
+
+class ReductionError(TorchtapError, ValueError):
+    """A reduction or a user's metric failed on a value."""
+
+
+class VerificationError(TorchtapError, AssertionError):
+    """A model with taps did not do exactly what it does without."""
+
+
+class RecordingLostError(TorchtapError, RuntimeError):
+    """Raised only by strict recordings: a value that was asked for could not be kept."""
+
+
+class RunError(TorchtapError, ValueError):
+    """A run folder that cannot be used."""
+
+
+class RunNotFoundError(RunError, FileNotFoundError):
+    """There is no run at that place."""
+
+
+class RunFormatError(RunError):
+    """The folder is not a run, or its format is newer than this torchtap reads."""
+
+
+class RunCorruptError(RunError):
+    """Stored data is damaged; nothing wrong is returned in its place."""
+
+
+class CompareError(TorchtapError, ValueError):
+    """Two things that cannot be compared."""
+
+
+class MissingExtraError(TorchtapError, ImportError):
+    """An optional package is needed for this and is not installed."""
+
+    def __init__(self, message: str, *, extra: str = "") -> None:
+        super().__init__(message)
+        self.extra = extra

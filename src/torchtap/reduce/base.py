@@ -1,0 +1,44 @@
+"""What every reduction is: a frozen description and a fold over tensors.
+
+A reduction keeps something small of a stream of tensors. It guarantees (held by
+``torchtap.testing.ReductionContract``):
+- ``merge(fold(xs), fold(ys))`` equals ``fold(xs + ys)``, so micro-batches, steps and ranks combine;
+- ``update`` never keeps a reference to memory that the model may change later;
+- the values that went in are left as they were.
+
+``update`` and ``merge`` own the state in their first argument: they may change it and hand it back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+__all__ = ["Reduction", "Result"]
+
+State = TypeVar("State")
+Result = dict[str, "float | Tensor"]
+
+
+class Reduction(ABC, Generic[State]):
+    """A fold over tensors. Subclasses are final frozen dataclasses; ``state`` is ``None`` before the first value."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def update(self, state: State | None, value: Tensor) -> State:
+        """Fold one more tensor in."""
+
+    @abstractmethod
+    def merge(self, left: State, right: State) -> State:
+        """Combine two folds, ``left`` having come first."""
+
+    @abstractmethod
+    def result(self, state: State) -> Result:
+        """What the fold amounts to: named numbers (floats or 0-dim tensors) and named tensors."""
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """The reduction as JSON: ``{"reduction": name, ...its parameters}``."""
