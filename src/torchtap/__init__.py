@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtap.errors import TorchtapError as TorchtapError
+    from torchtap.reduce import Full as Full
+    from torchtap.reduce import Reduction as Reduction
+    from torchtap.reduce import Stats as Stats
 
 __version__ = "0.1.0"
 
 # Where each public name lives. A test holds that this, the imports above and the documentation agree.
 _HOME = {
+    "Full": "torchtap.reduce",
+    "Reduction": "torchtap.reduce",
+    "Stats": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
 }
 
-__all__ = ["TorchtapError", "__version__"]
+__all__ = ["Full", "Reduction", "Stats", "TorchtapError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

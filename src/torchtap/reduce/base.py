@@ -23,7 +23,7 @@ Result = dict[str, "float | Tensor"]
 
 
 class Reduction(ABC, Generic[State]):
-    """A fold over tensors. Subclasses are final frozen dataclasses; ``state`` is ``None`` before the first value."""
+    """A fold over tensors; ``state`` is ``None`` before the first. Subclasses: final frozen dataclasses."""
 
     name: ClassVar[str]
 

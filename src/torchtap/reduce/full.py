@@ -1,0 +1,141 @@
+"""``Full``: the tensor itself, or a slice of it, as it was when it passed.
+
+It guarantees:
+- what is kept is a copy: a later in-place change does not reach it;
+- nothing waits for the device before ``result``: until then copies stay where the values were;
+- several values join along the first dimension (numbers of no dimension become a vector), or say why they
+  cannot.
+"""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import dataclass, field
+from types import EllipsisType
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from torchtap.errors import ReductionError
+from torchtap.reduce.base import Reduction, Result
+from torchtap.reduce.readable import readable
+
+__all__ = ["Full"]
+
+_Part = int | builtins.slice | EllipsisType
+_Index = tuple[_Part, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Full(Reduction[list[Tensor]]):
+    """Keep whole tensors.
+
+    dtype: convert to this (``torch.float16`` or ``"float16"``); None keeps it.
+    slice: keep only this part, as Python would index it: ``"0:4, ..., ::2"``, ``(slice(0, 4), ..., 0)``, an
+    int. device: where the result is; None leaves it on the value's device.
+    """
+
+    name: ClassVar[str] = "full"
+
+    dtype: torch.dtype | str | None = None
+    slice: str | int | builtins.slice | tuple[Any, ...] | None = None
+    device: str | None = "cpu"
+    _dtype: torch.dtype | None = field(init=False, repr=False, compare=False)
+    _index: _Index | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # One spelling for each meaning, so that equal reductions compare, hash and print equal.
+        dtype = _parse_dtype(self.dtype)
+        index = _parse_index(self.slice)
+        object.__setattr__(self, "dtype", None if dtype is None else str(dtype).removeprefix("torch."))
+        object.__setattr__(self, "slice", None if index is None else ", ".join(map(_spell, index)))
+        object.__setattr__(self, "device", None if self.device is None else str(self.device))
+        object.__setattr__(self, "_dtype", dtype)
+        object.__setattr__(self, "_index", index)
+
+    def update(self, state: list[Tensor] | None, value: Tensor) -> list[Tensor]:
+        plain = readable(value)
+        if self._index is not None:
+            try:
+                plain = plain[self._index]
+            except (IndexError, ValueError) as error:
+                raise ReductionError(
+                    f"Full(slice={self.slice!r}) does not fit a value of shape {tuple(value.shape)}: {error}"
+                ) from error
+        kept = plain.to(self._dtype or plain.dtype, copy=True)
+        if kept.requires_grad or kept.untyped_storage().nbytes() > 2 * kept.numel() * kept.element_size():
+            kept = kept.contiguous().clone()  # an overlapping or sparse layout would drag unseen memory along
+        if state is None:
+            return [kept]
+        state.append(kept)
+        return state
+
+    def merge(self, left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+        return left + right
+
+    def result(self, state: list[Tensor]) -> Result:
+        first = state[0]
+        if len(state) == 1:
+            return {"value": self._placed(first)}
+        for other in state[1:]:
+            if other.shape[1:] != first.shape[1:] or other.dim() != first.dim() or other.dtype != first.dtype:
+                raise ReductionError(
+                    f"Full cannot join values of shape {tuple(first.shape)} ({first.dtype}) and "
+                    f"{tuple(other.shape)} ({other.dtype}): they differ in more than the first dimension; "
+                    "keep one value for each step, or Full(slice=...) of the part that has one shape"
+                )
+        placed = [self._placed(kept) for kept in state]
+        return {"value": torch.cat(placed) if first.dim() else torch.stack(placed)}
+
+    def spec(self) -> dict[str, Any]:
+        return {"reduction": self.name, "dtype": self.dtype, "slice": self.slice, "device": self.device}
+
+    def _placed(self, kept: Tensor) -> Tensor:
+        return kept if self.device is None else kept.to(self.device)
+
+
+def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ReductionError(f"Full(dtype={dtype!r}): torch has no such dtype; write for example 'float16'")
+    return found
+
+
+def _parse_index(text: str | int | builtins.slice | tuple[Any, ...] | None) -> _Index | None:
+    if text is None:
+        return None
+    parts: list[Any] = list(text) if isinstance(text, tuple) else [text]
+    if isinstance(text, str):
+        try:
+            parts = [_parse_part(part.strip()) for part in text.split(",")]
+        except ValueError:
+            parts = [text]
+    for part in parts:
+        if not isinstance(part, int | builtins.slice | EllipsisType) or isinstance(part, bool):
+            raise ReductionError(
+                f"Full(slice={text!r}): {part!r} is no part of an index; write it as Python indexes, '0:4, "
+                "..., ::2'"
+            )
+    return tuple(parts)
+
+
+def _parse_part(text: str) -> _Part:
+    if text == "...":
+        return ...
+    if ":" not in text:
+        return int(text)
+    bounds = [int(bound) if bound.strip() else None for bound in text.split(":")]
+    if len(bounds) > 3:
+        raise ValueError(text)
+    return builtins.slice(*bounds)
+
+
+def _spell(part: _Part) -> str:
+    if isinstance(part, builtins.slice):
+        bounds = ["" if bound is None else str(bound) for bound in (part.start, part.stop, part.step)]
+        return ":".join(bounds if bounds[2] else bounds[:2])
+    return "..." if isinstance(part, EllipsisType) else str(part)

@@ -1,0 +1,67 @@
+"""The native kernel where it was built, and the way in: from a tensor to an address, or not at all.
+
+``native`` is the compiled module or ``None``; everything that uses it has a torch path beside it. Raw memory
+is read only of plain tensors on the CPU that have memory: for anything else ``measure`` answers False and has
+read nothing.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from torchtap.reduce.readable import PLAIN_TYPES
+
+__all__ = ["DTYPE_CODES", "measure", "native"]
+
+
+def _load() -> ModuleType | None:
+    try:
+        from torchtap.reduce import _native  # type: ignore[attr-defined]
+    except ImportError:
+        return None
+    return _native  # type: ignore[no-any-return]
+
+
+native = _load()
+
+# The numbers by which `_native.c` knows the dtypes.
+DTYPE_CODES: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int16: 6,
+    torch.int32: 7,
+    torch.int64: 8,
+    torch.bool: 9,
+}
+
+# From this many elements on, several threads pay.
+_MANY = 1 << 20
+
+
+def measure(kernel: ModuleType, address: int, value: Tensor) -> bool:
+    """Write the state of ``value`` to ``address``; False where its memory cannot be read as it is."""
+    code = DTYPE_CODES.get(value.dtype)
+    if code is None or type(value) not in PLAIN_TYPES or not value.is_cpu or value.is_neg():
+        return False
+    try:
+        pointer = value.data_ptr()
+    except RuntimeError:  # sparse, or wrapped by a torch.func transform
+        return False
+    count = value.numel()
+    if not pointer and count:
+        return False
+    threads = torch.get_num_threads() if count > _MANY else 1
+    if value.is_contiguous():
+        kernel.measure(address, pointer, count, code, threads)
+    elif value.is_nested:
+        return False
+    else:
+        kernel.measure_strided(address, pointer, code, value.shape, value.stride(), threads)
+    return True

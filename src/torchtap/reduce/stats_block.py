@@ -1,0 +1,181 @@
+"""Statistics of many sites at once: one row of numbers for each, filled without waiting for any device.
+
+``measure`` reads a value once into a scratch slot, ``fold`` merges that slot into a row; a value that is seen
+at several sites is measured once and folded several times. It guarantees:
+- a CPU value is read where it lies, by the native kernel where there is one;
+- a value on another device is measured there, into a preallocated slot; ``results`` fetches all slots in one
+  copy;
+- rows hold what `moments` defines, so that they merge over ranks through ``states`` and ``load``.
+
+Not thread-safe: whoever shares a block between threads brings the lock.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchtap.reduce import kernel
+from torchtap.reduce.moments import WIDTH, blank_states, finish, measure_with_torch, merge_states
+from torchtap.reduce.readable import readable_real
+
+__all__ = ["StatsBlock"]
+
+_ROW_BYTES = WIDTH * 8
+_read_by_kernel = kernel.measure
+
+
+@final
+class StatsBlock:
+    """Rows of statistics. ``device`` is where most values are expected: its slots are made at once."""
+
+    def __init__(self, rows: int, *, scratch: int = 8, device: torch.device | str = "cpu") -> None:
+        self._native = kernel.native
+        self._rows = blank_states(rows)
+        self._scratch = blank_states(scratch)
+        # Where a scratch slot's state is as long as it has not come to the host; None when it is in
+        # `_scratch`.
+        self._remote: list[tuple[_Slots, int] | None] = [None] * scratch
+        self._slots: dict[torch.device, _Slots] = {}
+        self._note_addresses()
+        place = torch.device(device)
+        if place.type not in ("cpu", "meta"):
+            self._slots_on(torch.empty(0, device=place).device)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def measure(self, scratch: int, value: Tensor) -> None:
+        """Read ``value`` once into scratch slot ``scratch``."""
+        native = self._native
+        if native is not None and _read_by_kernel(
+            native, self._scratch_address + scratch * _ROW_BYTES, value
+        ):
+            self._remote[scratch] = None
+        else:
+            self._measure_with_care(scratch, value)
+
+    def fold(self, row: int, scratch: int) -> None:
+        """Merge a scratch slot into a row; the slot stays as it is."""
+        remote = self._remote[scratch]
+        if remote is not None:
+            remote[0].booked.append((row, remote[1]))
+        elif self._native is not None:
+            self._native.fold(
+                self._row_address + row * _ROW_BYTES, self._scratch_address + scratch * _ROW_BYTES
+            )
+        else:
+            _merge_into(self._rows, [row], self._scratch[scratch : scratch + 1])
+
+    def measure_into(self, row: int, scratch: int, value: Tensor) -> None:
+        """``measure`` and ``fold`` in one go."""
+        self.measure(scratch, value)
+        self.fold(row, scratch)
+
+    def grow(self, rows: int) -> None:
+        """Have at least ``rows`` rows; those there are stay as they are."""
+        missing = rows - len(self._rows)
+        if missing > 0:
+            self._rows = np.concatenate([self._rows, blank_states(missing)])
+            self._note_addresses()
+
+    def reset(self, rows: slice | None = None) -> None:
+        """Back to "nothing seen", for all rows or some."""
+        self._fetch()
+        chosen = self._rows[rows if rows is not None else slice(None)]
+        chosen[...] = blank_states(len(chosen))
+
+    def results(self) -> npt.NDArray[np.float64]:
+        """The twelve statistics of each row, (rows, 12), in the order of ``moments.STATISTICS``."""
+        self._fetch()
+        return finish(self._rows)
+
+    def states(self) -> npt.NDArray[np.float64]:
+        """A copy of the rows' states, (rows, ``moments.WIDTH``)."""
+        self._fetch()
+        return self._rows.copy()
+
+    def load(self, row: int, state: npt.NDArray[np.float64]) -> None:
+        """Put a state into a row, in place of what was there."""
+        self._fetch()
+        self._rows[row] = state
+
+    def _note_addresses(self) -> None:
+        self._row_address = int(self._rows.ctypes.data)
+        self._scratch_address = int(self._scratch.ctypes.data)
+
+    def _measure_with_care(self, scratch: int, value: Tensor) -> None:
+        plain = readable_real(value)
+        native = self._native
+        if native is not None and _read_by_kernel(
+            native, self._scratch_address + scratch * _ROW_BYTES, plain
+        ):
+            self._remote[scratch] = None
+            return
+        slots = self._slots_on(plain.device)
+        self._remote[scratch] = (slots, slots.add(measure_with_torch(plain)))
+
+    def _slots_on(self, device: torch.device) -> _Slots:
+        slots = self._slots.get(device)
+        if slots is None:
+            slots = self._slots[device] = _Slots(device)
+        return slots
+
+    def _fetch(self) -> None:
+        """Bring everything that was measured elsewhere to the host and fold it: one copy for each device."""
+        for slots in self._slots.values():
+            if not slots.used:
+                continue
+            host = slots.take()
+            for scratch, remote in enumerate(self._remote):
+                if remote is not None and remote[0] is slots:
+                    self._scratch[scratch] = host[remote[1]]
+                    self._remote[scratch] = None
+            booked, slots.booked = slots.booked, []
+            while booked:  # one round for each time that a row occurs, in the order of arrival
+                rows: dict[int, int] = {}
+                later = []
+                for row, slot in booked:
+                    if row in rows:
+                        later.append((row, slot))
+                    else:
+                        rows[row] = slot
+                _merge_into(self._rows, list(rows), host[list(rows.values())])
+                booked = later
+
+
+@final
+class _Slots:
+    """States that wait on one device. Memory is made in pieces and kept from step to step."""
+
+    _PIECE = 1024
+
+    def __init__(self, device: torch.device) -> None:
+        self.booked: list[tuple[int, int]] = []  # (row, slot)
+        self.used = 0
+        self._device = device
+        self._pieces: list[Tensor] = []
+
+    def add(self, state: Tensor) -> int:
+        slot = self.used
+        if slot == len(self._pieces) * self._PIECE:
+            self._pieces.append(torch.empty(self._PIECE, WIDTH, dtype=state.dtype, device=self._device))
+        self._pieces[slot // self._PIECE][slot % self._PIECE].copy_(state, non_blocking=True)
+        self.used = slot + 1
+        return slot
+
+    def take(self) -> npt.NDArray[np.float64]:
+        pieces = self._pieces[: -(-self.used // self._PIECE)]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        host = whole[: self.used].to("cpu").to(torch.float64, copy=True).numpy()
+        self.used = 0
+        return host
+
+
+def _merge_into(rows: npt.NDArray[np.float64], chosen: list[int], states: npt.NDArray[np.float64]) -> None:
+    merged = merge_states(torch.from_numpy(rows[chosen]), torch.from_numpy(states))
+    rows[chosen] = merged.numpy()
