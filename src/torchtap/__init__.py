@@ -10,22 +10,136 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtap.coverage import Missing as Missing
+    from torchtap.errors import CompareError as CompareError
+    from torchtap.errors import FormError as FormError
+    from torchtap.errors import MissingExtraError as MissingExtraError
+    from torchtap.errors import PlanError as PlanError
+    from torchtap.errors import RecordingLostError as RecordingLostError
+    from torchtap.errors import ReductionError as ReductionError
+    from torchtap.errors import RunCorruptError as RunCorruptError
+    from torchtap.errors import RunError as RunError
+    from torchtap.errors import RunFormatError as RunFormatError
+    from torchtap.errors import RunNotFoundError as RunNotFoundError
+    from torchtap.errors import SelectionError as SelectionError
+    from torchtap.errors import SessionError as SessionError
     from torchtap.errors import TorchtapError as TorchtapError
+    from torchtap.errors import VerificationError as VerificationError
+    from torchtap.plan import Plan as Plan
+    from torchtap.plan import Tap as Tap
+    from torchtap.plan import bind as bind
+    from torchtap.plan import tap as tap
     from torchtap.reduce import Full as Full
     from torchtap.reduce import Reduction as Reduction
     from torchtap.reduce import Stats as Stats
+    from torchtap.schedule import Always as Always
+    from torchtap.schedule import Epochs as Epochs
+    from torchtap.schedule import Every as Every
+    from torchtap.schedule import First as First
+    from torchtap.schedule import Moment as Moment
+    from torchtap.schedule import Never as Never
+    from torchtap.schedule import Phase as Phase
+    from torchtap.schedule import Schedule as Schedule
+    from torchtap.schedule import Steps as Steps
+    from torchtap.schedule import When as When
+    from torchtap.seen import Seen as Seen
+    from torchtap.session import capture as capture
+    from torchtap.session import list_sites as list_sites
+    from torchtap.session import watch as watch
+    from torchtap.sites import Selector as Selector
+    from torchtap.sites import Site as Site
+    from torchtap.taps.active import emit as emit
+    from torchtap.watching import Watch as Watch
 
 __version__ = "0.1.0"
 
 # Where each public name lives. A test holds that this, the imports above and the documentation agree.
 _HOME = {
+    "Always": "torchtap.schedule",
+    "CompareError": "torchtap.errors",
+    "Epochs": "torchtap.schedule",
+    "Every": "torchtap.schedule",
+    "First": "torchtap.schedule",
+    "FormError": "torchtap.errors",
     "Full": "torchtap.reduce",
+    "Missing": "torchtap.coverage",
+    "MissingExtraError": "torchtap.errors",
+    "Moment": "torchtap.schedule",
+    "Never": "torchtap.schedule",
+    "Phase": "torchtap.schedule",
+    "Plan": "torchtap.plan",
+    "PlanError": "torchtap.errors",
+    "RecordingLostError": "torchtap.errors",
     "Reduction": "torchtap.reduce",
+    "ReductionError": "torchtap.errors",
+    "RunCorruptError": "torchtap.errors",
+    "RunError": "torchtap.errors",
+    "RunFormatError": "torchtap.errors",
+    "RunNotFoundError": "torchtap.errors",
+    "Schedule": "torchtap.schedule",
+    "Seen": "torchtap.seen",
+    "SelectionError": "torchtap.errors",
+    "Selector": "torchtap.sites",
+    "SessionError": "torchtap.errors",
+    "Site": "torchtap.sites",
     "Stats": "torchtap.reduce",
+    "Steps": "torchtap.schedule",
+    "Tap": "torchtap.plan",
     "TorchtapError": "torchtap.errors",
+    "VerificationError": "torchtap.errors",
+    "Watch": "torchtap.watching",
+    "When": "torchtap.schedule",
+    "bind": "torchtap.plan",
+    "capture": "torchtap.session",
+    "emit": "torchtap.taps.active",
+    "list_sites": "torchtap.session",
+    "tap": "torchtap.plan",
+    "watch": "torchtap.session",
 }
 
-__all__ = ["Full", "Reduction", "Stats", "TorchtapError", "__version__"]
+__all__ = [
+    "Always",
+    "CompareError",
+    "Epochs",
+    "Every",
+    "First",
+    "FormError",
+    "Full",
+    "Missing",
+    "MissingExtraError",
+    "Moment",
+    "Never",
+    "Phase",
+    "Plan",
+    "PlanError",
+    "RecordingLostError",
+    "Reduction",
+    "ReductionError",
+    "RunCorruptError",
+    "RunError",
+    "RunFormatError",
+    "RunNotFoundError",
+    "Schedule",
+    "Seen",
+    "SelectionError",
+    "Selector",
+    "SessionError",
+    "Site",
+    "Stats",
+    "Steps",
+    "Tap",
+    "TorchtapError",
+    "VerificationError",
+    "Watch",
+    "When",
+    "__version__",
+    "bind",
+    "capture",
+    "emit",
+    "list_sites",
+    "tap",
+    "watch",
+]
 
 
 def __getattr__(name: str) -> Any:

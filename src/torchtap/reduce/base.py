@@ -26,6 +26,8 @@ class Reduction(ABC, Generic[State]):
     """A fold over tensors; ``state`` is ``None`` before the first. Subclasses: final frozen dataclasses."""
 
     name: ClassVar[str]
+    # True where only the elements count, not their places: a value may then be folded in pieces, cut anyhow.
+    elementwise: ClassVar[bool] = False
 
     @abstractmethod
     def update(self, state: State | None, value: Tensor) -> State:

@@ -1,0 +1,78 @@
+"""What a plan expected and did not get, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+from torchtap.taps.entries import LivePort
+from torchtap.taps.receiver import Receiver
+
+__all__ = ["Missing", "missing_sites"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A site from which nothing came."""
+
+    site: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.site}: {self.reason}"
+
+
+def missing_sites(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing]:
+    """Every place of the plan from which no value arrived, in the plan's order."""
+    return [*_silent_ports(receiver, ever_live), *_silent_insides(receiver, ever_live)]
+
+
+def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
+    for port in receiver.ports.values():
+        if port.kind in ("attention", "value") or _arrived(port):
+            continue
+        site = port.port.site.name
+        if ever_live.isdisjoint(port.port.taps):
+            yield Missing(site, "off schedule: no step was live for its taps")
+        elif any(entry is not None for entry in port.entries.values()) and port.kind.startswith("grad"):
+            yield Missing(site, port.note or "no backward pass reached it")
+        elif port.note:
+            yield Missing(site, port.note)
+        elif port.kind in ("param", "param_grad", "buffer"):
+            yield Missing(site, "no step ended while it was live")
+        elif not port.called:
+            yield Missing(site, "module not called")
+        elif port.kind.startswith("grad"):
+            yield Missing(site, "no backward pass reached it")
+        else:
+            yield Missing(site, "none of its leaves is one that the selector picks")
+
+
+def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
+    """Attention maps and named values come from somewhere inside: a tap is content with any of its modules."""
+    for index, tap in enumerate(receiver.plan.taps):
+        ports = [
+            port
+            for port in receiver.ports.values()
+            if index in port.port.taps and port.kind in ("attention", "value")
+        ]
+        for kind in ("attention", "value"):
+            asked = [port for port in ports if port.kind == kind]
+            if not asked or any(_arrived(port) for port in asked):
+                continue
+            name = next((s.text for s in tap.selectors if kind in s.kinds), kind)
+            notes = [port.note for port in asked if port.note]
+            if index not in ever_live:
+                yield Missing(name, "off schedule: no step was live for its tap")
+            elif notes:
+                yield Missing(name, notes[0])
+            elif kind == "attention":
+                yield Missing(name, "no call of a fused attention function was seen inside these modules")
+            else:
+                yield Missing(name, "no torchtap.emit() with this name ran inside these modules")
+
+
+def _arrived(port: LivePort) -> bool:
+    return any(entry is not None and entry.shape is not None for entry in port.entries.values())

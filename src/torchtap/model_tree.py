@@ -1,0 +1,57 @@
+"""What a run writes down about the model and the machine, as plain data."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtap.sites import source_of, unwrap
+
+__all__ = ["environment", "model_tree"]
+
+
+def model_tree(model: nn.Module) -> dict[str, Any]:
+    """The model as nested modules: name, class, path, own parameters, where its forward is written."""
+    seen: set[int] = set()
+
+    def describe(module: nn.Module, name: str, path: str) -> dict[str, Any]:
+        module = unwrap(module)
+        node: dict[str, Any] = {
+            "name": name,
+            "path": path,
+            "class": type(module).__name__,
+            "parameters": sum(p.numel() for p in module._parameters.values() if p is not None),
+            "source": source_of(module),
+            "children": [],
+        }
+        if id(module) in seen:
+            node["shared"] = True
+            return node
+        seen.add(id(module))
+        node["children"] = [
+            describe(child, child_name, f"{path}.{child_name}" if path else child_name)
+            for child_name, child in module._modules.items()
+            if child is not None
+        ]
+        return node
+
+    return describe(model, "", "")
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, as far as a reader of the run would want to know them."""
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "rank": int(os.environ.get("RANK", 0)),
+        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
+        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    }

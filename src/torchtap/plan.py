@@ -1,0 +1,238 @@
+"""What to look at: a tap is a selector, a schedule and a reduction; a plan is taps bound to one model's sites.
+
+Binding does all the parsing and matching there is, once. Both are frozen: a plan can be printed, saved as JSON
+and inspected before anything runs. No hook is set here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, final
+
+from torch import nn
+
+from torchtap.errors import PlanError
+from torchtap.reduce import Full, Reduction, Stats
+from torchtap.schedule import Always, Moment, Schedule, schedule_of
+from torchtap.sites import KINDS, Kind, Place, Selectable, Selector, Site, no_such_site, places, selectors_of
+
+__all__ = ["Plan", "Port", "Tap", "bind", "candidates", "tap"]
+
+# Kinds whose leaves are known before the model runs.
+_LISTED: dict[Kind, str] = {"param": "_parameters", "param_grad": "_parameters", "buffer": "_buffers"}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """One sentence of a plan: what to look at, what to keep of it, and when."""
+
+    selectors: tuple[Selector, ...]
+    keep: Reduction[Any]
+    schedule: Schedule = field(default_factory=Always)
+    exclude: tuple[Selector, ...] = ()
+    alias: str | None = None
+
+    def wants(self, names: Iterable[Site]) -> bool:
+        """Whether a site, its leaf and call known, is one of the tap's. ``names`` are all the names it has."""
+        return any(s.picks(site) for site in names for s in self.selectors) and not any(
+            s.picks(site) for site in names for s in self.exclude
+        )
+
+    def may_want(self, names: Iterable[Site]) -> bool:
+        """Whether a port can have sites of this tap, judged before the model runs."""
+        return any(s.picks_port(port) for port in names for s in self.selectors) and not any(
+            s.whole and s.picks_port(port) for port in names for s in self.exclude
+        )
+
+    def spec(self) -> dict[str, Any]:
+        """The tap as JSON."""
+        return {
+            "selectors": [s.text for s in self.selectors],
+            "exclude": [s.text for s in self.exclude],
+            "keep": self.keep.spec(),
+            "schedule": self.schedule.spec(),
+            "alias": self.alias,
+        }
+
+
+def tap(
+    selector: Selectable | Sequence[Selectable],
+    keep: Reduction[Any] | type[Reduction[Any]] | None = None,
+    *,
+    kind: Kind = "output",
+    every: int | None = None,
+    offset: int = 0,
+    steps: Collection[int] | None = None,
+    epochs: Collection[int] | None = None,
+    batches: Collection[int] | None = None,
+    first: int | None = None,
+    when: Schedule | Callable[[Moment], bool] | None = None,
+    phase: str | None = None,
+    exclude: Selectable | Sequence[Selectable] | None = None,
+    alias: str | None = None,
+) -> Tap:
+    """A tap in one line: ``tap("blocks.*:output", keep=Stats(), every=10)``. Statistics are kept by default."""
+    if kind not in KINDS:
+        raise PlanError(f"kind={kind!r}: the kinds are {', '.join(KINDS)}")
+    if isinstance(keep, type):
+        keep = keep()
+    if keep is not None and not isinstance(keep, Reduction):
+        raise PlanError(f"keep={keep!r}: give a reduction, e.g. keep=Stats() or keep=Full()")
+    selectors = selectors_of(selector, kind)
+    if not selectors:
+        raise PlanError("a tap needs at least one selector")
+    return Tap(
+        selectors=selectors,
+        keep=Stats() if keep is None else keep,
+        schedule=schedule_of(
+            every=every,
+            offset=offset,
+            steps=steps,
+            epochs=epochs,
+            batches=batches,
+            first=first,
+            when=when,
+            phase=phase,
+        ),
+        exclude=selectors_of(exclude, kind),
+        alias=alias,
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A site as far as it is known before the model runs, and the taps that may want what passes there.
+
+    ``names`` has the site first and then the further names that a shared module or tied parameter goes by.
+    """
+
+    names: tuple[Site, ...]
+    taps: tuple[int, ...]
+
+    @property
+    def site(self) -> Site:
+        return self.names[0]
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """Taps bound to one model."""
+
+    taps: tuple[Tap, ...]
+    ports: tuple[Port, ...]
+    places: tuple[Place, ...] = field(repr=False)
+
+    def live(self, moment: Moment) -> frozenset[int]:
+        """Indices of the taps that are live at a moment."""
+        return frozenset(index for index, each in enumerate(self.taps) if each.schedule.live(moment))
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Alias to the bare name of the site that it stands for."""
+        return {
+            self.taps[index].alias or "": port.site.name
+            for port in self.ports
+            for index in port.taps
+            if self.taps[index].alias
+        }
+
+    @cached_property
+    def other_names(self) -> dict[str, str]:
+        """Each further bare name of a shared module or tied parameter to its first."""
+        return {other.name: port.site.name for port in self.ports for other in port.names[1:]}
+
+    def to_json(self) -> str:
+        """The plan as JSON text: taps with their schedules and reductions, and the places they are bound to."""
+        return json.dumps(self.spec(), indent=2)
+
+    def spec(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        return {
+            "taps": [each.spec() for each in self.taps],
+            "ports": [{"site": port.site.name, "taps": list(port.taps)} for port in self.ports],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"plan: {len(self.taps)} taps on {len(self.ports)} places"]
+        for index, each in enumerate(self.taps):
+            places_of_tap = [port.site.name for port in self.ports if index in port.taps]
+            shown = ", ".join(places_of_tap[:4]) + (
+                f" … ({len(places_of_tap)})" if len(places_of_tap) > 4 else ""
+            )
+            chosen = " ".join(str(s) for s in each.selectors)
+            lines.append(f"  {index}: {chosen}  keep {each.keep.spec()}  when {each.schedule.spec()}")
+            lines.append(f"     {shown}")
+        return "\n".join(lines)
+
+
+def bind(model: nn.Module, taps: Iterable[Tap | Selectable], keep: Reduction[Any] | None = None) -> Plan:
+    """Bind taps to a model. A bare selector keeps what ``keep`` says, whole tensors where nothing is said."""
+    default = Full() if keep is None else keep
+    bound = tuple(each if isinstance(each, Tap) else tap(each, default) for each in taps)
+    if not bound:
+        raise PlanError("a plan needs at least one tap, e.g. tap('*:output')")
+    found_places = tuple(places(model))
+    wanted_by: dict[tuple[Site, ...], list[int]] = {}
+    for index, each in enumerate(bound):
+        kinds = frozenset().union(*(s.kinds for s in each.selectors))
+        matched = [names for names in candidates(found_places, kinds) if each.may_want(names)]
+        for selector in each.selectors:
+            if not any(selector.picks_port(site) for names in matched for site in names):
+                raise no_such_site(
+                    str(selector),
+                    [site.name for names in candidates(found_places, selector.kinds) for site in names],
+                    "this model's",
+                    "`torchtap sites` or tt.list_sites(model) lists them all.",
+                )
+        if each.alias and len(matched) > 1:
+            shown = ", ".join(names[0].name for names in matched[:3])
+            raise PlanError(
+                f"alias {each.alias!r} stands for one place, but {each.selectors[0].text!r} picks {len(matched)}: "
+                f"{shown} …; use a narrower selector or no alias"
+            )
+        for names in matched:
+            wanted_by.setdefault(names, []).append(index)
+    aliases = [each.alias for each in bound if each.alias]
+    if repeated := {alias for alias in aliases if aliases.count(alias) > 1}:
+        raise PlanError(
+            f"alias {sorted(repeated)[0]!r} is used by more than one tap; an alias has to be unique"
+        )
+    return Plan(bound, tuple(Port(names, tuple(taps)) for names, taps in wanted_by.items()), found_places)
+
+
+def candidates(
+    found: Sequence[Place], kinds: frozenset[Kind] = frozenset(KINDS)
+) -> Iterator[tuple[Site, ...]]:
+    """Every site of a model as far as it is known before a run, each with all the names that it goes by.
+
+    Parameters and buffers are listed leaf by leaf, the other kinds without one.
+    """
+    listed = {kind: _listed(found, kind, attribute) for kind, attribute in _LISTED.items() if kind in kinds}
+    for place in found:
+        for kind in KINDS:
+            if kind in listed:
+                yield from listed[kind].get(place.path, ())
+            elif kind in kinds:
+                paths = (place.path, *place.other_paths)
+                yield tuple(Site(path, kind, module=place.module) for path in paths)
+
+
+def _listed(found: Sequence[Place], kind: Kind, attribute: str) -> dict[str, list[tuple[Site, ...]]]:
+    """Parameters or buffers by the path of the module that has them first; a tied one is listed once."""
+    names_of: dict[int, list[Site]] = {}
+    for place in found:
+        for leaf, tensor in getattr(place.module, attribute).items():
+            if tensor is not None:
+                names_of.setdefault(id(tensor), []).extend(
+                    Site(path, kind, leaf, module=place.module) for path in (place.path, *place.other_paths)
+                )
+    by_path: dict[str, list[tuple[Site, ...]]] = {}
+    for names in names_of.values():
+        by_path.setdefault(names[0].path, []).append(tuple(names))
+    return by_path

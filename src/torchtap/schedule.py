@@ -1,0 +1,273 @@
+"""When a tap is live: pure rules on the clock, combined with ``&``, ``|`` and ``~``.
+
+No schedule keeps state, so asking twice gives the same answer; each says itself as JSON. A predicate is the
+one exception to the latter: it is written down by name only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, final
+
+from torchtap.errors import PlanError
+
+__all__ = [
+    "Always",
+    "Both",
+    "Either",
+    "Epochs",
+    "Every",
+    "First",
+    "Moment",
+    "Never",
+    "Not",
+    "Phase",
+    "Schedule",
+    "Steps",
+    "When",
+    "schedule_of",
+]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where the clock stands. Epoch and batch are ``None`` until somebody sets them."""
+
+    step: int
+    epoch: int | None = None
+    batch: int | None = None
+    phase: str = "train"
+
+
+class Schedule(ABC):
+    """A rule that says at which moments a tap is live."""
+
+    @abstractmethod
+    def live(self, moment: Moment) -> bool:
+        """Whether the tap is live at this moment."""
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """The schedule as JSON."""
+
+    def __and__(self, other: Schedule) -> Schedule:
+        if isinstance(self, Always):
+            return other
+        return self if isinstance(other, Always) else Both(self, other)
+
+    def __or__(self, other: Schedule) -> Schedule:
+        return Either(self, other)
+
+    def __invert__(self) -> Schedule:
+        return Not(self)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Always(Schedule):
+    """Every step."""
+
+    def live(self, moment: Moment) -> bool:
+        return True
+
+    def spec(self) -> dict[str, Any]:
+        return {"always": True}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Never(Schedule):
+    """No step."""
+
+    def live(self, moment: Moment) -> bool:
+        return False
+
+    def spec(self) -> dict[str, Any]:
+        return {"never": True}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Every(Schedule):
+    """Steps ``offset``, ``offset + n``, ``offset + 2n`` …"""
+
+    n: int
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, int) or self.n < 1:
+            raise PlanError(f"every={self.n!r}: the interval has to be a whole number from 1 on")
+
+    def live(self, moment: Moment) -> bool:
+        return moment.step >= self.offset and (moment.step - self.offset) % self.n == 0
+
+    def spec(self) -> dict[str, Any]:
+        return {"every": self.n, "offset": self.offset}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Steps(Schedule):
+    """The listed steps; a ``range`` stays a range."""
+
+    steps: range | frozenset[int]
+
+    def __init__(self, steps: Collection[int]) -> None:
+        if isinstance(steps, int):
+            raise PlanError(f"steps={steps!r}: give a list or a range of steps, e.g. steps=[{steps}]")
+        object.__setattr__(self, "steps", steps if isinstance(steps, range) else frozenset(steps))
+
+    def live(self, moment: Moment) -> bool:
+        return moment.step in self.steps
+
+    def spec(self) -> dict[str, Any]:
+        if isinstance(self.steps, range):
+            return {"steps": {"start": self.steps.start, "stop": self.steps.stop, "step": self.steps.step}}
+        return {"steps": sorted(self.steps)}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Epochs(Schedule):
+    """The listed epochs, and in them the listed batches (all, where none are listed)."""
+
+    epochs: frozenset[int] | None
+    batches: frozenset[int] | None
+
+    def __init__(self, epochs: Collection[int] | None = None, batches: Collection[int] | None = None) -> None:
+        object.__setattr__(self, "epochs", None if epochs is None else frozenset(epochs))
+        object.__setattr__(self, "batches", None if batches is None else frozenset(batches))
+
+    def live(self, moment: Moment) -> bool:
+        return (self.epochs is None or moment.epoch in self.epochs) and (
+            self.batches is None or moment.batch in self.batches
+        )
+
+    def spec(self) -> dict[str, Any]:
+        return {
+            "epochs": None if self.epochs is None else sorted(self.epochs),
+            "batches": None if self.batches is None else sorted(self.batches),
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class First(Schedule):
+    """The first ``n`` steps, counted from step 0."""
+
+    n: int
+
+    def live(self, moment: Moment) -> bool:
+        return moment.step < self.n
+
+    def spec(self) -> dict[str, Any]:
+        return {"first": self.n}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Phase(Schedule):
+    """Only in training, or only in evaluation."""
+
+    phase: str
+
+    def __post_init__(self) -> None:
+        if self.phase not in ("train", "eval"):
+            raise PlanError(f"phase={self.phase!r}: a phase is 'train' or 'eval'")
+
+    def live(self, moment: Moment) -> bool:
+        return moment.phase == self.phase
+
+    def spec(self) -> dict[str, Any]:
+        return {"phase": self.phase}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class When(Schedule):
+    """Whenever a predicate on the moment says so."""
+
+    predicate: Callable[[Moment], bool]
+
+    def live(self, moment: Moment) -> bool:
+        return bool(self.predicate(moment))
+
+    def spec(self) -> dict[str, Any]:
+        return {"when": getattr(self.predicate, "__qualname__", repr(self.predicate))}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Both(Schedule):
+    """Live where both are."""
+
+    left: Schedule
+    right: Schedule
+
+    def live(self, moment: Moment) -> bool:
+        return self.left.live(moment) and self.right.live(moment)
+
+    def spec(self) -> dict[str, Any]:
+        return {"both": [self.left.spec(), self.right.spec()]}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Either(Schedule):
+    """Live where at least one is."""
+
+    left: Schedule
+    right: Schedule
+
+    def live(self, moment: Moment) -> bool:
+        return self.left.live(moment) or self.right.live(moment)
+
+    def spec(self) -> dict[str, Any]:
+        return {"either": [self.left.spec(), self.right.spec()]}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Not(Schedule):
+    """Live where the other is not."""
+
+    other: Schedule
+
+    def live(self, moment: Moment) -> bool:
+        return not self.other.live(moment)
+
+    def spec(self) -> dict[str, Any]:
+        return {"not": self.other.spec()}
+
+
+def schedule_of(
+    *,
+    every: int | None = None,
+    offset: int = 0,
+    steps: Collection[int] | None = None,
+    epochs: Collection[int] | None = None,
+    batches: Collection[int] | None = None,
+    first: int | None = None,
+    when: Schedule | Callable[[Moment], bool] | None = None,
+    phase: str | None = None,
+) -> Schedule:
+    """The schedule that a tap's keywords describe: live where all that were given agree."""
+    schedule: Schedule = Always()
+    if every is not None:
+        schedule &= Every(every, offset)
+    elif offset:
+        raise PlanError(f"offset={offset} needs every=")
+    if steps is not None:
+        schedule &= Steps(steps)
+    if epochs is not None or batches is not None:
+        schedule &= Epochs(epochs, batches)
+    if first is not None:
+        schedule &= First(first)
+    if phase is not None:
+        schedule &= Phase(phase)
+    if when is not None:
+        schedule &= when if isinstance(when, Schedule) else When(when)
+    return schedule

@@ -1,0 +1,102 @@
+"""What one look inside a model brought: a read-only mapping from site names to what was kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+from torchtap.coverage import Missing, missing_sites
+from torchtap.sites import Site, input_names, no_such_site
+from torchtap.taps.collect import result_of
+from torchtap.taps.entries import Entry
+from torchtap.taps.receiver import Receiver
+
+__all__ = ["Seen"]
+
+
+@final
+class Seen(Mapping[str, Any]):
+    """Site name → tensor, or the named results of another reduction; in the order of execution.
+
+    A name may also be an alias, a further name of a shared module or tied parameter, or an input by position.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def __getitem__(self, name: str) -> Any:
+        entry = self._find(name)
+        if entry is None:
+            reason = self._why_not(name)
+            raise no_such_site(name, list(self), "the captured", reason)
+        return result_of(self._receiver, entry)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._find(name) is not None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        entry = self._find(name)
+        return default if entry is None else result_of(self._receiver, entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return (entry.name for entry in self._receiver.entries if entry.shape is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def coverage(self) -> list[Missing]:
+        """What was asked for and did not come, and why."""
+        return missing_sites(self._receiver, frozenset(range(len(self._receiver.plan.taps))))
+
+    def __repr__(self) -> str:
+        lines = [f"Seen({len(self)} sites)"]
+        for entry in self._receiver.entries:
+            if entry.shape is not None:
+                dtype = str(entry.dtype).removeprefix("torch.")
+                lines.append(f"  {entry.name}  {dtype}{list(entry.shape)}")
+        return "\n".join(lines)
+
+    def _find(self, name: str) -> Entry | None:
+        known = {entry.name: entry for entry in self._receiver.entries if entry.shape is not None}
+        return next((known[spelling] for spelling in self._spellings(name) if spelling in known), None)
+
+    def _spellings(self, name: str) -> Iterator[str]:
+        yield name
+        plan = self._receiver.plan
+        for table in (plan.aliases, plan.other_names):
+            for other, first in table.items():
+                if name == other or name.startswith((f"{other}.", f"{other}#")):
+                    yield first + name[len(other) :]
+        if ":" not in name:
+            yield f"{name}:output"
+        yield from self._by_position(name)
+
+    def _by_position(self, name: str) -> Iterator[str]:
+        """``x:input.1`` for the second parameter, and ``x:output.0`` for an output that is one tensor."""
+        path, _, rest = name.rpartition(":")
+        kind, _, leaf = rest.partition("#")[0].partition(".")
+        call = "#" + name.rpartition("#")[2] if "#" in name else ""
+        first, dot, more = leaf.partition(".")
+        if not first.isdigit():
+            return
+        if first == "0" and not dot:
+            yield f"{path}:{kind}{call}"
+        if kind in ("input", "grad_input"):
+            for place in self._receiver.plan.places:
+                if place.path == path:
+                    names = input_names(place.module) or ()
+                    if int(first) < len(names):
+                        yield f"{path}:{kind}.{names[int(first)]}{dot}{more}{call}"
+
+    def _why_not(self, name: str) -> str:
+        try:
+            bare = Site.parse(name)
+        except LookupError:
+            return ""
+        leaves = [known for known in self if known.startswith(f"{bare.path}:{bare.kind}.")]
+        if leaves:
+            return f"That value has several leaves: {', '.join(leaves[:6])}."
+        for missing in self.coverage():
+            if missing.site == name:
+                return f"It was asked for and did not come: {missing.reason}."
+        return ""

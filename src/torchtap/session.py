@@ -1,0 +1,145 @@
+"""The two ways in: `capture` looks inside once, `watch` accompanies a training.
+
+Both bind a plan to a model, attach it in whatever form the model has, and give back what arrives.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, final
+
+from torch import nn
+
+from torchtap.errors import PlanError
+from torchtap.model_tree import environment, model_tree
+from torchtap.plan import Plan, Tap, bind, candidates, tap
+from torchtap.reduce import Full, Reduction
+from torchtap.schedule import Moment
+from torchtap.seen import Seen
+from torchtap.sites import Kind, Selectable, Selector, places, source_of
+from torchtap.store.record import Consumer
+from torchtap.taps.attach import attach
+from torchtap.taps.receiver import Receiver
+from torchtap.watching import Watch
+
+__all__ = ["Capture", "capture", "list_sites", "watch"]
+
+
+@final
+class Capture:
+    """Made by `capture`: entering puts the taps on, leaving takes them off, whatever happened in between."""
+
+    def __init__(self, model: Any, plan: Plan, *, merge: bool, any_thread: bool, strict: bool) -> None:
+        self.plan = plan
+        self.seen = Seen(Receiver(plan, fold_passes=merge, strict=strict))
+        self._receiver = self.seen._receiver
+        self._attachment = attach(model, self._receiver)
+        self._any_thread = any_thread
+
+    def __enter__(self) -> Seen:
+        live = self.plan.live(Moment(0))
+        self._receiver.begin_step(live, None if self._any_thread else threading.get_ident())
+        self._attachment.arm(live)
+        return self.seen
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._attachment.finish_step()
+        finally:
+            self._receiver.end_step()
+            self._attachment.detach()
+
+
+def capture(
+    model: Any,
+    *taps: Tap | Selectable,
+    keep: Reduction[Any] | None = None,
+    merge: bool | None = None,
+    any_thread: bool = False,
+    strict: bool = True,
+) -> Capture:
+    """Look inside a model: ``with capture(model, "blocks.*:output") as seen: model(x)``.
+
+    Whole tensors are kept unless ``keep`` names another reduction. Calling the model again inside the block
+    gives further calls (``#1``, ``#2`` …) of whole tensors, while other reductions fold all calls into one
+    result; ``merge`` decides it the other way. Only values of the entering thread are taken, unless
+    ``any_thread`` is set.
+    """
+    bound = bind(model, taps or ("*:output",), keep)
+    if merge is None:
+        merge = not any(isinstance(tap.keep, Full) for tap in bound.taps)
+    return Capture(model, bound, merge=merge, any_thread=any_thread, strict=strict)
+
+
+def watch(
+    model: Any,
+    run: str | os.PathLike[str] | None = None,
+    taps: Tap | Selectable | Iterable[Tap | Selectable] = "*:output",
+    *,
+    sinks: Sequence[Consumer] = (),
+    strict: bool = False,
+    labels: dict[str, Any] | None = None,
+    **writer_options: Any,
+) -> Watch:
+    """Accompany a training: take what the taps ask for at each live step, into a run folder and to sinks.
+
+    ``run`` is the folder, or None to keep none. A bare selector keeps statistics. ``labels`` go into the run's
+    manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer.
+    """
+    asked = [taps] if isinstance(taps, (Tap, str, type, Selector)) or callable(taps) else list(taps)
+    bound = bind(model, [each if isinstance(each, Tap) else tap(each) for each in asked])
+    consumers = list(sinks)
+    if run is not None:
+        from torchtap.store.writer import RunWriter  # type: ignore[import-not-found,unused-ignore]
+
+        described = environment()
+        writer = RunWriter(
+            run,
+            manifest=_manifest(model, bound, described, labels or {}),
+            rank=described["rank"],
+            world=described["world_size"],
+            strict=strict,
+            **writer_options,
+        )
+        consumers.insert(0, writer)
+    elif writer_options:
+        raise PlanError(
+            f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
+        )
+    return Watch(model, bound, consumers, strict=strict)
+
+
+def list_sites(model: nn.Module, *kinds: Kind) -> list[str]:
+    """The names of a model's sites as far as they are known before it runs."""
+    wanted = frozenset(kinds) if kinds else None
+    found = places(model)
+    listed = candidates(found) if wanted is None else candidates(found, wanted)
+    return [names[0].name for names in listed]
+
+
+def _manifest(model: Any, plan: Plan, described: dict[str, Any], labels: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(),
+        "sites": [
+            {
+                "name": port.site.name,
+                "module": port.site.path,
+                "kind": port.site.kind,
+                "class": type(port.site.module).__name__,
+                "source": source_of(port.site.module) if port.site.module is not None else None,
+            }
+            for port in plan.ports
+        ],
+        "aliases": plan.aliases,
+        "other_names": plan.other_names,
+        "plan": plan.spec(),
+        "model": model_tree(model) if isinstance(model, nn.Module) else None,
+        "environment": described,
+        "labels": labels,
+    }

@@ -1,0 +1,339 @@
+"""Names of places: what a site is, which sites a model has, and how a selector picks them.
+
+A site's name is ``<module path>:<kind>[.<leaf>][#<call>]``. This file knows names only: it puts no hook on
+anything and reads no value. It guarantees:
+- wrappers (``torch.compile``, DDP, FSDP, checkpoint wrappers) leave no trace in a name;
+- a module or parameter that is registered twice has one site, under its first name, and is found by all its names;
+- a selector that picks nothing says which names are nearest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, final, get_args
+
+from torch import nn
+
+from torchtap.errors import PlanError, SelectionError
+
+__all__ = [
+    "KINDS",
+    "Kind",
+    "Place",
+    "Selectable",
+    "Selector",
+    "Site",
+    "input_names",
+    "nearest_names",
+    "no_such_site",
+    "places",
+    "selectors_of",
+    "source_of",
+    "unwrap",
+]
+
+Kind = Literal[
+    "input", "output", "grad_input", "grad_output", "param", "param_grad", "buffer", "attention", "value"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# A wrapper's only child, by the attribute that holds it. ``module`` is too common a name to go by alone.
+_WRAPPED_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPER_CLASSES = ("DistributedDataParallel", "DataParallel", "AveragedModel")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A named place where a value passes."""
+
+    path: str
+    kind: Kind
+    leaf: str = ""
+    call: int = 0
+    module: nn.Module | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        leaf = f".{self.leaf}" if self.leaf else ""
+        call = f"#{self.call}" if self.call else ""
+        return f"{self.path}:{self.kind}{leaf}{call}"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def parse(cls, name: str) -> Site:
+        """The site of a full name, e.g. ``blocks.0.attn:output.1#2``."""
+        path, _, rest = name.rpartition(":")
+        rest, _, call = rest.partition("#")
+        kind, _, leaf = rest.partition(".")
+        if ":" not in name or kind not in KINDS or (call and not call.isdigit()):
+            raise SelectionError(
+                f"{name!r} is not a site's name: it has to read <module path>:<kind>[.<leaf>][#<call>], "
+                f"with one of the kinds {', '.join(KINDS)}"
+            )
+        return cls(path, kind, leaf, int(call or 0))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module of a model under its clean path; ``other_paths`` are further names of the same module."""
+
+    path: str
+    module: nn.Module
+    other_paths: tuple[str, ...] = ()
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside any number of wrappers."""
+    while True:
+        inner = _wrapped(module)
+        if inner is None:
+            return module
+        module = inner
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    children = module._modules
+    for name in _WRAPPED_ATTRIBUTES:
+        if (child := children.get(name)) is not None:
+            return child
+    if type(module).__name__ in _WRAPPER_CLASSES:
+        return children.get("module")
+    return None
+
+
+def places(model: nn.Module) -> list[Place]:
+    """Every module of a model, parents first, wrappers left out."""
+    found: dict[int, tuple[nn.Module, list[str]]] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        module = unwrap(module)
+        known = found.get(id(module))
+        if known is not None:
+            known[1].append(path)
+            return
+        found[id(module)] = (module, [path])
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{path}.{name}" if path else name)
+
+    visit(model, "")
+    # The children of a shared module are reached by each of its names as well.
+    for module, paths in list(found.values()):
+        for other in paths[1:]:
+            for path, child in _descendants(module, other):
+                names = found[id(child)][1]
+                if path not in names:
+                    names.append(path)
+    return [Place(paths[0], module, tuple(paths[1:])) for module, paths in found.values()]
+
+
+def _descendants(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module._modules.items():
+        if child is not None:
+            child = unwrap(child)
+            child_path = f"{path}.{name}" if path else name
+            yield child_path, child
+            yield from _descendants(child, child_path)
+
+
+def input_names(module: nn.Module) -> tuple[str, ...] | None:
+    """Names of the leaves of a forward's positional inputs, or ``("",)`` where there is only one to speak of.
+
+    ``None`` says that the signature tells nothing (``*args``, a builtin): inputs are then named by index.
+    """
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    if len(names) == 1 and len(parameters) == 1:
+        return ("",)
+    return names
+
+
+def source_of(module: nn.Module) -> str | None:
+    """``file.py:line`` of the module's forward, where Python still knows it."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
+
+
+Predicate: TypeAlias = Callable[[Site], bool]
+Selectable: TypeAlias = "str | type[nn.Module] | Predicate | Selector"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Picks sites. ``picks_port`` decides on what is known before the model runs, ``picks_leaf`` on the rest."""
+
+    text: str
+    picks_port: Callable[[Site], bool] = field(compare=False, repr=False)
+    picks_leaf: Callable[[Site], bool] = field(compare=False, repr=False)
+    kinds: frozenset[Kind] = frozenset(KINDS)  # no other kind needs to be asked about
+    whole: bool = True  # picks a port with all its leaves and calls, or none of them
+
+    def picks(self, site: Site) -> bool:
+        """Whether this site, its leaf and call known, is picked."""
+        return self.picks_port(site) and self.picks_leaf(site)
+
+    @classmethod
+    def of(cls, selectable: Selectable, kind: Kind = "output") -> Selector:
+        """A selector from text, a module type or a predicate; ``kind`` is meant where none is written."""
+        if isinstance(selectable, Selector):
+            return selectable
+        if isinstance(selectable, str):
+            return _from_regex(selectable) if selectable.startswith("re:") else _from_glob(selectable, kind)
+        if isinstance(selectable, type) and issubclass(selectable, nn.Module):
+            module_type = selectable
+            return cls(
+                f"{module_type.__qualname__}:{kind}",
+                lambda site: site.kind == kind and isinstance(site.module, module_type),
+                _always,
+                kinds=frozenset((kind,)),
+            )
+        if callable(selectable) and not isinstance(selectable, type):
+            name = getattr(selectable, "__qualname__", repr(selectable))
+            return cls(f"<{name}>", selectable, selectable, whole=False)
+        raise PlanError(f"a selector is text, an nn.Module type or a predicate on sites; got {selectable!r}")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _always(_: Site) -> bool:
+    return True
+
+
+def _from_regex(text: str) -> Selector:
+    try:
+        pattern = re.compile(text[3:])
+    except re.error as error:
+        raise PlanError(f"selector {text!r} is not a regular expression: {error}") from None
+
+    # Leaves and calls are known only once the model runs, so a port is bound when the expression could match
+    # the bare name or any usual continuation of it; picks_leaf then decides on the full name.
+    continuations = ("", *(f".{n}" for n in range(10)), "#1", ".0#1", ".weight", ".bias")
+    path_part, colon, rest = text[3:].rpartition(":")
+    try:
+        path_pattern = re.compile(path_part) if colon else None
+    except re.error:
+        path_pattern = None
+
+    def picks_port(site: Site) -> bool:
+        bare = f"{site.path}:{site.kind}"
+        if any(pattern.fullmatch(bare + more) for more in continuations):
+            return True
+        names_leaf = path_pattern is not None and rest.replace("\\", "").startswith(f"{site.kind}.")
+        return names_leaf and path_pattern is not None and path_pattern.fullmatch(site.path) is not None
+
+    return Selector(text, picks_port, lambda site: pattern.fullmatch(site.name) is not None, whole=False)
+
+
+def _from_glob(text: str, default_kind: Kind) -> Selector:
+    path_text, colon, kind_text = text.rpartition(":")
+    if not colon:
+        path_text, kind_text = text, default_kind
+    kind_text, _, call_text = kind_text.partition("#")
+    kind_glob, _, leaf_glob = kind_text.partition(".")
+    kinds = frozenset(kind for kind in KINDS if fnmatch.fnmatchcase(kind, kind_glob))
+    if not kinds:
+        close = difflib.get_close_matches(kind_glob, KINDS, n=3, cutoff=0.3)
+        raise PlanError(
+            f"selector {text!r} asks for the kind {kind_glob!r}; the kinds are {', '.join(KINDS)}"
+            + (f" (did you mean {close[0]!r}?)" if close else "")
+        )
+    path_matches = _path_pattern(path_text)
+
+    def picks_leaf(site: Site) -> bool:
+        if leaf_glob and not any(
+            fnmatch.fnmatchcase(leaf, leaf_glob) or leaf.startswith(leaf_glob + ".")
+            for leaf in _spellings(site)
+        ):
+            return False
+        return not call_text or fnmatch.fnmatchcase(str(site.call), call_text)
+
+    def picks_port(site: Site) -> bool:
+        # Parameters and buffers are listed leaf by leaf; inputs and outputs are not known yet.
+        if site.kind not in kinds or not path_matches(site.path):
+            return False
+        return not site.leaf or picks_leaf(site)
+
+    return Selector(text, picks_port, picks_leaf, kinds=kinds, whole=not leaf_glob and not call_text)
+
+
+def _spellings(site: Site) -> Iterator[str]:
+    """A leaf's name and, for a named input, its position as well."""
+    yield site.leaf
+    if site.kind in ("input", "grad_input") and site.module is not None:
+        first, dot, rest = site.leaf.partition(".")
+        names = input_names(site.module) or ()
+        if first in names:
+            yield f"{names.index(first)}{dot}{rest}"
+
+
+def _path_pattern(text: str) -> Callable[[str], bool]:
+    """The path rule of a glob: ``*`` is one component, ``**`` any number; without a dot it matches at any depth."""
+    if text == "":
+        return lambda path: path == ""
+    if text in ("*", "**"):
+        return lambda path: True
+    if "." not in text:
+        return lambda path: fnmatch.fnmatchcase(path.rpartition(".")[2], text) and path != ""
+    pieces: list[str] = []
+    components = text.split(".")
+    for position, component in enumerate(components):
+        last = position == len(components) - 1
+        if component == "**":
+            # "a.**" is all inside a, so at least one component; elsewhere "**" may stand for none.
+            pieces.append(r"[^.]+(?:\.[^.]+)*" if last else r"(?:[^.]+\.)*")
+        else:
+            piece = (
+                fnmatch.translate(component).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
+            )
+            pieces.append(piece.replace(".*", "[^.]*").replace("(?>.*?", "(?>[^.]*?"))
+            if not last:
+                pieces.append(r"\.")
+    pattern = re.compile("".join(pieces))
+    return lambda path: pattern.fullmatch(path) is not None
+
+
+def nearest_names(asked: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
+    """The names most like what was asked for."""
+    return tuple(difflib.get_close_matches(asked, list(names), n=count, cutoff=0.4))
+
+
+def no_such_site(asked: str, names: Sequence[str], where: str, advice: str = "") -> SelectionError:
+    """The error for a name or selector that picks nothing among ``names``."""
+    nearest = nearest_names(asked, names)
+    if nearest:
+        found = "the nearest are " + ", ".join(repr(name) for name in nearest)
+    elif names:
+        found = "there are " + ", ".join(repr(name) for name in names[:3]) + (" …" if len(names) > 3 else "")
+    else:
+        found = "there are none"
+    plural = "site" if len(names) == 1 else "sites"
+    message = f"{asked!r} matches none of {where} {len(names)} {plural}; {found}."
+    return SelectionError(f"{message} {advice}".rstrip(), nearest=nearest)
+
+
+def selectors_of(
+    value: Selectable | Sequence[Selectable] | None, kind: Kind = "output"
+) -> tuple[Selector, ...]:
+    """One selectable or a sequence of them, as selectors."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, type, Selector)) or callable(value):
+        return (Selector.of(value, kind),)
+    return tuple(Selector.of(each, kind) for each in value)

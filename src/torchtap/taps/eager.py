@@ -1,0 +1,240 @@
+"""Put a plan's hooks on a live eager model and hand each value to the receiver.
+
+It guarantees:
+- `detach` removes every hook, also after a forward that raised;
+- a hook never changes what the model returns, nor the order in which gradients add up: gradients are read by
+  hooks on the tensors themselves;
+- a value is taken before anything can modify it in place;
+- between live steps no hook is on the model at all;
+- a copy or a pickle of the model carries no live hook.
+
+Not here: choosing sites (`sites`, `plan`), arithmetic (`reduce`), other forms (their own files).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from torchtap.sites import unwrap
+from torchtap.taps import attention
+from torchtap.taps.active import activate, deactivate
+from torchtap.taps.entries import LivePort
+from torchtap.taps.leaves import input_leaves, leaves
+from torchtap.taps.receiver import Receiver
+
+__all__ = ["Attachment", "EagerAttachment"]
+
+
+class Attachment(Protocol):
+    """A plan on a model in some form."""
+
+    def arm(self, live: frozenset[int]) -> None:
+        """A step begins in which these taps are live."""
+
+    def finish_step(self) -> None:
+        """The step is over: hand over what is read at its end."""
+
+    def disarm(self) -> None:
+        """No tap is live until `arm` is called again."""
+
+    def detach(self) -> None:
+        """Leave the model as it was found."""
+
+
+def _inert(*_: Any) -> None:
+    """What a hook of ours becomes in a copy or a pickle of the model."""
+
+
+@final
+class _Hook:
+    """A hook that calls a function of ours and does nothing in a copy of the model."""
+
+    __slots__ = ("_action",)
+
+    def __init__(self, action: Callable[..., None]) -> None:
+        self._action = action
+
+    def __call__(self, *arguments: Any) -> None:
+        self._action(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (_Hook, "_nothing")
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _inert
+
+    _nothing = staticmethod(_inert)
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work in this thread: a forward that runs now is a checkpoint's repetition."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@final
+class EagerAttachment:
+    """A plan on an eager model."""
+
+    def __init__(self, model: nn.Module, receiver: Receiver) -> None:
+        self._root = unwrap(model)
+        self._receiver = receiver
+        self._armed: frozenset[int] = frozenset()
+        self._handles: list[Any] = []
+        self._tensors: dict[int, tuple[LivePort, ...]] = {}  # id of a parameter -> its live ports
+        self._buffers: tuple[LivePort, ...] = ()
+        self._taken: set[int] = set()
+
+    def arm(self, live: frozenset[int]) -> None:
+        self._taken.clear()
+        if live == self._armed:
+            return
+        self.disarm()
+        self._armed = live
+        if not live:
+            return
+        try:
+            self._install(live)
+        except BaseException:
+            self.disarm()
+            raise
+
+    def _install(self, live: frozenset[int]) -> None:
+        receiver = self._receiver
+        keep = self._handles.append
+        keep(self._root.register_forward_pre_hook(_Hook(self._on_pass_begin), prepend=True))
+        by_tensor: dict[int, list[LivePort]] = {}
+        buffers: list[LivePort] = []
+        for port in receiver.ports.values():
+            if live.isdisjoint(port.port.taps):
+                continue
+            module = port.port.site.module
+            assert module is not None
+            match port.kind:
+                case "output":
+                    keep(module.register_forward_hook(_Hook(self._output_hook(port))))
+                case "input":
+                    keep(module.register_forward_pre_hook(_Hook(self._input_hook(port)), with_kwargs=True))
+                case "grad_output":
+                    keep(module.register_forward_hook(_Hook(self._grad_output_hook(port))))
+                case "grad_input":
+                    keep(
+                        module.register_forward_pre_hook(_Hook(self._grad_input_hook(port)), with_kwargs=True)
+                    )
+                case "param" | "param_grad":
+                    parameter = module._parameters[port.port.site.leaf]
+                    by_tensor.setdefault(id(parameter), []).append(port)
+                case "buffer":
+                    buffers.append(port)
+                case "attention":
+                    pass  # taken from the functions that compute it, below
+                case "value":
+                    pass  # the model's own code calls `emit`
+        keep(self._root.register_forward_hook(_Hook(self._on_pass_end), always_call=True))
+        self._tensors = {key: tuple(ports) for key, ports in by_tensor.items()}
+        self._buffers = tuple(buffers)
+        if by_tensor:
+            keep(register_optimizer_step_pre_hook(_Hook(self._on_optimizer_step)))
+        if any(
+            p.kind in ("attention", "value") and not live.isdisjoint(p.port.taps)
+            for p in receiver.ports.values()
+        ):
+            activate(receiver)
+        if any(p.kind == "attention" and not live.isdisjoint(p.port.taps) for p in receiver.ports.values()):
+            keep(attention.patch())
+
+    def disarm(self) -> None:
+        deactivate(self._receiver)
+        handles, self._handles = self._handles, []
+        for handle in reversed(handles):
+            handle.remove()
+        self._armed = frozenset()
+        self._tensors, self._buffers = {}, ()
+
+    def detach(self) -> None:
+        self.disarm()
+
+    def finish_step(self) -> None:
+        """Read parameters, gradients and buffers that no optimizer step has brought yet."""
+        for ports in self._tensors.values():
+            self._read(ports)
+        for port in self._buffers:
+            module = port.port.site.module
+            buffer = module._buffers.get(port.port.site.leaf) if module is not None else None
+            if buffer is not None:
+                self._receiver.take_tensor(port, buffer)
+        self._receiver.end_pass()
+
+    # -- hooks --------------------------------------------------------------------------------------------
+
+    def _on_pass_begin(self, *_: Any) -> None:
+        if not in_backward():
+            self._receiver.begin_pass()
+
+    def _on_pass_end(self, *_: Any) -> None:
+        self._receiver.end_pass()
+
+    def _output_hook(self, port: LivePort) -> Callable[..., None]:
+        receiver = self._receiver
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if receiver.hears_this_thread() and not in_backward():
+                receiver.take(port, output)
+
+        return hook
+
+    def _input_hook(self, port: LivePort) -> Callable[..., None]:
+        receiver = self._receiver
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if receiver.hears_this_thread() and not in_backward():
+                receiver.take_inputs(port, args, kwargs)
+
+        return hook
+
+    def _grad_output_hook(self, port: LivePort) -> Callable[..., None]:
+        receiver = self._receiver
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if receiver.hears_this_thread():
+                receiver.take_gradients(port, leaves(output), recomputed=in_backward())
+
+        return hook
+
+    def _grad_input_hook(self, port: LivePort) -> Callable[..., None]:
+        receiver = self._receiver
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if receiver.hears_this_thread():
+                found = input_leaves(port.input_names, args, kwargs)
+                receiver.take_gradients(port, found, recomputed=in_backward())
+
+        return hook
+
+    def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Just before an update: gradients are accumulated, averaged, unscaled and clipped; parameters still old."""
+        if not self._receiver.hears_this_thread():
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                ports = self._tensors.get(id(parameter))
+                if ports is not None:
+                    self._read(ports)
+
+    def _read(self, ports: tuple[LivePort, ...]) -> None:
+        for port in ports:
+            site = port.port.site
+            assert site.module is not None
+            parameter = site.module._parameters.get(site.leaf)
+            if parameter is None or id(port) in self._taken:
+                continue
+            value: Tensor | None = parameter if port.kind == "param" else parameter.grad
+            if value is None:
+                port.note = "its gradient was None: frozen, or not part of the loss"
+                continue
+            self._taken.add(id(port))
+            self._receiver.take_tensor(port, value)

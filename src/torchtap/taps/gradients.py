@@ -1,0 +1,72 @@
+"""The gradient of one value, read where autograd computes it and without changing how.
+
+Hooks go on the node that made the value, not on the tensor: a later in-place op gives the tensor another node
+and another value. If the value is a view (``nn.Linear`` returns one for three dimensions and more), an in-place
+op takes its node out of the graph; the gradient then passes the node of the view's base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import Tensor
+
+__all__ = ["ask_for_gradient"]
+
+
+def ask_for_gradient(value: Tensor, take: Callable[[Tensor], None]) -> None:
+    """Call ``take`` with the gradient of ``value`` once autograd has it."""
+    node = value.grad_fn
+    if node is None:
+        value.register_hook(take)
+        return
+    base = value._base
+    if base is None or base.grad_fn is None or not _covers(value, base):
+        position = value.output_nr
+
+        def at_node(gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[position]
+            if gradient is not None:
+                take(gradient)
+
+        node.register_prehook(at_node)
+        return
+    asked = _ViewGradient(value, base, take)
+    node.register_prehook(asked.at_value)
+    base.grad_fn.register_prehook(asked.at_base)
+
+
+def _covers(value: Tensor, base: Tensor) -> bool:
+    """Whether the view shows all of a plainly laid out base, so that the base's gradient is the view's."""
+    return (
+        value.numel() == base.numel()
+        and value.storage_offset() == base.storage_offset()
+        and base.is_contiguous()
+    )
+
+
+@final
+class _ViewGradient:
+    """Listens at a view's node and at its base's; the base is reached last and counts if the view was not."""
+
+    __slots__ = ("_base_position", "_position", "_shape", "_strides", "_take", "_taken")
+
+    def __init__(self, value: Tensor, base: Tensor, take: Callable[[Tensor], None]) -> None:
+        self._take = take
+        self._taken = False
+        self._position, self._base_position = value.output_nr, base.output_nr
+        self._shape, self._strides = value.shape, value.stride()
+
+    def at_value(self, gradients: tuple[Any, ...]) -> None:
+        gradient = gradients[self._position]
+        if gradient is not None:
+            self._taken = True
+            self._take(gradient)
+
+    def at_base(self, gradients: tuple[Any, ...]) -> None:
+        gradient = gradients[self._base_position]
+        taken, self._taken = self._taken, False  # a retained graph may be gone through again
+        if gradient is not None and not taken:
+            plain = gradient.contiguous()
+            self._take(plain.as_strided(self._shape, self._strides, plain.storage_offset()))

@@ -1,0 +1,269 @@
+"""A training under watch: each step's values become a record, for the run folder and the sinks.
+
+It guarantees:
+- what the clock says (`step`, `set_step`, `set_batch`, `follow`) decides when a step ends; passes over the
+  model within a step fold into one record;
+- on a step that no tap asked for, the model carries no hook;
+- a sink or a reduction that fails costs its own values, never the training (unless ``strict``);
+- `close` leaves the model as it was found.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import IO, Any, Self, final
+
+import numpy as np
+from torch import Tensor
+
+from torchtap.clock import Clock
+from torchtap.coverage import Missing, missing_sites
+from torchtap.errors import RecordingLostError, SessionError
+from torchtap.plan import Plan
+from torchtap.schedule import Moment
+from torchtap.store.record import Consumer, ScalarBlock, StepRecord
+from torchtap.taps.attach import attach
+from torchtap.taps.collect import Collector
+from torchtap.taps.receiver import Receiver
+
+__all__ = ["Watch"]
+
+
+@final
+class Watch:
+    """Made by `torchtap.watch`. A context manager; also closed by `close`."""
+
+    def __init__(
+        self, model: Any, plan: Plan, consumers: Sequence[Consumer], *, strict: bool = False
+    ) -> None:
+        self.plan = plan
+        self.lost: list[str] = []  # what could not be kept, a sentence each
+        self._model = model
+        self._consumers = list(consumers)
+        self._strict = strict
+        self._receiver = Receiver(plan, strict=strict, on_lost=self._note_loss)
+        self._collector = Collector(self._receiver)
+        self._attachment = attach(model, self._receiver)
+        self._clock = Clock()
+        self._moment: Moment | None = None  # the step that is open
+        self._ever_live: frozenset[int] = frozenset()
+        self._logged: dict[str, Any] = {}
+        self._latest: dict[tuple[str, ...], ScalarBlock] = {}
+        self._sites_told = 0
+        self._handles: list[Any] = []
+        self._in_block = False
+        self._closed = False
+        self._implicit = True
+        self._begin()
+
+    # -- the clock ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(
+        self, step: int | None = None, *, epoch: int | None = None, batch: int | None = None
+    ) -> Iterator[Self]:
+        """One training step: forward, backward and update are inside. Passes over the model fold together."""
+        if self._in_block:
+            raise SessionError("watch.step() inside watch.step(): a step cannot hold another")
+        self._advance(step, epoch, batch)
+        self._in_block = True
+        try:
+            yield self
+        finally:
+            self._in_block = False
+            self._end()
+
+    def set_step(self, step: int) -> None:
+        """The step before is over, this one begins. The same number again changes nothing."""
+        if self._moment is None or self._implicit or step != self._clock.step:
+            self._advance(step, None, None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The step before is over, and so is its epoch; the next step begins with `set_batch` or `step`."""
+        self._finish_open()
+        self._clock.set_epoch(epoch)
+
+    def set_batch(self, batch: int) -> None:
+        """The step before is over; a step with this batch begins."""
+        self._advance(None, None, batch)
+
+    def follow(self, optimizer: Any) -> None:
+        """Let an optimizer be the clock: each of its updates ends a step, however many backward passes led to it."""
+        handle = optimizer.register_step_post_hook(lambda *_: self._advance(None, None, None))
+        self._handles.append(handle)
+        if self._moment is None:
+            self._advance(None, None, None)
+
+    def _advance(self, step: int | None, epoch: int | None, batch: int | None) -> None:
+        self._check_open()
+        self._finish_open()
+        if epoch is not None:
+            self._clock.set_epoch(epoch)
+        if batch is not None:
+            self._clock.set_batch(batch)
+        self._implicit = False
+        self._begin(step)
+
+    def _finish_open(self) -> None:
+        """End the open step. The one that a watch starts with counts only if anything came."""
+        arrived = self._end()
+        if self._implicit and not arrived:
+            self._clock.step = -1
+        self._implicit = False
+
+    def _begin(self, step: int | None = None) -> None:
+        self._clock.next_step(step)
+        training = getattr(self._model, "training", True)
+        self._moment = self._clock.moment("train" if training else "eval")
+        live = self.plan.live(self._moment)
+        self._ever_live |= live
+        # Values of other threads belong to other sessions. Until the clock has moved, any thread may start.
+        self._receiver.begin_step(live, None if self._implicit else threading.get_ident())
+        self._attachment.arm(live)
+
+    def _end(self) -> bool:
+        """Collect the open step and hand it on; says whether there was anything."""
+        moment, self._moment = self._moment, None
+        if moment is None:
+            return False
+        try:
+            self._attachment.finish_step()
+            scalars, tensors = self._collector.collect()
+        finally:
+            # Hooks stay where they are, since the next step most often wants them again; they hear nothing.
+            self._receiver.end_step()
+        logged = self._take_logged()
+        if logged is not None:
+            scalars = (*scalars, logged)
+        if not scalars and not tensors:
+            return False
+        for block in scalars:
+            self._latest.pop(block.sites, None)  # the newest last
+            self._latest[block.sites] = block
+        self._hand_on(
+            StepRecord(moment.step, moment.epoch, moment.batch, moment.phase, time.time(), scalars, tensors)
+        )
+        return True
+
+    # -- what comes out -----------------------------------------------------------------------------------
+
+    def log(
+        self, name: str | None = None, value: float | Tensor | None = None, **numbers: float | Tensor
+    ) -> None:
+        """Numbers of the training's own: ``watch.log("loss", loss)`` or ``watch.log(loss=loss, lr=lr)``.
+
+        A tensor is read when the step ends, together with everything else.
+        """
+        if name is not None and value is not None:
+            numbers[name] = value
+        for key, number in numbers.items():
+            self._logged[f":value.{key}"] = number.detach() if isinstance(number, Tensor) else float(number)
+
+    def _take_logged(self) -> ScalarBlock | None:
+        if not self._logged:
+            return None
+        logged, self._logged = self._logged, {}
+        values = np.array([[float(number)] for number in logged.values()], dtype=np.float64)
+        return ScalarBlock(tuple(logged), ("value",), values)
+
+    def _hand_on(self, record: StepRecord) -> None:
+        entries = self._receiver.entries
+        if len(entries) > self._sites_told:
+            self._sites_told = len(entries)
+            self._tell("sites", sites=self._describe_sites())
+        for consumer in self._consumers:
+            self._try(consumer, "write", partial(consumer.write, record))
+
+    def _describe_sites(self) -> list[dict[str, Any]]:
+        """What was found out about the sites since the plan was made, in the order of execution."""
+        return [
+            {
+                "name": entry.name,
+                "shape": None if entry.shape is None else list(entry.shape),
+                "dtype": None if entry.dtype is None else str(entry.dtype).removeprefix("torch."),
+            }
+            for entry in self._receiver.entries
+        ]
+
+    def coverage(self) -> list[Missing]:
+        """Each site that the plan expects and that did not arrive so far, with the reason."""
+        return missing_sites(self._receiver, self._ever_live)
+
+    def summary(self, file: IO[str] | None = None) -> None:
+        """Print the newest statistics of each site as a table."""
+        from torchtap.summary import print_summary
+
+        print_summary(self._latest.values(), self.coverage(), self.lost, file)
+
+    def latest(self, site: str, statistic: str = "value") -> float:
+        """The newest number of a site."""
+        for block in reversed(list(self._latest.values())):
+            if site in block.sites and statistic in block.statistics:
+                return float(block.values[block.sites.index(site), block.statistics.index(statistic)])
+        raise SessionError(f"no {statistic!r} of {site!r} has arrived yet")
+
+    def flush(self) -> None:
+        """Have everything so far on disk and visible to readers."""
+        for consumer in self._consumers:
+            flush: Callable[[], None] | None = getattr(consumer, "flush", None)
+            if flush is not None:
+                self._try(consumer, "flush", flush)
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the open step, write the coverage, take every hook off, close the run and the sinks."""
+        if self._closed:
+            return
+        try:
+            self._finish_open()
+        finally:
+            self._closed = True
+            self._attachment.detach()
+            for handle in self._handles:
+                handle.remove()
+            self._tell("sites", sites=self._describe_sites())
+            self._tell("coverage", missing=[{"site": m.site, "reason": m.reason} for m in self.coverage()])
+            for consumer in self._consumers:
+                self._try(consumer, "close", consumer.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionError("this watch is closed; make a new one to go on")
+
+    # -- what goes wrong ----------------------------------------------------------------------------------
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        for consumer in self._consumers:
+            event = getattr(consumer, "event", None)
+            if event is not None:
+                self._try(consumer, "event", partial(event, kind, **facts))
+
+    def _try(self, consumer: Consumer, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            if self._strict:
+                raise
+            self._note_loss(f"{type(consumer).__name__}.{what} failed: {type(error).__name__}: {error}")
+
+    def _note_loss(self, message: str) -> None:
+        if self._strict:
+            raise RecordingLostError(message)
+        if not self.lost:
+            warnings.warn(f"torchtap lost a value and goes on: {message}", RuntimeWarning, stacklevel=3)
+        # A failure tends to repeat with every step: it is told once, and the list stays short.
+        if message not in self.lost and len(self.lost) < 1000:
+            self.lost.append(message)
+            self._tell("lost", message=message)

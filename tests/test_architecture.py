@@ -1,0 +1,91 @@
+"""The architecture, held: each file imports only from its own layer and those above it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
+
+# From the ground up. A file may import from its own layer and from those before it.
+LAYERS = [
+    ["errors"],
+    ["sites"],
+    ["schedule"],
+    ["reduce"],
+    ["plan"],
+    ["store.record"],
+    ["taps"],
+    ["coverage", "model_tree", "clock"],
+    ["store"],
+    ["sinks"],
+    ["seen", "summary", "watching", "session"],
+    ["editing"],
+    ["comparison"],
+    ["diagnosis"],
+    ["monitors"],
+    ["distributed"],
+    ["integrations"],
+    ["viewer"],
+    ["testing"],
+    ["cli"],
+]
+
+
+def layer_of(module: str) -> int:
+    """The layer of a module by its longest known prefix."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        for number, layer in enumerate(LAYERS):
+            if prefix in layer:
+                return number
+    raise AssertionError(f"{module} is in no layer; add it to LAYERS")
+
+
+def files() -> list[Path]:
+    return sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def lazily_allowed(tree: ast.AST) -> set[int]:
+    """Imports inside functions and under TYPE_CHECKING may look down: nothing runs them at import."""
+    allowed: set[int] = set()
+    for node in ast.walk(tree):
+        guarded = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if guarded or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            allowed.update(id(inner) for inner in ast.walk(node))
+    return allowed
+
+
+@pytest.mark.parametrize("path", files(), ids=module_name)
+def test_a_file_imports_only_from_its_own_layer_and_those_above(path: Path) -> None:
+    own = layer_of(module_name(path))
+    tree = ast.parse(path.read_text())
+    allowed = lazily_allowed(tree)
+    for node in ast.walk(tree):
+        if id(node) in allowed:
+            continue
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torchtap"):
+            names = [node.module]
+            if node.module == "torchtap":
+                names = [f"torchtap.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("torchtap")]
+        for name in names:
+            below = name.removeprefix("torchtap").removeprefix(".")
+            assert layer_of(below) <= own, f"{module_name(path)} imports {name}, which is below it"
+
+
+@pytest.mark.parametrize("path", files(), ids=module_name)
+def test_every_file_says_its_job(path: Path) -> None:
+    text = path.read_text().strip()
+    if text:
+        assert ast.get_docstring(ast.parse(text)), f"{module_name(path)} has no docstring"
