@@ -1,0 +1,71 @@
+"""The crc32 beside every array of a run, whole or for each stretch of it.
+
+Large grids of numbers are checked in stretches, so that reading one series verifies what it reads and no
+more.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import final
+
+from torchtap.errors import RunCorruptError
+
+__all__ = ["CHUNK", "ChunkedChecksum", "checksum", "checksums", "parse_checksums", "verify"]
+
+CHUNK = 64 << 10
+
+checksum = zlib.crc32
+
+
+def checksums(buffer: memoryview, chunk: int = CHUNK) -> list[str]:
+    """One checksum for each ``chunk`` bytes, as eight hex digits."""
+    return [f"{zlib.crc32(buffer[start : start + chunk]):08x}" for start in range(0, len(buffer), chunk)]
+
+
+def parse_checksums(facts: dict[str, object], nbytes: int) -> tuple[int, list[str]]:
+    """The stretch and the checksums noted for an array of ``nbytes``, or all of it and its one checksum."""
+    match facts.get("crc32"):
+        case str(single):
+            return max(nbytes, 1), [single]
+        case list(several):
+            chunk = facts.get("chunk")
+            if type(chunk) is int and chunk > 0 and len(several) == -(-nbytes // chunk):
+                return chunk, [str(one) for one in several]
+    raise RunCorruptError("its checksums are missing or too few")
+
+
+def verify(buffer: memoryview, expected: str) -> None:
+    """Raise ``RunCorruptError`` unless the bytes are those that were written."""
+    if f"{zlib.crc32(buffer):08x}" != expected:
+        raise RunCorruptError("its bytes are not those that were written (the checksum differs)")
+
+
+@final
+class ChunkedChecksum:
+    """The same checksums as `checksums`, of bytes that come piece by piece."""
+
+    def __init__(self, chunk: int = CHUNK) -> None:
+        self._chunk = chunk
+        self._filled = 0
+        self._current = 0
+        self._done: list[str] = []
+
+    def update(self, piece: memoryview) -> None:
+        while len(piece):
+            part = piece[: self._chunk - self._filled]
+            self._current = zlib.crc32(part, self._current)
+            self._filled += len(part)
+            piece = piece[len(part) :]
+            if self._filled == self._chunk:
+                self._finish()
+
+    def _finish(self) -> None:
+        self._done.append(f"{self._current:08x}")
+        self._filled = self._current = 0
+
+    def result(self) -> list[str]:
+        """The checksums; nothing may be added after this."""
+        if self._filled:
+            self._finish()
+        return self._done

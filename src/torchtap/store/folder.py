@@ -1,0 +1,146 @@
+"""Reading a folder on this machine without ever leaving it.
+
+The caller's path may be anything, also a link. Below it, nothing is followed: folders and files are opened
+by their own name, relative to their parent, refusing links, and only regular files are read, so that a
+planted link or pipe can neither lead outside nor block. Files are read with ``pread``, never mapped: a file
+that shrinks meanwhile is an error, not a crash of the process.
+
+`Folder` is what every reader works with; `remote` has the one for object stores.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol, final
+
+from torchtap.errors import RunCorruptError
+
+__all__ = ["Folder", "LocalFile", "LocalFolder", "OpenFile"]
+
+_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
+
+
+class OpenFile(Protocol):
+    """A file that is open for reading at any offset."""
+
+    size: int
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Exactly ``size`` bytes, or ``RunCorruptError``."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer, or ``RunCorruptError``."""
+
+    def __enter__(self) -> OpenFile: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Folder(Protocol):
+    """A folder to read from."""
+
+    def names(self) -> list[str]:
+        """What is in it; empty when it does not exist."""
+
+    def child(self, name: str) -> Folder:
+        """A folder in it."""
+
+    def open(self, name: str) -> OpenFile:
+        """A file in it; ``OSError`` when it cannot be opened."""
+
+    def locked(self, name: str) -> bool | None:
+        """Whether a living process holds the lock file ``name``; ``None`` when nobody can tell."""
+
+
+@final
+class LocalFile:
+    """A regular file, read by position."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        buffer = bytearray(size)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        while len(buffer):
+            count = os.preadv(self._descriptor, [buffer], offset)
+            if count == 0:
+                raise RunCorruptError(f"the file ends before byte {offset + len(buffer)}")
+            buffer, offset = buffer[count:], offset + count
+
+    def __enter__(self) -> LocalFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+
+@final
+class LocalFolder:
+    """A folder below ``root``; ``inside`` are the names that lead to it, none of which may be a link."""
+
+    def __init__(self, root: str, inside: tuple[str, ...] = ()) -> None:
+        self._root = root
+        self._inside = inside
+
+    def child(self, name: str) -> LocalFolder:
+        return LocalFolder(self._root, (*self._inside, name))
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        descriptor = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        try:
+            for name in self._inside:
+                deeper = os.open(name, _FOLDER, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = deeper
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def names(self) -> list[str]:
+        try:
+            with self._opened() as descriptor:
+                return os.listdir(descriptor)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def open(self, name: str) -> LocalFile:
+        with self._opened() as folder:
+            descriptor = os.open(name, _FILE, dir_fd=folder)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", name)
+        return LocalFile(descriptor)
+
+    def locked(self, name: str) -> bool | None:
+        try:
+            with self._opened() as folder:
+                descriptor = os.open(name, _FILE, dir_fd=folder)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+        else:
+            return False
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,118 @@
+"""Names in a run folder, and which files count when several hold the same thing.
+
+    <run>/rank-00000/attempt-0000/manifest.json
+                                  scalars-00000000-00000015_0-159.safetensors
+                                  tensors-00000000-00000000_0-9.safetensors
+                                  events-00000000-00000000.jsonl
+                                  closed.json
+
+A segment's name says which flushes it holds (first and last number) and between which steps they lie.
+Merging writes one segment for a range of flushes and then removes the ones it covers, so at every moment
+the *widest* segments hold everything exactly once. Nothing inside a file ever names another file.
+
+Pure: text in, text out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, final
+
+__all__ = [
+    "CLOSED",
+    "FORMAT_NAME",
+    "FORMAT_VERSION",
+    "LOCK",
+    "MANIFEST",
+    "TEMPORARY",
+    "Kind",
+    "SegmentName",
+    "attempt_folder",
+    "parse_attempt",
+    "parse_rank",
+    "parse_segment",
+    "rank_folder",
+    "widest",
+]
+
+FORMAT_NAME = "torchtap-run"
+FORMAT_VERSION = 1
+
+MANIFEST = "manifest.json"
+CLOSED = "closed.json"
+LOCK = "writer.lock"
+TEMPORARY = ".tmp-"  # what a file is called before it is whole
+
+Kind = Literal["scalars", "tensors", "events"]
+
+_RANK = re.compile(r"rank-(\d{5,9})")
+_ATTEMPT = re.compile(r"attempt-(\d{4,9})")
+_SEGMENT = re.compile(
+    r"(scalars|tensors)-(\d{8,12})-(\d{8,12})_(-?\d{1,19})-(-?\d{1,19})\.safetensors", flags=re.ASCII
+)
+_EVENTS = re.compile(r"events-(\d{8,12})-(\d{8,12})\.jsonl", flags=re.ASCII)
+
+
+@final
+@dataclass(frozen=True, slots=True, order=True)
+class SegmentName:
+    """What a segment's file name says."""
+
+    kind: Kind
+    first: int  # number of the first flush in it
+    last: int
+    low: int = 0  # smallest step in it
+    high: int = 0
+
+    @property
+    def file(self) -> str:
+        if self.kind == "events":
+            return f"events-{self.first:08d}-{self.last:08d}.jsonl"
+        return f"{self.kind}-{self.first:08d}-{self.last:08d}_{self.low}-{self.high}.safetensors"
+
+
+def rank_folder(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def attempt_folder(attempt: int) -> str:
+    return f"attempt-{attempt:04d}"
+
+
+def parse_rank(name: str) -> int | None:
+    found = _RANK.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def parse_attempt(name: str) -> int | None:
+    found = _ATTEMPT.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def parse_segment(file: str) -> SegmentName | None:
+    """The parts of a segment's name; ``None`` for every other file."""
+    if found := _SEGMENT.fullmatch(file):
+        kind: Kind = "scalars" if found[1] == "scalars" else "tensors"
+        name = SegmentName(kind, int(found[2]), int(found[3]), int(found[4]), int(found[5]))
+    elif found := _EVENTS.fullmatch(file):
+        name = SegmentName("events", int(found[1]), int(found[2]))
+    else:
+        return None
+    return name if name.first <= name.last and name.low <= name.high else None
+
+
+def widest(names: Iterable[SegmentName]) -> tuple[list[SegmentName], list[tuple[int, int]]]:
+    """Of segments of one kind: those that count, in order, and the ranges of flushes that none holds."""
+    kept: list[SegmentName] = []
+    gaps: list[tuple[int, int]] = []
+    expected = 0
+    for name in sorted(names, key=lambda name: (name.first, -name.last)):
+        if name.first < expected:
+            continue  # covered by a wider one that was kept
+        if name.first > expected:
+            gaps.append((expected, name.first - 1))
+        kept.append(name)
+        expected = name.last + 1
+    return kept, gaps

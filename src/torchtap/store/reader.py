@@ -1,0 +1,380 @@
+"""Open a run and read it, while it is being written or long after. Imports no torch.
+
+It guarantees:
+- only what is asked for is read: a series reads its own bytes, a tensor its own;
+- what is returned was verified against its checksum, or the read raises `RunCorruptError`;
+- damaged, missing and lost things are listed in ``problems``, everything else stays readable;
+- a step is seen whole or not at all; what was seen once stays seen.
+
+A run that several ranks wrote shows the lowest one; `Run.of_rank` shows another.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
+from torchtap.store.assemble import matrix_of, series_of, table_of
+from torchtap.store.clock import Timeline
+from torchtap.store.folder import Folder, LocalFolder
+from torchtap.store.grids import AxesCache
+from torchtap.store.layout import attempt_folder, parse_attempt, parse_rank, rank_folder
+from torchtap.store.part import Part
+from torchtap.store.results import HistogramResult, Matrix, Series, Table, TensorRef
+from torchtap.store.scalars import CLOCK
+from torchtap.store.show import run_html, run_text
+from torchtap.store.stored_tensors import StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Run", "is_run", "open_run"]
+
+
+def open_run(path: str | os.PathLike[str], *, rank: int | None = None, attempt: int | None = None) -> Run:
+    """Open a run folder, on this machine or remote (``s3://...``); one rank and, if asked, one attempt."""
+    return Run(os.fspath(path), rank=rank, attempt=attempt)
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder looks like a run, without reading it."""
+    return any(parse_rank(name) is not None for name in _folder(os.fspath(path)).names())
+
+
+def _folder(path: str) -> Folder:
+    if "://" in path:
+        from torchtap.store.remote import RemoteFolder
+
+        return RemoteFolder(path)
+    return LocalFolder(path)
+
+
+@final
+class Run:
+    """A recorded run. Made by `open_run`."""
+
+    def __init__(self, path: str, *, rank: int | None = None, attempt: int | None = None) -> None:
+        self.path = path
+        self._only = attempt
+        self._root = _folder(path)
+        names = self._root.names()
+        self._ranks = sorted(found for name in names if (found := parse_rank(name)) is not None)
+        if not self._ranks:
+            if not names and ("://" in path or not os.path.isdir(path)):
+                raise RunNotFoundError(f"there is no run at {path}")
+            raise RunFormatError(f"{path} is not a run: it has no folder 'rank-00000'")
+        self.rank = self._ranks[0] if rank is None else rank
+        if self.rank not in self._ranks:
+            raise SelectionError(f"the run at {path} has no rank {rank}; its ranks are {self._ranks}")
+        self._axes: AxesCache = {}
+        self._parts: dict[int, Part] = {}
+        self._timeline = Timeline([])
+        self._names: list[str] | None = None
+        self.refresh()
+
+    # --- keeping up with a live run -----------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """See what was written since the run was opened or refreshed."""
+        folder = self._root.child(rank_folder(self.rank))
+        for name in folder.names():
+            attempt = parse_attempt(name)
+            if attempt is not None and attempt not in self._parts and self._only in (None, attempt):
+                self._parts[attempt] = Part(
+                    folder.child(attempt_folder(attempt)), self.rank, attempt, self._axes
+                )
+        self._parts = dict(sorted(self._parts.items()))
+        if not self._parts:
+            wanted = f"attempt {self._only}" if self._only is not None else "attempt"
+            raise RunFormatError(f"{self.path}: rank {self.rank} has no {wanted}")
+        for part in self._parts.values():
+            part.refresh()
+        self._timeline = Timeline([part.clock for part in self._parts.values()])
+        self._names = None
+
+    def follow(self, poll: float = 0.5) -> Iterator[int]:
+        """Each step as it becomes visible, those already there first; ends when the recording has ended."""
+        seen: dict[int, int] = {}
+        while True:
+            ended = not self.recording  # asked before looking, so that nothing written until then is missed
+            self.refresh()
+            previous = None
+            for attempt, part in self._parts.items():
+                steps = part.clock.step[seen.get(attempt, 0) :]
+                seen[attempt] = len(part.clock)
+                for step in steps.tolist():
+                    if step != previous:
+                        yield step
+                    previous = step
+            if ended:
+                return
+            time.sleep(poll)
+
+    @property
+    def _last(self) -> Part:
+        return next(reversed(self._parts.values()))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the last attempt was closed in good order."""
+        return self._last.closing is not None
+
+    @property
+    def recording(self) -> bool:
+        """Whether the last attempt's writer is alive; where nobody can tell, until the run is closed."""
+        return self._last.recording is not False
+
+    @property
+    def status(self) -> Literal["closed", "recording", "interrupted"]:
+        """How the last attempt stands."""
+        if self.closed:
+            return "closed"
+        return "recording" if self.recording else "interrupted"
+
+    # --- what the run is ----------------------------------------------------------------------------------
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What the last attempt said of itself: sites, plan, model, environment."""
+        for part in reversed(self._parts.values()):
+            if part.manifest:
+                return part.manifest
+        return {}
+
+    @property
+    def model_tree(self) -> dict[str, Any]:
+        """The model's modules as the manifest has them."""
+        tree = self.manifest.get("model")
+        return tree if isinstance(tree, dict) else {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that wrote into this run."""
+        return list(self._ranks)
+
+    @property
+    def attempts(self) -> list[int]:
+        """The attempts of this rank."""
+        return list(self._parts)
+
+    def of_rank(self, rank: int) -> Run:
+        """The same run as another rank saw it."""
+        return Run(self.path, rank=rank, attempt=self._only)
+
+    @property
+    def problems(self) -> list[str]:
+        """What is damaged, missing, lost or torn, in sentences; empty when all is well."""
+        return [problem for part in self._parts.values() for problem in part.problems()]
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Everything noted beside the values, in order; ``kind`` is one of lost, warning, coverage ..."""
+        found = [event for part in self._parts.values() for event in part.events()]
+        return [event for event in found if kind is None or event.get("kind") == kind]
+
+    def coverage(self) -> dict[str, Any]:
+        """What was expected and what came, as the session noted it last; empty when it never did."""
+        noted = self.events("coverage")
+        return (
+            {name: fact for name, fact in noted[-1].items() if name not in ("kind", "time", "attempt")}
+            if noted
+            else {}
+        )
+
+    # --- numbers ------------------------------------------------------------------------------------------
+
+    def sites(self) -> list[str]:
+        """The sites that something was recorded of: in the manifest's order, then as they appeared."""
+        if self._names is None:
+            found: dict[str, None] = {}
+            for part in self._parts.values():
+                for segment in part.scalars:
+                    for grid in segment.grids:
+                        found.update(dict.fromkeys(grid.axes.sites))
+                for name in part.tensor_names:
+                    found.update((tensor.name.site, None) for tensor in part.tensors_in(name))
+            listed = self.manifest.get("sites")
+            order = [
+                site["name"]
+                for site in (listed if isinstance(listed, list) else [])
+                if isinstance(site, dict) and isinstance(site.get("name"), str)
+            ]
+            self._names = list(dict.fromkeys([name for name in order if name in found] + list(found)))
+        return list(self._names)
+
+    def statistics(self, site: str | None = None) -> list[str]:
+        """The statistics recorded of a site, or of any."""
+        if site is not None:
+            self._check(site)
+        found: dict[str, None] = {}
+        for part in self._parts.values():
+            for segment in part.scalars:
+                for grid in segment.grids:
+                    if site is None or site in grid.axes.site_index:
+                        found.update(dict.fromkeys(grid.axes.statistics))
+        return list(found)
+
+    def steps(self, site: str | None = None) -> npt.NDArray[np.int64]:
+        """All recorded steps, ascending; or those at which something of ``site`` was recorded."""
+        if site is None:
+            return self._timeline.steps.copy()
+        self._check(site)
+        found: list[npt.NDArray[np.int64]] = [
+            self.series(site, name).steps for name in self.statistics(site)[:1]
+        ]
+        found.append(np.array([ref.step for ref in self.tensors(site)], np.int64))
+        return np.unique(np.concatenate(found))
+
+    def clock(self) -> np.recarray[Any, Any]:
+        """Columns step, epoch, batch, phase, time (``clock.step``, ``clock["step"]``), a row for each record.
+
+        An epoch or a batch that was not set is -1.
+        """
+        timeline = self._timeline
+        order = np.flatnonzero(timeline.visible)
+        order = order[np.argsort(timeline.clock.step[order], kind="stable")]
+        columns = {name: getattr(timeline.clock, name)[order] for name in CLOCK}
+        table = np.empty(len(order), [(name, column.dtype) for name, column in columns.items()])
+        for name, column in columns.items():
+            table[name] = column
+        return table.view(np.recarray)
+
+    def series(self, site: str, statistic: str) -> Series:
+        """One statistic of one site: ``(steps, values)``, ascending."""
+        found = series_of(list(self._parts.values()), self._timeline, site, statistic)
+        if not len(found.steps):
+            known = self.statistics(site)  # raises when the site itself is unknown
+            if statistic not in known:
+                near = difflib.get_close_matches(statistic, known, n=3, cutoff=0.3)
+                raise SelectionError(
+                    f"{site!r} has no statistic {statistic!r}; it has {', '.join(known) or 'tensors only'}",
+                    nearest=tuple(near),
+                )
+        return found
+
+    def matrix(
+        self,
+        statistic: str,
+        sites: Sequence[str] | None = None,
+        steps: Sequence[int] | npt.NDArray[np.int64] | None = None,
+    ) -> Matrix:
+        """One statistic as ``(sites, steps, values[site, step])``, NaN where nothing was recorded.
+
+        Without ``sites``, all that have this statistic; without ``steps``, all at which one of them has it.
+        """
+        if statistic not in (known := self.statistics()):
+            near = tuple(difflib.get_close_matches(statistic, known, n=3, cutoff=0.3))
+            raise SelectionError(
+                f"the run has no statistic {statistic!r}; it has {', '.join(known)}", nearest=near
+            )
+        if sites is None:
+            chosen = [site for site in self.sites() if statistic in self.statistics(site)]
+        else:
+            chosen = list(sites)
+            for site in chosen:
+                self._check(site)
+        wanted = None if steps is None else np.asarray(steps, np.int64)
+        return matrix_of(list(self._parts.values()), self._timeline, statistic, chosen, wanted)
+
+    def table(self, sites: Sequence[str] | None = None, statistics: Sequence[str] | None = None) -> Table:
+        """Every number as rows: step, epoch, batch, site, statistic, value."""
+        for site in sites or ():
+            self._check(site)
+        site_names = list(dict.fromkeys(self.sites() if sites is None else sites))
+        statistic_names = list(dict.fromkeys(self.statistics() if statistics is None else statistics))
+        return table_of(list(self._parts.values()), self._timeline, site_names, statistic_names)
+
+    # --- tensors ------------------------------------------------------------------------------------------
+
+    def tensors(self, site: str | None = None) -> list[TensorRef]:
+        """Every stored tensor, or those of one site, by step."""
+        found: list[TensorRef] = []
+        for number, part in enumerate(self._parts.values()):
+            shown = self._timeline.shown_steps(number)
+            for name in part.tensor_names:
+                found += [
+                    tensor.ref()
+                    for tensor in part.tensors_in(name)
+                    if tensor.name.step in shown and (site is None or tensor.name.site == site)
+                ]
+        if site is not None and not found:
+            self._check(site)
+        return sorted(found, key=lambda ref: ref.step)
+
+    def tensor(
+        self, site: str, step: int | None = None, field: str = "value", *, reduction: str | None = None
+    ) -> Tensor:
+        """A stored tensor; without ``step`` the last one. Other reductions' parts have other ``field``s."""
+        return self._find(site, step, field, reduction).tensor()
+
+    def array(
+        self, site: str, step: int | None = None, field: str = "value", *, reduction: str | None = None
+    ) -> npt.NDArray[Any]:
+        """The same as numpy, without importing torch; bfloat16 and narrower are widened to float32."""
+        return self._find(site, step, field, reduction).array()
+
+    def histogram(self, site: str, step: int | None = None) -> HistogramResult:
+        """A stored histogram; without ``step`` the last one."""
+        counts = self._find(site, step, "counts", None)
+        edges = self._find(site, counts.name.step, "edges", counts.name.reduction)
+        return HistogramResult(counts.array(), edges.array())
+
+    def _find(self, site: str, step: int | None, field: str, reduction: str | None) -> StoredTensor:
+        for number, part in reversed(list(enumerate(self._parts.values()))):
+            best: StoredTensor | None = None
+            for name in reversed(part.tensor_names):
+                if step is not None and not name.low <= step <= name.high:
+                    continue
+                for tensor in part.tensors_in(name):
+                    key = tensor.name
+                    if (
+                        key.site == site
+                        and key.field == field
+                        and (step is None or key.step == step)
+                        and (reduction is None or key.reduction == reduction)
+                        and (
+                            best is None
+                            or (key.step >= best.name.step if step is None else key.copy < best.name.copy)
+                        )
+                        and self._timeline.shown(number, key.step)
+                    ):
+                        best = tensor
+                if best is not None:
+                    return best
+        self._check(site)
+        stored = self.tensors(site)
+        fields = sorted({ref.field for ref in stored})
+        steps = sorted({ref.step for ref in stored if ref.field == field})
+        if not steps:
+            raise SelectionError(
+                f"{site!r} has no stored tensor with the field {field!r}; it has "
+                + (
+                    f"the fields {', '.join(fields)}"
+                    if fields
+                    else "numbers only: record it with keep=Full()"
+                )
+            )
+        near = sorted(steps, key=lambda other: abs(other - (step or 0)))[:3]
+        raise SelectionError(
+            f"{site!r} has no {field!r} at step {step}; the nearest steps are {', '.join(map(str, near))}",
+            nearest=tuple(map(str, near)),
+        )
+
+    def _check(self, site: str) -> None:
+        known = self.sites()
+        if site not in known:
+            near = tuple(difflib.get_close_matches(site, known, n=3, cutoff=0.3))
+            hint = f"the nearest are {', '.join(map(repr, near))}" if near else "run.sites() lists them"
+            raise SelectionError(f"the run has no site {site!r} among its {len(known)}; {hint}", nearest=near)
+
+    def __repr__(self) -> str:
+        return run_text(self)
+
+    def _repr_html_(self) -> str:
+        return run_html(self)

@@ -1,0 +1,162 @@
+"""What reading a run gives: plain columns and small named tuples, numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+    import pyarrow
+
+__all__ = ["HistogramResult", "Matrix", "Series", "Table", "TensorRef"]
+
+
+class Series(NamedTuple):
+    """One statistic of one site over the steps at which it was recorded."""
+
+    steps: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+
+class Matrix(NamedTuple):
+    """One statistic of many sites; ``values[site, step]`` is NaN where nothing was recorded."""
+
+    sites: list[str]
+    steps: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+
+class HistogramResult(NamedTuple):
+    """A stored histogram: ``counts[i]`` values lay between ``edges[i]`` and ``edges[i + 1]``."""
+
+    counts: npt.NDArray[Any]
+    edges: npt.NDArray[Any]
+
+
+class TensorRef(NamedTuple):
+    """A stored tensor that was not read yet."""
+
+    site: str
+    field: str
+    reduction: str
+    step: int
+    shape: tuple[int, ...]
+    dtype: str  # torch's spelling, without "torch."
+    nbytes: int  # on disk
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Every number of a run, one a row, as columns: step, epoch, batch, site, statistic, value.
+
+    Sites and statistics are kept as codes into their names; asking for the column spells them out. An epoch
+    or a batch that was not set is -1.
+    """
+
+    step: npt.NDArray[np.int64]
+    epoch: npt.NDArray[np.int64]
+    batch: npt.NDArray[np.int64]
+    site_codes: npt.NDArray[np.int32]
+    statistic_codes: npt.NDArray[np.int32]
+    value: npt.NDArray[np.float64]
+    site_names: list[str]
+    statistic_names: list[str]
+
+    columns = ("step", "epoch", "batch", "site", "statistic", "value")
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __getitem__(self, column: str) -> npt.NDArray[Any]:
+        match column:
+            case "step" | "epoch" | "batch" | "value":
+                found: npt.NDArray[Any] = getattr(self, column)
+                return found
+            case "site":
+                return np.asarray(self.site_names, dtype=np.str_)[self.site_codes]
+            case "statistic":
+                return np.asarray(self.statistic_names, dtype=np.str_)[self.statistic_codes]
+        raise KeyError(f"there is no column {column!r}; the columns are {', '.join(self.columns)}")
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, str, str, float]]:
+        """The rows."""
+        for step, epoch, batch, site, statistic, value in zip(
+            self.step.tolist(),
+            self.epoch.tolist(),
+            self.batch.tolist(),
+            self.site_codes.tolist(),
+            self.statistic_codes.tolist(),
+            self.value.tolist(),
+            strict=True,
+        ):
+            yield step, epoch, batch, self.site_names[site], self.statistic_names[statistic], value
+
+    def to_arrow(self) -> pyarrow.Table:
+        """An Arrow table; sites and statistics are dictionary-encoded."""
+        try:
+            import pyarrow
+        except ImportError:
+            raise MissingExtraError(
+                "Table.to_arrow needs pyarrow: pip install 'torchtap[arrow]'", extra="arrow"
+            ) from None
+        return pyarrow.table(
+            {
+                "step": self.step,
+                "epoch": pyarrow.array(self.epoch, mask=self.epoch == -1),
+                "batch": pyarrow.array(self.batch, mask=self.batch == -1),
+                "site": pyarrow.DictionaryArray.from_arrays(
+                    self.site_codes, pyarrow.array(self.site_names, pyarrow.string())
+                ),
+                "statistic": pyarrow.DictionaryArray.from_arrays(
+                    self.statistic_codes, pyarrow.array(self.statistic_names, pyarrow.string())
+                ),
+                "value": self.value,
+            }
+        )
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A pandas frame; sites and statistics are categories, unset epochs and batches are missing."""
+        try:
+            import pandas
+        except ImportError:
+            raise MissingExtraError(
+                "Table.to_pandas needs pandas: pip install 'torchtap[pandas]'", extra="pandas"
+            ) from None
+        return pandas.DataFrame(
+            {
+                "step": self.step,
+                "epoch": pandas.array(self.epoch, dtype="Int64").copy(),
+                "batch": pandas.array(self.batch, dtype="Int64").copy(),
+                "site": pandas.Categorical.from_codes(self.site_codes, categories=self.site_names),  # type: ignore[arg-type, call-overload, unused-ignore]
+                "statistic": pandas.Categorical.from_codes(
+                    self.statistic_codes, categories=self.statistic_names
+                ),  # type: ignore[arg-type, call-overload, unused-ignore]
+                "value": self.value,
+            }
+        ).assign(
+            epoch=lambda frame: frame["epoch"].mask(self.epoch == -1),
+            batch=lambda frame: frame["batch"].mask(self.batch == -1),
+        )
+
+    def to_polars(self) -> polars.DataFrame:
+        """A polars frame."""
+        try:
+            import polars
+        except ImportError:
+            raise MissingExtraError(
+                "Table.to_polars needs polars and pyarrow: pip install polars 'torchtap[arrow]'",
+                extra="arrow",
+            ) from None
+        return polars.from_arrow(self.to_arrow())
+
+    def __repr__(self) -> str:
+        return f"Table({len(self)} rows: {', '.join(self.columns)}; {len(self.site_names)} sites)"

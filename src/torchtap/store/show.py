@@ -1,0 +1,44 @@
+"""How a run shows itself at a prompt and in a notebook."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtap.store.reader import Run
+
+__all__ = ["run_html", "run_text"]
+
+
+def _facts(run: Run) -> dict[str, str]:
+    steps = run.steps()
+    facts = {
+        "steps": f"{len(steps)} ({steps[0]} to {steps[-1]})" if len(steps) else "none",
+        "sites": str(len(run.sites())),
+        "statistics": ", ".join(run.statistics()) or "none",
+        "status": run.status,
+    }
+    if len(run.ranks) > 1:
+        facts["rank"] = f"{run.rank} of {len(run.ranks)}"
+    if len(run.attempts) > 1:
+        facts["attempts"] = str(len(run.attempts))
+    if problems := run.problems:
+        facts["problems"] = f"{len(problems)}: {problems[0]}"
+    return facts
+
+
+def run_text(run: Run) -> str:
+    """One line."""
+    facts = _facts(run)
+    facts.pop("statistics")
+    return f"<Run {run.path}: " + "; ".join(f"{name} {fact}" for name, fact in facts.items()) + ">"
+
+
+def run_html(run: Run) -> str:
+    """A small table; everything that comes from the folder is escaped."""
+    rows = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(fact)}</td></tr>"
+        for name, fact in _facts(run).items()
+    )
+    return f"<table><caption>{html.escape(run.path)}</caption>{rows}</table>"

@@ -1,0 +1,192 @@
+"""Writing a run and reading it back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.store.records import SITES, STATISTICS, image, number, record
+from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
+from torchtap.store.reader import is_run, open_run
+from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
+from torchtap.store.writer import RunWriter
+
+MANIFEST = {"sites": [{"name": name} for name in reversed(SITES)], "model": {"name": "toy"}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with RunWriter(tmp_path / "run", manifest=MANIFEST) as writer:
+        for step in range(20):
+            writer.write(record(step, tensors=step % 5 == 0, epoch=step // 10, batch=step % 10))
+            if step % 7 == 6:
+                writer.flush()
+        writer.event("coverage", expected=3, came=3)
+        writer.event("warning", text="look out")
+    return tmp_path / "run"
+
+
+def test_series_come_back_as_they_were_written(folder: Path) -> None:
+    run = open_run(folder)
+    for site, name in enumerate(SITES):
+        for kind, statistic in enumerate(STATISTICS):
+            steps, values = run.series(name, statistic)
+            assert steps.tolist() == list(range(20))
+            assert values.tolist() == [number(step, site, kind) for step in range(20)]
+
+
+def test_the_clock_has_a_row_for_each_record(folder: Path) -> None:
+    clock = open_run(folder).clock()
+    assert clock.step.tolist() == list(range(20))
+    assert clock["epoch"].tolist() == [0] * 10 + [1] * 10
+    assert set(clock.phase) == {"train"}
+    assert clock.time[3] == 1003.0
+
+
+def test_an_epoch_that_was_never_set_is_minus_one(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, manifest={}) as writer:
+        writer.write(record(0))
+    assert open_run(tmp_path).clock().epoch.tolist() == [-1]
+    assert open_run(tmp_path).table().to_pandas()["epoch"].isna().all()
+
+
+def test_sites_are_in_the_order_of_the_manifest(folder: Path) -> None:
+    assert open_run(folder).sites() == list(reversed(SITES))
+
+
+def test_tensors_are_listed_and_read_one_by_one(folder: Path) -> None:
+    run = open_run(folder)
+    assert [ref.step for ref in run.tensors(SITES[0])] == [0, 5, 10, 15]
+    assert run.tensors()[0][:6] == (SITES[0], "value", "full", 0, (64, 4), "float32")
+    assert torch.equal(run.tensor(SITES[0], step=10), torch.from_numpy(image(10)))
+    assert np.array_equal(run.array(SITES[0]), image(15))
+
+
+def test_a_matrix_has_nan_where_a_site_was_absent(tmp_path: Path) -> None:
+    sites = ("a:output", "b:output")
+    with RunWriter(tmp_path, manifest={}) as writer:
+        for step in range(4):
+            here = np.array([True, step % 2 == 0])
+            block = ScalarBlock(sites, ("mean",), np.array([[1.0 + step], [10.0 + step]]), here)
+            writer.write(StepRecord(step, None, None, "train", 0.0, (block,), ()))
+    run = open_run(tmp_path)
+    found = run.matrix("mean")
+    assert found.sites == list(sites)
+    assert found.steps.tolist() == [0, 1, 2, 3]
+    np.testing.assert_array_equal(found.values, [[1, 2, 3, 4], [10, np.nan, 12, np.nan]])
+    assert run.series("b:output", "mean").steps.tolist() == [0, 2]
+    assert run.matrix("mean", ["b:output"], steps=[2, 3]).values.tolist()[0][0] == 12.0
+    assert len(run.table()) == 6
+
+
+def test_the_table_has_every_number_once(folder: Path) -> None:
+    table = open_run(folder).table()
+    assert len(table) == 20 * 9
+    rows = list(table)
+    assert rows[0] == (0, 0, 0, SITES[0], "mean", number(0, 0, 0))
+    assert len({(row[0], row[3], row[4]) for row in rows}) == len(rows)
+    assert all(row[5] == number(row[0], SITES.index(row[3]), STATISTICS.index(row[4])) for row in rows)
+
+
+def test_the_table_converts_to_arrow_pandas_and_polars(folder: Path) -> None:
+    table = open_run(folder).table(sites=[SITES[1]], statistics=["std"])
+    arrow, pandas, polars = table.to_arrow(), table.to_pandas(), table.to_polars()
+    assert arrow.num_rows == len(pandas) == len(polars) == 20
+    assert pandas["value"].tolist() == polars["value"].to_list() == arrow["value"].to_pylist()
+    assert set(pandas["site"]) == {SITES[1]}
+    assert pandas["epoch"].tolist() == [0] * 10 + [1] * 10
+
+
+def test_an_unknown_site_names_the_nearest(folder: Path) -> None:
+    with pytest.raises(SelectionError, match="encoder:output") as caught:
+        open_run(folder).series("encoder:outptu", "mean")
+    assert "encoder:output" in caught.value.nearest
+
+
+def test_an_unknown_statistic_says_which_there_are(folder: Path) -> None:
+    with pytest.raises(SelectionError, match="mean, std, max"):
+        open_run(folder).series(SITES[0], "median")
+    with pytest.raises(SelectionError, match="mean, std, max"):
+        open_run(folder).matrix("median")
+
+
+def test_a_tensor_of_a_step_without_one_names_the_nearest_steps(folder: Path) -> None:
+    with pytest.raises(SelectionError, match="nearest steps are 5"):
+        open_run(folder).tensor(SITES[0], step=6)
+    with pytest.raises(SelectionError, match="numbers only"):
+        open_run(folder).tensor(SITES[1])
+
+
+def test_events_and_coverage_come_back(folder: Path) -> None:
+    run = open_run(folder)
+    assert run.coverage() == {"expected": 3, "came": 3}
+    assert [event["text"] for event in run.events("warning")] == ["look out"]
+    assert run.problems == []
+    assert run.closed
+    assert run.model_tree == {"name": "toy"}
+
+
+def test_a_histogram_comes_back_with_its_edges(tmp_path: Path) -> None:
+    items = (
+        TensorItem("a:output", "counts", "histogram", torch.tensor([1, 2, 3])),
+        TensorItem("a:output", "edges", "histogram", torch.tensor([0.0, 1.0, 2.0, 3.0])),
+    )
+    with RunWriter(tmp_path, manifest={}) as writer:
+        writer.write(StepRecord(7, None, None, "train", 0.0, (), items))
+    counts, edges = open_run(tmp_path).histogram("a:output")
+    assert counts.tolist() == [1, 2, 3]
+    assert edges.tolist() == [0, 1, 2, 3]
+
+
+def test_two_records_of_one_step_are_both_kept(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, manifest={}) as writer:
+        writer.write(record(3, phase="train"))
+        writer.write(record(3, phase="eval"))
+    run = open_run(tmp_path)
+    assert run.series(SITES[0], "mean").steps.tolist() == [3, 3]
+    assert run.steps().tolist() == [3]
+    assert run.clock().phase.tolist() == ["train", "eval"]
+
+
+def test_each_rank_has_its_own_part(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        with RunWriter(tmp_path, manifest={}, rank=rank, world=2) as writer:
+            writer.write(record(rank))
+    run = open_run(tmp_path)
+    assert run.ranks == [0, 1]
+    assert run.steps().tolist() == [0]
+    assert run.of_rank(1).steps().tolist() == [1]
+    with pytest.raises(SelectionError, match="no rank 7"):
+        run.of_rank(7)
+
+
+def test_a_folder_without_a_run_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFoundError):
+        open_run(tmp_path / "nowhere")
+    with pytest.raises(RunFormatError, match="is not a run"):
+        open_run(tmp_path)
+    assert not is_run(tmp_path)
+
+
+def test_a_run_shows_itself_and_escapes_what_it_shows(folder: Path, tmp_path: Path) -> None:
+    run = open_run(folder)
+    assert "steps 20 (0 to 19)" in repr(run)
+    strange = tmp_path / "<script>"
+    folder.rename(strange)
+    assert "<script>" not in open_run(strange)._repr_html_()
+
+
+def test_reading_imports_no_torch(folder: Path) -> None:
+    code = f"""
+import sys
+from torchtap.store.reader import open_run
+run = open_run({str(folder)!r})
+run.series({SITES[0]!r}, "mean"); run.array({SITES[0]!r}); run.table(); run.matrix("mean"); repr(run)
+assert "torch" not in sys.modules, "torch was imported"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
