@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from torchtap.session import watch as watch
     from torchtap.sites import Selector as Selector
     from torchtap.sites import Site as Site
+    from torchtap.store.reader import Run as Run
+    from torchtap.store.reader import open as open
     from torchtap.taps.active import emit as emit
     from torchtap.watching import Watch as Watch
 
@@ -72,6 +74,7 @@ _HOME = {
     "RecordingLostError": "torchtap.errors",
     "Reduction": "torchtap.reduce",
     "ReductionError": "torchtap.errors",
+    "Run": "torchtap.store.reader",
     "RunCorruptError": "torchtap.errors",
     "RunError": "torchtap.errors",
     "RunFormatError": "torchtap.errors",
@@ -93,6 +96,7 @@ _HOME = {
     "capture": "torchtap.session",
     "emit": "torchtap.taps.active",
     "list_sites": "torchtap.session",
+    "open": "torchtap.store.reader",
     "tap": "torchtap.plan",
     "watch": "torchtap.session",
 }
@@ -115,6 +119,7 @@ __all__ = [
     "RecordingLostError",
     "Reduction",
     "ReductionError",
+    "Run",
     "RunCorruptError",
     "RunError",
     "RunFormatError",
@@ -137,6 +142,7 @@ __all__ = [
     "capture",
     "emit",
     "list_sites",
+    "open",
     "tap",
     "watch",
 ]

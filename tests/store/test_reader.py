@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from tests.store.records import SITES, STATISTICS, image, number, record
+
 from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
 from torchtap.store.reader import is_run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem

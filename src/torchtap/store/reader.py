@@ -35,12 +35,15 @@ from torchtap.store.stored_tensors import StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Run", "is_run", "open_run"]
+__all__ = ["Run", "is_run", "open", "open_run"]
 
 
 def open_run(path: str | os.PathLike[str], *, rank: int | None = None, attempt: int | None = None) -> Run:
     """Open a run folder, on this machine or remote (``s3://...``); one rank and, if asked, one attempt."""
     return Run(os.fspath(path), rank=rank, attempt=attempt)
+
+
+open = open_run  # the front door's ``tt.open``
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
