@@ -1,0 +1,62 @@
+"""When a tap is live."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtap.errors import PlanError
+from torchtap.schedule import Always, Epochs, Every, First, Moment, Never, Phase, Schedule, Steps, When, schedule_of
+
+
+def live(schedule: Schedule, steps: range = range(12)) -> list[int]:
+    return [step for step in steps if schedule.live(Moment(step))]
+
+
+def test_each_rule_is_live_where_it_says() -> None:
+    assert live(Every(4)) == [0, 4, 8]
+    assert live(Every(4, offset=3)) == [3, 7, 11]
+    assert live(Steps([2, 5])) == [2, 5]
+    assert live(Steps(range(1, 10, 4))) == [1, 5, 9]
+    assert live(First(2)) == [0, 1]
+    assert live(When(lambda moment: moment.step > 9)) == [10, 11]
+    assert live(Never()) == []
+    assert len(live(Always())) == 12
+
+
+def test_epochs_and_batches_multiply() -> None:
+    schedule = Epochs([1, 3], [0])
+    moments = [(e, b) for e in range(5) for b in range(3) if schedule.live(Moment(0, e, b))]
+    assert moments == [(1, 0), (3, 0)]
+    assert Epochs(batches=[2]).live(Moment(0, 9, 2))
+    assert not Epochs([0]).live(Moment(0))  # no epoch was set yet
+
+
+def test_phases_are_told_apart() -> None:
+    assert Phase("eval").live(Moment(0, phase="eval"))
+    assert not Phase("eval").live(Moment(0))
+    with pytest.raises(PlanError, match="'train' or 'eval'"):
+        Phase("test")
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 200))
+def test_rules_combine_as_logic_does(n: int, offset: int, step: int) -> None:
+    a, b, moment = Every(n, offset), First(50), Moment(step)
+    assert (a & b).live(moment) == (a.live(moment) and b.live(moment))
+    assert (a | b).live(moment) == (a.live(moment) or b.live(moment))
+    assert (~a).live(moment) != a.live(moment)
+
+
+def test_keywords_of_a_tap_all_have_to_agree() -> None:
+    schedule = schedule_of(every=2, first=7, when=lambda moment: moment.step != 4)
+    assert live(schedule) == [0, 2, 6]
+    json.dumps(schedule.spec())
+
+
+@pytest.mark.parametrize("bad", [{"every": 0}, {"every": 1.5}, {"steps": 3}, {"offset": 2}, {"phase": "x"}])
+def test_what_cannot_be_meant_is_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(PlanError):
+        schedule_of(**bad)  # type: ignore[arg-type]
