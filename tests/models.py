@@ -48,7 +48,12 @@ class GPT(nn.Module):
     """GPT-like, with the head tied to the embedding."""
 
     def __init__(
-        self, layers: int = 2, width: int = 16, vocabulary: int = 11, checkpointed: str | None = None, tied: bool = True
+        self,
+        layers: int = 2,
+        width: int = 16,
+        vocabulary: int = 11,
+        checkpointed: str | None = None,
+        tied: bool = True,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
@@ -198,7 +203,14 @@ def _gpt2() -> tuple[nn.Module, dict[str, Any]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=40,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     return GPT2LMHeadModel(config), {"input_ids": torch.randint(0, 40, (2, 6)), "use_cache": False}
 

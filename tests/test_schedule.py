@@ -9,7 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtap.errors import PlanError
-from torchtap.schedule import Always, Epochs, Every, First, Moment, Never, Phase, Schedule, Steps, When, schedule_of
+from torchtap.schedule import (
+    Always,
+    Epochs,
+    Every,
+    First,
+    Moment,
+    Never,
+    Phase,
+    Schedule,
+    Steps,
+    When,
+    schedule_of,
+)
 
 
 def live(schedule: Schedule, steps: range = range(12)) -> list[int]:

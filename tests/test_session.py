@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models import GPT, make, mlp
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import torchtap as tt
-from tests.models import GPT, make, mlp
 from torchtap.errors import ReductionError, SessionError
 from torchtap.store.record import StepRecord
 
@@ -59,7 +60,7 @@ def test_leaving_the_block_removes_every_hook_even_if_forward_raised() -> None:
     assert hooks_of(model) == 0
     assert torch.nn.functional.scaled_dot_product_attention is before
     assert "embedding:input" in seen
-    assert torch.optim.optimizer._global_optimizer_pre_hooks == {}
+    assert not _global_optimizer_pre_hooks
 
 
 def test_calls_in_one_block_are_kept_apart_or_folded_together() -> None:
@@ -145,7 +146,9 @@ def test_micro_batches_of_a_step_fold_into_one_record() -> None:
         model(x)
     assert len(kept.records) == 1
     assert kept.number(0, "0:output", "count") == 72
-    assert kept.number(0, "0:output", "mean") == pytest.approx(seen["0:output"].double().mean().item(), rel=1e-6)
+    assert kept.number(0, "0:output", "mean") == pytest.approx(
+        seen["0:output"].double().mean().item(), rel=1e-6
+    )
     [item] = kept.records[0].tensors
     assert torch.allclose(item.value, seen["0:output"])
 
@@ -153,7 +156,9 @@ def test_micro_batches_of_a_step_fold_into_one_record() -> None:
 def test_the_schedule_decides_which_steps_are_recorded_and_hooked() -> None:
     model, kept = mlp(), Kept()
     hooked = []
-    with tt.watch(model, None, [tt.tap("*:output", every=3), tt.tap("0:output", steps=[4])], sinks=[kept]) as watch:
+    with tt.watch(
+        model, None, [tt.tap("*:output", every=3), tt.tap("0:output", steps=[4])], sinks=[kept]
+    ) as watch:
         for _ in range(8):
             with watch.step():
                 hooked.append(hooks_of(model) > 0)
@@ -177,7 +182,9 @@ def test_an_optimizer_can_be_the_clock_with_gradient_accumulation() -> None:
             optimizer.zero_grad()
     assert [record.step for record in kept.records] == [0, 1, 2]
     for step, gradient in enumerate(gradients):
-        assert kept.number(step, "0:param_grad.weight", "l2") == pytest.approx(gradient.norm().item(), rel=1e-6)
+        assert kept.number(step, "0:param_grad.weight", "l2") == pytest.approx(
+            gradient.norm().item(), rel=1e-6
+        )
         assert kept.number(step, "0:output", "count") == 2 * 4 * 9
 
 
@@ -227,9 +234,13 @@ def test_a_watch_without_any_clock_records_one_step() -> None:
 
 
 def test_a_step_inside_a_step_is_refused() -> None:
-    with tt.watch(mlp(), None, "*:output") as watch, watch.step(), pytest.raises(SessionError, match="inside"):
-        with watch.step():
-            pass
+    with (
+        tt.watch(mlp(), None, "*:output") as watch,
+        watch.step(),
+        pytest.raises(SessionError, match="inside"),
+        watch.step(),
+    ):
+        pass
 
 
 def test_evaluation_between_steps_is_not_recorded_and_phases_are_told_apart() -> None:
@@ -242,7 +253,10 @@ def test_evaluation_between_steps_is_not_recorded_and_phases_are_told_apart() ->
         model.eval()
         with watch.step():
             model(torch.ones(2, 7))
-    assert [(r.phase, r.scalars[0].sites) for r in kept.records] == [("train", ("0:output",)), ("eval", ("2:output",))]
+    assert [(r.phase, r.scalars[0].sites) for r in kept.records] == [
+        ("train", ("0:output",)),
+        ("eval", ("2:output",)),
+    ]
     assert kept.number(1, "2:output", "count") == 6
 
 
@@ -280,9 +294,11 @@ def test_strict_turns_a_loss_into_an_error() -> None:
         raise ValueError("no luck")
 
     model = mlp()
-    with pytest.raises(ReductionError, match="no luck"), tt.watch(
-        model, None, tt.tap("0:output", tt.Metric(broken)), strict=True
-    ) as watch, watch.step():
+    with (
+        pytest.raises(ReductionError, match="no luck"),
+        tt.watch(model, None, tt.tap("0:output", tt.Metric(broken)), strict=True) as watch,
+        watch.step(),
+    ):
         model(torch.ones(1, 7))
     assert hooks_of(model) == 0
 
@@ -307,15 +323,14 @@ def test_a_failing_sink_is_told_and_the_others_go_on() -> None:
 
 def test_a_watched_model_pickles_and_its_copy_is_not_watched() -> None:
     model, kept = mlp(), Kept()
-    with tt.watch(model, None, "*:output", sinks=[kept]) as watch:
-        with watch.step():
-            twin = copy.deepcopy(model)
-            again = pickle.loads(pickle.dumps(model))
-            buffer = io.BytesIO()
-            torch.save(model, buffer)
-            model(torch.ones(1, 7))
-            twin(torch.ones(3, 7))
-            again(torch.ones(3, 7))
+    with tt.watch(model, None, "*:output", sinks=[kept]) as watch, watch.step():
+        twin = copy.deepcopy(model)
+        again = pickle.loads(pickle.dumps(model))
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        model(torch.ones(1, 7))
+        twin(torch.ones(3, 7))
+        again(torch.ones(3, 7))
     assert kept.number(0, "0:output", "count") == 9
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.models import GPT, Structured, Thrice, make
 from torch import nn
 
 import torchtap as tt
-from tests.models import GPT, Structured, Thrice, make
 from torchtap.errors import PlanError, SelectionError
 from torchtap.sites import KINDS, Selector, Site, places
 
@@ -80,7 +80,12 @@ def test_leaves_and_calls_can_be_picked() -> None:
     case = make("structured")
     with tt.capture(case.model, ":output.logits", "inner:input.mask", "inner:output.hidden") as seen:
         case.loss()
-    assert list(seen) == ["inner:input.mask", "inner:output.hidden.0", "inner:output.hidden.1", ":output.logits"]
+    assert list(seen) == [
+        "inner:input.mask",
+        "inner:output.hidden.0",
+        "inner:output.hidden.1",
+        ":output.logits",
+    ]
     case = make("thrice")
     with tt.capture(case.model, "shared:output#1", "re:shared:input#[02]?") as seen:
         case.loss()
@@ -107,7 +112,11 @@ def test_a_selector_that_matches_nothing_names_the_nearest_sites() -> None:
 
 @pytest.mark.parametrize(
     ("selector", "message"),
-    [("blocks.*:outptu", "did you mean 'output'"), ("re:(", "not a regular expression"), (3, "a selector is text")],
+    [
+        ("blocks.*:outptu", "did you mean 'output'"),
+        ("re:(", "not a regular expression"),
+        (3, "a selector is text"),
+    ],
 )
 def test_a_selector_that_cannot_be_read_says_why(selector: object, message: str) -> None:
     with pytest.raises(PlanError, match=message):

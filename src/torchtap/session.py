@@ -22,6 +22,7 @@ from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Kind, Selectable, Selector, places, source_of
 from torchtap.store.record import Consumer
+from torchtap.store.writer import RunWriter
 from torchtap.taps.attach import attach
 from torchtap.taps.receiver import Receiver
 from torchtap.watching import Watch
@@ -96,8 +97,6 @@ def watch(
     bound = bind(model, [each if isinstance(each, Tap) else tap(each) for each in asked])
     consumers = list(sinks)
     if run is not None:
-        from torchtap.store.writer import RunWriter  # type: ignore[import-not-found,unused-ignore]
-
         described = environment()
         writer = RunWriter(
             run,

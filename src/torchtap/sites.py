@@ -235,7 +235,7 @@ def _from_regex(text: str) -> Selector:
         bare = f"{site.path}:{site.kind}"
         if any(pattern.fullmatch(bare + more) for more in continuations):
             return True
-        names_leaf = path_pattern is not None and rest.replace("\\", "").startswith(f"{site.kind}.")
+        names_leaf = re.match(rf"{site.kind}\\?[^a-z_]", rest) is not None
         return names_leaf and path_pattern is not None and path_pattern.fullmatch(site.path) is not None
 
     return Selector(text, picks_port, lambda site: pattern.fullmatch(site.name) is not None, whole=False)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models import CASES, CNN, GPT, Case, make, tensors_of
 from torch import Tensor, nn
 
 import torchtap as tt
-from tests.models import CASES, CNN, GPT, Case, make, tensors_of
 
 ALL = sorted(CASES)
 

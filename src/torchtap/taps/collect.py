@@ -25,7 +25,8 @@ class Collector:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._known: dict[Any, tuple[str, ...]] = {}
+        self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._rows: dict[frozenset[int], tuple[int, list[int], tuple[str, ...]]] = {}
 
     def collect(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...]]:
         """Everything since the last call; afterwards the receiver holds nothing."""
@@ -56,12 +57,21 @@ class Collector:
         arrived = np.frombuffer(grid.arrived, dtype=np.bool_)[: len(grid.entries)].copy()
         if not arrived.any():
             return None
-        values = grid.block.results()[: len(grid.entries)]
+        values = grid.block.results()
         grid.clear()
-        rows = [row for row, entry in enumerate(grid.entries) if entry.measured]
-        sites = self._same(tuple(grid.entries[row].name for row in rows))
+        rows, sites = self._rows_of(grid)
         present = arrived[rows]
         return ScalarBlock(sites, STATISTICS, values[rows], None if present.all() else present)
+
+    def _rows_of(self, grid: Grid) -> tuple[list[int], tuple[str, ...]]:
+        """The rows that live taps want statistics of, and their sites: one set a schedule, growing with new sites."""
+        live = self._receiver.live
+        count, rows, sites = self._rows.get(live, (-1, [], ()))
+        if count != len(grid.entries):
+            rows = [e.row for e in grid.entries if self._receiver.wants_statistics(e)]
+            sites = self._same(tuple(grid.entries[row].name for row in rows))
+            self._rows[live] = (len(grid.entries), rows, sites)
+        return rows, sites
 
     def _same(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """One object for equal tuples: consumers cache by identity."""

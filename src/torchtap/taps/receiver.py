@@ -269,17 +269,20 @@ class Receiver:
         self.entries.append(entry)
         return entry
 
+    def wants_statistics(self, entry: Entry) -> bool:
+        """Whether a live tap keeps statistics of this site."""
+        return any(
+            index in self.live and isinstance(self.plan.taps[index].keep, Stats) for index in entry.taps
+        )
+
     def _refresh(self, entry: Entry) -> None:
         """Which of the entry's reductions are live now. Two taps with the same reduction share one fold."""
         entry.generation = self.generation
-        entry.measured = False
+        entry.measured = self.wants_statistics(entry)
         live: dict[str, Fold] = {}
         for index in entry.taps:
-            if index not in self.live:
-                continue
             reduction = self.plan.taps[index].keep
-            if isinstance(reduction, Stats):
-                entry.measured = True
+            if index not in self.live or isinstance(reduction, Stats):
                 continue
             key = repr(reduction)
             fold = entry.folds.get(key)
