@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtap.comparison.front import compare as compare
+    from torchtap.comparison.result import Comparison as Comparison
     from torchtap.coverage import Missing as Missing
     from torchtap.errors import CompareError as CompareError
     from torchtap.errors import FormError as FormError
@@ -59,6 +61,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Always": "torchtap.schedule",
     "CompareError": "torchtap.errors",
+    "Comparison": "torchtap.comparison.result",
     "Epochs": "torchtap.schedule",
     "Every": "torchtap.schedule",
     "First": "torchtap.schedule",
@@ -94,6 +97,7 @@ _HOME = {
     "When": "torchtap.schedule",
     "bind": "torchtap.plan",
     "capture": "torchtap.session",
+    "compare": "torchtap.comparison.front",
     "emit": "torchtap.taps.active",
     "list_sites": "torchtap.session",
     "open": "torchtap.store.reader",
@@ -104,6 +108,7 @@ _HOME = {
 __all__ = [
     "Always",
     "CompareError",
+    "Comparison",
     "Epochs",
     "Every",
     "First",
@@ -140,6 +145,7 @@ __all__ = [
     "__version__",
     "bind",
     "capture",
+    "compare",
     "emit",
     "list_sites",
     "open",

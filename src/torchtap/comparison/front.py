@@ -1,0 +1,146 @@
+"""`torchtap.compare`: take whatever the user has, make recordings of it, compare them, and say what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtap.comparison.live import gather, missing
+from torchtap.comparison.passes import Feed, feed_of
+from torchtap.comparison.recorded import compare_recordings
+from torchtap.comparison.recordings import Recording
+from torchtap.comparison.result import COMPARED, Comparison
+from torchtap.comparison.rules import Rule
+from torchtap.comparison.sources import captured, describe, is_eager, is_live, perturbed, recording_of
+from torchtap.comparison.verdict import judge_live, sentence
+from torchtap.errors import CompareError
+from torchtap.taps.leaves import leaves
+
+__all__ = ["compare"]
+
+Loss = Callable[[Any], Tensor]
+
+
+def compare(
+    reference: Any,
+    target: Any,
+    *,
+    inputs: Any = None,
+    rules: Sequence[str | Rule] = (),
+    repeat: Any = None,
+    golden: Any = None,
+    steps: Sequence[int] | None = None,
+    gradients: bool | Loss = False,
+    shadow: bool = True,
+) -> Comparison:
+    """Compare a target with a reference, site by site, and name the first module that differs.
+
+    Both are runs (paths or opened), folders of layer files, mappings from names to tensors, or things that can be
+    called on ``inputs`` (a tuple of arguments, a mapping of keywords, one value, or a function of the model). No
+    tolerance is needed: the noise floor is found from what there is.
+
+    ``rules``      which names belong together and how values are laid out, e.g. ``"model.*=*"``
+    ``repeat``     one or more further recordings of the reference that are known to be right
+    ``golden``     a recording of the reference in higher precision
+    ``steps``      compare these steps of two runs alone
+    ``gradients``  also compare gradients; a function of the model's output gives the loss
+    ``shadow``     run the target's modules on the reference's inputs as well (live eager models only)
+    """
+    live = is_live(reference), is_live(target)
+    if any(live) and inputs is None:
+        raise CompareError("comparing a model needs inputs=..., for example inputs=(x,)")
+    feed = feed_of(inputs)
+    if all(live) and is_eager(reference) and is_eager(target) and repeat is None and golden is None:
+        result = _live(reference, target, feed, tuple(rules), shadow)
+        if gradients is False or result.first is not None:
+            return result
+        backward = _recorded(reference, target, feed, inputs, rules, gradients, None, None, steps)
+        return replace(backward, forwards=backward.forwards + result.forwards)
+    return _recorded(reference, target, feed, inputs, rules, gradients, repeat, golden, steps)
+
+
+def _live(
+    reference: nn.Module, target: nn.Module, feed: Feed, rules: tuple[str | Rule, ...], shadow: bool
+) -> Comparison:
+    found = gather(reference, target, feed, rules=rules, forced=shadow)
+    rows, first = judge_live(found)
+    if not any(row.status in COMPARED for row in rows):
+        why = rows[0].note or rows[0].status if rows else next(iter(found.unlike.values()), "no site in both")
+        raise CompareError(f"nothing could be compared: {why}")
+    unaligned = missing(found)
+    left = len(unaligned) + sum(row.status not in COMPARED for row in rows)
+    return Comparison(
+        reference=describe(reference),
+        target=describe(target),
+        rows=rows,
+        first=first,
+        verdict=sentence(first, rows, profile=None if first is None else first.where, left=left),
+        basis=", ".join(found.basis) or "none",
+        unaligned=unaligned,
+        problems=tuple(found.problems),
+        forwards=found.forwards,
+    )
+
+
+def _recorded(
+    reference: Any,
+    target: Any,
+    feed: Feed,
+    inputs: Any,
+    rules: Sequence[str | Rule],
+    gradients: bool | Loss,
+    repeat: Any,
+    golden: Any,
+    steps: Sequence[int] | None,
+) -> Comparison:
+    """Record what is live, and compare the recordings."""
+    loss = None if gradients is False else (_default_loss if gradients is True else gradients)
+    selectors = (
+        ("*:output",) if loss is None else ("*:output", "*:grad_output", "*:grad_input", "*:param_grad")
+    )
+    forwards = 0
+
+    def take(thing: Any, label: str, how: Feed = feed) -> Recording:
+        nonlocal forwards
+        if not is_live(thing):
+            return recording_of(thing)
+        forwards += 1
+        return captured(thing, how, label, selectors=selectors, loss=loss)
+
+    left, right = take(reference, describe(reference)), take(target, describe(target))
+    harmless: list[tuple[str, Recording]] = []
+    if repeat is not None:
+        given = list(repeat) if isinstance(repeat, (list, tuple)) else [repeat]
+        harmless += [("repeat", take(each, "repeat")) for each in given]
+    if golden is not None:
+        harmless.append(("golden", take(golden, "golden")))
+    if is_live(reference):
+        harmless += _harmless_runs(reference, feed, inputs, take)
+    result = compare_recordings(left, right, rules=rules, harmless=harmless, only=steps)
+    return replace(result, forwards=forwards)
+
+
+def _harmless_runs(
+    reference: Any, feed: Feed, inputs: Any, take: Callable[..., Recording]
+) -> Iterator[tuple[str, Recording]]:
+    """Runs of a live reference that show how much it differs from itself."""
+    yield "repeat", take(reference, "repeat")
+    moved = perturbed(inputs)
+    if moved is not None:
+        yield "one ULP", take(reference, "one ULP", moved)
+
+
+def _default_loss(output: Any) -> Tensor:
+    """A loss that every element of every result takes part in, with weights that do not cancel."""
+    terms = []
+    for _, value in leaves(output):
+        if value.is_floating_point() and value.requires_grad:
+            weights = torch.linspace(0.5, 1.5, value.numel(), device=value.device, dtype=value.dtype)
+            terms.append((value * weights.view(value.shape)).mean())
+    if not terms:
+        raise CompareError("the model's output has no gradient; give gradients=a function of the output")
+    return torch.stack(terms).sum()

@@ -1,0 +1,246 @@
+"""Things that can be compared, behind one face: where the sites are, in which order, and each one's value.
+
+A recording hands out one value at a time and keeps none, so that comparing needs no more than two values'
+memory. Sources: values in memory, a run folder, a folder of ``layer_N_output.pt`` files.
+
+Not here: making a recording of a live model (`live`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from torchtap.comparison.align import KnownSite, split_site
+from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
+
+if TYPE_CHECKING:
+    from torchtap.store.reader import Run
+
+__all__ = [
+    "FolderRecording",
+    "MemoryRecording",
+    "Recording",
+    "RunRecording",
+    "execution_order",
+    "is_layer_folder",
+]
+
+_LAYER_FILE = re.compile(r"layer_(\d+)_output\.pt$")
+_EMBEDDING_FILE = "embedding_output.pt"
+
+
+class Recording(Protocol):
+    """Sites with values, in order of execution."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in a report."""
+
+    def steps(self) -> list[int]:
+        """The steps that were recorded; one for a recording of a single pass."""
+
+    def sites(self, step: int) -> list[KnownSite]:
+        """The sites that have a value or statistics at a step, in order of execution."""
+
+    def tensor(self, site: str, step: int) -> Tensor | None:
+        """A site's value, or ``None`` when only statistics were kept. Raises when it is damaged."""
+
+    def statistics(self, name: str, step: int) -> dict[str, float]:
+        """One statistic of every site that has it at a step."""
+
+    def problems(self) -> list[str]:
+        """What is known to be missing or damaged."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class MemoryRecording:
+    """Values in memory, in the order of the mapping."""
+
+    values: Mapping[str, Tensor]
+    label: str = "values"
+
+    def steps(self) -> list[int]:
+        return [0]
+
+    def sites(self, step: int) -> list[KnownSite]:
+        return [
+            KnownSite(name, tuple(value.shape), _dtype_name(value)) for name, value in self.values.items()
+        ]
+
+    def tensor(self, site: str, step: int) -> Tensor | None:
+        return self.values[site]
+
+    def statistics(self, name: str, step: int) -> dict[str, float]:
+        return {}
+
+    def problems(self) -> list[str]:
+        return []
+
+
+@final
+class FolderRecording:
+    """A folder of ``embedding_output.pt`` and ``layer_N_output.pt``, as `LayerRecorder` exports and others write.
+
+    Files are mapped, not read: a tensor's bytes are fetched as the comparison walks over them.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.label = str(folder)
+        if not self.folder.is_dir():
+            raise RunNotFoundError(f"there is no folder {self.folder}")
+        self._files: dict[str, Path] = {}
+        if (self.folder / _EMBEDDING_FILE).is_file():
+            self._files["layer_0:output"] = self.folder / _EMBEDDING_FILE
+        numbered = sorted(
+            (int(match.group(1)), path)
+            for path in self.folder.iterdir()
+            if (match := _LAYER_FILE.match(path.name))
+        )
+        for number, path in numbered:
+            self._files.setdefault(f"layer_{number}:output", path)
+        if not self._files:
+            raise CompareError(
+                f"{self.folder} has neither {_EMBEDDING_FILE} nor layer_N_output.pt files, and is no run folder"
+            )
+
+    def steps(self) -> list[int]:
+        return [0]
+
+    def sites(self, step: int) -> list[KnownSite]:
+        return [KnownSite(name) for name in self._files]
+
+    def tensor(self, site: str, step: int) -> Tensor | None:
+        return load_tensor(self._files[site])
+
+    def statistics(self, name: str, step: int) -> dict[str, float]:
+        return {}
+
+    def problems(self) -> list[str]:
+        numbers = [int(name.partition("_")[2].partition(":")[0]) for name in self._files]
+        missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
+        return [f"{self.folder}: no file for layer {number}" for number in missing]
+
+
+@final
+class RunRecording:
+    """A run folder: whole tensors where they were kept, statistics everywhere else."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.label = str(run.path)
+        self._tensors: dict[int, dict[str, tuple[tuple[int, ...], str]]] = {}
+        for ref in run.tensors():
+            if ref.field == "value" and ref.reduction == "full":
+                self._tensors.setdefault(ref.step, {})[ref.site] = (tuple(ref.shape), ref.dtype)
+        self._matrices: dict[str, tuple[list[str], dict[int, int], Any]] = {}
+        self._kept = set(run.statistics())
+
+    def steps(self) -> list[int]:
+        return [int(step) for step in self.run.steps()]
+
+    def sites(self, step: int) -> list[KnownSite]:
+        whole = self._tensors.get(step, {})
+        numbers = self.statistics("l2", step)
+        named = [KnownSite(name, shape, dtype) for name, (shape, dtype) in whole.items()]
+        named += [KnownSite(name) for name in numbers if name not in whole]
+        order = execution_order([site.name for site in named])
+        return sorted(named, key=lambda site: order[site.name])
+
+    def tensor(self, site: str, step: int) -> Tensor | None:
+        if site not in self._tensors.get(step, {}):
+            return None
+        return self.run.tensor(site, step)
+
+    def statistics(self, name: str, step: int) -> dict[str, float]:
+        if name not in self._kept:
+            return {}
+        if name not in self._matrices:
+            sites, steps, values = self.run.matrix(name)
+            self._matrices[name] = (list(sites), {int(s): n for n, s in enumerate(steps)}, values)
+        sites, places, values = self._matrices[name]
+        if step not in places:
+            return {}
+        column = values[:, places[step]]
+        if name in ("nans", "infs", "count"):
+            return {site: float(value) for site, value in zip(sites, column, strict=True) if value == value}
+        counted = self.statistics("count", step)
+        return {
+            site: float(value)
+            for site, value in zip(sites, column, strict=True)
+            if value == value or site in counted  # NaN as a statistic, not as "was not recorded"
+        }
+
+    def problems(self) -> list[str]:
+        return [f"{self.label}: {problem}" for problem in self.run.problems]
+
+
+# Forward values first, as they pass; then gradients, which pass the other way; then what the step ends with.
+_KIND_ORDER = {"grad_output": 1, "grad_input": 1, "param_grad": 2, "param": 3, "buffer": 3}
+
+
+def execution_order(sites: list[str]) -> dict[str, tuple[Any, ...]]:
+    """A sorting key for each site: modules as they are listed, a module's input before and its output after
+    everything inside it, further calls after the first, gradients in reverse."""
+    place: dict[str, int] = {}
+    for site in sites:
+        path = split_site(site)[0]
+        parts = path.split(".") if path else []
+        for depth in range(len(parts) + 1):
+            place.setdefault(".".join(parts[:depth]), len(place))
+    keys: dict[str, tuple[Any, ...]] = {}
+    for n, site in enumerate(sites):
+        path, rest = split_site(site)
+        kind = rest.partition("#")[0].partition(".")[0]
+        parts = path.split(".") if path else []
+        trail = tuple(place[".".join(parts[: depth + 1])] for depth in range(len(parts)))
+        phase = _KIND_ORDER.get(kind, 0)
+        call = int(rest.partition("#")[2] or 0)
+        if phase == 1:
+            trail = tuple(-each for each in trail)
+        late = kind in ("output", "grad_input")
+        keys[site] = (phase, call, (*trail, float("inf") if late else float("-inf")), n)
+    return keys
+
+
+def is_layer_folder(folder: Path) -> bool:
+    """Whether a folder holds files of that layout."""
+    return folder.is_dir() and any(
+        path.name == _EMBEDDING_FILE or _LAYER_FILE.match(path.name) for path in folder.iterdir()
+    )
+
+
+def load_tensor(path: Path) -> Tensor:
+    """Read one tensor from a ``.pt`` file without running any code that it may hold."""
+    try:
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError as error:
+        raise RunNotFoundError(f"there is no file {path}") from error
+    except RuntimeError:
+        try:  # files in the older format cannot be mapped
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise RunCorruptError(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
+    except Exception as error:
+        raise RunCorruptError(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
+    if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
+        loaded = loaded[0]
+    if not isinstance(loaded, Tensor):
+        raise RunCorruptError(f"{path} holds a {type(loaded).__name__} where a tensor was expected")
+    return loaded
+
+
+def _dtype_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,155 @@
+"""What a user may hand to a comparison, and how it becomes a recording.
+
+A path is a run folder or a folder of layer files; a mapping from names to tensors, a list of layers' outputs and an
+opened run are taken as they are; anything that can be called is run on the inputs and recorded as far as its form
+allows, in the worst case by its results alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtap.comparison.hooked import rebuild, steady
+from torchtap.comparison.passes import Feed, feed_of, jitter
+from torchtap.comparison.recordings import (
+    FolderRecording,
+    MemoryRecording,
+    Recording,
+    RunRecording,
+    is_layer_folder,
+)
+from torchtap.errors import CompareError, FormError, RunNotFoundError, TorchtapError
+from torchtap.taps.leaves import leaves
+
+__all__ = ["captured", "describe", "is_eager", "is_live", "perturbed", "recording_of"]
+
+
+def is_live(thing: Any) -> bool:
+    """Whether this is something to run."""
+    return callable(thing) and not isinstance(thing, (Tensor, Mapping, type))
+
+
+def is_eager(thing: Any) -> bool:
+    """Whether every module of this runs as plain Python, so that its hooks see all and may replace all."""
+    if not isinstance(thing, nn.Module):
+        return False
+    return not any(
+        isinstance(module, torch.jit.ScriptModule)
+        or hasattr(module, "_orig_mod")
+        or module._compiled_call_impl
+        for module in thing.modules()
+    )
+
+
+def describe(thing: Any) -> str:
+    """What to call it in a report."""
+    if isinstance(thing, (str, os.PathLike)):
+        return os.fspath(thing)
+    if isinstance(thing, nn.Module):
+        return type(thing).__name__
+    return str(getattr(thing, "label", None) or getattr(thing, "path", None) or type(thing).__name__)
+
+
+def recording_of(thing: Any) -> Recording:
+    """A recording of something that is not to be run."""
+    if isinstance(thing, (str, os.PathLike)):
+        return _from_path(thing)
+    if hasattr(thing, "tensors") and hasattr(thing, "matrix"):
+        return RunRecording(thing)
+    if hasattr(thing, "sites") and hasattr(thing, "tensor") and hasattr(thing, "problems"):
+        return thing  # type: ignore[no-any-return]
+    if isinstance(thing, Mapping):
+        values = {str(name): value for name, value in thing.items() if isinstance(value, Tensor)}
+        if not values:
+            raise CompareError("the mapping has no tensors to compare")
+        return MemoryRecording(values, "values")
+    if isinstance(thing, Sequence) and not isinstance(thing, str) and thing and isinstance(thing[0], Tensor):
+        return MemoryRecording({f"layer_{n}:output": value for n, value in enumerate(thing)}, "layers")
+    raise CompareError(
+        f"cannot compare a {type(thing).__name__}: give a run, a folder of layer files, a mapping from names to "
+        "tensors, or a model together with inputs=..."
+    )
+
+
+def _from_path(path: str | os.PathLike[str]) -> Recording:
+    from torchtap.store.reader import is_run, open_run
+
+    text = os.fspath(path)
+    if "://" not in text:
+        if not Path(text).exists():
+            raise RunNotFoundError(f"there is no run and no folder at {text}")
+        if not Path(text).is_dir():
+            raise CompareError(
+                f"{text} is a file; compare takes folders: a run, or one with layer_N_output.pt files"
+            )
+        if not is_run(text) and is_layer_folder(Path(text)):
+            return FolderRecording(text)
+    return RunRecording(open_run(text))
+
+
+def captured(
+    thing: Any,
+    feed: Feed,
+    label: str,
+    *,
+    selectors: tuple[str, ...] = ("*:output",),
+    loss: Callable[[Any], Tensor] | None = None,
+) -> MemoryRecording:
+    """Run something once and keep what its form lets out; with ``loss`` a backward pass is run as well."""
+    from torchtap.session import capture
+
+    module = thing if isinstance(thing, nn.Module) else None
+    if loss is None and module is not None and not isinstance(module, torch.jit.ScriptModule):
+        guard: Any = steady(module)
+    else:
+        guard = torch.random.fork_rng()
+    with guard:
+        torch.manual_seed(0)
+        try:
+            with (
+                torch.set_grad_enabled(loss is not None),
+                capture(thing, *selectors, any_thread=True) as seen,
+            ):
+                output = feed(thing)
+                if loss is not None:
+                    loss(output).backward()
+            values = {name: value for name in seen if isinstance(value := seen[name], Tensor)}
+            if values:
+                return MemoryRecording(values, label)
+        except FormError:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                output = feed(thing)
+        except TorchtapError:
+            raise
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            raise CompareError(
+                f"{label} does not run on these inputs: {type(error).__name__}: {lines[0][:200]}"
+            ) from error
+    named = {f":output{'.' if leaf else ''}{leaf}": value.detach() for leaf, value in leaves(output)}
+    if not named:
+        raise CompareError(f"{label} returned no tensor, and its form lets no other value out")
+    return MemoryRecording(named, label)
+
+
+def perturbed(inputs: Any, seed: int = 1) -> Feed | None:
+    """The same inputs moved by about one ULP; ``None`` when they are not numbers that can be moved a little."""
+    if callable(inputs) and not isinstance(inputs, (Tensor, nn.Module)):
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    moved = False
+
+    def move(_: str, value: Tensor) -> Tensor:
+        nonlocal moved
+        moved = moved or value.is_floating_point()
+        return jitter(value.detach(), generator) if value.is_floating_point() else value
+
+    changed = rebuild(inputs, move)
+    return feed_of(changed) if moved else None
