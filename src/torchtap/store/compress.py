@@ -59,4 +59,4 @@ def decompress(packed: bytes, item_size: int, nbytes: int) -> memoryview:
     except (zstandard.ZstdError, MemoryError) as error:
         raise RunCorruptError(f"its compressed bytes cannot be unpacked: {error}") from None
     items = np.frombuffer(planes, np.uint8).reshape(item_size, -1).T
-    return np.ascontiguousarray(items).reshape(-1).data
+    return np.array(items, order="C").reshape(-1).data  # a copy in any case: tensors are writable

@@ -51,8 +51,8 @@ class Place(Protocol):
     def remove(self, name: str) -> None:
         """Remove a file that nothing needs any more."""
 
-    def sync(self) -> None:
-        """Return when everything that has appeared is on the disk."""
+    def sync(self, only: Sequence[str] | None = None) -> None:
+        """Return when everything that has appeared is on the disk; or those of these files that have."""
 
     def release(self) -> None:
         """Say that no more will come from this writer."""
@@ -163,10 +163,11 @@ class LocalPlace:
     def remove(self, name: str) -> None:
         os.unlink(os.path.join(self.path, name))
 
-    def sync(self) -> None:
-        names, self._unsynced = self._unsynced, []
+    def sync(self, only: Sequence[str] | None = None) -> None:
+        names = [name for name in self._unsynced if only is None or name in only]
         if not names:
             return
+        self._unsynced = [name for name in self._unsynced if only is not None and name not in only]
         try:
             for name in dict.fromkeys(names):
                 self._sync_one(os.path.join(self.path, name))

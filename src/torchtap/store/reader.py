@@ -14,8 +14,8 @@ from __future__ import annotations
 import difflib
 import os
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ from torchtap.store.stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
+_TRIES = 5
 
 __all__ = ["Run", "is_run", "open", "open_run"]
 
@@ -120,6 +123,18 @@ class Run:
                 return
             time.sleep(poll)
 
+    def _steady(self, read: Callable[[], T]) -> T:
+        """Read; again with a fresh look if merging has replaced a file in between."""
+        for _ in range(_TRIES):
+            try:
+                return read()
+            except FileNotFoundError:
+                self.refresh()
+        return read()
+
+    def _all_parts(self) -> list[Part]:
+        return list(self._parts.values())
+
     @property
     def _last(self) -> Part:
         return next(reversed(self._parts.values()))
@@ -195,21 +210,24 @@ class Run:
     def sites(self) -> list[str]:
         """The sites that something was recorded of: in the manifest's order, then as they appeared."""
         if self._names is None:
-            found: dict[str, None] = {}
-            for part in self._parts.values():
-                for segment in part.scalars:
-                    for grid in segment.grids:
-                        found.update(dict.fromkeys(grid.axes.sites))
-                for name in part.tensor_names:
-                    found.update((tensor.name.site, None) for tensor in part.tensors_in(name))
-            listed = self.manifest.get("sites")
-            order = [
-                site["name"]
-                for site in (listed if isinstance(listed, list) else [])
-                if isinstance(site, dict) and isinstance(site.get("name"), str)
-            ]
-            self._names = list(dict.fromkeys([name for name in order if name in found] + list(found)))
+            self._names = self._steady(self._find_sites)
         return list(self._names)
+
+    def _find_sites(self) -> list[str]:
+        found: dict[str, None] = {}
+        for part in self._parts.values():
+            for segment in part.scalars:
+                for grid in segment.grids:
+                    found.update(dict.fromkeys(grid.axes.sites))
+            for name in part.tensor_names:
+                found.update((tensor.name.site, None) for tensor in part.tensors_in(name))
+        listed = self.manifest.get("sites")
+        order = [
+            site["name"]
+            for site in (listed if isinstance(listed, list) else [])
+            if isinstance(site, dict) and isinstance(site.get("name"), str)
+        ]
+        return list(dict.fromkeys([name for name in order if name in found] + list(found)))
 
     def statistics(self, site: str | None = None) -> list[str]:
         """The statistics recorded of a site, or of any."""
@@ -250,7 +268,7 @@ class Run:
 
     def series(self, site: str, statistic: str) -> Series:
         """One statistic of one site: ``(steps, values)``, ascending."""
-        found = series_of(list(self._parts.values()), self._timeline, site, statistic)
+        found = self._steady(lambda: series_of(self._all_parts(), self._timeline, site, statistic))
         if not len(found.steps):
             known = self.statistics(site)  # raises when the site itself is unknown
             if statistic not in known:
@@ -283,7 +301,7 @@ class Run:
             for site in chosen:
                 self._check(site)
         wanted = None if steps is None else np.asarray(steps, np.int64)
-        return matrix_of(list(self._parts.values()), self._timeline, statistic, chosen, wanted)
+        return self._steady(lambda: matrix_of(self._all_parts(), self._timeline, statistic, chosen, wanted))
 
     def table(self, sites: Sequence[str] | None = None, statistics: Sequence[str] | None = None) -> Table:
         """Every number as rows: step, epoch, batch, site, statistic, value."""
@@ -291,12 +309,18 @@ class Run:
             self._check(site)
         site_names = list(dict.fromkeys(self.sites() if sites is None else sites))
         statistic_names = list(dict.fromkeys(self.statistics() if statistics is None else statistics))
-        return table_of(list(self._parts.values()), self._timeline, site_names, statistic_names)
+        return self._steady(lambda: table_of(self._all_parts(), self._timeline, site_names, statistic_names))
 
     # --- tensors ------------------------------------------------------------------------------------------
 
     def tensors(self, site: str | None = None) -> list[TensorRef]:
         """Every stored tensor, or those of one site, by step."""
+        found = self._steady(lambda: self._tensors(site))
+        if site is not None and not found:
+            self._check(site)
+        return sorted(found, key=lambda ref: ref.step)
+
+    def _tensors(self, site: str | None) -> list[TensorRef]:
         found: list[TensorRef] = []
         for number, part in enumerate(self._parts.values()):
             shown = self._timeline.shown_steps(number)
@@ -306,27 +330,29 @@ class Run:
                     for tensor in part.tensors_in(name)
                     if tensor.name.step in shown and (site is None or tensor.name.site == site)
                 ]
-        if site is not None and not found:
-            self._check(site)
-        return sorted(found, key=lambda ref: ref.step)
+        return found
 
     def tensor(
         self, site: str, step: int | None = None, field: str = "value", *, reduction: str | None = None
     ) -> Tensor:
         """A stored tensor; without ``step`` the last one. Other reductions' parts have other ``field``s."""
-        return self._find(site, step, field, reduction).tensor()
+        return self._steady(lambda: self._find(site, step, field, reduction).tensor())
 
     def array(
         self, site: str, step: int | None = None, field: str = "value", *, reduction: str | None = None
     ) -> npt.NDArray[Any]:
         """The same as numpy, without importing torch; bfloat16 and narrower are widened to float32."""
-        return self._find(site, step, field, reduction).array()
+        return self._steady(lambda: self._find(site, step, field, reduction).array())
 
     def histogram(self, site: str, step: int | None = None) -> HistogramResult:
         """A stored histogram; without ``step`` the last one."""
-        counts = self._find(site, step, "counts", None)
-        edges = self._find(site, counts.name.step, "edges", counts.name.reduction)
-        return HistogramResult(counts.array(), edges.array())
+
+        def read() -> HistogramResult:
+            counts = self._find(site, step, "counts", None)
+            edges = self._find(site, counts.name.step, "edges", counts.name.reduction)
+            return HistogramResult(counts.array(), edges.array())
+
+        return self._steady(read)
 
     def _find(self, site: str, step: int | None, field: str, reduction: str | None) -> StoredTensor:
         for number, part in reversed(list(enumerate(self._parts.values()))):

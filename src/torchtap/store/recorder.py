@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, final
 
@@ -32,7 +32,7 @@ __all__ = ["FLUSH_SECONDS", "Recorder"]
 FLUSH_SECONDS = 1.0
 _FLUSH_BYTES = 8 << 20  # of numbers
 _KEPT_BYTES = 32 << 20  # of numbers, while the disk refuses them
-_SYNC_SECONDS = 30.0  # numbers are safe from a power failure after this; tensors after a flush or close
+_SYNC_SECONDS = 30.0  # the most of numbers that a power failure may cost; of tensors, those since a flush
 
 
 @final
@@ -69,6 +69,7 @@ class Recorder:
         self._manifest_changed = False
         self._oldest = 0.0  # when the oldest record that is not visible yet arrived
         self._synced = time.monotonic()
+        self._unsynced: list[str] = []
         self._written_records = 0
         self._place: Place | None = None
 
@@ -78,8 +79,13 @@ class Recorder:
         self._manifest["attempt"] = place.attempt
         place.put(MANIFEST, [self._manifest_bytes()])
         self._place = place
-        self._tensors = TensorSegments(place, segment_bytes=self._segment_bytes, compressor=self._compressor)
         self._merger = Merger(place)
+        self._tensors = TensorSegments(
+            place,
+            segment_bytes=self._segment_bytes,
+            compressor=self._compressor,
+            appeared=self._merger.appeared,
+        )
 
     def _manifest_bytes(self) -> bytes:
         return json.dumps(self._manifest, indent=1, default=str).encode("utf-8", "backslashreplace")
@@ -120,15 +126,17 @@ class Recorder:
                     self._guarded(self._flush, queue)
             if self._due():
                 self._guarded(self._flush, queue)
-            if self._place is not None and queue.empty():
-                self._guarded(self._merger.merge_some)
+            # as long as nothing waits; a merge that is put off is done in a quieter moment or at the end
+            while self._place is not None and queue.empty() and self._guarded(self._merger.merge_some):
+                pass
 
-    def _guarded(self, action: Any, *arguments: Any) -> None:
+    def _guarded(self, action: Callable[..., bool | None], *arguments: Any) -> bool | None:
         # the thread must outlive every mistake, ours included: the training waits for it
         try:
-            action(*arguments)
+            return action(*arguments)
         except Exception as error:
             self.losses.add(Loss(f"{type(error).__name__}: {error}"))
+            return None
 
     def _gather(self, record: StepRecord) -> None:
         if self._place is None:
@@ -167,18 +175,17 @@ class Recorder:
         if self._scalars.rows:
             self._count(self._tensors.seal())
             self._put_scalars(place)
+            if time.monotonic() - self._synced > _SYNC_SECONDS:
+                self._synced = time.monotonic()
+                place.sync([*self._unsynced, MANIFEST])
+                self._unsynced = []
         self._put_events(place)
-        if time.monotonic() - self._synced > _SYNC_SECONDS and not self._tensors_recent():
-            self._synced = time.monotonic()
-            place.sync()
-
-    def _tensors_recent(self) -> bool:
-        return False
 
     def _put_scalars(self, place: Place) -> None:
         name = SegmentName("scalars", self._next_scalars, self._next_scalars, *self._scalars.steps)
         try:
-            place.put(name.file, self._scalars.encode())
+            buffers = self._scalars.encode()
+            place.put(name.file, buffers)
         except OSError as error:
             if self._scalars.nbytes > _KEPT_BYTES:
                 self._count(Loss(error.strerror or str(error), rows=self._scalars.rows))
@@ -188,9 +195,10 @@ class Recorder:
                 self.losses.add(Loss(f"numbers wait for the disk: {error.strerror or error}"))
             return
         self._next_scalars += 1
+        self._unsynced.append(name.file)
         self._written_records += self._scalars.rows
         self._scalars.clear()
-        self._merger.appeared(name)
+        self._merger.appeared(name, sum(map(len, buffers)))
 
     def _put_events(self, place: Place) -> None:
         with self._lock:
@@ -202,9 +210,10 @@ class Recorder:
                 place.put(MANIFEST, [manifest])
             if lines:
                 name = SegmentName("events", self._next_events, self._next_events)
-                place.put(name.file, ["\n".join([*lines, ""]).encode("utf-8", "backslashreplace")])
+                text = "\n".join([*lines, ""]).encode("utf-8", "backslashreplace")
+                place.put(name.file, [text])
                 self._next_events += 1
-                self._merger.appeared(name)
+                self._merger.appeared(name, len(text))
         except OSError as error:
             with self._lock:
                 self._events = (lines + self._events)[-1000:]

@@ -8,7 +8,8 @@ package.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, final
 
@@ -32,6 +33,17 @@ def _connect(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MissingExtraError(f"{url} needs one more package: {error}", extra="remote") from None
     return system, path.rstrip("/")
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Every protocol has its own errors; the writer knows one kind of failing disk."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 @final
@@ -123,22 +135,26 @@ class RemotePlace:
     def __init__(self, run: str, rank: int) -> None:
         self._system, root = _connect(run)
         parent = RemoteFolder(f"{root}/{rank_folder(rank)}", system=self._system)
-        taken = [found for name in parent.names() if (found := parse_attempt(name)) is not None]
+        with _as_os_error():
+            taken = [found for name in parent.names() if (found := parse_attempt(name)) is not None]
         self.attempt = max(taken, default=-1) + 1
         self._path = f"{root}/{rank_folder(rank)}/{attempt_folder(self.attempt)}"
         self.folder: Folder = RemoteFolder(self._path, system=self._system)
-        self._system.makedirs(self._path, exist_ok=True)
+        with _as_os_error():
+            self._system.makedirs(self._path, exist_ok=True)
 
     def put(self, name: str, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
-        self._system.pipe_file(f"{self._path}/{name}", b"".join(buffers))
+        with _as_os_error():
+            self._system.pipe_file(f"{self._path}/{name}", b"".join(buffers))
 
     def stream(self, reserve: int) -> RemoteStream:
         return RemoteStream(self, reserve)
 
     def remove(self, name: str) -> None:
-        self._system.rm_file(f"{self._path}/{name}")
+        with _as_os_error():
+            self._system.rm_file(f"{self._path}/{name}")
 
-    def sync(self) -> None:
+    def sync(self, only: Sequence[str] | None = None) -> None:
         """An upload that has ended is safe already."""
 
     def release(self) -> None:

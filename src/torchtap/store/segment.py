@@ -35,6 +35,10 @@ class Segment:
                 f"its format is version {version!r}; this torchtap reads up to {FORMAT_VERSION}"
             )
 
+    def open(self) -> OpenFile:
+        """The file itself."""
+        return self._folder.open(self.name.file)
+
     def entry(self, name: str, code: str, shape: tuple[int, ...] | None = None) -> Entry:
         """An entry that must be there and be of this type and shape."""
         entry = self.header.entries.get(name)
@@ -56,7 +60,7 @@ class Segment:
         """Several stretches of an entry (from, to), verified; little more than them is read."""
         chunk, crcs = parse_checksums(self.header.facts(entry.name), entry.nbytes)
         results = []
-        with self._folder.open(self.name.file) as file:
+        with self.open() as file:
             held: tuple[int, int, memoryview] = (0, 0, memoryview(b""))  # the stretch that was read last
             for start, stop in ranges:
                 low, high = start // chunk * chunk, min(-(-stop // chunk) * chunk, entry.nbytes)

@@ -105,7 +105,9 @@ class StoredTensor:
         if self.dense_shape is None:
             return values
         indices = torch.from_numpy(self._indices().copy())
-        return torch.sparse_coo_tensor(indices, values, self.dense_shape, is_coalesced=True)
+        return torch.sparse_coo_tensor(
+            indices, values, self.dense_shape, is_coalesced=True, check_invariants=True
+        )
 
 
 def _described(

@@ -96,11 +96,13 @@ class TensorSegments:
         segment_bytes: int = 64 << 20,
         compressor: Compressor | None = None,
         checksum_of: Callable[[memoryview], Callable[[], int]] | None = None,
+        appeared: Callable[[SegmentName, int], None] = lambda name, nbytes: None,
     ) -> None:
         self._place = place
         self._segment_bytes = segment_bytes
         self._compressor = compressor
         self._checksum_of = checksum_of or _checksum_now
+        self._appeared = appeared
         self._next = 0
         self._stream: Stream | None = None
         self._reserve = 0
@@ -208,7 +210,9 @@ class TensorSegments:
             self._stream.commit(name.file, encode_header(self._entries, metadata, reserve=self._reserve))
         self._stream = None
         self._next += 1
+        nbytes = self._nbytes
         self._clear()
+        self._appeared(name, nbytes)
 
     def _abandon(self, error: OSError) -> Loss:
         if self._stream is not None:
