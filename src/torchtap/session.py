@@ -24,6 +24,7 @@ from torchtap.sites import Kind, Selectable, Selector, places, source_of
 from torchtap.store.record import Consumer
 from torchtap.store.writer import RunWriter
 from torchtap.taps.attach import attach
+from torchtap.taps.fitting import Via
 from torchtap.taps.receiver import Receiver
 from torchtap.watching import Watch
 
@@ -34,11 +35,13 @@ __all__ = ["Capture", "capture", "list_sites", "watch"]
 class Capture:
     """Made by `capture`: entering puts the taps on, leaving takes them off, whatever happened in between."""
 
-    def __init__(self, model: Any, plan: Plan, *, merge: bool, any_thread: bool, strict: bool) -> None:
+    def __init__(
+        self, model: Any, plan: Plan, *, merge: bool, any_thread: bool, strict: bool, via: Via = "hook"
+    ) -> None:
         self.plan = plan
         self.seen = Seen(Receiver(plan, fold_passes=merge, strict=strict))
         self._receiver = self.seen._receiver
-        self._attachment = attach(model, self._receiver)
+        self._attachment = attach(model, self._receiver, via)
         self._any_thread = any_thread
 
     def __enter__(self) -> Seen:
@@ -64,18 +67,20 @@ def capture(
     merge: bool | None = None,
     any_thread: bool = False,
     strict: bool = True,
+    via: Via = "hook",
 ) -> Capture:
     """Look inside a model: ``with capture(model, "blocks.*:output") as seen: model(x)``.
 
     Whole tensors are kept unless ``keep`` names another reduction. Calling the model again inside the block
     gives further calls (``#1``, ``#2`` …) of whole tensors, while other reductions fold all calls into one
     result; ``merge`` decides it the other way. Only values of the entering thread are taken, unless
-    ``any_thread`` is set.
+    ``any_thread`` is set. ``via`` is how taps are put on an eager model: by hooks, by wrapping modules
+    (``"wrap"``), or by replacing their forward (``"forward"``).
     """
     bound = bind(model, taps or ("*:output",), keep)
     if merge is None:
         merge = not any(isinstance(tap.keep, Full) for tap in bound.taps)
-    return Capture(model, bound, merge=merge, any_thread=any_thread, strict=strict)
+    return Capture(model, bound, merge=merge, any_thread=any_thread, strict=strict, via=via)
 
 
 def watch(
@@ -85,13 +90,15 @@ def watch(
     *,
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
+    via: Via = "hook",
     labels: dict[str, Any] | None = None,
     **writer_options: Any,
 ) -> Watch:
     """Accompany a training: take what the taps ask for at each live step, into a run folder and to sinks.
 
     ``run`` is the folder, or None to keep none. A bare selector keeps statistics. ``labels`` go into the run's
-    manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer.
+    manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer; ``via`` is as in
+    `capture`.
     """
     asked = [taps] if isinstance(taps, (Tap, str, type, Selector)) or callable(taps) else list(taps)
     bound = bind(model, [each if isinstance(each, Tap) else tap(each) for each in asked])
@@ -111,7 +118,7 @@ def watch(
         raise PlanError(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
-    return Watch(model, bound, consumers, strict=strict)
+    return Watch(model, bound, consumers, strict=strict, via=via)
 
 
 def list_sites(model: nn.Module, *kinds: Kind) -> list[str]:

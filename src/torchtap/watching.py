@@ -26,9 +26,10 @@ from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import RecordingLostError, SessionError
 from torchtap.plan import Plan
 from torchtap.schedule import Moment
-from torchtap.store.record import Consumer, ScalarBlock, StepRecord
+from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 from torchtap.taps.attach import attach
 from torchtap.taps.collect import Collector
+from torchtap.taps.fitting import Via
 from torchtap.taps.receiver import Receiver
 
 __all__ = ["Watch"]
@@ -39,20 +40,28 @@ class Watch:
     """Made by `torchtap.watch`. A context manager; also closed by `close`."""
 
     def __init__(
-        self, model: Any, plan: Plan, consumers: Sequence[Consumer], *, strict: bool = False
+        self,
+        model: Any,
+        plan: Plan,
+        consumers: Sequence[Consumer],
+        *,
+        strict: bool = False,
+        via: Via = "hook",
+        one_mode: bool = False,
     ) -> None:
         self.plan = plan
         self.lost: list[str] = []  # what could not be kept, a sentence each
         self._model = model
         self._consumers = list(consumers)
         self._strict = strict
-        self._receiver = Receiver(plan, strict=strict, on_lost=self._note_loss)
+        self._receiver = Receiver(plan, strict=strict, on_lost=self._note_loss, one_mode=one_mode)
         self._collector = Collector(self._receiver)
-        self._attachment = attach(model, self._receiver)
+        self._attachment = attach(model, self._receiver, via)
         self._clock = Clock()
         self._moment: Moment | None = None  # the step that is open
         self._ever_live: frozenset[int] = frozenset()
         self._logged: dict[str, Any] = {}
+        self._logged_tensors: dict[str, Tensor] = {}
         self._latest: dict[tuple[str, ...], ScalarBlock] = {}
         self._sites_told = 0
         self._handles: list[Any] = []
@@ -91,6 +100,10 @@ class Watch:
     def set_batch(self, batch: int) -> None:
         """The step before is over; a step with this batch begins."""
         self._advance(None, None, batch)
+
+    def end_step(self) -> None:
+        """The open step is over, and what came in it is handed on; nothing is taken until the next begins."""
+        self._finish_open()
 
     def follow(self, optimizer: Any) -> None:
         """Let an optimizer be the clock: each of its updates ends a step, however many backward passes led to it."""
@@ -137,9 +150,8 @@ class Watch:
         finally:
             # Hooks stay where they are, since the next step most often wants them again; they hear nothing.
             self._receiver.end_step()
-        logged = self._take_logged()
-        if logged is not None:
-            scalars = (*scalars, logged)
+        logged, logged_tensors = self._take_logged()
+        scalars, tensors = (*scalars, *logged), (*tensors, *logged_tensors)
         if not scalars and not tensors:
             return False
         for block in scalars:
@@ -157,19 +169,31 @@ class Watch:
     ) -> None:
         """Numbers of the training's own: ``watch.log("loss", loss)`` or ``watch.log(loss=loss, lr=lr)``.
 
-        A tensor is read when the step ends, together with everything else.
+        A tensor is read when the step ends, together with everything else. One with more than one element is
+        kept whole. A name with a colon is a full site name, any other becomes ``:value.<name>``.
         """
         if name is not None and value is not None:
             numbers[name] = value
         for key, number in numbers.items():
-            self._logged[f":value.{key}"] = number.detach() if isinstance(number, Tensor) else float(number)
+            site = key if ":" in key else f":value.{key}"
+            if isinstance(number, Tensor) and number.numel() != 1:
+                self._logged_tensors[site] = number.detach().clone()
+            else:
+                self._logged[site] = number.detach() if isinstance(number, Tensor) else float(number)
 
-    def _take_logged(self) -> ScalarBlock | None:
-        if not self._logged:
-            return None
+    def _take_logged(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...]]:
         logged, self._logged = self._logged, {}
+        whole, self._logged_tensors = self._logged_tensors, {}
+        tensors = tuple(TensorItem(site, "value", "full", tensor.cpu()) for site, tensor in whole.items())
+        if not logged:
+            return (), tensors
         values = np.array([[float(number)] for number in logged.values()], dtype=np.float64)
-        return ScalarBlock(tuple(logged), ("value",), values)
+        return (ScalarBlock(tuple(logged), ("value",), values),), tensors
+
+    def structure(self, path: str) -> Any:
+        """The structure of a module's output where it is not one tensor: names of leaves stand for tensors."""
+        port = self._receiver.ports.get((path, "output", ""))
+        return None if port is None else port.structure
 
     def _hand_on(self, record: StepRecord) -> None:
         entries = self._receiver.entries

@@ -8,13 +8,14 @@ from torch import nn
 
 from torchtap.errors import FormError
 from torchtap.taps.eager import Attachment, EagerAttachment
+from torchtap.taps.fitting import Via
 from torchtap.taps.receiver import Receiver
 
 __all__ = ["attach"]
 
 
-def attach(model: Any, receiver: Receiver) -> Attachment:
+def attach(model: Any, receiver: Receiver, via: Via = "hook") -> Attachment:
     """An attachment for this model's form."""
     if isinstance(model, nn.Module):
-        return EagerAttachment(model, receiver)
+        return EagerAttachment(model, receiver, via)
     raise FormError(f"cannot tap a {type(model).__name__}: give an nn.Module")

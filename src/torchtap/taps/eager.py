@@ -1,4 +1,4 @@
-"""Put a plan's hooks on a live eager model and hand each value to the receiver.
+"""Put a plan on a live eager model and hand each value to the receiver.
 
 It guarantees:
 - `detach` removes every hook, also after a forward that raised;
@@ -24,6 +24,7 @@ from torchtap.sites import unwrap
 from torchtap.taps import attention
 from torchtap.taps.active import activate, deactivate
 from torchtap.taps.entries import LivePort
+from torchtap.taps.fitting import Hook, Via, fitting_for
 from torchtap.taps.leaves import input_leaves, leaves
 from torchtap.taps.receiver import Receiver
 
@@ -46,31 +47,6 @@ class Attachment(Protocol):
         """Leave the model as it was found."""
 
 
-def _inert(*_: Any) -> None:
-    """What a hook of ours becomes in a copy or a pickle of the model."""
-
-
-@final
-class _Hook:
-    """A hook that calls a function of ours and does nothing in a copy of the model."""
-
-    __slots__ = ("_action",)
-
-    def __init__(self, action: Callable[..., None]) -> None:
-        self._action = action
-
-    def __call__(self, *arguments: Any) -> None:
-        self._action(*arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (_Hook, "_nothing")
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _inert
-
-    _nothing = staticmethod(_inert)
-
-
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: a forward that runs now is a checkpoint's repetition."""
     return torch._C._current_graph_task_id() != -1
@@ -80,9 +56,10 @@ def in_backward() -> bool:
 class EagerAttachment:
     """A plan on an eager model."""
 
-    def __init__(self, model: nn.Module, receiver: Receiver) -> None:
+    def __init__(self, model: nn.Module, receiver: Receiver, via: Via = "hook") -> None:
         self._root = unwrap(model)
         self._receiver = receiver
+        self._fitting = fitting_for(self._root, via)
         self._armed: frozenset[int] = frozenset()
         self._handles: list[Any] = []
         self._tensors: dict[int, tuple[LivePort, ...]] = {}  # id of a parameter -> its live ports
@@ -105,8 +82,8 @@ class EagerAttachment:
 
     def _install(self, live: frozenset[int]) -> None:
         receiver = self._receiver
-        keep = self._handles.append
-        keep(self._root.register_forward_pre_hook(_Hook(self._on_pass_begin), prepend=True))
+        fit, keep = self._fitting, self._handles.append
+        keep(fit.before(self._root, self._on_pass_begin, first=True))
         by_tensor: dict[int, list[LivePort]] = {}
         buffers: list[LivePort] = []
         for port in receiver.ports.values():
@@ -116,15 +93,13 @@ class EagerAttachment:
             assert module is not None
             match port.kind:
                 case "output":
-                    keep(module.register_forward_hook(_Hook(self._output_hook(port))))
+                    keep(fit.after(module, self._output_hook(port)))
                 case "input":
-                    keep(module.register_forward_pre_hook(_Hook(self._input_hook(port)), with_kwargs=True))
+                    keep(fit.before(module, self._input_hook(port)))
                 case "grad_output":
-                    keep(module.register_forward_hook(_Hook(self._grad_output_hook(port))))
+                    keep(fit.after(module, self._grad_output_hook(port)))
                 case "grad_input":
-                    keep(
-                        module.register_forward_pre_hook(_Hook(self._grad_input_hook(port)), with_kwargs=True)
-                    )
+                    keep(fit.before(module, self._grad_input_hook(port)))
                 case "param" | "param_grad":
                     parameter = module._parameters[port.port.site.leaf]
                     by_tensor.setdefault(id(parameter), []).append(port)
@@ -134,11 +109,11 @@ class EagerAttachment:
                     pass  # taken from the functions that compute it, below
                 case "value":
                     pass  # the model's own code calls `emit`
-        keep(self._root.register_forward_hook(_Hook(self._on_pass_end), always_call=True))
+        keep(fit.after(self._root, self._on_pass_end, always=True))
         self._tensors = {key: tuple(ports) for key, ports in by_tensor.items()}
         self._buffers = tuple(buffers)
         if by_tensor:
-            keep(register_optimizer_step_pre_hook(_Hook(self._on_optimizer_step)))
+            keep(register_optimizer_step_pre_hook(Hook(self._on_optimizer_step)))
         if any(
             p.kind in ("attention", "value") and not live.isdisjoint(p.port.taps)
             for p in receiver.ports.values()
@@ -173,7 +148,7 @@ class EagerAttachment:
 
     def _on_pass_begin(self, *_: Any) -> None:
         if not in_backward():
-            self._receiver.begin_pass()
+            self._receiver.begin_pass(self._root.training)
 
     def _on_pass_end(self, *_: Any) -> None:
         self._receiver.end_pass()

@@ -97,6 +97,7 @@ class LivePort:
         "pass_number",
         "port",
         "recalls",
+        "structure",
     )
 
     def __init__(self, port: Port) -> None:
@@ -108,6 +109,7 @@ class LivePort:
         self.recalls = 0
         self.leaf_calls: dict[str, int] = {}
         self.called = False
+        self.structure: Any = None  # of an output that is not one tensor, from the first call
         self.note = ""  # why a call brought nothing
         module = port.site.module
         takes_arguments = self.kind in ("input", "grad_input") and module is not None

@@ -28,6 +28,7 @@ from torchtap.sites import Site
 from torchtap.taps.entries import Entry, Fold, Grid, LivePort, RecentValues
 from torchtap.taps.gradients import ask_for_gradient
 from torchtap.taps.leaves import input_leaves, leaves
+from torchtap.taps.structure import skeleton
 
 __all__ = ["Receiver"]
 
@@ -44,6 +45,7 @@ class Receiver:
         *,
         fold_passes: bool = True,
         strict: bool = False,
+        one_mode: bool = False,
         on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.plan = plan
@@ -55,6 +57,11 @@ class Receiver:
         self.thread: int | None = _NO_THREAD  # the one that is heard; None hears every thread
         self._open = False
         self._fold_passes = fold_passes
+        self._one_mode = one_mode  # a step's first pass decides whether it is of training or of evaluation
+        self._mode: bool | None = None
+        self._passed_over: tuple[int | None] | None = (
+            None  # whom to hear again after a pass of the other mode
+        )
         self._on_lost = on_lost
         self._paths = {id(place.module): place.path for place in plan.places}
         self._kinds = {port.site.kind for port in plan.ports}
@@ -84,6 +91,7 @@ class Receiver:
     def begin_step(self, live: frozenset[int], thread: int | None) -> None:
         """From now on these taps are live, for values of this thread (of every thread: None)."""
         self.thread, self._open = thread, True
+        self._mode = self._passed_over = None
         if live != self.live:
             self.live = live
             self.generation += 1
@@ -92,14 +100,23 @@ class Receiver:
     def end_step(self) -> None:
         """Until the next step begins nothing is heard."""
         self.thread, self._open = _NO_THREAD, False
+        self._passed_over = None
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, training: bool | None = None) -> None:
         """The model was called: calls of its modules are counted anew, unless each pass is kept apart."""
+        if self._one_mode and self._open and training is not None and self.hears_this_thread():
+            if self._mode is None:
+                self._mode = training
+            elif self._mode != training:
+                self._passed_over = (self.thread,)
+                self.thread = _NO_THREAD
         if self._fold_passes:
             self._pass_number += 1
 
     def end_pass(self) -> None:
         """Let go of the values that were held to recognise repeats."""
+        if self._passed_over is not None:
+            (self.thread,), self._passed_over = self._passed_over, None
         self._recent.forget()
 
     # -- values -------------------------------------------------------------------------------------------
@@ -110,6 +127,8 @@ class Receiver:
         if isinstance(tree, Tensor):
             self._take_leaf(port, "", call, tree)
             return
+        if port.structure is None:
+            port.structure = skeleton(tree)
         found = False
         for leaf, tensor in leaves(tree):
             found = True

@@ -1,0 +1,99 @@
+"""Structures of tensors, rebuilt: the same tuples, dicts and dataclasses with other leaves in them.
+
+The counterpart of `leaves`, which takes structures apart; names of leaves are the same in both.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["fill", "from_names", "map_leaves", "plain", "skeleton"]
+
+_PLAIN = (str, bytes, int, float, type(None))
+_HOLE = torch.empty(0, device="meta")
+
+
+def map_leaves(
+    tree: Any,
+    change: Callable[[str, Tensor], Any],
+    other: Callable[[Any], Any] = lambda value: value,
+    prefix: str = "",
+) -> Any:
+    """A structure like ``tree``: ``change(name, tensor)`` for its tensors, ``other(value)`` for the rest."""
+    if isinstance(tree, Tensor):
+        return change(prefix, tree)
+
+    def child(key: Any, value: Any) -> Any:
+        return map_leaves(value, change, other, f"{prefix}.{key}" if prefix else str(key))
+
+    if isinstance(tree, Mapping):
+        changed = {key: child(key, value) for key, value in tree.items()}
+        if type(tree) is dict:
+            return changed
+        return _assigned(copy.copy(tree), changed)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(child(name, value) for name, value in zip(tree._fields, tree, strict=True)))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([child(index, value) for index, value in enumerate(tree)])
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        copied = copy.copy(tree)
+        for each in dataclasses.fields(tree):
+            object.__setattr__(copied, each.name, child(each.name, getattr(tree, each.name, None)))
+        return copied
+    if type(tree) in pytree.SUPPORTED_NODES:
+        node = pytree.SUPPORTED_NODES[type(tree)]
+        children, context = node.flatten_fn(tree)
+        return node.unflatten_fn([child(index, value) for index, value in enumerate(children)], context)
+    return other(tree)
+
+
+def _assigned(mapping: Any, values: Mapping[Any, Any]) -> Any:
+    for key, value in values.items():
+        mapping[key] = value
+    return mapping
+
+
+def skeleton(tree: Any) -> Any:
+    """A structure without its values: what `fill` needs to build it again. It keeps no memory of the model's."""
+    return map_leaves(tree, lambda *_: _HOLE, lambda value: value if isinstance(value, _PLAIN) else None)
+
+
+def fill(bones: Any, values: Mapping[str, Any]) -> Any:
+    """The structure of a skeleton with these leaves; a leaf that is not among them is None."""
+    return map_leaves(bones, lambda name, _: values.get(name))
+
+
+def from_names(values: Mapping[str, Any]) -> Any:
+    """A structure as far as leaf names tell it: numbers make tuples, other names dicts."""
+    if set(values) == {""}:
+        return values[""]
+    children: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        first, _, rest = name.partition(".")
+        children.setdefault(first, {})[rest] = value
+    built = {name: from_names(inner) for name, inner in children.items()}
+    if all(name.isdigit() for name in built):
+        return tuple(built.get(str(index)) for index in range(max(map(int, built)) + 1))
+    return built
+
+
+def plain(tree: Any) -> Any:
+    """The structure in tuples, lists and dicts only, which any reader knows."""
+    if isinstance(tree, Mapping):
+        return {key: plain(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [plain(value) for value in tree]
+    if isinstance(tree, tuple):
+        return tuple(plain(value) for value in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {each.name: plain(getattr(tree, each.name, None)) for each in dataclasses.fields(tree)}
+    if not isinstance(tree, Tensor) and type(tree) in pytree.SUPPORTED_NODES:
+        return tuple(plain(value) for value in pytree.SUPPORTED_NODES[type(tree)].flatten_fn(tree)[0])
+    return tree
