@@ -7,7 +7,10 @@ setup(
         Extension(
             "torchtap.reduce._native",
             sources=["src/torchtap/reduce/_native.c"],
-            extra_compile_args=["-O3", "-fno-math-errno"],
+            depends=["src/torchtap/reduce/_native_isa.h", "src/torchtap/reduce/_native_block.h"],
+            # No fast-math: NaN and infinities are what is being looked for.
+            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"],
+            extra_link_args=["-pthread"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,
             optional=True,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchtap.reduce.readable import PLAIN_TYPES
 
-__all__ = ["DTYPE_CODES", "measure", "native"]
+__all__ = ["DTYPE_CODES", "MANY", "measure", "native"]
 
 
 def _load() -> ModuleType | None:
@@ -41,8 +41,9 @@ DTYPE_CODES: dict[torch.dtype, int] = {
     torch.bool: 9,
 }
 
-# From this many elements on, several threads pay.
-_MANY = 1 << 20
+# More elements than this are shared out to threads. Where torch's own threads have just been at work they keep
+# their cores busy for a while with waiting, and for less than this, one thread is done sooner.
+MANY = 1 << 22
 
 
 def measure(kernel: ModuleType, address: int, value: Tensor) -> bool:
@@ -57,11 +58,11 @@ def measure(kernel: ModuleType, address: int, value: Tensor) -> bool:
     count = value.numel()
     if not pointer and count:
         return False
-    threads = torch.get_num_threads() if count > _MANY else 1
+    threads = torch.get_num_threads() if count > MANY else 1
     if value.is_contiguous():
         kernel.measure(address, pointer, count, code, threads)
     elif value.is_nested:
         return False
     else:
-        kernel.measure_strided(address, pointer, code, value.shape, value.stride(), threads)
+        kernel.measure_strided(address, pointer, code, threads, value.shape, value.stride())
     return True

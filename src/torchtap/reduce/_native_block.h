@@ -1,0 +1,223 @@
+/* The statistics of one block of numbers, from one look at it where the block is like those before.
+ *
+ * Included by _native.c once for each element type and instruction set, with these defined:
+ *   T, LANES, LARGEST, TINY   the type, how many of it are handled side by side, its largest finite value, and the
+ *                             sum of squares below which single squares may have vanished
+ *   TARGET                    the function attribute that chooses the instruction set
+ *   NAME(x)                   makes names unique
+ *
+ * Plain C in lanes: compilers turn the loops over `lane` into vector instructions without any licence to reorder
+ * floating-point arithmetic. Eight elements are added up as a tree in T, then go on in double, so that the rounding
+ * of T enters three times and not once for each element. Squares are of distances from a center near the mean: that
+ * of the block before. Where it turns out to be far off, the block, still in the cache, is looked at again.
+ */
+
+#define GROUP (8 * LANES)
+#define TREE(op, a) (((a##0 op a##1) op (a##2 op a##3)) op ((a##4 op a##5) op (a##6 op a##7)))
+#define LESS(a, b) ((a) < (b) ? (a) : (b))
+#define MORE(a, b) ((a) > (b) ? (a) : (b))
+#define EIGHT_LOADED(p)                                                                                           \
+    const T x0 = (p)[lane], x1 = (p)[LANES + lane], x2 = (p)[2 * LANES + lane], x3 = (p)[3 * LANES + lane],       \
+            x4 = (p)[4 * LANES + lane], x5 = (p)[5 * LANES + lane], x6 = (p)[6 * LANES + lane],                   \
+            x7 = (p)[7 * LANES + lane]
+
+#define DISTANCES(x)                                                                                              \
+    const T d0 = x##0 - center, d1 = x##1 - center, d2 = x##2 - center, d3 = x##3 - center,                       \
+            d4 = x##4 - center, d5 = x##5 - center, d6 = x##6 - center, d7 = x##7 - center;                       \
+    const T q0 = d0 * d0, q1 = d1 * d1, q2 = d2 * d2, q3 = d3 * d3, q4 = d4 * d4, q5 = d5 * d5, q6 = d6 * d6,     \
+            q7 = d7 * d7
+#define CHOSEN(pick, x, so_far)                                                                                   \
+    do {                                                                                                          \
+        const T c0 = pick(x##0, x##1), c1 = pick(x##2, x##3), c2 = pick(x##4, x##5), c3 = pick(x##6, x##7);       \
+        const T c4 = pick(c0, c1), c5 = pick(c2, c3), c6 = pick(c4, c5);                                          \
+        (so_far) = pick(c6, (so_far));                                                                            \
+    } while (0)
+#define SUM_OF_LANES(x)                                                                                           \
+    for (int half = LANES / 2; half; half /= 2)                                                                   \
+        for (int lane = 0; lane < half; lane++)                                                                   \
+    (x)[lane] += (x)[lane + half]
+
+/* Any numbers at all: not finite, near the ends of the range, any count. In double throughout. */
+TARGET static void NAME(careful)(const T *x, size_t n, State *out)
+{
+    double sum[8] = {0}, l1[8] = {0}, low[8], high[8], strange[8] = {0}, nans[8] = {0}, zeros[8] = {0};
+    for (int lane = 0; lane < 8; lane++) {
+        low[lane] = INFINITY;
+        high[lane] = -INFINITY;
+    }
+    const size_t whole = n & ~(size_t)7;
+    for (size_t i = 0; i < n; i += 8) {
+        const int lanes = i < whole ? 8 : (int)(n - whole);
+        for (int lane = 0; lane < lanes; lane++) {
+            const double v = (double)x[i + lane], size = v < 0 ? -v : v;
+            const int finite = size <= (double)LARGEST; /* false for NaN */
+            const double safe = finite ? v : 0.0;
+            sum[lane] += safe * 0x1p-13; /* a block's sum may overflow where its mean does not */
+            l1[lane] += finite ? size : 0.0;
+            low[lane] = finite && v < low[lane] ? v : low[lane];
+            high[lane] = finite && v > high[lane] ? v : high[lane];
+            strange[lane] += finite ? 0.0 : 1.0;
+            nans[lane] += v != v ? 1.0 : 0.0;
+            zeros[lane] += v == 0.0 ? 1.0 : 0.0;
+        }
+    }
+    State s = {(double)n, 0, 0, 0, 0, 0, INFINITY, -INFINITY, 0};
+    double total = 0, bad = 0;
+    for (int lane = 0; lane < 8; lane++) {
+        total += sum[lane];
+        bad += strange[lane];
+        s.l1 += l1[lane];
+        s.nans += nans[lane];
+        s.zeros += zeros[lane];
+        s.low = LESS(low[lane], s.low);
+        s.high = MORE(high[lane], s.high);
+    }
+    s.infs = bad - s.nans;
+    const double count = (double)n - bad;
+    if (count > 0) {
+        /* Of one value only, the mean is that value and not what rounding makes of it. */
+        const double center = s.low == s.high ? s.low : total / count * 0x1p13;
+        double drift[8] = {0}, squares[8] = {0};
+        for (size_t i = 0; i < n; i += 8) {
+            const int lanes = i < whole ? 8 : (int)(n - whole);
+            for (int lane = 0; lane < lanes; lane++) {
+                const double v = (double)x[i + lane], size = v < 0 ? -v : v;
+                const double d = size <= (double)LARGEST ? v - center : 0.0;
+                drift[lane] += d;
+                squares[lane] += d * d;
+            }
+        }
+        double drifted = 0;
+        for (int lane = 0; lane < 8; lane++) {
+            drifted += drift[lane];
+            s.squares += squares[lane];
+        }
+        drifted /= count;
+        if (drifted - drifted == 0) {
+            s.mean = center + drifted;
+            s.squares -= count * drifted * drifted;
+        } else {
+            s.mean = center;
+        }
+        s.squares = s.squares > 0 ? s.squares : (s.squares == s.squares ? 0.0 : INFINITY);
+    }
+    *out = s;
+}
+
+/* Sums of distances from `center` and of their squares; `n` is a multiple of GROUP. */
+TARGET static void NAME(second_look)(const T *x, size_t n, T center, double *drifted, double *squared)
+{
+    double drift[LANES] = {0}, squares[LANES] = {0};
+    for (size_t i = 0; i < n; i += GROUP) {
+        const T *p = x + i;
+        for (int lane = 0; lane < LANES; lane++) {
+            EIGHT_LOADED(p);
+            DISTANCES(x);
+            drift[lane] += (double)TREE(+, d);
+            squares[lane] += (double)TREE(+, q);
+        }
+    }
+    SUM_OF_LANES(drift);
+    SUM_OF_LANES(squares);
+    *drifted = drift[0];
+    *squared = squares[0];
+}
+
+TARGET static double NAME(zeros)(const T *x, size_t n)
+{
+    LANE_INTEGER zeros[LANES] = {0};
+    double total = 0;
+    for (size_t i = 0; i < n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            zeros[lane] += x[i + lane] == 0;
+    for (int lane = 0; lane < LANES; lane++)
+        total += (double)zeros[lane];
+    return total;
+}
+
+/* A first center, from the first group. */
+TARGET static T NAME(guess)(const T *x)
+{
+    double sum[LANES] = {0};
+    for (size_t i = 0; i < GROUP; i += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            sum[lane] += (double)x[i + lane];
+    SUM_OF_LANES(sum);
+    return (T)(sum[0] / GROUP);
+}
+
+/* `n` is a multiple of GROUP. `guessed` is a center to try, or NaN. */
+TARGET static void NAME(block)(const T *x, size_t n, State *out, double guessed)
+{
+    T center = guessed == guessed ? (T)guessed : NAME(guess)(x);
+    if (!(center - center == 0))
+        center = 0;
+    double drift[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};
+    T low[LANES], high[LANES], least[LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+        low[lane] = high[lane] = x[lane];
+        least[lane] = FABS(x[lane]);
+    }
+    for (size_t i = 0; i < n; i += GROUP) {
+        const T *p = x + i;
+        for (int lane = 0; lane < LANES; lane++) {
+            EIGHT_LOADED(p);
+            DISTANCES(x);
+            drift[lane] += (double)TREE(+, d);
+            squares[lane] += (double)TREE(+, q);
+            const T a0 = FABS(x0), a1 = FABS(x1), a2 = FABS(x2), a3 = FABS(x3), a4 = FABS(x4), a5 = FABS(x5),
+                    a6 = FABS(x6), a7 = FABS(x7);
+            l1[lane] += (double)TREE(+, a);
+            CHOSEN(LESS, x, low[lane]);
+            CHOSEN(MORE, x, high[lane]);
+            CHOSEN(LESS, a, least[lane]);
+        }
+    }
+    SUM_OF_LANES(l1);
+    /* A sum of magnitudes that is finite had no NaN, no infinity and no overflow in it. */
+    if (!(l1[0] - l1[0] == 0)) {
+        NAME(careful)(x, n, out);
+        return;
+    }
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) {
+            low[lane] = LESS(low[lane], low[lane + half]);
+            high[lane] = MORE(high[lane], high[lane + half]);
+            least[lane] = LESS(least[lane], least[lane + half]);
+        }
+    State s = {(double)n, 0, 0, 0, 0, 0, (double)low[0], (double)high[0], l1[0]};
+    if (least[0] == 0)
+        s.zeros = NAME(zeros)(x, n);
+    if (s.low == s.high) {
+        s.mean = s.low;
+        *out = s;
+        return;
+    }
+    SUM_OF_LANES(drift);
+    SUM_OF_LANES(squares);
+    double drifted = drift[0] / (double)n, squared = squares[0];
+    double excess = (double)n * drifted * drifted;
+    if (excess > 0.5 * squared) {
+        center = (T)((double)center + drifted);
+        NAME(second_look)(x, n, center, &drifted, &squared);
+        drifted /= (double)n;
+        excess = (double)n * drifted * drifted;
+    }
+    /* Squares that overflowed or vanished in T, or so little spread that what is left is rounding. */
+    if (!(squared - squared == 0) || squared < TINY || !(excess <= 0.5 * squared)) {
+        NAME(careful)(x, n, out);
+        return;
+    }
+    s.mean = (double)center + drifted;
+    s.squares = squared - excess;
+    *out = s;
+}
+
+#undef GROUP
+#undef TREE
+#undef LESS
+#undef MORE
+#undef CHOSEN
+#undef DISTANCES
+#undef EIGHT_LOADED
+#undef SUM_OF_LANES
