@@ -1,1 +1,83 @@
+"""The command line: parse, call the library, print.
 
+A command is loaded when it is called, so that listing and querying runs imports no torch. Errors come without
+tracebacks; ``--debug`` shows them.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib import import_module
+
+import click
+
+from torchtap.errors import TorchtapError
+
+__all__ = ["main", "torchtap"]
+
+# Name, and the one line of help: known without importing the command's module, `torchtap.cli.<name>`.
+COMMANDS = {
+    "compare": "Compare two recordings and name the first site that differs.",
+    "demo": "Train a small GPT and look inside it.",
+    "export": "Write a run in another format: parquet, hdf5, pt, npz, csv, jsonl.",
+    "rcc": "Refined coordinate check over model widths.",
+    "report": "Write one self-contained page about a run.",
+    "show": "Show a run: its sites, numbers, tensors and coverage.",
+    "sites": "List the sites of a model.",
+    "tail": "Follow a training in the terminal while it writes.",
+    "view": "Look at runs in the browser.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported one by one, when they are asked for."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command = import_module(f"torchtap.cli.{name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="torchtap", prog_name="torchtap")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def torchtap(debug: bool) -> None:
+    """See every value inside a running PyTorch model."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point. Exit codes: 0 done, 1 a negative answer, 2 an error."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = torchtap.main(words, prog_name="torchtap", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has left: nothing to say, and nobody to say it to
+        sys.exit(0)
+    except Exception as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        expected = isinstance(error, (TorchtapError, OSError))
+        what = str(error) if expected else f"{type(error).__name__}: {error}"
+        print(f"torchtap: {what}", file=sys.stderr)
+        if not expected and "--debug" not in words:
+            print("This was not expected; `torchtap --debug …` shows where it came from.", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,120 @@
+"""``torchtap demo``: train a small GPT, watch it, and show what was seen."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from torchtap.watching import Watch
+
+__all__ = ["command"]
+
+_SHOWN = (
+    "tokens",
+    "blocks.0.attn",
+    "blocks.0.mlp",
+    "blocks.0",
+    "blocks.3.attn",
+    "blocks.3.mlp",
+    "blocks.3",
+    "head",
+)
+
+
+@click.command("demo")
+@click.option("--steps", default=200, show_default=True, help="Training steps.")
+@click.option("--out", default="demo-run", show_default=True, help="The run folder; made anew each time.")
+def command(steps: int, out: str) -> None:
+    """Train a small GPT on a few kilobytes of text and look inside it while it learns."""
+    console = Console()
+    folder = Path(out)
+    if folder.exists():
+        if not any(folder.glob("rank-*")):
+            raise click.UsageError(f"{out} exists and is not a run; choose another --out")
+        shutil.rmtree(folder)
+    console.print("Training a character GPT (4 layers, 64 wide) and watching every module of it.\n")
+    loss = _train(console, folder, steps)
+    console.print(f"\nloss after {steps} steps: {loss:.3f}")
+    _show(console, folder)
+
+
+def _train(console: Console, folder: Path, steps: int) -> float:
+    import torch
+    import torch.nn.functional as F
+
+    import torchtap as tt
+    from torchtap.cli.demo_model import SmallGPT, Text
+
+    torch.manual_seed(0)
+    text = Text()
+    model = SmallGPT(len(text.alphabet))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    example = text.batch(1, 32)[0]
+    taps = [
+        tt.tap(["*:output", "*:grad_output", "*:param", "*:param_grad"], phase="train"),
+        tt.tap(["blocks.*:output", "head:output"], tt.Histogram(), every=10, phase="train"),
+        tt.tap("blocks.*:attention", tt.Full(), phase="eval"),
+    ]
+    loss_value = float("nan")
+    with tt.watch(model, folder, taps, labels={"tokens": list(text.decode(example[0]))}) as watch:
+        with Live(console=console, refresh_per_second=4) as live:
+            for step in range(steps):
+                if step % 25 == 0:
+                    _look_at_attention(watch, model, example)
+                tokens, following = text.batch(16, 64)
+                with watch.step():
+                    loss = F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    watch.log(loss=loss)
+                if step % 5 == 0 or step == steps - 1:
+                    loss_value = loss.item()
+                    live.update(_table(watch, step, steps, loss_value))
+        _look_at_attention(watch, model, example)
+    return loss_value
+
+
+def _look_at_attention(watch: Watch, model: Any, example: Any) -> None:
+    """One sentence, the same each time, so that its attention maps can be followed through the training."""
+    import torch
+
+    model.eval()
+    with watch.step(), torch.no_grad():
+        model(example)
+    model.train()
+
+
+def _table(watch: Watch, step: int, steps: int, loss: float) -> Table:
+    table = Table(title=f"step {step + 1} of {steps}   loss {loss:.3f}", title_justify="left")
+    table.add_column("module", min_width=14)
+    for heading in ("output std", "output absmax", "zeros", "gradient l2"):
+        table.add_column(heading, justify="right", min_width=11)
+    for module in _SHOWN:
+        table.add_row(
+            module,
+            f"{watch.latest(f'{module}:output', 'std'):.4f}",
+            f"{watch.latest(f'{module}:output', 'absmax'):.3f}",
+            f"{watch.latest(f'{module}:output', 'zeros'):.0%}",
+            f"{watch.latest(f'{module}:grad_output', 'l2'):.2e}",
+        )
+    return table
+
+
+def _show(console: Console, folder: Path) -> None:
+    """What the run holds, what was found in it, and how to look further."""
+    from torchtap.store.reader import open_run
+
+    run: Any = open_run(folder)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    files = sum(1 for path in folder.rglob("*") if path.is_file())
+    console.print(
+        f"the run: {folder}/  {len(run.sites())} sites, {len(run.steps())} steps, {size / 1e6:.1f} MB in {files} files"
+    )

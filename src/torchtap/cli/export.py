@@ -1,0 +1,28 @@
+"""``torchtap export``: a run in a format that other tools read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from torchtap.store.reader import open_run
+
+__all__ = ["command"]
+
+
+@click.command("export")
+@click.argument("run")
+@click.option("--to", "target", required=True, help="parquet, hdf5, pt, npz, csv or jsonl.")
+@click.option("-o", "--out", help="Where to; by default beside the run.")
+def command(run: str, target: str, out: str | None) -> None:
+    """Write RUN in another format."""
+    from torchtap.store.export import export_run
+
+    opened = open_run(run)
+    path = out if out is not None else f"{str(Path(run)).rstrip('/')}.{target}"
+    console = Console(stderr=True)
+    with console.status(f"writing {path}"):
+        written = export_run(opened, target, path)
+    click.echo(str(written))

@@ -1,0 +1,134 @@
+"""``torchtap show``: a run in the terminal. Imports no torch."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from torchtap.store.reader import Run, open_run
+
+__all__ = ["command"]
+
+_COLUMNS = ("mean", "std", "absmax", "l2", "zeros")
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@click.command("show")
+@click.argument("run")
+@click.option(
+    "--site", "pattern", default="*", show_default=True, help="Only sites like this, e.g. 'blocks.*:output'."
+)
+@click.option("--statistic", default="std", show_default=True, help="What the sparkline follows.")
+@click.option("--tensors", is_flag=True, help="List the recorded tensors.")
+@click.option("--coverage", is_flag=True, help="List what was expected and did not come, and why.")
+@click.option("--json", "as_json", is_flag=True, help="The run's facts as JSON.")
+@click.option("--rows", default=60, show_default=True, help="At most so many rows.")
+def command(
+    run: str, pattern: str, statistic: str, tensors: bool, coverage: bool, as_json: bool, rows: int
+) -> None:
+    """Show RUN: its newest statistics with their history, its tensors, or its coverage."""
+    opened = open_run(run)
+    console = Console()
+    if as_json:
+        console.print_json(data=_facts(opened))
+        return
+    console.print(repr(opened), markup=False, highlight=False)
+    if coverage:
+        _print_coverage(console, opened)
+    elif tensors:
+        _print_tensors(console, opened, pattern, rows)
+    else:
+        _print_statistics(console, opened, pattern, statistic, rows)
+    for problem in opened.problems[:10]:
+        console.print(f"problem: {problem}", style="red", markup=False)
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    steps = run.steps()
+    return {
+        "path": run.path,
+        "status": run.status,
+        "sites": run.sites(),
+        "statistics": list(run.statistics()),
+        "steps": {"count": len(steps), "first": int(steps[0]), "last": int(steps[-1])}
+        if len(steps)
+        else {"count": 0},
+        "tensors": len(run.tensors()),
+        "coverage": run.coverage(),
+        "problems": list(run.problems),
+    }
+
+
+def _print_statistics(console: Console, run: Run, pattern: str, statistic: str, rows: int) -> None:
+    chosen = [site for site in run.sites() if fnmatch.fnmatchcase(site, pattern) or pattern in site]
+    table = Table(title=f"newest statistics, and {statistic} over time", title_justify="left")
+    table.add_column("site", no_wrap=True, overflow="ellipsis")
+    for name in _COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True, min_width=7)
+    table.add_column(statistic, no_wrap=True, min_width=16)
+    shown = 0
+    for site in chosen:
+        names = run.statistics(site)
+        if not names:
+            continue
+        if shown == rows:
+            break
+        shown += 1
+        followed = statistic if statistic in names else names[0]
+        newest = [_newest(run, site, name) if name in names else "" for name in _COLUMNS]
+        table.add_row(site, *newest, sparkline(run.series(site, followed).values.tolist()))
+    console.print(table)
+    if len(chosen) > shown:
+        console.print(
+            f"{len(chosen) - shown} further sites; --rows and --site choose among them", style="dim"
+        )
+
+
+def _newest(run: Run, site: str, name: str) -> str:
+    values = run.series(site, name).values
+    if not len(values):
+        return ""
+    value = float(values[-1])
+    return f"{value:.0%}" if name == "zeros" else f"{value:.3g}"
+
+
+def sparkline(values: list[float], width: int = 16) -> str:
+    """A series in a few characters: each shows the largest magnitude of its stretch, ``!`` what is not finite."""
+    if not values:
+        return ""
+    stretch = max(1, math.ceil(len(values) / width))
+    groups = [values[start : start + stretch] for start in range(0, len(values), stretch)]
+    peaks = [max(group, key=lambda v: math.inf if not math.isfinite(v) else abs(v)) for group in groups]
+    finite = [peak for peak in peaks if math.isfinite(peak)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    span = high - low or 1.0
+    return "".join(
+        _BARS[min(7, int(8 * (peak - low) / span))] if math.isfinite(peak) else "!" for peak in peaks
+    )
+
+
+def _print_tensors(console: Console, run: Run, pattern: str, rows: int) -> None:
+    table = Table("site", "field", "step", "dtype", "shape", "size", title="tensors", title_justify="left")
+    found = [ref for ref in run.tensors() if fnmatch.fnmatchcase(ref.site, pattern) or pattern in ref.site]
+    for ref in found[:rows]:
+        shape = "×".join(str(size) for size in ref.shape) or "scalar"
+        table.add_row(ref.site, ref.field, str(ref.step), ref.dtype, shape, f"{ref.nbytes:,}")
+    console.print(table)
+    if len(found) > rows:
+        console.print(f"{len(found) - rows} further tensors", style="dim")
+
+
+def _print_coverage(console: Console, run: Run) -> None:
+    missing = run.coverage().get("missing", [])
+    if not missing:
+        console.print("everything that the plan expected arrived")
+        return
+    table = Table("site", "why it did not come", title=f"{len(missing)} missing", title_justify="left")
+    for entry in missing:
+        table.add_row(str(entry["site"]), str(entry["reason"]))
+    console.print(table)

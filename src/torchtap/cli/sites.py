@@ -1,0 +1,122 @@
+"""``torchtap sites``: the sites of a model, from ``module:factory``, a script, or a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from torchtap.errors import FormError
+
+__all__ = ["command", "load_model"]
+
+
+@click.command("sites")
+@click.argument("model")
+@click.option("--kind", "kinds", multiple=True, help="Only this kind (may be given several times).")
+@click.option("--select", "selector", help="Only sites that this selector picks.")
+@click.option("--plain", is_flag=True, help="Names only, one a line.")
+@click.option(
+    "--unsafe", is_flag=True, help="Allow a pickled model file, which can run code of whoever made it."
+)
+def command(model: str, kinds: tuple[str, ...], selector: str | None, plain: bool, unsafe: bool) -> None:
+    """List the sites of MODEL.
+
+    MODEL is `package.module:factory`, `script.py:factory` (a module or a callable that makes one), a TorchScript
+    or pickled `.pt`, or an exported `.pt2`.
+    """
+    from torchtap.plan import bind, candidates
+    from torchtap.sites import KINDS, places, source_of
+
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise click.UsageError(f"--kind {unknown[0]}: the kinds are {', '.join(KINDS)}")
+    loaded = load_model(model, unsafe=unsafe)
+    if selector is not None:
+        sites = [port.site for port in bind(loaded, [selector]).ports]
+    else:
+        wanted: Any = frozenset(kinds) if kinds else frozenset(KINDS)
+        sites = [names[0] for names in candidates(places(loaded), wanted)]
+    if plain:
+        for site in sites:
+            click.echo(site.name)
+        return
+    table = Table(title=f"{len(sites)} sites of {type(loaded).__name__}", title_justify="left")
+    table.add_column("site", overflow="fold")
+    table.add_column("module")
+    table.add_column("forward", overflow="fold", style="dim")
+    for site in sites:
+        source = source_of(site.module) if site.module is not None else None
+        table.add_row(site.name, type(site.module).__name__, source or "")
+    Console().print(table)
+
+
+def load_model(text: str, *, unsafe: bool = False) -> Any:
+    """A model from what was written on the command line."""
+    path = Path(text)
+    if path.suffix in (".pt", ".pth", ".pt2", ".ts") and ":" not in text:
+        return _from_file(path, unsafe)
+    source, colon, name = text.rpartition(":")
+    if not colon:
+        raise FormError(
+            f"{text!r} names no model: write package.module:factory, script.py:factory, or a .pt / .pt2 file"
+        )
+    made = getattr(_module(source), name, None)
+    if made is None:
+        raise FormError(f"{source!r} has no {name!r}")
+    from torch import nn
+
+    model = made() if callable(made) and not isinstance(made, nn.Module) else made
+    if not isinstance(model, nn.Module):
+        raise FormError(f"{text!r} gave a {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def _module(source: str) -> Any:
+    import importlib
+    import importlib.util
+    import sys
+
+    if source.endswith(".py"):
+        path = Path(source)
+        if not path.is_file():
+            raise FormError(f"there is no script {source!r}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        return module
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        raise FormError(f"cannot import {source!r}: {error}") from None
+
+
+def _from_file(path: Path, unsafe: bool) -> Any:
+    import torch
+
+    if not path.is_file():
+        raise FormError(f"there is no file {str(path)!r}")
+    if path.suffix == ".pt2":
+        return torch.export.load(path).module()
+    try:
+        return torch.jit.load(path, map_location="cpu")
+    except RuntimeError:
+        pass  # not TorchScript: a pickle
+    if not unsafe:
+        raise FormError(
+            f"{str(path)!r} is a pickle, and opening it can run code of whoever made it; "
+            "if you trust it, say --unsafe"
+        )
+    loaded = torch.load(path, map_location="cpu", weights_only=False)
+    if isinstance(loaded, dict):
+        raise FormError(
+            f"{str(path)!r} holds weights, not a model: name the code that makes it, package.module:factory"
+        )
+    return loaded
