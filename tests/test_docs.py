@@ -39,7 +39,9 @@ def test_every_command_in_the_readme_exists_and_every_command_has_help() -> None
 
     from torchtap.cli import COMMANDS, torchtap
 
-    used = {word for block in blocks(ROOT / "README.md", "sh") for word in re.findall(r"torchtap (\w+)", block)}
+    used = {
+        word for block in blocks(ROOT / "README.md", "sh") for word in re.findall(r"torchtap (\w+)", block)
+    }
     assert used <= set(COMMANDS)
     for name in COMMANDS:
         result = CliRunner().invoke(torchtap, [name, "--help"])
