@@ -17,7 +17,7 @@ LAYERS = [
     ["reduce"],
     ["plan"],
     ["store.record"],
-    ["taps"],
+    ["taps", "op"],
     ["coverage", "model_tree", "clock"],
     ["store"],
     ["sinks"],

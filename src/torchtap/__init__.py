@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     from torchtap.store.reader import Run as Run
     from torchtap.store.reader import open as open
     from torchtap.taps.active import emit as emit
+    from torchtap.taps.extra import ExtraOutputs as ExtraOutputs
+    from torchtap.taps.extra import extra_outputs as extra_outputs
+    from torchtap.taps.instrument import instrument as instrument
+    from torchtap.taps.load import load as load
     from torchtap.watching import Watch as Watch
 
 __version__ = "0.1.0"
@@ -64,6 +68,7 @@ _HOME = {
     "Comparison": "torchtap.comparison.result",
     "Epochs": "torchtap.schedule",
     "Every": "torchtap.schedule",
+    "ExtraOutputs": "torchtap.taps.extra",
     "First": "torchtap.schedule",
     "FormError": "torchtap.errors",
     "Full": "torchtap.reduce",
@@ -99,7 +104,10 @@ _HOME = {
     "capture": "torchtap.session",
     "compare": "torchtap.comparison.front",
     "emit": "torchtap.taps.active",
+    "extra_outputs": "torchtap.taps.extra",
+    "instrument": "torchtap.taps.instrument",
     "list_sites": "torchtap.session",
+    "load": "torchtap.taps.load",
     "open": "torchtap.store.reader",
     "tap": "torchtap.plan",
     "watch": "torchtap.session",
@@ -111,6 +119,7 @@ __all__ = [
     "Comparison",
     "Epochs",
     "Every",
+    "ExtraOutputs",
     "First",
     "FormError",
     "Full",
@@ -147,7 +156,10 @@ __all__ = [
     "capture",
     "compare",
     "emit",
+    "extra_outputs",
+    "instrument",
     "list_sites",
+    "load",
     "open",
     "tap",
     "watch",

@@ -23,7 +23,7 @@ from torchtap.seen import Seen
 from torchtap.sites import Kind, Selectable, Selector, places, source_of
 from torchtap.store.record import Consumer
 from torchtap.store.writer import RunWriter
-from torchtap.taps.attach import attach
+from torchtap.taps.attach import attach, tree_of
 from torchtap.taps.fitting import Via
 from torchtap.taps.receiver import Receiver
 from torchtap.watching import Watch
@@ -77,7 +77,7 @@ def capture(
     ``any_thread`` is set. ``via`` is how taps are put on an eager model: by hooks, by wrapping modules
     (``"wrap"``), or by replacing their forward (``"forward"``).
     """
-    bound = bind(model, taps or ("*:output",), keep)
+    bound = bind(tree_of(model), taps or ("*:output",), keep)
     if merge is None:
         merge = not any(isinstance(tap.keep, Full) for tap in bound.taps)
     return Capture(model, bound, merge=merge, any_thread=any_thread, strict=strict, via=via)
@@ -101,7 +101,7 @@ def watch(
     `capture`.
     """
     asked = [taps] if isinstance(taps, (Tap, str, type, Selector)) or callable(taps) else list(taps)
-    bound = bind(model, [each if isinstance(each, Tap) else tap(each) for each in asked])
+    bound = bind(tree_of(model), [each if isinstance(each, Tap) else tap(each) for each in asked])
     consumers = list(sinks)
     if run is not None:
         described = environment()
@@ -121,10 +121,10 @@ def watch(
     return Watch(model, bound, consumers, strict=strict, via=via)
 
 
-def list_sites(model: nn.Module, *kinds: Kind) -> list[str]:
+def list_sites(model: Any, *kinds: Kind) -> list[str]:
     """The names of a model's sites as far as they are known before it runs."""
     wanted = frozenset(kinds) if kinds else None
-    found = places(model)
+    found = places(tree_of(model))
     listed = candidates(found) if wanted is None else candidates(found, wanted)
     return [names[0].name for names in listed]
 

@@ -150,6 +150,10 @@ def input_names(module: nn.Module) -> tuple[str, ...] | None:
 
     ``None`` says that the signature tells nothing (``*args``, a builtin): inputs are then named by index.
     """
+    schema = getattr(module.forward, "schema", None)  # a scripted forward has no Python signature
+    if schema is not None:
+        names = tuple(argument.name for argument in schema.arguments[1:])
+        return names if len(names) != 1 else ("",)
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
@@ -163,9 +167,16 @@ def input_names(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def source_of(module: nn.Module) -> str | None:
-    """``file.py:line`` of the module's forward, where Python still knows it."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
+    """``file.py:line`` of the module's forward, where Python or TorchScript still knows it."""
+    forward = getattr(module, "forward", None)
+    graph = getattr(forward, "graph", None)
+    if graph is not None:  # TorchScript: every node knows the line it was compiled from
+        for node in graph.nodes():
+            line = re.match(r'\s*File "([^"]+)", line (\d+)', node.sourceRange())
+            if line is not None:
+                return f"{line[1]}:{line[2]}"
+        return None
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 

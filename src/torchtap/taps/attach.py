@@ -1,21 +1,117 @@
-"""Find out what form a model has and put a plan's taps on it."""
+"""Find out what form a model has, and put a plan's taps on it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 from torchtap.errors import FormError
 from torchtap.taps.eager import Attachment, EagerAttachment
 from torchtap.taps.fitting import Via
 from torchtap.taps.receiver import Receiver
 
-__all__ = ["attach"]
+__all__ = ["attach", "form_of", "tree_of"]
+
+
+def form_of(model: Any) -> str:
+    """The name of a model's form."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return "script"
+    if isinstance(model, fx.GraphModule):
+        return "graph"
+    if isinstance(model, nn.Module):
+        return "compiled" if _is_compiled(model) else "eager"
+    if type(model).__name__ == "ExportedProgram":
+        return "exported"
+    if type(model).__name__ == "AOTICompiledModel":
+        return "aoti"
+    if hasattr(model, "torchtap_sites"):
+        return "emitting"
+    raise _refusal(model)
+
+
+def tree_of(model: Any) -> nn.Module:
+    """The modules that a plan for this model binds to."""
+    match form_of(model):
+        case "script":
+            from torchtap.taps.script import script_tree
+
+            return script_tree(model)
+        case "graph":
+            from torchtap.taps.graph import graph_tree
+
+            return graph_tree(model)
+        case "exported":
+            from torchtap.taps.graph import exported_tree
+
+            return exported_tree(model)
+        case "aoti" | "emitting":
+            from torchtap.taps.emitting import emitting_tree
+
+            return emitting_tree(model)
+    return model  # type: ignore[no-any-return]
 
 
 def attach(model: Any, receiver: Receiver, via: Via = "hook") -> Attachment:
     """An attachment for this model's form."""
-    if isinstance(model, nn.Module):
-        return EagerAttachment(model, receiver, via)
-    raise FormError(f"cannot tap a {type(model).__name__}: give an nn.Module")
+    match form_of(model):
+        case "script":
+            from torchtap.taps.script import attach_script
+
+            return attach_script(model, receiver)
+        case "graph":
+            from torchtap.taps.graph import attach_graph
+
+            return attach_graph(model, receiver)
+        case "compiled":
+            from torchtap.taps.compiled import attach_compiled
+
+            return attach_compiled(model, receiver)
+        case "exported":
+            from torchtap.taps.graph import attach_exported
+
+            return attach_exported(model, receiver)
+        case "aoti" | "emitting":
+            from torchtap.taps.emitting import attach_emitting
+
+            return attach_emitting(model, receiver)
+    return EagerAttachment(model, receiver, via)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    # By name: asking for the class would import the compiler for every eager model.
+    return any(
+        module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        for module in model.modules()
+    )
+
+
+def _refusal(model: Any) -> FormError:
+    if isinstance(model, torch.jit.ScriptFunction):
+        return FormError(
+            "cannot tap a torch.jit.ScriptFunction: it has no modules and so no sites; "
+            "script or trace an nn.Module that calls it, and give that"
+        )
+    if callable(getattr(model, "_torchdynamo_orig_callable", None)):
+        return FormError(
+            "cannot tap a compiled function: the model inside it is not known; give the model itself, "
+            "as torch.compile(model) or with model.compile(), and compile the function around it after tapping"
+        )
+    if isinstance(model, (str, bytes)) or hasattr(model, "__fspath__"):
+        return FormError(
+            f"cannot tap the path {str(model)!r}: load it first, e.g. with tt.load({str(model)!r})"
+        )
+    if type(model).__module__.startswith("onnxruntime"):
+        return FormError(
+            "cannot tap an onnxruntime session: its graph takes no foreign op; export the model with "
+            "tt.extra_outputs(model, ...) and wrap the session with its `onnx` method"
+        )
+    if type(model).__name__ in ("dict", "OrderedDict"):
+        return FormError("cannot tap a state dict: it holds tensors but no model; load it into an nn.Module")
+    return FormError(
+        f"cannot tap a {type(model).__name__}: give an nn.Module (eager, compiled, scripted, traced, FX), a "
+        "torch.export program or its module(), or a model that torchtap loaded; tt.instrument puts taps on a "
+        "model before a transform that takes it apart"
+    )

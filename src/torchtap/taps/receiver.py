@@ -177,6 +177,26 @@ class Receiver:
                 port, leaf, port.next_leaf_call(self._pass_number, leaf) if call is None else call, tensor
             )
 
+    def next_call(self, path: str, kind: str, leaf: str) -> int:
+        """The number of the call that a named value of which only the gradient will come belongs to."""
+        port = self.ports.get((path, kind, ""))
+        return port.next_leaf_call(self._pass_number, leaf) if port is not None else 0
+
+    def note(self, path: str, kind: str, reason: str) -> None:
+        """Why a named place brings nothing."""
+        port = self.ports.get((path, kind, ""))
+        if port is not None:
+            port.note = reason
+
+    def await_gradient(self, path: str, kind: str, leaf: str, tensor: Tensor) -> None:
+        """Ask autograd for the gradient of a value of which only the name is known."""
+        port = self.ports.get((path, kind, ""))
+        if port is None:
+            return
+        entry = self._entry(port, leaf, port.next_leaf_call(self._pass_number, leaf))
+        if entry is not None:
+            ask_for_gradient(tensor, partial(self._take_gradient, entry))
+
     def take_from_inside(self, kind: str, owner: str | None, leaf: str, tensor: Tensor) -> None:
         """A value made in a module's code: it goes to the innermost enclosing module that each tap asks about."""
         for port in self.enclosing(kind, owner or ""):

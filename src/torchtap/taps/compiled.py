@@ -1,0 +1,135 @@
+"""A plan on a model that ``torch.compile`` compiles, in whole or in parts.
+
+Dynamo traces carriers into the graph, so that values leave compiled code through the op: no graph break. It
+guarantees:
+- what the user compiled is never touched: a step with live taps runs a second compilation of the same module,
+  made with the user's own settings, and any other step runs the user's own. So each is compiled once, switching
+  costs nothing, and hooks that come after the first call are not ignored;
+- asking again for the same sites of the same model compiles nothing again.
+
+Not here: parameters, their gradients and buffers, which are read from the module (`state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+
+from torchtap.errors import FormError
+from torchtap.sites import unwrap
+from torchtap.taps.carrier import Carriers
+from torchtap.taps.forms import CarriedAttachment
+from torchtap.taps.passes import PassHooks
+from torchtap.taps.receiver import Receiver
+
+__all__ = ["attach_compiled", "compiled_regions"]
+
+
+def compiled_regions(model: nn.Module) -> list[Region]:
+    """Every part of a model that is compiled by itself: the model, or modules inside it."""
+    return [
+        _region_of(module)
+        for module in model.modules()
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    ]
+
+
+@final
+class Region:
+    """A compiled module and its further compilations, one for each set of carriers that was ever on together."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._live: dict[frozenset[int], Callable[..., Any]] = {}
+        self.armed: frozenset[int] = frozenset()
+        self._slot = "forward" if isinstance(module, OptimizedModule) else "_compiled_call_impl"
+        self._plain: Any = None
+
+    def switch(self, armed: frozenset[int]) -> None:
+        """Run the compilation that has exactly these channels' carriers in it; none is the user's own."""
+        attributes = self._module.__dict__
+        if not self.armed:
+            self._plain = attributes[self._slot]
+        self.armed = armed
+        if not armed:
+            attributes[self._slot] = self._plain
+            self._plain = None
+            return
+        if armed not in self._live:
+            self._live[armed] = self._compile()
+        attributes[self._slot] = self._live[armed]
+
+    def _compile(self) -> Callable[..., Any]:
+        module = self._module
+        inner = module._orig_mod if isinstance(module, OptimizedModule) else module
+        call = inner.__call__ if isinstance(module, OptimizedModule) else module._call_impl
+
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        # Dynamo keeps compiled code with the code object; its own one makes this a separate compilation.
+        tapped.__code__ = tapped.__code__.replace(co_name=f"tapped_{type(inner).__name__}")
+        return _settings_of(module)(tapped)  # type: ignore[no-any-return]
+
+
+def _settings_of(module: nn.Module) -> Any:
+    """The user's ``torch.compile`` settings: what it returned was made by a context that wraps any function."""
+    if isinstance(module, OptimizedModule):
+        return module.dynamo_ctx
+    wrapper: Any = module._compiled_call_impl
+    for cell in getattr(wrapper, "__closure__", None) or ():
+        if type(cell.cell_contents).__name__.endswith("OptimizeContext"):
+            return cell.cell_contents
+    raise FormError(
+        f"{type(module).__name__} was compiled in a way that torchtap does not know; "
+        "use torch.compile(model) or model.compile()"
+    )
+
+
+@final
+class Switch:
+    """Has a region run with one channel's carriers, beside those of other sessions."""
+
+    def __init__(self, region: Region, number: int) -> None:
+        self._region = region
+        self._number = number
+
+    def switch_on(self) -> None:
+        self._region.switch(self._region.armed | {self._number})
+
+    def switch_off(self) -> None:
+        self._region.switch(self._region.armed - {self._number})
+
+
+_regions: WeakKeyDictionary[nn.Module, Region] = WeakKeyDictionary()
+
+
+def _region_of(module: nn.Module) -> Region:
+    region = _regions.get(module)
+    if region is None:
+        region = _regions[module] = Region(module)
+    return region
+
+
+_carriers: WeakKeyDictionary[nn.Module, dict[frozenset[tuple[str, str]], Carriers]] = WeakKeyDictionary()
+
+
+def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
+    """Put a plan on a compiled model, or on one with compiled parts."""
+    root = unwrap(model)
+    sites = frozenset((port.port.site.path, port.kind) for port in receiver.ports.values())
+    known = _carriers.setdefault(root, {})
+    carriers = known.get(sites)
+    if carriers is None or carriers.channel.is_open():
+        carriers = known[sites] = Carriers(
+            (port.port.site.path, port.port.site.module, port.kind)
+            for port in receiver.ports.values()
+            if port.port.site.module is not None
+        )
+    number = carriers.channel.number
+    switches = [Switch(region, number) for region in compiled_regions(model)]
+    return CarriedAttachment(receiver, carriers.channel, [carriers, *switches, PassHooks(model, receiver)])

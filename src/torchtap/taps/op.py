@@ -1,0 +1,185 @@
+"""The one carrier for forms in which Python hooks do not survive: two dispatcher ops without a result.
+
+``torchtap::emit(value, site)`` hands a value to whoever listens. ``torchtap::emit_grad(value, site)`` hands over
+the gradient of a value when autograd has it. Both are ordinary ops to TorchScript, FX, export, Dynamo, AOT
+autograd and Inductor, so they stay in every graph and are saved with it. They guarantee:
+- importing torchtap registers nothing; `register` does, once, and every form that needs the ops calls it;
+- with nobody listening an op costs about two microseconds and touches nothing;
+- the value goes through unchanged and the autograd graph is the same as without: gradients are read by a hook
+  on the tensor, also inside a compiled backward;
+- a value that activation checkpointing computes again is not handed over again.
+
+A site that is put into a graph in this process carries the number of a `Channel`, which belongs to one
+receiver. One that travelled in a file and could not be given a number goes to every receiver that `listen`s in
+this thread.
+
+In a compiled backward a gradient comes without the call that it belongs to. So, while AOT autograd traces, each
+awaited gradient gets a ticket: the forward graph books the ticket for the call that is running, the backward
+graph hands the gradient over under the same ticket.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from functools import lru_cache
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from torchtap.taps.receiver import Receiver
+
+__all__ = ["Channel", "address", "heard", "listen", "register", "stop_listening"]
+
+_lock = threading.Lock()
+_library: torch.library.Library | None = None
+_channels: dict[int, Receiver] = {}
+_listeners: tuple[Receiver, ...] = ()
+_numbers = itertools.count(1)
+_tickets = itertools.count(1)
+_booked: dict[int, int] = {}  # ticket -> the call that its gradient belongs to
+_ADDRESS = re.compile(r"(?:(\d+)\|)?(.*):([a-z_]+)(?:\.([^~]*))?(?:~(\d+))?", re.DOTALL)
+
+# channel, module path, kind, leaf, ticket
+Address = tuple[int | None, str, str, str, int | None]
+
+
+@final
+class Channel:
+    """A way from op calls in one model's graphs to one receiver. ``prefix`` goes before each site's name."""
+
+    def __init__(self) -> None:
+        register()
+        self.number = next(_numbers)
+        self.prefix = f"{self.number}|"
+
+    def open(self, receiver: Receiver) -> None:
+        """From now on what is emitted under this prefix reaches the receiver."""
+        _channels[self.number] = receiver
+
+    def is_open(self) -> bool:
+        """Whether a receiver listens."""
+        return self.number in _channels
+
+    def close(self) -> None:
+        """Nobody listens any more; the ops cost next to nothing."""
+        _channels.pop(self.number, None)
+
+
+def register() -> None:
+    """Make the two ops known to torch. Further calls do nothing."""
+    global _library
+    if _library is not None:
+        return
+    with _lock:
+        if _library is None:
+            _library = _define()
+
+
+def heard() -> bool:
+    """Whether anyone at all listens. Not to be asked in code that Dynamo traces."""
+    return bool(_channels) or bool(_listeners)
+
+
+def listen(receiver: Receiver) -> None:
+    """Let a receiver hear sites that have no channel."""
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, receiver)
+
+
+def stop_listening(receiver: Receiver) -> None:
+    """The opposite of `listen`; harmless when it did not."""
+    global _listeners
+    with _lock:
+        _listeners = tuple(each for each in _listeners if each is not receiver)
+
+
+def _define() -> torch.library.Library:
+    # Only now: a user of eager models never pays for these imports.
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    library = torch.library.Library("torchtap", "DEF")
+    for name, kernel in (("emit", _on_value), ("emit_grad", _on_awaited)):
+        # CONSERVATIVE is what keeps TorchScript from dropping or moving a call that returns nothing.
+        library.define(f"{name}(Tensor value, str site) -> ()", alias_analysis="CONSERVATIVE")
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"torchtap::{name}", _nothing, lib=library)
+        torch.library.register_vmap(f"torchtap::{name}", _batched(name), lib=library)
+        op = getattr(torch.ops.torchtap, name).default
+        _register_effectful_op(op, _EffectType.ORDERED)
+        torch.fx.node.has_side_effect(op)
+    # Above autograd, so that while AOT autograd traces, the tensor that gets the hook is the one it differentiates.
+    library.impl("emit_grad", _on_awaited, "Autograd")
+    return library
+
+
+def _nothing(value: Tensor, site: str) -> None:
+    return None
+
+
+def _batched(name: str) -> Any:
+    def rule(info: Any, in_dims: tuple[int | None, ...], value: Tensor, site: str) -> tuple[None, None]:
+        """Under vmap the batch is one value, its mapped dimension first."""
+        dim = in_dims[0]
+        getattr(torch.ops.torchtap, name)(value if dim is None else value.movedim(dim, 0), site)
+        return None, None
+
+    return rule
+
+
+@lru_cache(maxsize=65536)
+def address(site: str) -> Address:
+    """Channel, module path, kind, leaf and ticket of what an op was called with."""
+    found = _ADDRESS.fullmatch(site)
+    if found is None:
+        return None, "", "", site, None
+    channel, path, kind, leaf, ticket = found.groups()
+    return int(channel) if channel else None, path, kind, leaf or "", int(ticket) if ticket else None
+
+
+def _receivers(number: int | None) -> tuple[Receiver, ...]:
+    if number is None:
+        return tuple(receiver for receiver in _listeners if receiver.hears_this_thread())
+    receiver = _channels.get(number)
+    return (receiver,) if receiver is not None and receiver.hears_this_thread() else ()
+
+
+def _on_value(value: Tensor, site: str) -> None:
+    number, path, kind, leaf, ticket = address(site)
+    receivers = _receivers(number)
+    if not receivers:
+        return
+    # A forward value while autograd is at work is a checkpoint's repetition.
+    if not kind.startswith("grad") and torch._C._current_graph_task_id() != -1:
+        return
+    call = None if ticket is None else _booked.get(ticket)
+    for receiver in receivers:
+        receiver.take_named(path, kind, leaf, value.detach(), call)
+
+
+def _on_awaited(value: Tensor, site: str) -> None:
+    number, path, kind, leaf, ticket = address(site)
+    if ticket is not None:  # in the forward graph of a compiled model
+        for receiver in _receivers(number):
+            _booked[ticket] = receiver.next_call(path, kind, leaf)
+        return
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        for receiver in _receivers(number):
+            receiver.note(path, kind, "the value does not require grad")
+        return
+    if isinstance(value, FunctionalTensor):
+        # AOT autograd is tracing: what the hook does becomes a part of the backward graph.
+        numbered = f"{site}~{next(_tickets)}"
+        value.register_hook(lambda gradient: torch.ops.torchtap.emit(gradient, numbered))
+        with torch._C._AutoDispatchBelowAutograd():
+            torch.ops.torchtap.emit_grad(value, numbered)
+        return
+    if isinstance(value, FakeTensor):
+        return
+    for receiver in _receivers(number):
+        receiver.await_gradient(path, kind, leaf, value)

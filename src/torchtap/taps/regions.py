@@ -1,0 +1,98 @@
+"""Which nodes of an FX graph belong to which module call, and which values go in and out of each.
+
+FX, export and their transformations note at each node the modules inside whose forward it was made. A region is
+one call of one module: the nodes that carry its mark. It guarantees:
+- a module that is called several times has a region for each call, in order;
+- what a graph does not tell is not made up: a module whose nodes are all gone has no region.
+
+A graph knows tensors, not the structure that a forward returned them in. Where one value leaves a region it is
+the output; where several do, they are numbered in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import fx
+
+__all__ = ["Region", "module_regions", "source_of_node"]
+
+
+@final
+@dataclass
+class Region:
+    """One call of one module in a graph."""
+
+    path: str
+    described: Any  # the class, or its dotted name
+    lifted: frozenset[str] = frozenset()  # inputs of the graph that stand for parameters, buffers, constants
+    nodes: dict[fx.Node, None] = field(default_factory=dict)
+
+    def inputs(self) -> list[tuple[str, fx.Node]]:
+        """``(leaf, value)`` for the tensors that come in, in the order of first use."""
+        found: dict[fx.Node, None] = {}
+        for node in self.nodes:
+            for value in node.all_input_nodes:
+                if value not in self.nodes and self._is_activation(value):
+                    found[value] = None
+        return _numbered(found)
+
+    def outputs(self) -> list[tuple[str, fx.Node]]:
+        """``(leaf, value)`` for the tensors that go out."""
+        found = {
+            node: None
+            for node in self.nodes
+            if self._is_activation(node) and any(user not in self.nodes for user in node.users)
+        }
+        return _numbered(found)
+
+    def first_use_outside(self, value: fx.Node) -> fx.Node:
+        """The node before which everything inside is done with the value and nothing outside has begun."""
+        order = {node: position for position, node in enumerate(value.graph.nodes)}
+        users = [user for user in value.users if user not in self.nodes]
+        return min(users, key=order.__getitem__)
+
+    def _is_activation(self, node: fx.Node) -> bool:
+        if node.op == "get_attr" or (node.op == "placeholder" and node.name in self.lifted):
+            return False
+        value = node.meta.get("val", node.meta.get("example_value"))
+        return value is None or isinstance(value, torch.Tensor)
+
+
+def module_regions(graph: fx.Graph, lifted: frozenset[str] = frozenset()) -> list[Region]:
+    """Every module call that the graph knows of, in the order in which they began, but not that of the outermost."""
+    found: dict[tuple[str, str], Region] = {}
+    for node in graph.nodes:
+        for call, (path, described) in _stack(node):
+            if path:
+                region = found.setdefault((path, call), Region(path, described, lifted))
+                region.nodes[node] = None
+    return list(found.values())
+
+
+def _stack(node: fx.Node) -> Iterator[tuple[str, tuple[str, Any]]]:
+    for call, entry in (node.meta.get("nn_module_stack") or {}).items():
+        if isinstance(entry, tuple) and len(entry) == 2 and "_empty_nn_module_stack" not in str(entry[0]):
+            path, described = entry
+            yield str(call), (_plain(str(path)), described)
+
+
+def _plain(path: str) -> str:
+    """A path without what export adds: the call's number and the wrapper of ``torch.compile``."""
+    path = path.partition("@")[0]
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
+
+
+def _numbered(found: dict[fx.Node, None]) -> list[tuple[str, fx.Node]]:
+    nodes = list(found)
+    return [("" if len(nodes) == 1 else str(position), node) for position, node in enumerate(nodes)]
+
+
+def source_of_node(node: fx.Node) -> str | None:
+    """``file.py:line`` of the Python line that made a node."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
+    return f"{lines[-1][0]}:{lines[-1][1]}" if lines else None

@@ -1,0 +1,60 @@
+"""A plan on a scripted or traced model, made here or only loaded.
+
+While a tap is live, calls of the model go to a tapped copy of it that has the same parameters and buffers
+(`script_graph`); otherwise the model runs as it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtap.taps.forms import CarriedAttachment, ForwardRoute
+from torchtap.taps.op import Channel, address, register
+from torchtap.taps.passes import in_pass
+from torchtap.taps.receiver import Receiver
+from torchtap.taps.script_graph import constant_sites, script_modules, tapped_copy
+from torchtap.taps.skeleton import skeleton
+
+__all__ = ["attach_script", "script_tree"]
+
+_PASSED_ON = ("input", "output", "grad_input", "grad_output")
+
+
+def script_tree(model: Any) -> nn.Module:
+    """The modules that a plan binds to: the model's own, and those that a frozen model still emits the values of."""
+    register()
+    modules = dict(model.named_modules())
+    paths = [*modules, *(address(site)[1] for site in constant_sites(model))]
+    return skeleton(paths, modules, {path: module.original_name for path, module in modules.items()})
+
+
+def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
+    """Put a plan on a scripted model."""
+    channel = Channel()
+    kinds_of: dict[str, set[str]] = {}
+    for port in receiver.ports.values():
+        if port.kind in _PASSED_ON:
+            kinds_of.setdefault(port.port.site.path, set()).add(port.kind)
+        elif port.kind in ("attention", "value"):
+            port.note = f"a scripted model gives no {port.kind}: capture it before torch.jit.script"
+    constant = {address(site)[1] for site in constant_sites(model)}
+    copy = tapped_copy(model, kinds_of, channel.prefix)
+    copies = dict(copy.named_modules())
+    routes = []
+    for path, module in model.named_modules():
+        if module._c._has_method("forward") and path in copies:
+            forward = copies[path].forward
+            routes.append(ForwardRoute(module, in_pass(receiver, forward) if path == "" else forward))
+    absent = set(kinds_of) - set(script_modules(model)) - constant
+    for port in receiver.ports.values():
+        if port.port.site.path in absent:
+            port.note = "folded into its parent when the model was frozen or traced"
+    return CarriedAttachment(receiver, channel, routes)
+
+
+def is_script(model: Any) -> bool:
+    """Whether a model is TorchScript."""
+    return isinstance(model, torch.jit.ScriptModule)

@@ -1,0 +1,83 @@
+"""TorchScript source that hands every tensor inside a typed value to the op.
+
+Used where a scripted module is made from Python (`script_source`) and where only its graph is left
+(`script_graph`). The type alone says what there is: tensors, optionals, lists, dictionaries with text keys,
+tuples and named tuples, in any nesting.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+__all__ = ["can_hold_tensors", "emit_lines", "field_names"]
+
+
+def can_hold_tensors(jit_type: Any) -> bool:
+    """Whether a value of this type has tensors that `emit_lines` reaches."""
+    kind = jit_type.kind()
+    if kind == "TensorType":
+        return True
+    if kind == "DictType":
+        key, value = jit_type.containedTypes()
+        return key.kind() == "StringType" and can_hold_tensors(value)
+    if kind in ("OptionalType", "ListType", "TupleType"):
+        return any(can_hold_tensors(each) for each in jit_type.containedTypes())
+    return False
+
+
+def field_names(jit_type: Any) -> list[str]:
+    """The names of a tuple's elements: its fields, or their numbers."""
+    count = len(jit_type.elements())
+    named = re.fullmatch(r"NamedTuple\((.*)\)", str(jit_type.str()), re.DOTALL)
+    if named is not None:
+        fields = re.findall(r"(?:^|, )(\w+) : ", _flattened(named.group(1)))
+        if len(fields) == count:
+            return fields
+    return [str(position) for position in range(count)]
+
+
+def _flattened(fields: str) -> str:
+    """The text of a named tuple's fields without what is inside their types."""
+    depth, kept = 0, []
+    for character in fields:
+        depth -= character in ")]"
+        if depth == 0:
+            kept.append(character)
+        depth += character in "(["
+    return "".join(kept)
+
+
+def emit_lines(jit_type: Any, value: str, address: str, kind: str, depth: int = 0) -> list[str]:
+    """Lines that emit the tensors in the variable ``value``; ``address`` is an expression for path, kind and leaf."""
+    here = f"_t{depth}"
+    match jit_type.kind():
+        case "TensorType":
+            name = "emit_grad" if kind.startswith("grad") else "emit"
+            return [f"torch.ops.torchtap.{name}({value}, {address})"]
+        case "OptionalType":
+            inner = emit_lines(jit_type.containedTypes()[0], here, address, kind, depth + 1)
+            return [f"{here} = {value}", f"if {here} is not None:", *_indented(inner)]
+        case "ListType":
+            leaf = f'{address} + "." + str(_i{depth})'
+            inner = emit_lines(jit_type.containedTypes()[0], here, leaf, kind, depth + 1)
+            return [f"for _i{depth}, {here} in enumerate({value}):", *_indented(inner)]
+        case "DictType":
+            leaf = f'{address} + "." + _k{depth}'
+            inner = emit_lines(jit_type.containedTypes()[1], here, leaf, kind, depth + 1)
+            return [f"for _k{depth}, {here} in {value}.items():", *_indented(inner)]
+        case "TupleType":
+            lines = []
+            for position, (name, element) in enumerate(
+                zip(field_names(jit_type), jit_type.elements(), strict=True)
+            ):
+                if can_hold_tensors(element):
+                    part = f"{here}_{position}"
+                    lines += [f"{part} = {value}[{position}]"]
+                    lines += emit_lines(element, part, f'{address} + ".{name}"', kind, depth + 1)
+            return lines
+    return []
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines] or ["    pass"]

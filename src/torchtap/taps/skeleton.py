@@ -1,0 +1,71 @@
+"""A tree of stand-in modules for a model of which only a graph is left.
+
+A plan binds to modules. Where a form has no modules any more, or only some, these take their place: the same
+paths, the parameters and buffers of the real thing, and the class as far as this process knows it, so that
+selectors by type work and a site knows its source.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["skeleton"]
+
+
+def skeleton(
+    paths: Iterable[str],
+    known: Mapping[str, nn.Module] | None = None,
+    classes: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Stand-ins for these paths and their parents.
+
+    ``known`` has modules that exist: a stand-in has their parameters and buffers. ``classes`` has the class of
+    a path, or its dotted name.
+    """
+    known, classes = known or {}, classes or {}
+    wanted = {"": None}
+    for path in paths:
+        parts = path.split(".") if path else []
+        for length in range(1, len(parts) + 1):
+            wanted[".".join(parts[:length])] = None
+    made: dict[str, nn.Module] = {}
+    for path in sorted(wanted, key=lambda each: each.count(".") + bool(each)):
+        module = made[path] = _stand_in(classes.get(path))
+        real = known.get(path)
+        if real is not None:
+            for held in ("_parameters", "_buffers"):
+                mapping = getattr(real, held)
+                # The very mapping where it is one, so that a parameter that is replaced later is still found.
+                module.__dict__[held] = mapping if isinstance(mapping, dict) else dict(mapping.items())
+            if not isinstance(real, nn.Sequential) and hasattr(real, "graph"):
+                module.__dict__["forward"] = (
+                    real.forward
+                )  # its signature names the inputs, its graph the source
+    for path in wanted:
+        if path:
+            parent, _, name = path.rpartition(".")
+            made[parent]._modules[name] = made[path]
+    return made[""]
+
+
+def _stand_in(described: Any) -> nn.Module:
+    base = described if isinstance(described, type) else _find_class(described)
+    if base is not None and issubclass(base, nn.Module):
+        # Its own __init__ is left out: nothing of it is needed but its type and its forward's signature.
+        module = base.__new__(base)
+        nn.Module.__init__(module)
+        return module
+    name = str(described).rpartition(".")[2] if described else "Module"
+    stand_in: type[nn.Module] = type(name, (nn.Module,), {})
+    return stand_in()
+
+
+def _find_class(dotted: Any) -> type | None:
+    """A class by its dotted name, if its module is loaded; nothing is imported."""
+    module_name, _, name = str(dotted or "").rpartition(".")
+    found = getattr(sys.modules.get(module_name), name, None)
+    return found if isinstance(found, type) else None
