@@ -12,8 +12,10 @@ A reduction keeps something small of a stream of tensors. It guarantees (held by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 __all__ = ["Reduction", "Result"]
@@ -32,6 +34,15 @@ class Reduction(ABC, Generic[State]):
     @abstractmethod
     def update(self, state: State | None, value: Tensor) -> State:
         """Fold one more tensor in."""
+
+    def update_pieces(self, state: State | None, pieces: Iterable[Tensor]) -> State:
+        """Fold in one value that comes in pieces, cut along dimension 1. There is at least one piece."""
+        if not self.elementwise:
+            return self.update(state, torch.cat(list(pieces), 1))
+        for piece in pieces:
+            state = self.update(state, piece)
+        assert state is not None
+        return state
 
     @abstractmethod
     def merge(self, left: State, right: State) -> State:

@@ -21,6 +21,7 @@ __all__ = ["GROUP", "reduction_class", "reduction_from_spec", "reduction_names"]
 GROUP = "torchtap.reductions"
 
 _BUILT_IN = {
+    "entropy": "torchtap.reduce.entropy:Entropy",
     "full": "torchtap.reduce.full:Full",
     "stats": "torchtap.reduce.stats:Stats",
 }

@@ -227,17 +227,11 @@ class Receiver:
             return
         entry.shape = entry.shape or shape
         try:
-            whole: Tensor | None = None
             if entry.measured:
                 for piece in pieces():
                     self._measure(entry, piece)
             for fold in entry.live_folds:
-                if fold.reduction.elementwise:
-                    for piece in pieces():
-                        self._update(fold, piece)
-                else:
-                    whole = torch.cat(list(pieces()), 1) if whole is None else whole
-                    self._update(fold, whole)
+                fold.state = fold.reduction.update_pieces(fold.state, pieces())
         except Exception as error:
             self.lose(entry, error)
 
