@@ -67,7 +67,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small file system needs root")
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
     yield folder
@@ -95,7 +97,9 @@ def test_strict_makes_an_unusable_folder_an_error(tmp_path: Path) -> None:
         train(lambda model: tt.watch(model, tmp_path / "file" / "run", TAPS, strict=True))
 
 
-def test_a_metric_that_raises_now_and_then_costs_those_values_only(plain: list[float], tmp_path: Path) -> None:
+def test_a_metric_that_raises_now_and_then_costs_those_values_only(
+    plain: list[float], tmp_path: Path
+) -> None:
     calls = [0]
 
     def moody(value: Tensor) -> Tensor:
@@ -114,7 +118,9 @@ def test_a_metric_that_raises_now_and_then_costs_those_values_only(plain: list[f
     assert any("not today" in str(event) for event in run.events("lost"))
 
 
-def test_a_consumer_slower_than_the_training_loses_nothing_by_default(plain: list[float], tmp_path: Path) -> None:
+def test_a_consumer_slower_than_the_training_loses_nothing_by_default(
+    plain: list[float], tmp_path: Path
+) -> None:
     class Slow:
         def write(self, record: StepRecord) -> None:
             time.sleep(0.01)

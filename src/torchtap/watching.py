@@ -123,10 +123,13 @@ class Watch:
         self._begin(step)
 
     def _finish_open(self) -> None:
-        """End the open step. The one that a watch starts with counts only if anything came."""
-        arrived = self._end()
-        if self._implicit and not arrived:
+        """End the open step. The one that a watch starts with counts only if the model was used in it."""
+        if self._implicit and not self._receiver.used and not self._logged:
+            self._receiver.end_step()
+            self._moment = None
             self._clock.step = -1
+        else:
+            self._end()
         self._implicit = False
 
     def _begin(self, step: int | None = None) -> None:
@@ -134,7 +137,6 @@ class Watch:
         training = getattr(self._model, "training", True)
         self._moment = self._clock.moment("train" if training else "eval")
         live = self.plan.live(self._moment)
-        self._ever_live |= live
         # Values of other threads belong to other sessions. Until the clock has moved, any thread may start.
         self._receiver.begin_step(live, None if self._implicit else threading.get_ident())
         self._attachment.arm(live)
@@ -144,6 +146,7 @@ class Watch:
         moment, self._moment = self._moment, None
         if moment is None:
             return False
+        self._ever_live |= self._receiver.live
         try:
             self._attachment.finish_step()
             scalars, tensors = self._collector.collect()

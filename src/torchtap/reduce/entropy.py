@@ -52,7 +52,9 @@ class Entropy(Reduction[tuple[Tensor, int]]):
 def _by_head(value: Tensor) -> tuple[Tensor, int]:
     """The sum of the entropies of each head, and how many distributions a head has."""
     if value.dim() < 2:
-        raise ReductionError(f"Entropy needs (batch, heads, ..., outcomes); got the shape {tuple(value.shape)}")
+        raise ReductionError(
+            f"Entropy needs (batch, heads, ..., outcomes); got the shape {tuple(value.shape)}"
+        )
     each = torch.special.entr(value.detach().float()).sum(-1)
     if each.dim() == 1:  # (batch, outcomes): one head
         each = each.unsqueeze(1)

@@ -56,6 +56,7 @@ class Receiver:
             self.ports[port.site.path, port.site.kind, port.site.leaf] = LivePort(port)
         self.thread: int | None = _NO_THREAD  # the one that is heard; None hears every thread
         self._open = False
+        self.used = False  # whether the model ran, or anything came, in this step
         self._fold_passes = fold_passes
         self._one_mode = one_mode  # a step's first pass decides whether it is of training or of evaluation
         self._mode: bool | None = None
@@ -90,7 +91,7 @@ class Receiver:
 
     def begin_step(self, live: frozenset[int], thread: int | None) -> None:
         """From now on these taps are live, for values of this thread (of every thread: None)."""
-        self.thread, self._open = thread, True
+        self.thread, self._open, self.used = thread, True, False
         self._mode = self._passed_over = None
         if live != self.live:
             self.live = live
@@ -110,6 +111,7 @@ class Receiver:
             elif self._mode != training:
                 self._passed_over = (self.thread,)
                 self.thread = _NO_THREAD
+        self.used = True
         if self._fold_passes:
             self._pass_number += 1
 
@@ -255,6 +257,7 @@ class Receiver:
         return entry if entry.measured or entry.live_folds else None
 
     def _fold(self, entry: Entry, tensor: Tensor) -> None:
+        self.used = True
         try:
             if entry.shape is None:
                 entry.shape, entry.dtype = tuple(tensor.shape), tensor.dtype
