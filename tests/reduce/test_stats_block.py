@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
-from torchtap.reduce import Stats, StatsBlock, kernel
+from torchtap.reduce import Stats, StatsBlock
 from torchtap.reduce.moments import STATISTICS
-
-
-@pytest.fixture(params=["native", "torch"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(kernel, "native", None)
-    elif kernel.native is None:
-        pytest.skip("the native kernel is not built here")
-    return str(request.param)
 
 
 def reference(*values: torch.Tensor) -> np.ndarray:

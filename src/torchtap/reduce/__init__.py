@@ -4,8 +4,27 @@ from __future__ import annotations
 
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.full import Full
+from torchtap.reduce.gram import Gram
+from torchtap.reduce.histogram import Histogram
+from torchtap.reduce.metric import Metric
+from torchtap.reduce.quantiles import Quantiles
 from torchtap.reduce.registry import reduction_from_spec
+from torchtap.reduce.sample import Sample
 from torchtap.reduce.stats import Stats
 from torchtap.reduce.stats_block import StatsBlock
+from torchtap.reduce.top_k import TopK
 
-__all__ = ["Full", "Reduction", "Result", "Stats", "StatsBlock", "reduction_from_spec"]
+__all__ = [
+    "Full",
+    "Gram",
+    "Histogram",
+    "Metric",
+    "Quantiles",
+    "Reduction",
+    "Result",
+    "Sample",
+    "Stats",
+    "StatsBlock",
+    "TopK",
+    "reduction_from_spec",
+]

@@ -68,7 +68,24 @@ static void merge(State *into, const State *from)
         into->high = from->high;
 }
 
-typedef void (*BlockFunction)(int, const char *, size_t, State *, double);
+/* A center near `mean`, in steps of a fraction of the spread. Its low digits would be rounded away in the same
+ * direction whenever it is taken from a larger number, and that would add up; so it has none. */
+static double blunt(double mean, double spread)
+{
+    int exponent;
+    if (!(spread > 0 && spread - spread == 0))
+        return mean;
+    frexp(spread, &exponent);
+    const double step = ldexp(1, exponent - 5), steps = mean / step;
+    return fabs(steps) < 0x1p52 ? floor(steps + 0.5) * step : mean;
+}
+
+static double center_of(const State *state)
+{
+    return blunt(state->mean, sqrt(state->squares / (state->count - state->nans - state->infs)));
+}
+
+typedef void (*BlockFunction)(int, const char *, size_t, State *, const State *);
 
 #define TARGET
 #define ISA(x) x##_plain
@@ -124,14 +141,14 @@ static size_t block_length(int dtype)
 static void measure_span(int dtype, const char *raw, size_t n, State *out)
 {
     const size_t most = block_length(dtype), bytes = ITEM_BYTES[dtype];
-    double center = NAN;
+    const State *before = NULL;
     State one;
     *out = BLANK;
     while (n) {
         const size_t now = n < most ? n : most;
-        block(dtype, raw, now, &one, center);
+        block(dtype, raw, now, &one, before);
         merge(out, &one);
-        center = one.mean;
+        before = one.count > one.nans + one.infs ? &one : NULL;
         raw += now * bytes;
         n -= now;
     }
@@ -238,14 +255,14 @@ static void measure_gathered(int dtype, const char *raw, const Layout *layout, S
             const char *from = raw + (ptrdiff_t)start * layout->stride[inner] * (ptrdiff_t)bytes;
             start += now;
             if (filled == 0 && layout->stride[inner] == 1 && now >= BLOCK / 8) {
-                block(dtype, from, now, &one, NAN); /* long rows need no gathering */
+                block(dtype, from, now, &one, NULL); /* long rows need no gathering */
                 merge(out, &one);
                 continue;
             }
             gather((char *)room + filled * bytes, from, now, layout->stride[inner], bytes);
             filled += now;
             if (filled == most) {
-                block(dtype, (const char *)room, filled, &one, NAN);
+                block(dtype, (const char *)room, filled, &one, NULL);
                 merge(out, &one);
                 filled = 0;
             }
@@ -262,7 +279,7 @@ static void measure_gathered(int dtype, const char *raw, const Layout *layout, S
             break;
     }
     if (filled) {
-        block(dtype, (const char *)room, filled, &one, NAN);
+        block(dtype, (const char *)room, filled, &one, NULL);
         merge(out, &one);
     }
 }

@@ -136,20 +136,25 @@ TARGET static double NAME(zeros)(const T *x, size_t n)
 }
 
 /* A first center, from the first group. */
-TARGET static T NAME(guess)(const T *x)
+TARGET static double NAME(guess)(const T *x)
 {
-    double sum[LANES] = {0};
+    double sum[LANES] = {0}, spread[LANES] = {0};
     for (size_t i = 0; i < GROUP; i += LANES)
         for (int lane = 0; lane < LANES; lane++)
             sum[lane] += (double)x[i + lane];
     SUM_OF_LANES(sum);
-    return (T)(sum[0] / GROUP);
+    const double mean = sum[0] / GROUP;
+    for (size_t i = 0; i < GROUP; i += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            spread[lane] += fabs((double)x[i + lane] - mean);
+    SUM_OF_LANES(spread);
+    return blunt(mean, spread[0] / GROUP);
 }
 
-/* `n` is a multiple of GROUP. `guessed` is a center to try, or NaN. */
-TARGET static void NAME(block)(const T *x, size_t n, State *out, double guessed)
+/* `n` is a multiple of GROUP. `before` is the state of values nearby, or NULL. */
+TARGET static void NAME(block)(const T *x, size_t n, State *out, const State *before)
 {
-    T center = guessed == guessed ? (T)guessed : NAME(guess)(x);
+    T center = (T)(before ? center_of(before) : NAME(guess)(x));
     if (!(center - center == 0))
         center = 0;
     double drift[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};
@@ -198,7 +203,8 @@ TARGET static void NAME(block)(const T *x, size_t n, State *out, double guessed)
     double drifted = drift[0] / (double)n, squared = squares[0];
     double excess = (double)n * drifted * drifted;
     if (excess > 0.5 * squared) {
-        center = (T)((double)center + drifted);
+        const double left = squared - excess;
+        center = (T)blunt((double)center + drifted, left > 1e-3 * excess ? sqrt(left / (double)n) : 0);
         NAME(second_look)(x, n, center, &drifted, &squared);
         drifted /= (double)n;
         excess = (double)n * drifted * drifted;

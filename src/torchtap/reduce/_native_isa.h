@@ -39,7 +39,7 @@
         const size_t whole = (n) - (n) % (group);                                                                 \
         State rest;                                                                                               \
         if (whole)                                                                                                \
-            ISA(block_##suffix)((x), whole, out, guessed);                                     \
+            ISA(block_##suffix)((x), whole, out, before);                                     \
         if (whole < (n)) {                                                                                        \
             ISA(careful_##suffix)((x) + whole, (n) - whole, whole ? &rest : out);                                 \
             if (whole)                                                                                            \
@@ -79,8 +79,8 @@ TARGET static void ISA(halves)(const uint16_t *given, float *made, size_t n)
     }
 }
 
-/* The state of one block of at most `block_length(dtype)` elements. `guessed` is a number near its mean, or NaN. */
-TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, double guessed)
+/* The state of one block of at most `block_length(dtype)` elements. `before` is the state of values nearby, or NULL. */
+TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, const State *before)
 {
     double room[BLOCK / 4];
     switch (dtype) {

@@ -65,8 +65,6 @@ class Full(Reduction[list[Tensor]]):
                     f"Full(slice={self.slice!r}) does not fit a value of shape {tuple(value.shape)}: {error}"
                 ) from error
         kept = plain.to(self._dtype or plain.dtype, copy=True)
-        if kept.requires_grad or kept.untyped_storage().nbytes() > 2 * kept.numel() * kept.element_size():
-            kept = kept.contiguous().clone()  # an overlapping or sparse layout would drag unseen memory along
         if state is None:
             return [kept]
         state.append(kept)

@@ -41,8 +41,8 @@ DTYPE_CODES: dict[torch.dtype, int] = {
     torch.bool: 9,
 }
 
-# More elements than this are shared out to threads. Where torch's own threads have just been at work they keep
-# their cores busy for a while with waiting, and for less than this, one thread is done sooner.
+# More elements than this are shared out to threads. Where torch's own threads have just been at work they
+# keep their cores busy for a while with waiting, and for less than this, one thread is done sooner.
 MANY = 1 << 22
 
 

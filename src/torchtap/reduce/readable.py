@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torchtap.errors import ReductionError
 
-__all__ = ["COMPUTABLE", "PLAIN_TYPES", "readable", "readable_real"]
+__all__ = ["COMPUTABLE", "PLAIN_TYPES", "holds_values", "readable", "readable_real"]
 
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
@@ -41,6 +41,11 @@ COMPUTABLE = frozenset(
 )
 
 
+def holds_values(value: Tensor) -> bool:
+    """Whether there are numbers behind a tensor, or only a shape."""
+    return not (isinstance(value, FakeTensor) or value.is_meta or torch._is_functional_tensor(value))
+
+
 def readable(value: Tensor) -> Tensor:
     """The value as a plain dense tensor, detached; not a copy where none is needed."""
     kind = type(value).__name__
@@ -49,7 +54,7 @@ def readable(value: Tensor) -> Tensor:
     functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)
-    if isinstance(value, FakeTensor) or value.is_meta or torch._is_functional_tensor(value):
+    if not holds_values(value):
         raise ReductionError(
             f"a {type(value).__name__} of shape {tuple(value.shape)} on {value.device} has no values to "
             "reduce: the model is being traced or lives on the meta device; record while it runs on real data"

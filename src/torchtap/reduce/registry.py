@@ -23,7 +23,13 @@ GROUP = "torchtap.reductions"
 _BUILT_IN = {
     "entropy": "torchtap.reduce.entropy:Entropy",
     "full": "torchtap.reduce.full:Full",
+    "gram": "torchtap.reduce.gram:Gram",
+    "histogram": "torchtap.reduce.histogram:Histogram",
+    "metric": "torchtap.reduce.metric:Metric",
+    "quantiles": "torchtap.reduce.quantiles:Quantiles",
+    "sample": "torchtap.reduce.sample:Sample",
     "stats": "torchtap.reduce.stats:Stats",
+    "topk": "torchtap.reduce.top_k:TopK",
 }
 
 

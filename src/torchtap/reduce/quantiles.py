@@ -1,0 +1,105 @@
+"""``Quantiles``: any quantile of all values to a promised accuracy, from a sketch that merges exactly.
+
+The sketch counts values in bins whose width is a fixed share of where they lie (the idea of DDSketch), on
+the grid of `octaves`. Sketches that adapt to the data (KLL, t-digest) are smaller, but what they answer
+depends on how the stream was cut; these counts only add up, so that every split over micro-batches and
+ranks gives the same bits. It guarantees:
+- a quantile is within ``accuracy`` of the value of that rank, relatively, for magnitudes from 2**-64 to
+  2**64;
+- below that it is 0, and the ends, 0 and 1, are exact;
+- NaN and infinities are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from torchtap.errors import ReductionError
+from torchtap.reduce.base import Reduction, Result
+from torchtap.reduce.octaves import OctaveGrid
+from torchtap.reduce.readable import readable_real
+
+__all__ = ["Quantiles"]
+
+_FINEST = 10  # bits of an octave; its sketch has 2 MiB
+
+
+@final
+@dataclass(frozen=True)
+class Quantiles(Reduction[tuple[Tensor, Tensor]]):
+    """The values below which given shares of all values lie.
+
+    at: the shares, from 0 to 1. The result names them in percent: ``p50`` is the median.
+    accuracy: how far off an answer may be, relatively; 0.01 takes 128 KiB for each site, 0.02 half of it.
+
+    The value of a share q of n values is the one at rank floor(q * (n - 1)) of the sorted values; without
+    any, NaN. The state is the counts, and the smallest and largest value.
+    """
+
+    name: ClassVar[str] = "quantiles"
+
+    at: tuple[float, ...] = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+    accuracy: float = 0.01
+    _grid: OctaveGrid = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        at = tuple(float(share) for share in self.at)
+        if not at or not all(0 <= share <= 1 for share in at):
+            raise ReductionError(
+                f"Quantiles(at={self.at}): give shares between 0 and 1, such as at=(0.5, 0.99)"
+            )
+        if not 2.0 ** -(_FINEST + 1) <= self.accuracy < 0.5:
+            raise ReductionError(
+                f"Quantiles(accuracy={self.accuracy}) is out of reach: it can be from "
+                f"{2.0 ** -(_FINEST + 1):.1g} to 0.5"
+            )
+        object.__setattr__(self, "at", at)
+        # The middle of a bin is at most half of its width away, and a width is at most 1 / per_octave of
+        # its place.
+        bits = math.ceil(-math.log2(self.accuracy)) - 1
+        object.__setattr__(self, "_grid", OctaveGrid(-64, 64, 1 << bits))
+
+    def update(self, state: tuple[Tensor, Tensor] | None, value: Tensor) -> tuple[Tensor, Tensor]:
+        plain = readable_real(value)
+        wide = torch.float32 if plain.device.type == "mps" else torch.float64
+        ends = torch.tensor([torch.inf, torch.inf], dtype=wide, device=plain.device)
+        if plain.numel():
+            finite = plain.isfinite()
+            nothing = torch.tensor(torch.inf, dtype=wide, device=plain.device)
+            ends[0] = torch.where(finite, plain, nothing).amin()
+            ends[1] = torch.where(finite, -plain.to(wide), nothing).amin()
+        seen = (self._grid.count(plain), ends)
+        return seen if state is None else self.merge(state, seen)
+
+    def merge(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        counts, ends = (part.to(left[0].device) for part in right)
+        return left[0] + counts, torch.minimum(left[1], ends)
+
+    def result(self, state: tuple[Tensor, Tensor]) -> Result:
+        counts = state[0].to("cpu")[:-2]
+        low, high = state[1][0].item(), -state[1][1].item()
+        upto = counts.cumsum(0)
+        total = int(upto[-1])
+        edges = self._grid.edges
+        ends = torch.tensor([low, high], dtype=torch.float64)
+        middles = torch.cat([ends[:1], (edges[:-1] + edges[1:]) / 2, ends[1:]])
+        found: Result = {}
+        for share in self.at:
+            name = f"p{round(100 * share, 10):g}"
+            if total == 0:
+                found[name] = math.nan
+                continue
+            rank = math.floor(share * (total - 1))
+            place = int(torch.searchsorted(upto, rank, right=True))
+            guess = float(middles[place])
+            exact = {0: low, total - 1: high}
+            found[name] = exact.get(rank, min(max(guess, low), high))
+        return found
+
+    def spec(self) -> dict[str, Any]:
+        return {"reduction": self.name, "at": list(self.at), "accuracy": self.accuracy}
