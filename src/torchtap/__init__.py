@@ -32,8 +32,14 @@ if TYPE_CHECKING:
     from torchtap.plan import bind as bind
     from torchtap.plan import tap as tap
     from torchtap.reduce import Full as Full
+    from torchtap.reduce import Gram as Gram
+    from torchtap.reduce import Histogram as Histogram
+    from torchtap.reduce import Metric as Metric
+    from torchtap.reduce import Quantiles as Quantiles
     from torchtap.reduce import Reduction as Reduction
+    from torchtap.reduce import Sample as Sample
     from torchtap.reduce import Stats as Stats
+    from torchtap.reduce import TopK as TopK
     from torchtap.schedule import Always as Always
     from torchtap.schedule import Epochs as Epochs
     from torchtap.schedule import Every as Every
@@ -72,6 +78,9 @@ _HOME = {
     "First": "torchtap.schedule",
     "FormError": "torchtap.errors",
     "Full": "torchtap.reduce",
+    "Gram": "torchtap.reduce",
+    "Histogram": "torchtap.reduce",
+    "Metric": "torchtap.reduce",
     "Missing": "torchtap.coverage",
     "MissingExtraError": "torchtap.errors",
     "Moment": "torchtap.schedule",
@@ -79,6 +88,7 @@ _HOME = {
     "Phase": "torchtap.schedule",
     "Plan": "torchtap.plan",
     "PlanError": "torchtap.errors",
+    "Quantiles": "torchtap.reduce",
     "RecordingLostError": "torchtap.errors",
     "Reduction": "torchtap.reduce",
     "ReductionError": "torchtap.errors",
@@ -87,6 +97,7 @@ _HOME = {
     "RunError": "torchtap.errors",
     "RunFormatError": "torchtap.errors",
     "RunNotFoundError": "torchtap.errors",
+    "Sample": "torchtap.reduce",
     "Schedule": "torchtap.schedule",
     "Seen": "torchtap.seen",
     "SelectionError": "torchtap.errors",
@@ -96,6 +107,7 @@ _HOME = {
     "Stats": "torchtap.reduce",
     "Steps": "torchtap.schedule",
     "Tap": "torchtap.plan",
+    "TopK": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
     "VerificationError": "torchtap.errors",
     "Watch": "torchtap.watching",
@@ -123,6 +135,9 @@ __all__ = [
     "First",
     "FormError",
     "Full",
+    "Gram",
+    "Histogram",
+    "Metric",
     "Missing",
     "MissingExtraError",
     "Moment",
@@ -130,6 +145,7 @@ __all__ = [
     "Phase",
     "Plan",
     "PlanError",
+    "Quantiles",
     "RecordingLostError",
     "Reduction",
     "ReductionError",
@@ -138,6 +154,7 @@ __all__ = [
     "RunError",
     "RunFormatError",
     "RunNotFoundError",
+    "Sample",
     "Schedule",
     "Seen",
     "SelectionError",
@@ -147,6 +164,7 @@ __all__ = [
     "Stats",
     "Steps",
     "Tap",
+    "TopK",
     "TorchtapError",
     "VerificationError",
     "Watch",
