@@ -1,0 +1,114 @@
+"""Pooled copies: right, safe to keep, bounded."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtap.store.dtypes import BY_NAME
+from torchtap.store.pool import HostPool
+from torchtap.store.reader import open_run
+from torchtap.store.record import StepRecord, TensorItem
+from torchtap.store.writer import RunWriter
+
+
+@pytest.mark.parametrize("dtype", [name for name in BY_NAME if hasattr(torch, name)])
+def test_a_copy_has_the_same_bits_and_its_own_memory(dtype: str) -> None:
+    pool = HostPool()
+    kind = getattr(torch, dtype)
+    source = torch.randint(0, 2, (2**20,), dtype=torch.uint8)
+    value = source.view(kind) if not kind.is_complex else source.view(torch.float32)
+    copied = pool.copy(value)
+    assert torch.equal(copied.view(torch.uint8), source)
+    assert copied.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+
+
+def test_complex_strided_small_empty_sparse_and_gradient_carrying_values_are_copied() -> None:
+    pool = HostPool()
+    complex_value = torch.randn(300, 300, dtype=torch.complex64)
+    for value in (
+        complex_value,
+        complex_value.conj(),
+        torch.randn(400, 300).T,
+        torch.ones(3),
+        torch.empty(0, 4),
+    ):
+        copied = pool.copy(value)
+        assert torch.equal(copied, value)
+        assert copied.is_contiguous()
+    assert torch.equal(pool.copy(torch.eye(300).to_sparse()).to_dense(), torch.eye(300))
+    assert not pool.copy(torch.ones(300, 300, requires_grad=True)).requires_grad
+
+
+def test_memory_is_used_again_once_a_copy_is_gone() -> None:
+    pool = HostPool()
+    value = torch.randn(2**18)
+    first = pool.copy(value)
+    place = first.data_ptr()
+    del first
+    assert pool.copy(value).data_ptr() == place
+    held = pool.nbytes
+    for _ in range(100):
+        pool.copy(value)
+    assert pool.nbytes == held
+
+
+def test_a_view_of_a_copy_keeps_its_memory() -> None:
+    pool = HostPool()
+    kept = pool.copy(torch.full((2**18,), 7.0))[10:20]
+    gc.collect()
+    for _ in range(50):
+        pool.copy(torch.zeros(2**18))
+    assert kept.tolist() == [7.0] * 10
+
+
+def test_past_its_bound_the_pool_makes_ordinary_copies() -> None:
+    pool = HostPool(limit=4 << 20)
+    kept = [pool.copy(torch.full((2**18,), float(index))) for index in range(10)]
+    assert pool.nbytes <= 4 << 20
+    assert [copied[0].item() for copied in kept] == list(range(10))
+
+
+def test_a_new_size_takes_the_place_of_an_old_one() -> None:
+    pool = HostPool(limit=8 << 20)
+    for size in (2**18, 2**19, 2**20):
+        assert pool.copy(torch.ones(size)).sum() == size
+        assert 4 * size <= pool.nbytes <= 8 << 20
+
+
+def test_several_threads_never_share_a_buffer() -> None:
+    pool = HostPool()
+    wrong = []
+
+    def work(number: int) -> None:
+        value = torch.full((2**17,), float(number))
+        wrong.extend(number for _ in range(100) if not torch.equal(pool.copy(value), value))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_writer_gives_buffers_back_and_what_it_wrote_is_right(tmp_path: Path) -> None:
+    pool = HostPool(limit=64 << 20)
+    value = torch.zeros(2**18)
+    with RunWriter(tmp_path, manifest={}) as writer:
+        for step in range(100):
+            value.fill_(step)
+            item = TensorItem("a:output", "value", "full", pool.copy(value))
+            writer.write(StepRecord(step, None, None, "train", 0.0, (), (item,)))
+            del item
+            value.fill_(-1)
+            if step % 10 == 0:
+                writer.flush()
+    assert pool.nbytes <= 64 << 20
+    run = open_run(tmp_path)
+    for step in range(100):
+        assert set(run.array("a:output", step).tolist()) == {float(step)}
