@@ -1,0 +1,90 @@
+// Lines over steps: a thin frame around uPlot in the page's colours.
+
+import { useEffect, useRef } from "preact/hooks";
+import uPlot from "uplot";
+import { show } from "./numbers";
+import { ink, useDark } from "./theme";
+
+export interface Line {
+  label: string;
+  colour: string;
+  values: ArrayLike<number>;
+  width?: number;
+  dash?: number[];
+  points?: boolean;
+}
+
+interface Props {
+  steps: ArrayLike<number>;
+  lines: Line[];
+  band?: [number, number]; // the lines between which the area is filled
+  log?: boolean;
+  height?: number;
+  mark?: { x: number; text: string } | null;
+  xLabel?: (value: number) => string;
+  sync?: string;
+}
+
+// uPlot draws gaps for null and breaks on NaN.
+const plain = (values: ArrayLike<number>, log: boolean): (number | null)[] =>
+  Array.from(values, (v) => (Number.isFinite(v) && (!log || v > 0) ? v : null));
+
+export function Chart({ steps, lines, band, log = false, height = 210, mark = null, xLabel, sync }: Props) {
+  const box = useRef<HTMLDivElement>(null);
+  const dark = useDark();
+  useEffect(() => {
+    const element = box.current;
+    if (!element) return;
+    const axis = { stroke: ink("--ink-2"), grid: { stroke: ink("--grid"), width: 1 }, ticks: { stroke: ink("--grid"), size: 4 }, font: '11px system-ui, sans-serif' };
+    const drawMark = (plot: uPlot): void => {
+      if (!mark) return;
+      const x = plot.valToPos(mark.x, "x", true);
+      const { ctx, bbox } = plot;
+      if (x < bbox.left || x > bbox.left + bbox.width) return;
+      ctx.save();
+      ctx.strokeStyle = ink("--mark");
+      ctx.fillStyle = ink("--mark");
+      ctx.lineWidth = 1.5 * devicePixelRatio;
+      ctx.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+      const right = x + ctx.measureText(mark.text).width + 8 * devicePixelRatio > bbox.left + bbox.width;
+      ctx.textAlign = right ? "right" : "left";
+      ctx.fillText(mark.text, x + (right ? -6 : 6) * devicePixelRatio, bbox.top + 12 * devicePixelRatio);
+      ctx.restore();
+    };
+    const options: uPlot.Options = {
+      width: element.clientWidth,
+      height,
+      scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+      axes: [
+        { ...axis, size: 30, ...(xLabel ? { values: (_: uPlot, at: number[]) => at.map(xLabel) } : { values: (_: uPlot, at: number[]) => at.map((v) => (Number.isInteger(v) ? v.toLocaleString("en-US") : "")) }) },
+        { ...axis, size: 64, values: (_, at) => at.map((v) => (v === null ? "" : show(v))) },
+      ],
+      legend: { live: true },
+      cursor: { points: { size: 6 }, ...(sync ? { sync: { key: sync } } : {}), drag: { x: true, y: false } },
+      series: [
+        { label: "step", value: (_, v) => (v === null || v === undefined ? "–" : xLabel ? xLabel(v) : v.toLocaleString("en-US")) },
+        ...lines.map((line): uPlot.Series => ({
+          label: line.label, stroke: line.colour, width: line.width ?? 1.5, ...(line.dash ? { dash: line.dash } : {}),
+          points: { show: line.points ?? line.values.length < 60, size: 4 },
+          value: (_, v) => (v === null || v === undefined ? "–" : show(v)), spanGaps: false,
+        })),
+      ],
+      ...(band ? { bands: [{ series: [band[0] + 1, band[1] + 1], fill: ink("--band") }] } : {}),
+      hooks: { draw: [drawMark] },
+    };
+    const data = [Array.from(steps), ...lines.map((line) => plain(line.values, log))] as uPlot.AlignedData;
+    const plot = new uPlot(options, data, element);
+    const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height }));
+    watcher.observe(element);
+    return () => {
+      watcher.disconnect();
+      plot.destroy();
+    };
+  }, [steps, lines, band, log, dark, mark?.x]);
+  return <div class="chart" ref={box} />;
+}

@@ -1,0 +1,138 @@
+// One answer of the server for the map, and how its cells lie under the part that is looked at.
+
+import type { Packed } from "../wire";
+import type { Range, Scale } from "../scale";
+import { NOT_FINITE } from "../colour";
+
+export interface MapFacts {
+  statistic: string;
+  rows: number; // of the whole map
+  firstRow: number;
+  shownRows: number;
+  shownSteps: number;
+  lastStep: number | null;
+  revision: number;
+  siteCount: number;
+  range: Range;
+}
+
+// The part of the map that is looked at: steps, both ends included; rows, the last not included.
+export interface Part {
+  from: number | null;
+  to: number | null;
+  top: number | null;
+  bottom: number | null;
+}
+
+export interface Cells {
+  left: number;
+  right: number; // not included
+  top: number;
+  bottom: number; // not included
+}
+
+export class Grid {
+  readonly columns: number;
+  readonly rows: number;
+  readonly low: Float32Array;
+  readonly high: Float32Array;
+  readonly steps: Float64Array;
+  readonly rowStarts: Int32Array;
+  readonly members: Int32Array;
+  readonly facts: MapFacts;
+
+  constructor(packed: Packed<MapFacts>) {
+    this.facts = packed.facts;
+    [this.rows = 0, this.columns = 0] = packed.shapes["low"] ?? [];
+    this.low = packed.arrays["low"] as Float32Array;
+    this.high = packed.arrays["high"] as Float32Array;
+    this.steps = packed.arrays["steps"] as Float64Array;
+    this.rowStarts = packed.arrays["rowStarts"] as Int32Array;
+    this.members = packed.arrays["members"] as Int32Array;
+  }
+
+  get empty(): boolean {
+    return this.rows === 0 || this.columns === 0;
+  }
+
+  columnAt(step: number): number {
+    let low = 0;
+    let high = this.columns - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if ((this.steps[middle] ?? 0) <= step) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+
+  // The row that holds the n-th site of the whole map.
+  rowAt(index: number): number {
+    const wanted = index - this.facts.firstRow;
+    let row = 0;
+    while (row + 1 < this.rows && (this.rowStarts[row + 1] ?? 0) <= wanted) row++;
+    return row;
+  }
+
+  // Numbers, in the run's list of sites, of the sites under a row.
+  sitesOf(row: number): Int32Array {
+    return this.members.subarray(this.rowStarts[row] ?? 0, row + 1 < this.rows ? this.rowStarts[row + 1] : undefined);
+  }
+
+  lastStepOf(column: number): number {
+    return column + 1 < this.columns ? (this.steps[column + 1] ?? 0) - 1 : this.facts.lastStep ?? 0;
+  }
+
+  // The cells under a part; the whole answer if the part is what was asked for.
+  under(part: Part): Cells {
+    const left = part.from === null ? 0 : this.columnAt(part.from);
+    const right = part.to === null ? this.columns : this.columnAt(part.to) + 1;
+    const top = part.top === null ? 0 : this.rowAt(part.top);
+    const bottom = part.bottom === null ? this.rows : this.rowAt(Math.max(part.top ?? 0, part.bottom - 1)) + 1;
+    return { left, right: Math.max(left + 1, right), top, bottom: Math.max(top + 1, bottom) };
+  }
+
+  // Of a cell's least and greatest value the one that is further from the usual: a spike up or down shows.
+  value(row: number, column: number, usual: number, scale: Scale): number {
+    const at = row * this.columns + column;
+    const low = this.low[at] ?? NaN;
+    const high = this.high[at] ?? NaN;
+    if (low === high) return low;
+    return scale.place(high) - usual >= usual - scale.place(low) ? high : low;
+  }
+
+  usual(scale: Scale): number {
+    return scale.place(this.facts.range.quantiles?.[3] ?? 0);
+  }
+}
+
+// The grid as an image, one pixel a cell. What was not recorded stays transparent.
+export function paint(grid: Grid, bad: Grid | null, scale: Scale): HTMLCanvasElement {
+  const canvas = document.createElement("canvas");
+  canvas.width = Math.max(1, grid.columns);
+  canvas.height = Math.max(1, grid.rows);
+  const context = canvas.getContext("2d");
+  if (!context || grid.empty) return canvas;
+  const image = context.createImageData(grid.columns, grid.rows);
+  const pixels = image.data;
+  const usual = grid.usual(scale);
+  const fits = bad !== null && bad.rows === grid.rows && bad.columns === grid.columns;
+  for (let row = 0, at = 0; row < grid.rows; row++) {
+    for (let column = 0; column < grid.columns; column++, at++) {
+      const value = grid.value(row, column, usual, scale);
+      const broken = (fits && (bad.high[at] ?? 0) > 0) || value === Infinity || value === -Infinity;
+      if (Number.isNaN(value) && !broken) continue;
+      if (broken) {
+        pixels.set(NOT_FINITE, at * 4);
+      } else {
+        const i = Math.round(scale.place(value) * 255) * 3;
+        pixels[at * 4] = scale.lut[i] ?? 0;
+        pixels[at * 4 + 1] = scale.lut[i + 1] ?? 0;
+        pixels[at * 4 + 2] = scale.lut[i + 2] ?? 0;
+      }
+      pixels[at * 4 + 3] = 255;
+    }
+  }
+  context.putImageData(image, 0, 0);
+  return canvas;
+}

@@ -1,0 +1,23 @@
+import { gradient } from "../colour";
+import { show } from "../numbers";
+import type { Scale } from "../scale";
+
+export function Legend({ scale, marked }: { scale: Scale; marked: boolean }) {
+  const places = [0, 0.25, 0.5, 0.75, 1];
+  return (
+    <div class="legend" aria-label="Colours">
+      <div class="bar">
+        <div class="ramp" style={{ background: gradient(scale.lut) }} />
+        <div class="ticks">
+          {places.map((p) => (
+            <span key={p} style={{ left: `${p * 100}%` }}>
+              {scale.clipped && p === 0 ? "≤ " : scale.clipped && p === 1 ? "≥ " : ""}{show(scale.value(p))}
+            </span>
+          ))}
+        </div>
+      </div>
+      <span class="key"><i class="absent" />not recorded</span>
+      {marked && <span class="key"><i class="broken" />NaN or inf</span>}
+    </div>
+  );
+}

@@ -1,0 +1,51 @@
+// Numbers as people read them, and ticks for axes.
+
+export function show(value: number | null | undefined): string {
+  if (value === null || value === undefined) return "–";
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "inf" : "−inf";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e5 || size < 1e-3) {
+    const [mantissa = "", exponent = ""] = value.toExponential(2).split("e");
+    const short = mantissa.replace(/\.?0+$/, "");
+    return `${short}e${exponent.replace("+", "").replace("-", "−")}`.replace(/^-/, "−");
+  }
+  const text = Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
+  return text.replace(/^-/, "−");
+}
+
+// All digits, for the value under the cursor.
+export function exactly(value: number): string {
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
+  return String(value);
+}
+
+export function count(value: number | null | undefined): string {
+  if (value === null || value === undefined) return "";
+  if (value < 1000) return String(value);
+  const units: [number, string][] = [[1e9, "B"], [1e6, "M"], [1e3, "k"]];
+  for (const [unit, letter] of units) {
+    if (value >= unit) return `${Number((value / unit).toPrecision(3))}${letter}`;
+  }
+  return String(value);
+}
+
+export const grouped = (value: number): string => value.toLocaleString("en-US");
+
+// Round places between low and high, about `about` of them.
+export function ticks(low: number, high: number, about: number): number[] {
+  const span = high - low;
+  if (!(span > 0) || about < 1) return [low];
+  const rough = span / about;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough) ?? 10 * power;
+  const found: number[] = [];
+  for (let t = Math.ceil(low / step) * step; t <= high + step * 1e-9; t += step) found.push(Number(t.toPrecision(12)));
+  return found;
+}
+
+export function plural(n: number, word: string): string {
+  return `${grouped(n)} ${word}${n === 1 ? "" : "s"}`;
+}

@@ -1,0 +1,184 @@
+// The model on the left: modules as they nest, searched, each with its health.
+
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { count } from "./numbers";
+import { href } from "./route";
+import type { About, Mark, Module } from "./types";
+import { MARK_WORDS } from "./words";
+
+interface Node {
+  path: string;
+  label: string;
+  module: Module | null;
+  children: Node[];
+  mark: Mark | null;
+  sites: number[]; // of the module itself
+  inside: number; // sites of the module and all below
+}
+
+function worse(a: Mark | null, b: Mark | null): Mark | null {
+  return a === "nan" || b === "nan" ? "nan" : a ?? b;
+}
+
+// From the recorded tree of modules; sites of modules that it does not know hang from paths of their own.
+function build(about: About, marks: Record<string, Mark>): Node {
+  const known = new Map<string, Node>();
+  const make = (path: string, label: string, module: Module | null): Node => {
+    const node: Node = { path, label, module, children: [], mark: null, sites: [], inside: 0 };
+    known.set(path, node);
+    return node;
+  };
+  const root = make("", about.model?.class || "model", about.model);
+  const walk = (module: Module, node: Node): void => {
+    for (const child of module.children) {
+      if (known.has(child.path)) continue;
+      const made = make(child.path, child.name || child.path, child);
+      node.children.push(made);
+      walk(child, made);
+    }
+  };
+  if (about.model) walk(about.model, root);
+  const place = (path: string): Node => {
+    const found = known.get(path);
+    if (found) return found;
+    const cut = path.lastIndexOf(".");
+    const parent = place(cut < 0 ? "" : path.slice(0, cut));
+    const made = make(path, path.slice(cut + 1), null);
+    parent.children.push(made);
+    return made;
+  };
+  about.sites.forEach((site, index) => {
+    const node = place(site.module);
+    node.sites.push(index);
+    node.mark = worse(node.mark, marks[site.name] ?? null);
+  });
+  const sum = (node: Node): void => {
+    node.inside = node.sites.length;
+    for (const child of node.children) {
+      sum(child);
+      node.inside += child.inside;
+      node.mark = worse(node.mark, child.mark);
+    }
+  };
+  sum(root);
+  return root;
+}
+
+export function HealthMark({ mark }: { mark: Mark | null | undefined }) {
+  const word = mark ? MARK_WORDS[mark] : "fine";
+  return <span class={`health ${mark ?? "fine"}`} role="img" aria-label={word} title={word} />;
+}
+
+interface Props {
+  about: About;
+  marks: Record<string, Mark>;
+  run: number;
+  selected: string;
+  under: string;
+}
+
+const MOST_RESULTS = 200;
+
+export function ModelTree({ about, marks, run, selected, under }: Props) {
+  const [search, setSearch] = useState("");
+  const [open, setOpen] = useState<Set<string>>(new Set([""]));
+  const list = useRef<HTMLDivElement>(null);
+  const root = useMemo(() => build(about, marks), [about, marks]);
+  const module = about.sites.find((s) => s.name === selected)?.module ?? under;
+
+  useEffect(() => {
+    // Small models are shown whole; in large ones the way to the selected module is open.
+    const shown = new Set([""]);
+    const every = (node: Node, depth: number): void => {
+      if (about.sites.length <= 24 || depth < 1) shown.add(node.path);
+      node.children.forEach((child) => every(child, depth + 1));
+    };
+    every(root, 0);
+    setOpen((old) => new Set([...old, ...shown]));
+  }, [root]);
+
+  useEffect(() => {
+    if (!module) return;
+    setOpen((old) => {
+      const more = new Set(old);
+      module.split(".").forEach((_, i, parts) => more.add(parts.slice(0, i + 1).join(".")));
+      return more;
+    });
+    requestAnimationFrame(() => list.current?.querySelector(".selected")?.scrollIntoView({ block: "nearest" }));
+  }, [module, selected]);
+
+  const wanted = search.trim().toLowerCase();
+  const results = wanted ? about.sites.filter((s) => `${s.name} ${s.class}`.toLowerCase().includes(wanted)) : [];
+
+  const row = (node: Node, depth: number): preact.ComponentChildren => {
+    const isOpen = open.has(node.path);
+    const expandable = node.children.length > 0 || node.sites.length > 0;
+    return (
+      <div key={node.path} role="treeitem" aria-expanded={expandable ? isOpen : undefined} aria-label={node.path || node.label}>
+        <div class={`module ${node.path === under && under ? "selected" : ""}`} style={{ paddingLeft: `${depth * 14 + 4}px` }}>
+          <button
+            class="twist" disabled={!expandable} aria-label={isOpen ? "close" : "open"}
+            onClick={() => setOpen((old) => {
+              const next = new Set(old);
+              if (!next.delete(node.path)) next.add(node.path);
+              return next;
+            })}
+          >{expandable ? (isOpen ? "▾" : "▸") : ""}</button>
+          <a class="name" href={href("map", { run, under: node.path })} title={moduleTitle(node)}>
+            <HealthMark mark={node.mark} />
+            <span class="text">{node.label}</span>
+            {node.path !== "" && <span class="class">{node.module?.class}</span>}
+            <span class="figure">{count(node.module?.parameters)}</span>
+          </a>
+        </div>
+        {isOpen && node.sites.map((index) => site(index, depth + 1))}
+        {isOpen && node.children.map((child) => row(child, depth + 1))}
+      </div>
+    );
+  };
+
+  const site = (index: number, depth: number, whole = false) => {
+    const one = about.sites[index];
+    if (!one) return null;
+    const tail = one.name.slice(one.name.lastIndexOf(":") + 1);
+    return (
+      <a
+        key={one.name} class={`site ${one.name === selected ? "selected" : ""}`} style={{ paddingLeft: `${depth * 14 + 24}px` }}
+        href={href("site", { run, site: one.name })} title={`${one.name}${one.shape ? `  [${one.shape.join(" × ")}]` : ""}`}
+      >
+        <HealthMark mark={marks[one.name]} />
+        <span class="text">{whole ? one.name : tail}</span>
+        {one.shape && one.shape.length > 0 && <span class="figure">{one.shape.join("×")}</span>}
+      </a>
+    );
+  };
+
+  return (
+    <nav class="tree" aria-label="Model">
+      <input
+        id="search" type="search" placeholder="Search modules and sites   /" value={search} aria-label="Search"
+        onInput={(e) => setSearch(e.currentTarget.value)}
+        onKeyDown={(e) => {
+          if (e.key === "Escape") { setSearch(""); e.currentTarget.blur(); }
+          if (e.key === "Enter" && results[0]) location.hash = href("site", { run, site: results[0].name });
+        }}
+      />
+      <div class="list" role="tree" ref={list}>
+        {wanted
+          ? results.length === 0
+            ? <p class="quiet">Nothing is called “{search}”.</p>
+            : <>
+                {results.slice(0, MOST_RESULTS).map((s) => site(about.sites.indexOf(s), -1, true))}
+                {results.length > MOST_RESULTS && <p class="quiet">{results.length - MOST_RESULTS} more</p>}
+              </>
+          : row(root, 0)}
+      </div>
+    </nav>
+  );
+}
+
+function moduleTitle(node: Node): string {
+  const parts = [node.path || "the whole model", node.module?.class, node.module?.source];
+  if (node.module?.parameters) parts.push(`${node.module.parameters.toLocaleString("en-US")} parameters`);
+  return parts.filter(Boolean).join("\n");
+}

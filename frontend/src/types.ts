@@ -1,0 +1,91 @@
+// What the server says, as the page sees it. The other side is src/torchtap/viewer/overview.py.
+
+export interface RunLine {
+  id: number;
+  name: string;
+  created: string;
+  closed: boolean;
+  revision: number;
+  steps: number;
+  first: number | null;
+  last: number | null;
+  sites: number;
+  problem: string | null;
+}
+
+export interface Site {
+  name: string;
+  module: string;
+  kind: string;
+  class: string;
+  source: string;
+  shape: number[] | null;
+  dtype: string;
+  statistics: number; // which of About.statistics
+}
+
+export interface Module {
+  name: string;
+  path: string;
+  class: string;
+  source: string;
+  parameters: number | null;
+  children: Module[];
+}
+
+export interface About {
+  name: string;
+  created: string;
+  revision: number;
+  closed: boolean;
+  sites: Site[];
+  statistics: string[][];
+  tensors: Record<string, string[]>;
+  model: Module | null;
+  environment: Record<string, string>;
+  ranks: number[];
+  epochs: [number, number][];
+}
+
+export type Mark = "nan" | "warning";
+
+export interface Finding {
+  kind: string;
+  severity: "error" | "warning";
+  site: string;
+  step: number | null;
+  value: number | null;
+  message: string;
+  advice: string;
+  sites: string[];
+  total: number;
+}
+
+export interface Findings {
+  findings: Finding[];
+  marks: Record<string, Mark>;
+  revision: number;
+}
+
+export interface TensorGroup {
+  field: string;
+  reduction: string;
+  shape: number[];
+  dtype: string;
+  steps: number[];
+}
+
+export interface ComparisonRow {
+  site: string;
+  index: number;
+  error: number | null;
+  floor: number | null;
+  status: string;
+  [key: string]: unknown;
+}
+
+export interface Comparison {
+  rows: ComparisonRow[];
+  first: ComparisonRow | null;
+  verdict: string;
+}

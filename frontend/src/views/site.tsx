@@ -1,0 +1,129 @@
+// One site: what it is, its series, its histograms over time, its recorded tensors.
+
+import { useEffect, useMemo } from "preact/hooks";
+import { askPacked } from "../api";
+import type { ViewProps } from "../app";
+import { Chart, type Line } from "../chart";
+import { lines as lineColours } from "../colour";
+import { statisticsOf, useAnswer } from "../data";
+import { plural } from "../numbers";
+import { adjust, go, href } from "../route";
+import { usualScale } from "../scale";
+import { useDark } from "../theme";
+import { HealthMark } from "../tree";
+import { FINDING_WORDS, kindWord, statisticWord } from "../words";
+import { Histograms } from "./histograms";
+import { TensorPanel } from "./tensor";
+
+interface SeriesFacts {
+  statistics: string[];
+  total: number;
+}
+
+const ALWAYS = ["mean", "std", "min", "max"];
+
+export function SiteView({ run, about, findings, params }: ViewProps) {
+  const dark = useDark();
+  const name = params["site"] ?? about.sites[0]?.name ?? "";
+  const position = about.sites.findIndex((s) => s.name === name);
+  const site = about.sites[position];
+  const available = statisticsOf(about, name);
+  const more = available.filter((s) => !ALWAYS.includes(s) && s !== "count");
+  const first = ["rms", "l2", "absmax"].find((s) => more.includes(s)) ?? more[0];
+  const second = (params["series"]?.split(",") ?? (first ? [first] : [])).filter((s) => more.includes(s));
+  const asked = [...ALWAYS.filter((s) => available.includes(s)), ...second];
+  const series = useAnswer(
+    asked.length && site ? JSON.stringify([run.id, run.revision, name, asked]) : null,
+    (signal) => askPacked<SeriesFacts>("series", { run: run.id, site: name, statistics: asked.join(","), points: 6000 }, signal),
+  );
+
+  useEffect(() => {
+    const press = (event: KeyboardEvent) => {
+      if ((event.target as HTMLElement | null)?.closest("input, select, textarea, canvas")) return;
+      const turn = event.key === "ArrowDown" || event.key === "j" ? 1 : event.key === "ArrowUp" || event.key === "k" ? -1 : 0;
+      const next = about.sites[position + turn];
+      if (turn && next) {
+        event.preventDefault();
+        go("site", { run: run.id, site: next.name });
+      }
+    };
+    window.addEventListener("keydown", press);
+    return () => window.removeEventListener("keydown", press);
+  });
+
+  const drawn = useMemo(() => {
+    const packed = series.value;
+    const steps = packed?.arrays["steps"];
+    if (!packed || !steps) return null;
+    const colours = lineColours(dark);
+    const take = (statistic: string) => packed.arrays[`s${packed.facts.statistics.indexOf(statistic)}`];
+    const main: Line[] = [];
+    const add = (into: Line[], statistic: string, colour: string, extra: Partial<Line> = {}) => {
+      const values = take(statistic);
+      if (values) into.push({ label: statistic, colour, values, ...extra });
+    };
+    add(main, "max", colours[1] ?? "", { width: 1 });
+    add(main, "min", colours[1] ?? "", { width: 1 });
+    const band: [number, number] | undefined = main.length === 2 ? [0, 1] : undefined;
+    add(main, "mean", colours[0] ?? "", { width: 2 });
+    add(main, "std", colours[3] ?? "", { dash: [6, 3] });
+    const rest: Line[] = [];
+    second.forEach((s, i) => add(rest, s, colours[i % colours.length] ?? ""));
+    return { steps, main, band, rest };
+  }, [series.value, dark, second.join()]);
+
+  if (!site) {
+    return <section class="site"><p class="quiet">{name ? <>This run has no site called <code>{name}</code>.</> : "Choose a site in the tree on the left."}</p></section>;
+  }
+  const its = findings.findings.filter((f) => f.sites.includes(name));
+  const holds = about.tensors[name] ?? [];
+  const restLog = (params["scale"] ?? usualScale(second[0] ?? "")) === "log";
+  const step = params["step"] ? Number(params["step"]) : null;
+  return (
+    <section class="site" aria-label="Site">
+      <div class="head">
+        <h1><HealthMark mark={findings.marks[name]} />{name}</h1>
+        <p class="facts">
+          <span>{kindWord(site.kind)}</span>
+          {site.class && <span>{site.class}</span>}
+          {site.shape && <span class="mono">[{site.shape.join(" × ")}]</span>}
+          {site.dtype && <span class="mono">{site.dtype}</span>}
+          {site.source && <span class="mono">{site.source}</span>}
+          <span>{position + 1} of {about.sites.length} in execution order</span>
+          <a href={href("map", { run: run.id, kind: site.kind })}>on the map</a>
+        </p>
+      </div>
+      {its.map((f) => <p key={f.kind + f.site} class={`finding ${f.severity}`}><b>{FINDING_WORDS[f.kind] ?? f.kind}</b> {f.message}</p>)}
+      {series.error && <p class="alarm">{series.error}</p>}
+      {drawn && drawn.main.length > 0 && (
+        <div class="panel">
+          <h2>Values over time <span class="quiet">mean and standard deviation; the band is minimum to maximum</span></h2>
+          <Chart steps={drawn.steps} lines={drawn.main} {...(drawn.band ? { band: drawn.band } : {})} mark={step === null ? null : { x: step, text: `step ${step.toLocaleString("en-US")}` }} sync="site" />
+        </div>
+      )}
+      {more.length > 0 && (
+        <div class="panel">
+          <h2>More statistics
+            <span class="chips" role="group" aria-label="Statistics">
+              {more.map((s) => (
+                <button key={s} class="chip" aria-pressed={second.includes(s)} title={statisticWord(s)}
+                  onClick={() => adjust({ series: (second.includes(s) ? second.filter((x) => x !== s) : [...second, s]).join(",") || null })}>{s}</button>
+              ))}
+            </span>
+            <span class="switch" role="group" aria-label="Scale">
+              <button aria-pressed={!restLog} onClick={() => adjust({ scale: "linear" })}>linear</button>
+              <button aria-pressed={restLog} onClick={() => adjust({ scale: "log" })}>log</button>
+            </span>
+          </h2>
+          {drawn && drawn.rest.length > 0 && <Chart steps={drawn.steps} lines={drawn.rest} log={restLog} height={180} sync="site" />}
+        </div>
+      )}
+      {series.value && series.value.facts.total > (drawn?.steps.length ?? 0) && (
+        <p class="note">{plural(series.value.facts.total, "step")}, of which those are drawn that hold every minimum and maximum.</p>
+      )}
+      {holds.includes("histogram") && <Histograms run={run} site={name} />}
+      {holds.includes("tensor") && <TensorPanel key={name} run={run} site={name} params={params} />}
+      {available.length === 0 && holds.length === 0 && <p class="quiet">Nothing was recorded here yet.</p>}
+    </section>
+  );
+}

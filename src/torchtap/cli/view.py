@@ -1,0 +1,48 @@
+"""`torchtap view RUN...`: the web viewer."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from pathlib import Path
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command("view")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--port", default=0, show_default="a free one", help="Port to listen on.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. Beyond this machine a token guards it.")
+@click.option("--allow-host", multiple=True, metavar="NAME", help="A further name that the viewer answers to.")
+@click.option("--comparison", type=click.Path(exists=True, dir_okay=False), help="A comparison saved as JSON, to show beside the runs.")
+@click.option("--no-browser", is_flag=True, help="Only print the address.")
+def command(
+    runs: tuple[str, ...],
+    port: int,
+    host: str,
+    allow_host: tuple[str, ...],
+    comparison: str | None,
+    no_browser: bool,
+) -> None:
+    """Show runs in the browser, live while they are still written.
+
+    Several runs can be laid over each other. Ctrl-C ends it.
+    """
+    from torchtap.errors import TorchtapError
+    from torchtap.viewer.catalog import Catalog
+    from torchtap.viewer.server import ViewerServer
+
+    try:
+        result = json.loads(Path(comparison).read_text(encoding="utf-8")) if comparison else None
+        server = ViewerServer(Catalog.open(runs, result), host=host, port=port, names=allow_host)
+    except TorchtapError as problem:
+        raise click.ClickException(str(problem)) from problem
+    except OSError as problem:
+        raise click.ClickException(f"cannot listen on {host}:{port}: {problem}") from problem
+    click.echo(server.address)
+    click.echo("Ctrl-C ends the viewer.", err=True)
+    if not no_browser:
+        webbrowser.open(server.address)
+    server.serve()

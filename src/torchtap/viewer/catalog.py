@@ -1,0 +1,175 @@
+"""The runs that a viewer shows, each with a lock and what it has already read.
+
+Guarantees:
+- one run is read by one thread at a time, whatever the server does at once;
+- a growing run is read only where it grew;
+- what is kept in memory is bounded.
+
+Not here: what is computed from the numbers (`heatmap`, `series`, `tensors`) and who may ask (`security`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.viewer.derived import DERIVED, derive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchtap.diagnosis.finding import Finding
+    from torchtap.store.reader import Run
+
+__all__ = ["Catalog", "NumberGrid", "OpenRun", "Refused"]
+
+_GRID_BYTES = 768 << 20  # statistics of a run kept in memory, as float32
+_TENSOR_BYTES = 256 << 20
+_LARGEST_TENSOR = 2 << 30
+
+
+class Refused(Exception):
+    """A question that is not answered; ``status`` is the HTTP status that says so."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@final
+class NumberGrid:
+    """One statistic of all sites that have it: rows in execution order, columns steps, NaN where absent."""
+
+    def __init__(self, sites: list[str], steps: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> None:
+        self.sites = sites
+        self.steps = steps
+        self.values = values
+        self.row = {site: row for row, site in enumerate(sites)}
+
+
+@final
+class OpenRun:
+    """One run, open for looking."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self.run = run
+        self.name = name
+        self.lock = threading.RLock()
+        self.sites: list[str] = list(run.sites())
+        self.position = {site: index for index, site in enumerate(self.sites)}
+        self.revision = 0
+        self._seen = self._state()
+        self._grids: OrderedDict[str, tuple[int, NumberGrid]] = OrderedDict()
+        self._tensors: OrderedDict[tuple[str, int | None, str], Tensor] = OrderedDict()
+        self._findings: tuple[int, list[Finding]] | None = None
+
+    def _state(self) -> tuple[int, int, bool, int]:
+        steps = self.run.steps()
+        return len(steps), int(steps[-1]) if len(steps) else -1, self.run.closed, len(self.run.problems)
+
+    def refresh(self) -> int:
+        """Look for what was written since; the revision rises when there is something new."""
+        with self.lock:
+            self.run.refresh()
+            state = self._state()
+            if state != self._seen:
+                self._seen = state
+                self.sites = list(self.run.sites())
+                self.position = {site: index for index, site in enumerate(self.sites)}
+                self.revision += 1
+            return self.revision
+
+    def grid(self, statistic: str) -> NumberGrid:
+        """``statistic`` of every site that has it (also one of the derived)."""
+        with self.lock:
+            known = self._grids.get(statistic)
+            if known is not None and known[0] == self.revision:
+                self._grids.move_to_end(statistic)
+                return known[1]
+            if statistic in DERIVED:
+                fresh = NumberGrid(*derive(statistic, self.grid, self.sites))
+            else:
+                fresh = self._read(statistic, known[1] if known else None)
+            self._grids[statistic] = (self.revision, fresh)
+            self._grids.move_to_end(statistic)
+            while len(self._grids) > 1 and sum(g.values.nbytes for _, g in self._grids.values()) > _GRID_BYTES:
+                self._grids.popitem(last=False)
+            return fresh
+
+    def _read(self, statistic: str, known: NumberGrid | None) -> NumberGrid:
+        sites = [site for site in self.sites if statistic in self.run.statistics(site)]
+        if not sites:
+            raise Refused(f"no site of this run has a statistic {statistic!r}", 404)
+        steps = np.asarray(self.run.steps(), dtype=np.int64)
+        grown = None
+        if known is not None and known.sites == sites and len(known.steps) <= len(steps):
+            if np.array_equal(known.steps, steps[: len(known.steps)]):
+                grown = known
+        fresh_steps = steps if grown is None else steps[len(grown.steps) :]
+        if grown is not None and not len(fresh_steps):
+            return grown
+        names, columns, values = self.run.matrix(
+            statistic, sites=sites, steps=None if grown is None else fresh_steps
+        )
+        with np.errstate(over="ignore"):
+            numbers = np.asarray(values).astype(np.float32)
+        if grown is not None:
+            columns = np.concatenate([grown.steps, np.asarray(columns)])
+            numbers = np.concatenate([grown.values, numbers], axis=1)
+        return NumberGrid(list(names), np.asarray(columns, dtype=np.int64), numbers)
+
+    def tensor(self, site: str, step: int | None, field: str) -> Tensor:
+        """A recorded tensor; the last few are kept, for the sliders of the page."""
+        key = (site, step, field)
+        with self.lock:
+            if key in self._tensors:
+                self._tensors.move_to_end(key)
+                return self._tensors[key]
+            for reference in self.run.tensors(site):
+                if (reference.step, reference.field) == (step, field) and reference.nbytes > _LARGEST_TENSOR:
+                    raise Refused(f"the tensor has {reference.nbytes:,} bytes, too many to show", 413)
+            value = self.run.tensor(site, step=step, field=field)
+            self._tensors[key] = value
+            while len(self._tensors) > 1 and sum(t.nbytes for t in self._tensors.values()) > _TENSOR_BYTES:
+                self._tensors.popitem(last=False)
+            return value
+
+    def findings(self) -> list[Finding]:
+        """What looks wrong in the run as it is now."""
+        from torchtap.diagnosis.run import diagnose
+
+        with self.lock:
+            if self._findings is None or self._findings[0] != self.revision:
+                self._findings = (self.revision, diagnose(self.run))
+            return self._findings[1]
+
+
+@final
+class Catalog:
+    """The runs of one viewer, by number, and the comparison it was given, if any."""
+
+    def __init__(self, runs: Sequence[OpenRun], comparison: dict[str, Any] | None = None) -> None:
+        self.runs = list(runs)
+        self.comparison = comparison
+
+    @classmethod
+    def open(cls, paths: Sequence[str | Path], comparison: dict[str, Any] | None = None) -> Catalog:
+        """Open every path; runs of the same folder name are told apart by the folders above."""
+        from torchtap.store.reader import open_run
+
+        places = [Path(path).resolve() for path in paths]
+        names = [place.name for place in places]
+        if len(set(names)) < len(names):
+            names = [str(Path(*place.parts[-2:])) for place in places]
+        return cls([OpenRun(open_run(p), n) for p, n in zip(paths, names, strict=True)], comparison)
+
+    def __getitem__(self, number: int) -> OpenRun:
+        if not 0 <= number < len(self.runs):
+            raise Refused(f"there is no run number {number}; {len(self.runs)} are open", 404)
+        return self.runs[number]

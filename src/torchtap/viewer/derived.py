@@ -1,0 +1,51 @@
+"""Statistics that are not recorded but follow from recorded ones, under names of their own.
+
+    nonfinite     NaNs and infinities together
+    grad/weight   norm of a parameter's gradient over the norm of the parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torchtap.viewer.catalog import NumberGrid
+
+__all__ = ["DERIVED", "derive", "derived_of"]
+
+DERIVED = ("nonfinite", "grad/weight")
+
+
+def _parameter_of(site: str) -> str:
+    """The parameter whose gradient ``site`` is."""
+    head, _, tail = site.rpartition(":param_grad")
+    return f"{head}:param{tail}"
+
+
+def derived_of(site: str, statistics: list[str], sites: set[str]) -> list[str]:
+    """Which derived statistics ``site`` has, given what was recorded of it."""
+    found = []
+    if ":param_grad" in site and "l2" in statistics and _parameter_of(site) in sites:
+        found.append("grad/weight")
+    return found
+
+
+def derive(
+    statistic: str, grid: Callable[[str], NumberGrid], sites: list[str]
+) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Sites, steps and values of a derived statistic; ``grid`` reads recorded ones."""
+    if statistic == "nonfinite":
+        nans, infinities = grid("nans"), grid("infs")
+        if nans.sites == infinities.sites:
+            return nans.sites, nans.steps, nans.values + infinities.values
+        return nans.sites, nans.steps, nans.values
+    sizes = grid("l2")
+    names = [s for s in sites if ":param_grad" in s and s in sizes.row and _parameter_of(s) in sizes.row]
+    gradients = sizes.values[[sizes.row[s] for s in names]]
+    weights = sizes.values[[sizes.row[_parameter_of(s)] for s in names]]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return names, sizes.steps, np.where(weights > 0, gradients / weights, np.nan).astype(np.float32)

@@ -1,0 +1,128 @@
+"""The depth × time map: one statistic, sites in execution order against steps, as small as the screen.
+
+Every cell carries the least and the greatest value of what lies under it, so that a single spike among ten
+thousand steps is still in the picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.viewer.catalog import NumberGrid, OpenRun
+from torchtap.viewer.downsample import extremes
+from torchtap.viewer.wire import pack
+
+__all__ = ["MapWindow", "heat_map", "kind_of"]
+
+_QUANTILES = (0.0, 0.01, 0.05, 0.5, 0.95, 0.99, 1.0)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MapWindow:
+    """Which part of the map is asked for, and how large it may be."""
+
+    statistic: str
+    kind: str = ""  # empty: every kind
+    under: str = ""  # only sites of this module and the modules inside it
+    first_step: int | None = None
+    last_step: int | None = None
+    first_row: int = 0
+    last_row: int | None = None  # not included
+    rows: int = 700
+    columns: int = 1200
+
+
+def kind_of(site: str) -> str:
+    """The kind in a site's name."""
+    return site.rpartition(":")[2].partition("#")[0].partition(".")[0]
+
+
+def _inside(site: str, module: str) -> bool:
+    path = site.rpartition(":")[0]
+    return path == module or path.startswith(module + ".")
+
+
+def _range_of(values: npt.NDArray[np.float32]) -> dict[str, Any]:
+    """What the page needs to choose colours: quantiles of the finite values and the least above zero."""
+    # A fixed stride bounds the work; the two ends come from all values.
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return {"quantiles": None, "positive": None}
+    sample = finite[:: max(1, len(finite) // 200_000)]
+    quantiles = np.quantile(sample, _QUANTILES)
+    quantiles[0], quantiles[-1] = finite.min(), finite.max()
+    above = finite[finite > 0]
+    return {"quantiles": quantiles.tolist(), "positive": float(above.min()) if len(above) else None}
+
+
+def _rows_of(grid: NumberGrid, window: MapWindow) -> list[int]:
+    return [
+        row
+        for row, site in enumerate(grid.sites)
+        if (not window.kind or kind_of(site) == window.kind)
+        and (not window.under or _inside(site, window.under))
+    ]
+
+
+def heat_map(shown: OpenRun, window: MapWindow) -> bytes:
+    """The part of the map under ``window``: arrays low, high (rows × columns), the steps and rows where
+    cells start, and which sites the rows are (numbers in the run's list of sites)."""
+    with shown.lock:
+        grid = shown.grid(window.statistic)
+        rows = _rows_of(grid, window)
+        chosen = rows[window.first_row : window.last_row]
+        first = 0 if window.first_step is None else int(np.searchsorted(grid.steps, window.first_step))
+        last = len(grid.steps)
+        if window.last_step is not None:
+            last = int(np.searchsorted(grid.steps, window.last_step, side="right"))
+        steps = grid.steps[first:last]
+        part = grid.values[_as_slice(chosen), first:last]
+        if len(steps) and len(rows) < len(grid.sites):
+            # A kind that is recorded on a schedule of its own has columns without any value: leave them out.
+            there = _columns_with_values(part)
+            if not there.all():
+                part, steps = part[:, there], steps[there]
+        low, high, row_starts, column_starts = extremes(part, window.rows, window.columns)
+        facts = {
+            "statistic": window.statistic,
+            "rows": len(rows),
+            "firstRow": window.first_row,
+            "shownRows": len(chosen),
+            "shownSteps": len(steps),
+            "lastStep": int(steps[-1]) if len(steps) else None,
+            "revision": shown.revision,
+            "siteCount": len(shown.sites),
+            "range": _range_of(np.stack([low, high])),
+        }
+        members = np.array([shown.position[grid.sites[row]] for row in chosen], dtype=np.int32)
+    return pack(
+        facts,
+        {
+            "low": low,
+            "high": high,
+            "steps": steps[column_starts].astype(np.float64) if len(steps) else np.zeros(0),
+            "rowStarts": row_starts.astype(np.int32),
+            "members": members,
+        },
+    )
+
+
+def _as_slice(rows: list[int]) -> slice | list[int]:
+    """``rows`` as a slice where they lie together, so that numpy makes no copy."""
+    if rows and rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return rows
+
+
+def _columns_with_values(part: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    there = np.zeros(part.shape[1], dtype=bool)
+    for start in range(0, part.shape[0], 64):
+        there |= ~np.isnan(part[start : start + 64]).all(axis=0)
+        if there.all():
+            break
+    return there

@@ -1,0 +1,214 @@
+"""What a run is, in words: its sites and modules, what was expected and did not come, what looks wrong.
+
+Everything here comes from files that somebody else may have written: texts are cut to a length, shapes to a
+number of axes, trees to a depth, so that a hostile run costs no more than a large one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from torchtap.viewer.catalog import Catalog, OpenRun
+from torchtap.viewer.derived import derived_of
+from torchtap.viewer.heatmap import kind_of
+from torchtap.viewer.wire import encode_json
+
+__all__ = ["about_run", "comparison_of", "coverage_of", "findings_of", "list_runs", "tokens_of"]
+
+_TEXT = 400
+_AXES = 16
+_DEPTH = 60
+_TOKENS = 4096
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)[:_TEXT]
+
+
+def _shape(value: Any) -> list[int] | None:
+    if not isinstance(value, (list, tuple)) or len(value) > _AXES:
+        return None
+    return [int(n) for n in value if isinstance(n, (int, float))]
+
+
+def list_runs(catalog: Catalog) -> bytes:
+    """Every open run and how far it has come. The page asks this again and again, to notice new steps."""
+    listed = []
+    for number, shown in enumerate(catalog.runs):
+        try:
+            shown.refresh()
+        except Exception as trouble:  # a run that vanished or broke must not take the others with it
+            problem: str | None = _text(trouble)
+        else:
+            problem = None
+        with shown.lock:
+            steps = shown.run.steps()
+            listed.append(
+                {
+                    "id": number,
+                    "name": _text(shown.name),
+                    "created": _text(shown.run.manifest.get("created")),
+                    "closed": bool(shown.run.closed),
+                    "revision": shown.revision,
+                    "steps": len(steps),
+                    "first": int(steps[0]) if len(steps) else None,
+                    "last": int(steps[-1]) if len(steps) else None,
+                    "sites": len(shown.sites),
+                    "problem": problem,
+                }
+            )
+    return encode_json({"runs": listed, "comparison": catalog.comparison is not None})
+
+
+def _module(node: Any, depth: int = 0) -> dict[str, Any] | None:
+    if not isinstance(node, Mapping) or depth > _DEPTH:
+        return None
+    children = node.get("children")
+    if isinstance(children, Mapping):
+        children = list(children.values())
+    parameters = node.get("parameters")
+    return {
+        "name": _text(node.get("name")),
+        "path": _text(node.get("path")),
+        "class": _text(node.get("class")),
+        "source": _text(node.get("source")),
+        "parameters": parameters if isinstance(parameters, int) else None,
+        "children": [
+            child
+            for child in (
+                _module(entry, depth + 1) for entry in (children if isinstance(children, list) else [])
+            )
+            if child is not None
+        ],
+    }
+
+
+def about_run(shown: OpenRun) -> bytes:
+    """Sites in execution order with what is known of each, the tree of modules, the clock."""
+    with shown.lock:
+        run = shown.run
+        listed = run.manifest.get("sites")
+        entries = {
+            entry["name"]: entry
+            for entry in (listed if isinstance(listed, list) else [])
+            if isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
+        }
+        # Most sites have the same statistics: send each distinct list once.
+        lists: dict[tuple[str, ...], int] = {}
+        names = set(shown.sites)
+        sites = []
+        for site in shown.sites:
+            entry = entries.get(site, {})
+            recorded = list(run.statistics(site))
+            statistics = tuple(recorded + derived_of(site, recorded, names))
+            sites.append(
+                {
+                    "name": site,
+                    "module": _text(entry.get("module", site.rpartition(":")[0])),
+                    "kind": kind_of(site),
+                    "class": _text(entry.get("class")),
+                    "source": _text(entry.get("source")),
+                    "shape": _shape(entry.get("shape")),
+                    "dtype": _text(entry.get("dtype")),
+                    "statistics": lists.setdefault(statistics, len(lists)),
+                }
+            )
+        with_tensors: dict[str, list[str]] = {}
+        for reference in run.tensors():
+            what = "histogram" if "histogram" in str(reference.reduction).lower() else "tensor"
+            kinds = with_tensors.setdefault(reference.site, [])
+            if what not in kinds:
+                kinds.append(what)
+        environment = run.manifest.get("environment")
+        return encode_json(
+            {
+                "name": _text(shown.name),
+                "created": _text(run.manifest.get("created")),
+                "revision": shown.revision,
+                "closed": bool(run.closed),
+                "sites": sites,
+                "statistics": [list(names) for names in lists],
+                "tensors": with_tensors,
+                "model": _module(run.model_tree),
+                "environment": {
+                    _text(key): _text(value)
+                    for key, value in (environment.items() if isinstance(environment, Mapping) else ())
+                },
+                "ranks": [int(rank) for rank in run.ranks],
+                "epochs": _epochs(shown),
+            }
+        )
+
+
+def _epochs(shown: OpenRun) -> list[list[int]]:
+    """The first step of each epoch, where the run knows epochs."""
+    try:
+        clock = shown.run.clock()
+        steps, epochs = np.asarray(clock["step"]), np.asarray(clock["epoch"])
+    except (KeyError, IndexError, ValueError, TypeError):
+        return []
+    if not len(steps) or epochs.dtype.kind not in "iuf":
+        return []
+    known = epochs >= 0
+    steps, epochs = steps[known], epochs[known]
+    if not len(steps):
+        return []
+    starts = np.flatnonzero(np.diff(epochs, prepend=epochs[0] - 1))
+    return [[int(epochs[i]), int(steps[i])] for i in starts[:500]]
+
+
+def findings_of(shown: OpenRun) -> bytes:
+    """What looks wrong, the gravest first; and for each site that is named, the mark it gets in the tree."""
+    with shown.lock:
+        found = shown.findings()
+        marks: dict[str, str] = {}
+        for finding in found:
+            for site in finding.sites:
+                if finding.severity == "error" or site not in marks:
+                    marks[site] = "nan" if finding.kind == "nonfinite" else "warning"
+        listed = [finding.to_dict() for finding in found]
+        for entry in listed:
+            entry["total"] = len(entry["sites"])
+            entry["sites"] = entry["sites"][:200]
+        return encode_json({"findings": listed, "marks": marks, "revision": shown.revision})
+
+
+def coverage_of(shown: OpenRun) -> bytes:
+    """What was asked for and what came of it, with the reason for everything that never came."""
+    with shown.lock:
+        coverage = shown.run.coverage()
+        return encode_json(
+            {
+                "coverage": coverage,
+                "problems": [_text(problem) for problem in list(shown.run.problems)[:500]],
+                "revision": shown.revision,
+            }
+        )
+
+
+def tokens_of(shown: OpenRun, step: int | None) -> bytes:
+    """The token labels of a step: from a `tokens` event of that step, else from the manifest."""
+    with shown.lock:
+        tokens: Any = shown.run.manifest.get("tokens")
+        for event in shown.run.events("tokens"):
+            facts = event if isinstance(event, Mapping) else {}
+            if step is not None and facts.get("step") == step and "tokens" in facts:
+                tokens = facts["tokens"]
+    if isinstance(tokens, Mapping):
+        tokens = tokens.get(str(step))
+    listed = [_text(token)[:40] for token in tokens[:_TOKENS]] if isinstance(tokens, list) else None
+    return encode_json({"tokens": listed})
+
+
+def comparison_of(catalog: Catalog, first: int | None, second: int | None) -> bytes:
+    """The comparison that the viewer was given, or one of two open runs."""
+    if catalog.comparison is not None and first is None:
+        return encode_json(catalog.comparison)
+    from torchtap.comparison.report import compare  # not before it is asked for: it reads every tensor
+
+    a, b = catalog[first or 0], catalog[1 if second is None else second]
+    with a.lock, b.lock:
+        return encode_json(compare(a.run, b.run).to_dict())

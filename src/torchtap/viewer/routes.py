@@ -1,0 +1,127 @@
+"""The questions that a page may ask, each a path and parameters, and who answers.
+
+The server and the report use the same table, so that a report holds exactly what the server would have said.
+Parameters are parsed here and nowhere else; anything malformed is `Refused`, never an exception from below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torchtap.viewer.catalog import Catalog, Refused
+from torchtap.viewer.heatmap import MapWindow, heat_map
+from torchtap.viewer.overview import (
+    about_run,
+    comparison_of,
+    coverage_of,
+    findings_of,
+    list_runs,
+    tokens_of,
+)
+from torchtap.viewer.series import histograms_of, series_of
+from torchtap.viewer.tensors import SliceWindow, slice_of, tensors_of
+
+__all__ = ["BINARY", "QUESTIONS", "answer"]
+
+Parameters = Mapping[str, str]
+BINARY = frozenset({"map", "series", "histograms", "slice"})
+
+
+def _whole(parameters: Parameters, name: str, *, least: int = -(2**62), most: int = 2**62) -> int | None:
+    text = parameters.get(name)
+    if text is None or text == "":
+        return None
+    try:
+        number = int(text[:24])
+    except ValueError:
+        raise Refused(f"{name}={text[:40]!r} is not a whole number") from None
+    if not least <= number <= most:
+        raise Refused(f"{name}={number} is not between {least} and {most}")
+    return number
+
+
+def _number(parameters: Parameters, name: str, default: int, least: int, most: int) -> int:
+    found = _whole(parameters, name, least=least, most=most)
+    return default if found is None else found
+
+
+def _site(parameters: Parameters) -> str:
+    site = parameters.get("site")
+    if not site:
+        raise Refused("which site? the address has no 'site'")
+    return site
+
+
+def _map(catalog: Catalog, parameters: Parameters) -> bytes:
+    window = MapWindow(
+        statistic=parameters.get("statistic", "std"),
+        kind=parameters.get("kind", ""),
+        under=parameters.get("under", ""),
+        first_step=_whole(parameters, "from"),
+        last_step=_whole(parameters, "to"),
+        first_row=_number(parameters, "top", 0, 0, 2**31),
+        last_row=_whole(parameters, "bottom", least=0),
+        rows=_number(parameters, "rows", 700, 1, 4096),
+        columns=_number(parameters, "columns", 1200, 1, 8192),
+    )
+    return heat_map(catalog[_run(parameters)], window)
+
+
+def _run(parameters: Parameters) -> int:
+    return _number(parameters, "run", 0, 0, 10_000)
+
+
+def _series(catalog: Catalog, parameters: Parameters) -> bytes:
+    statistics = [name for name in parameters.get("statistics", "").split(",")[:40] if name]
+    return series_of(
+        catalog[_run(parameters)],
+        _site(parameters),
+        statistics,
+        _whole(parameters, "from"),
+        _whole(parameters, "to"),
+        _number(parameters, "points", 1600, 2, 100_000),
+    )
+
+
+def _slice(catalog: Catalog, parameters: Parameters) -> bytes:
+    try:
+        index = tuple(int(part) for part in parameters.get("index", "").split(",")[:32] if part != "")
+    except ValueError:
+        raise Refused("index is a list of whole numbers, one for each axis") from None
+    window = SliceWindow(
+        step=_whole(parameters, "step"),
+        field=parameters.get("field", "value"),
+        down=_whole(parameters, "down"),
+        across=_whole(parameters, "across"),
+        stack=_whole(parameters, "stack"),
+        index=index,
+        first_row=_number(parameters, "top", 0, 0, 2**40),
+        last_row=_whole(parameters, "bottom", least=1),
+        first_column=_number(parameters, "left", 0, 0, 2**40),
+        last_column=_whole(parameters, "right", least=1),
+        size=_number(parameters, "size", 512, 1, 2048),
+    )
+    return slice_of(catalog[_run(parameters)], _site(parameters), window)
+
+
+QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
+    "runs": lambda catalog, _: list_runs(catalog),
+    "about": lambda catalog, p: about_run(catalog[_run(p)]),
+    "findings": lambda catalog, p: findings_of(catalog[_run(p)]),
+    "coverage": lambda catalog, p: coverage_of(catalog[_run(p)]),
+    "tokens": lambda catalog, p: tokens_of(catalog[_run(p)], _whole(p, "step")),
+    "map": _map,
+    "series": _series,
+    "histograms": lambda catalog, p: histograms_of(catalog[_run(p)], _site(p)),
+    "tensors": lambda catalog, p: tensors_of(catalog[_run(p)], _site(p)),
+    "slice": _slice,
+    "comparison": lambda catalog, p: comparison_of(catalog, _whole(p, "a"), _whole(p, "b")),
+}
+
+
+def answer(catalog: Catalog, question: str, parameters: Parameters) -> bytes:
+    """The body for one question."""
+    asked = QUESTIONS.get(question)
+    if asked is None:
+        raise Refused(f"unknown question {question[:40]!r}", 404)
+    return asked(catalog, parameters)

@@ -1,0 +1,152 @@
+"""Recorded tensors as pictures: which there are, and two-dimensional slices of them.
+
+Guarantees: a slice that fits is sent with its exact values (float64 where float32 would round); a larger one
+is reduced to the least and greatest value of each cell; nothing is drawn of a shape that no screen shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.viewer.catalog import OpenRun, Refused
+from torchtap.viewer.downsample import extremes
+from torchtap.viewer.wire import encode_json, pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["SliceWindow", "slice_of", "tensors_of"]
+
+_MOST_DIMENSIONS = 16
+_MOST_CELLS = 1 << 20
+_MOST_STACKED = 64
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SliceWindow:
+    """Which slice: the axes that go down and across, where the other axes stand, and the part of it."""
+
+    step: int | None = None
+    field: str = "value"
+    down: int | None = None  # None: the last axis but one
+    across: int | None = None  # None: the last axis
+    stack: int | None = None  # one picture for each place along this axis
+    index: tuple[int, ...] = ()  # a place for every axis; those of the picture's axes are not looked at
+    first_row: int = 0
+    last_row: int | None = None
+    first_column: int = 0
+    last_column: int | None = None
+    size: int = 512  # most rows and columns of one picture
+
+
+def tensors_of(shown: OpenRun, site: str) -> bytes:
+    """The tensors recorded at ``site``, by field, with the steps of each."""
+    groups: dict[tuple[str, str, tuple[int, ...], str], list[int]] = {}
+    with shown.lock:
+        for reference in shown.run.tensors(site):
+            shape = tuple(int(n) for n in reference.shape[: _MOST_DIMENSIONS + 1])
+            key = (reference.field, str(reference.reduction), shape, str(reference.dtype))
+            groups.setdefault(key, []).append(int(reference.step))
+    listed = [
+        {"field": field, "reduction": reduction, "shape": list(shape), "dtype": dtype, "steps": sorted(steps)}
+        for (field, reduction, shape, dtype), steps in groups.items()
+    ]
+    return encode_json({"site": site, "tensors": listed})
+
+
+def _axis(value: int | None, default: int, dimensions: int) -> int:
+    axis = default if value is None else value
+    if not 0 <= axis < dimensions:
+        raise Refused(f"axis {axis} of a tensor with {dimensions} axes")
+    return axis
+
+
+def _numbers(tensor: Tensor) -> npt.NDArray[Any]:
+    """As float32 or, where that would round, float64; complex numbers as their magnitude."""
+    import torch
+
+    if tensor.is_complex():
+        tensor = tensor.abs()
+    exact_in_single = (
+        tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8)
+        or "float8" in str(tensor.dtype)
+        or tensor.dtype == torch.int16
+    )
+    wide = torch.float32 if exact_in_single else torch.float64
+    return np.asarray(tensor.to(wide).contiguous().numpy())
+
+
+def slice_of(shown: OpenRun, site: str, window: SliceWindow) -> bytes:
+    """One picture of a tensor (or one for each place along ``stack``): arrays low and high."""
+    with shown.lock:
+        if site not in shown.position:
+            raise Refused(f"this run has no site {site!r}", 404)
+        for reference in shown.run.tensors(site):
+            if len(reference.shape) > _MOST_DIMENSIONS:
+                raise Refused(f"a tensor of {len(reference.shape):,} axes cannot be drawn", 413)
+        tensor = shown.tensor(site, window.step, window.field)
+        if tensor.layout is not None and str(tensor.layout) != "torch.strided":
+            tensor = tensor.to_dense()
+    shape = tuple(tensor.shape)
+    flat = tensor.reshape(1, -1) if tensor.dim() < 2 else tensor
+    across = _axis(window.across, flat.dim() - 1, flat.dim())
+    down = _axis(window.down, flat.dim() - 2, flat.dim())
+    if across == down:
+        raise Refused("a picture needs two different axes")
+    stack = None if window.stack is None else _axis(window.stack, 0, flat.dim())
+    place = list(window.index) + [0] * (flat.dim() - len(window.index))
+    where: list[int | slice] = []
+    for axis, length in enumerate(flat.shape):
+        if axis == down:
+            where.append(slice(window.first_row, window.last_row))
+        elif axis == across:
+            where.append(slice(window.first_column, window.last_column))
+        elif axis == stack:
+            where.append(slice(0, _MOST_STACKED))
+        else:
+            if not 0 <= place[axis] < max(1, length):
+                raise Refused(f"index {place[axis]} of axis {axis}, which has {length} places")
+            where.append(place[axis])
+    picture = flat[tuple(where)]
+    # The axes that are left, in the order stack, down, across.
+    left = [axis for axis in range(flat.dim()) if axis in (down, across, stack)]
+    order = [left.index(axis) for axis in (stack, down, across) if axis is not None]
+    picture = picture.permute(order)
+    if stack is None:
+        picture = picture.unsqueeze(0)
+    if picture.numel() == 0:
+        raise Refused("this tensor is empty", 404)
+    if picture.numel() > 64 * _MOST_CELLS:
+        raise Refused(f"a slice of {picture.numel():,} values is too large to draw; choose a smaller part", 413)
+    return _encode(picture, shape, str(tensor.dtype), window)
+
+
+def _encode(picture: Tensor, shape: tuple[int, ...], dtype: str, window: SliceWindow) -> bytes:
+    values = _numbers(picture)
+    rows, columns = int(values.shape[1]), int(values.shape[2])
+    facts: dict[str, Any] = {
+        "shape": list(shape),
+        "dtype": dtype.removeprefix("torch."),
+        "pictures": int(values.shape[0]),
+        "rows": rows,
+        "columns": columns,
+        "firstRow": window.first_row,
+        "firstColumn": window.first_column,
+    }
+    finite = values[np.isfinite(values)]
+    if len(finite):
+        facts["least"], facts["greatest"] = float(finite.min()), float(finite.max())
+    facts["nans"] = int(np.isnan(values).sum())
+    facts["infs"] = int(np.isinf(values).sum())
+    if rows <= window.size and columns <= window.size:
+        facts |= {"exact": True, "cellRows": rows, "cellColumns": columns}
+        return pack(facts, {"low": values})
+    cells = [extremes(plane, window.size, window.size) for plane in values]
+    low, high = np.stack([cell[0] for cell in cells]), np.stack([cell[1] for cell in cells])
+    facts |= {"exact": False, "cellRows": int(low.shape[1]), "cellColumns": int(low.shape[2])}
+    return pack(facts, {"low": low, "high": high})
