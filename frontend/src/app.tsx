@@ -72,7 +72,8 @@ export function App() {
             </select>
           : <span class="runname" title={run.created}>{run.name}</span>}
         <span class="progress">
-          {live && !run.closed && <span class="live" title="The training is still writing; the page follows">live</span>}
+          {live && run.status === "recording" && <span class="live" title="The training is still writing; the page follows">live</span>}
+          {run.status === "interrupted" && <span class="broken-off" title="The writing process is gone and did not close the run">interrupted</span>}
           {plural(run.steps, "step")} · {plural(run.sites, "site")}
         </span>
         <span class="space" />

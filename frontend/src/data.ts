@@ -65,7 +65,7 @@ export function useRuns(): Runs {
           const same = JSON.stringify(old.runs) === JSON.stringify(found.runs) && old.error === null;
           return same ? old : { runs: found.runs, comparison: found.comparison, error: null };
         });
-        if (found.runs.some((run) => !run.closed)) pause = OFTEN;
+        if (found.runs.some((run) => run.status === "recording")) pause = OFTEN;
       } catch (error) {
         if (over) return;
         setState((old) => ({ ...old, error: error instanceof Error ? error.message : String(error) }));

@@ -13,7 +13,7 @@ interface Node {
   children: Node[];
   mark: Mark | null;
   sites: number[]; // of the module itself
-  inside: number; // sites of the module and all below
+  parameters: number; // of the module and all below
 }
 
 function worse(a: Mark | null, b: Mark | null): Mark | null {
@@ -24,7 +24,7 @@ function worse(a: Mark | null, b: Mark | null): Mark | null {
 function build(about: About, marks: Record<string, Mark>): Node {
   const known = new Map<string, Node>();
   const make = (path: string, label: string, module: Module | null): Node => {
-    const node: Node = { path, label, module, children: [], mark: null, sites: [], inside: 0 };
+    const node: Node = { path, label, module, children: [], mark: null, sites: [], parameters: module?.parameters ?? 0 };
     known.set(path, node);
     return node;
   };
@@ -53,10 +53,9 @@ function build(about: About, marks: Record<string, Mark>): Node {
     node.mark = worse(node.mark, marks[site.name] ?? null);
   });
   const sum = (node: Node): void => {
-    node.inside = node.sites.length;
     for (const child of node.children) {
       sum(child);
-      node.inside += child.inside;
+      node.parameters += child.parameters;
       node.mark = worse(node.mark, child.mark);
     }
   };
@@ -128,7 +127,7 @@ export function ModelTree({ about, marks, run, selected, under }: Props) {
             <HealthMark mark={node.mark} />
             <span class="text">{node.label}</span>
             {node.path !== "" && <span class="class">{node.module?.class}</span>}
-            <span class="figure">{count(node.module?.parameters)}</span>
+            <span class="figure">{node.parameters > 0 ? count(node.parameters) : ""}</span>
           </a>
         </div>
         {isOpen && node.sites.map((index) => site(index, depth + 1))}
@@ -179,6 +178,6 @@ export function ModelTree({ about, marks, run, selected, under }: Props) {
 
 function moduleTitle(node: Node): string {
   const parts = [node.path || "the whole model", node.module?.class, node.module?.source];
-  if (node.module?.parameters) parts.push(`${node.module.parameters.toLocaleString("en-US")} parameters`);
+  if (node.parameters) parts.push(`${node.parameters.toLocaleString("en-US")} parameters`);
   return parts.filter(Boolean).join("\n");
 }

@@ -4,7 +4,7 @@ export interface RunLine {
   id: number;
   name: string;
   created: string;
-  closed: boolean;
+  status: "recording" | "closed" | "interrupted";
   revision: number;
   steps: number;
   first: number | null;
@@ -37,7 +37,6 @@ export interface About {
   name: string;
   created: string;
   revision: number;
-  closed: boolean;
   sites: Site[];
   statistics: string[][];
   tensors: Record<string, string[]>;

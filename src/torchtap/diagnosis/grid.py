@@ -26,9 +26,12 @@ class Place:
 
     name: str
     index: int  # in execution order
+    module: str
     kind: str
     leaf: str
     module_class: str
+    source: str
+    shape: tuple[int, ...] | None
     dtype: str
 
 
@@ -42,26 +45,51 @@ class Grid:
     values: npt.NDArray[np.floating[Any]]
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Kind and leaf of a site's name, whatever else the name holds."""
-    _, _, tail = name.rpartition(":")
+def _split(name: str) -> tuple[str, str, str]:
+    """Module, kind and leaf of a site's name, whatever else the name holds."""
+    module, _, tail = name.rpartition(":")
     kind, _, leaf = tail.partition("#")[0].partition(".")
-    return kind, leaf
+    return module, kind, leaf
+
+
+def _named(entries: Any) -> dict[str, dict[str, Any]]:
+    """A list of descriptions by the site that each names; anything else in it is passed over."""
+    listed = entries if isinstance(entries, list) else []
+    return {e["name"]: e for e in listed if isinstance(e, dict) and isinstance(e.get("name"), str)}
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or len(value) > 64 or not all(isinstance(n, int) for n in value):
+        return None
+    return tuple(value)
 
 
 def places(run: Run) -> list[Place]:
-    """Every site of the run in execution order."""
-    facts = {}
-    listed = run.manifest.get("sites")
-    for entry in listed if isinstance(listed, list) else []:
-        if isinstance(entry, dict) and isinstance(entry.get("name"), str):
-            facts[entry["name"]] = entry
+    """Every site of the run in execution order: as it was seen to run, else as the manifest lists it."""
+    planned = _named(run.manifest.get("sites"))
+    told = run.events("sites")
+    seen = _named(told[-1].get("sites")) if told else {}
+    recorded = run.sites()
+    known = set(recorded)
+    names = list(dict.fromkeys([*(name for name in seen if name in known), *recorded]))
     found = []
-    for index, name in enumerate(run.sites()):
-        kind, leaf = _split(name)
-        entry = facts.get(name, {})
+    for index, name in enumerate(names):
+        module, kind, leaf = _split(name)
+        # A leaf or a further call is not in the plan by its own name; its module is.
+        plan = planned.get(name) or planned.get(f"{module}:{kind}") or {}
+        facts = {**plan, **{key: value for key, value in seen.get(name, {}).items() if value is not None}}
         found.append(
-            Place(name, index, kind, leaf, str(entry.get("class") or ""), str(entry.get("dtype") or ""))
+            Place(
+                name,
+                index,
+                str(facts.get("module") or module),
+                kind,
+                leaf,
+                str(facts.get("class") or ""),
+                str(facts.get("source") or ""),
+                _shape(facts.get("shape")),
+                str(facts.get("dtype") or ""),
+            )
         )
     return found
 

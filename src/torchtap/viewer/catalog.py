@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.diagnosis.grid import Place, places
 from torchtap.viewer.derived import DERIVED, derive
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from torchtap.diagnosis.finding import Finding
     from torchtap.store.reader import Run
 
@@ -61,17 +60,22 @@ class OpenRun:
         self.run = run
         self.name = name
         self.lock = threading.RLock()
-        self.sites: list[str] = list(run.sites())
-        self.position = {site: index for index, site in enumerate(self.sites)}
         self.revision = 0
         self._seen = self._state()
+        self._survey()
         self._grids: OrderedDict[str, tuple[int, NumberGrid]] = OrderedDict()
-        self._tensors: OrderedDict[tuple[str, int | None, str], Tensor] = OrderedDict()
+        self._tensors: OrderedDict[tuple[str, int | None, str], npt.NDArray[Any]] = OrderedDict()
         self._findings: tuple[int, list[Finding]] | None = None
 
-    def _state(self) -> tuple[int, int, bool, int]:
+    def _state(self) -> tuple[int, int, str, int]:
         steps = self.run.steps()
-        return len(steps), int(steps[-1]) if len(steps) else -1, self.run.closed, len(self.run.problems)
+        return len(steps), int(steps[-1]) if len(steps) else -1, self.run.status, len(self.run.problems)
+
+    def _survey(self) -> None:
+        self.places: list[Place] = places(self.run)
+        self.sites = [place.name for place in self.places]
+        self.position = {site: index for index, site in enumerate(self.sites)}
+        self.statistics = {site: tuple(self.run.statistics(site)) for site in self.sites}
 
     def refresh(self) -> int:
         """Look for what was written since; the revision rises when there is something new."""
@@ -80,8 +84,7 @@ class OpenRun:
             state = self._state()
             if state != self._seen:
                 self._seen = state
-                self.sites = list(self.run.sites())
-                self.position = {site: index for index, site in enumerate(self.sites)}
+                self._survey()
                 self.revision += 1
             return self.revision
 
@@ -103,7 +106,7 @@ class OpenRun:
             return fresh
 
     def _read(self, statistic: str, known: NumberGrid | None) -> NumberGrid:
-        sites = [site for site in self.sites if statistic in self.run.statistics(site)]
+        sites = [site for site in self.sites if statistic in self.statistics[site]]
         if not sites:
             raise Refused(f"no site of this run has a statistic {statistic!r}", 404)
         steps = np.asarray(self.run.steps(), dtype=np.int64)
@@ -124,7 +127,7 @@ class OpenRun:
             numbers = np.concatenate([grown.values, numbers], axis=1)
         return NumberGrid(list(names), np.asarray(columns, dtype=np.int64), numbers)
 
-    def tensor(self, site: str, step: int | None, field: str) -> Tensor:
+    def tensor(self, site: str, step: int | None, field: str) -> npt.NDArray[Any]:
         """A recorded tensor; the last few are kept, for the sliders of the page."""
         key = (site, step, field)
         with self.lock:
@@ -134,7 +137,7 @@ class OpenRun:
             for reference in self.run.tensors(site):
                 if (reference.step, reference.field) == (step, field) and reference.nbytes > _LARGEST_TENSOR:
                     raise Refused(f"the tensor has {reference.nbytes:,} bytes, too many to show", 413)
-            value = self.run.tensor(site, step=step, field=field)
+            value = self.run.array(site, step=step, field=field)
             self._tensors[key] = value
             while len(self._tensors) > 1 and sum(t.nbytes for t in self._tensors.values()) > _TENSOR_BYTES:
                 self._tensors.popitem(last=False)

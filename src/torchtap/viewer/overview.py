@@ -13,7 +13,6 @@ import numpy as np
 
 from torchtap.viewer.catalog import Catalog, OpenRun
 from torchtap.viewer.derived import derived_of
-from torchtap.viewer.heatmap import kind_of
 from torchtap.viewer.wire import encode_json
 
 __all__ = ["about_run", "comparison_of", "coverage_of", "findings_of", "list_runs", "tokens_of"]
@@ -26,12 +25,6 @@ _TOKENS = 4096
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)[:_TEXT]
-
-
-def _shape(value: Any) -> list[int] | None:
-    if not isinstance(value, (list, tuple)) or len(value) > _AXES:
-        return None
-    return [int(n) for n in value if isinstance(n, (int, float))]
 
 
 def list_runs(catalog: Catalog) -> bytes:
@@ -51,7 +44,7 @@ def list_runs(catalog: Catalog) -> bytes:
                     "id": number,
                     "name": _text(shown.name),
                     "created": _text(shown.run.manifest.get("created")),
-                    "closed": bool(shown.run.closed),
+                    "status": shown.run.status,
                     "revision": shown.revision,
                     "steps": len(steps),
                     "first": int(steps[0]) if len(steps) else None,
@@ -90,29 +83,23 @@ def about_run(shown: OpenRun) -> bytes:
     """Sites in execution order with what is known of each, the tree of modules, the clock."""
     with shown.lock:
         run = shown.run
-        listed = run.manifest.get("sites")
-        entries = {
-            entry["name"]: entry
-            for entry in (listed if isinstance(listed, list) else [])
-            if isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
-        }
         # Most sites have the same statistics: send each distinct list once.
         lists: dict[tuple[str, ...], int] = {}
         names = set(shown.sites)
         sites = []
-        for site in shown.sites:
-            entry = entries.get(site, {})
-            recorded = list(run.statistics(site))
-            statistics = tuple(recorded + derived_of(site, recorded, names))
+        for place in shown.places:
+            recorded = list(shown.statistics[place.name])
+            statistics = tuple(recorded + derived_of(place.name, recorded, names))
+            shape = place.shape
             sites.append(
                 {
-                    "name": site,
-                    "module": _text(entry.get("module", site.rpartition(":")[0])),
-                    "kind": kind_of(site),
-                    "class": _text(entry.get("class")),
-                    "source": _text(entry.get("source")),
-                    "shape": _shape(entry.get("shape")),
-                    "dtype": _text(entry.get("dtype")),
+                    "name": place.name,
+                    "module": _text(place.module),
+                    "kind": place.kind,
+                    "class": _text(place.module_class),
+                    "source": _text(place.source),
+                    "shape": list(shape) if shape is not None and len(shape) <= _AXES else None,
+                    "dtype": _text(place.dtype),
                     "statistics": lists.setdefault(statistics, len(lists)),
                 }
             )
@@ -128,7 +115,6 @@ def about_run(shown: OpenRun) -> bytes:
                 "name": _text(shown.name),
                 "created": _text(run.manifest.get("created")),
                 "revision": shown.revision,
-                "closed": bool(run.closed),
                 "sites": sites,
                 "statistics": [list(names) for names in lists],
                 "tensors": with_tensors,
@@ -179,20 +165,38 @@ def findings_of(shown: OpenRun) -> bytes:
 def coverage_of(shown: OpenRun) -> bytes:
     """What was asked for and what came of it, with the reason for everything that never came."""
     with shown.lock:
-        coverage = shown.run.coverage()
+        listed = shown.run.manifest.get("sites")
+        planned = [
+            entry["name"]
+            for entry in (listed if isinstance(listed, list) else [])
+            if isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
+        ]
+        noted = shown.run.coverage().get("missing")
+        if isinstance(noted, list):
+            missing = [
+                {"site": _text(entry.get("site")), "reason": _text(entry.get("reason"))}
+                for entry in noted
+                if isinstance(entry, Mapping)
+            ]
+        else:  # the session says why when it ends; until then only that
+            come = set(shown.sites) | {f"{place.module}:{place.kind}" for place in shown.places}
+            missing = [{"site": name, "reason": "not arrived yet"} for name in planned if name not in come]
         return encode_json(
             {
-                "coverage": coverage,
+                "planned": len(planned),
+                "missing": missing[:5000],
                 "problems": [_text(problem) for problem in list(shown.run.problems)[:500]],
+                "lost": [_text(event.get("message")) for event in shown.run.events("lost")[:500]],
                 "revision": shown.revision,
             }
         )
 
 
 def tokens_of(shown: OpenRun, step: int | None) -> bytes:
-    """The token labels of a step: from a `tokens` event of that step, else from the manifest."""
+    """The token labels of a step: from a `tokens` event of that step, else from the run's labels."""
     with shown.lock:
-        tokens: Any = shown.run.manifest.get("tokens")
+        labels = shown.run.manifest.get("labels")
+        tokens: Any = labels.get("tokens") if isinstance(labels, Mapping) else None
         for event in shown.run.events("tokens"):
             facts = event if isinstance(event, Mapping) else {}
             if step is not None and facts.get("step") == step and "tokens" in facts:

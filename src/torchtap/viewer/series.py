@@ -29,7 +29,7 @@ def series_of(
     with shown.lock:
         if site not in shown.position:
             raise Refused(f"this run has no site {site!r}", 404)
-        recorded = set(shown.run.statistics(site))
+        recorded = shown.statistics[site]
         columns: dict[str, npt.NDArray[np.float64]] = {}
         steps = np.zeros(0, dtype=np.int64)
         for name in dict.fromkeys(statistics):

@@ -7,7 +7,7 @@ is reduced to the least and greatest value of each cell; nothing is drawn of a s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,6 @@ import numpy.typing as npt
 from torchtap.viewer.catalog import OpenRun, Refused
 from torchtap.viewer.downsample import extremes
 from torchtap.viewer.wire import encode_json, pack
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["SliceWindow", "slice_of", "tensors_of"]
 
@@ -66,19 +63,12 @@ def _axis(value: int | None, default: int, dimensions: int) -> int:
     return axis
 
 
-def _numbers(tensor: Tensor) -> npt.NDArray[Any]:
+def _numbers(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """As float32 or, where that would round, float64; complex numbers as their magnitude."""
-    import torch
-
-    if tensor.is_complex():
-        tensor = tensor.abs()
-    exact_in_single = (
-        tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8)
-        or "float8" in str(tensor.dtype)
-        or tensor.dtype == torch.int16
-    )
-    wide = torch.float32 if exact_in_single else torch.float64
-    return np.asarray(tensor.to(wide).contiguous().numpy())
+    if values.dtype.kind == "c":
+        values = np.abs(values)
+    single = values.dtype.itemsize <= (4 if values.dtype.kind == "f" else 2)
+    return np.ascontiguousarray(values, dtype="<f4" if single else "<f8")
 
 
 def slice_of(shown: OpenRun, site: str, window: SliceWindow) -> bytes:
@@ -90,16 +80,14 @@ def slice_of(shown: OpenRun, site: str, window: SliceWindow) -> bytes:
             if len(reference.shape) > _MOST_DIMENSIONS:
                 raise Refused(f"a tensor of {len(reference.shape):,} axes cannot be drawn", 413)
         tensor = shown.tensor(site, window.step, window.field)
-        if tensor.layout is not None and str(tensor.layout) != "torch.strided":
-            tensor = tensor.to_dense()
     shape = tuple(tensor.shape)
-    flat = tensor.reshape(1, -1) if tensor.dim() < 2 else tensor
-    across = _axis(window.across, flat.dim() - 1, flat.dim())
-    down = _axis(window.down, flat.dim() - 2, flat.dim())
+    flat = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor
+    across = _axis(window.across, flat.ndim - 1, flat.ndim)
+    down = _axis(window.down, flat.ndim - 2, flat.ndim)
     if across == down:
         raise Refused("a picture needs two different axes")
-    stack = None if window.stack is None else _axis(window.stack, 0, flat.dim())
-    place = list(window.index) + [0] * (flat.dim() - len(window.index))
+    stack = None if window.stack is None else _axis(window.stack, 0, flat.ndim)
+    place = list(window.index) + [0] * (flat.ndim - len(window.index))
     where: list[int | slice] = []
     for axis, length in enumerate(flat.shape):
         if axis == down:
@@ -114,24 +102,23 @@ def slice_of(shown: OpenRun, site: str, window: SliceWindow) -> bytes:
             where.append(place[axis])
     picture = flat[tuple(where)]
     # The axes that are left, in the order stack, down, across.
-    left = [axis for axis in range(flat.dim()) if axis in (down, across, stack)]
+    left = [axis for axis in range(flat.ndim) if axis in (down, across, stack)]
     order = [left.index(axis) for axis in (stack, down, across) if axis is not None]
-    picture = picture.permute(order)
+    picture = picture.transpose(order)
     if stack is None:
-        picture = picture.unsqueeze(0)
-    if picture.numel() == 0:
+        picture = picture[np.newaxis]
+    if picture.size == 0:
         raise Refused("this tensor is empty", 404)
-    if picture.numel() > 64 * _MOST_CELLS:
-        raise Refused(f"a slice of {picture.numel():,} values is too large to draw; choose a smaller part", 413)
-    return _encode(picture, shape, str(tensor.dtype), window)
+    if picture.size > 64 * _MOST_CELLS:
+        raise Refused(f"a slice of {picture.size:,} values is too large to draw; choose a smaller part", 413)
+    return _encode(picture, shape, window)
 
 
-def _encode(picture: Tensor, shape: tuple[int, ...], dtype: str, window: SliceWindow) -> bytes:
+def _encode(picture: npt.NDArray[Any], shape: tuple[int, ...], window: SliceWindow) -> bytes:
     values = _numbers(picture)
     rows, columns = int(values.shape[1]), int(values.shape[2])
     facts: dict[str, Any] = {
         "shape": list(shape),
-        "dtype": dtype.removeprefix("torch."),
         "pictures": int(values.shape[0]),
         "rows": rows,
         "columns": columns,

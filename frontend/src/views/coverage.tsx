@@ -1,0 +1,49 @@
+// What was asked for and did not come, by reason; what was lost or damaged.
+
+import { grouped, plural } from "../numbers";
+import { href } from "../route";
+import type { About, RunLine } from "../types";
+
+export interface CoverageAnswer {
+  planned: number;
+  missing: { site: string; reason: string }[];
+  problems: string[];
+  lost: string[];
+}
+
+const SHOWN = 400;
+
+export function CoveragePanel({ answer, run, about }: { answer: CoverageAnswer; run: RunLine; about: About }) {
+  const { planned, missing, problems, lost } = answer;
+  const known = new Set(about.sites.map((s) => s.name));
+  const reasons = new Map<string, string[]>();
+  for (const { site, reason } of missing) reasons.set(reason, [...(reasons.get(reason) ?? []), site]);
+  const came = Math.max(0, planned - missing.length);
+  return (
+    <>
+      {planned > 0 && (
+        <p>
+          <span class="meter"><i style={{ width: `${(100 * came) / planned}%` }} /></span>
+          {missing.length === 0
+            ? <span class="good">Everything that was asked for arrived ({plural(planned, "place")}).</span>
+            : <>{grouped(came)} of {plural(planned, "place")} that the plan names sent values.</>}
+        </p>
+      )}
+      {[...reasons].map(([reason, sites]) => (
+        <details key={reason} class="panel" open={sites.length <= 12}>
+          <summary><b>{plural(sites.length, "site")}</b> {reason}</summary>
+          <ul class="columns">
+            {sites.slice(0, SHOWN).map((s) => <li key={s}>{known.has(s) ? <a href={href("site", { run: run.id, site: s })}>{s}</a> : s}</li>)}
+            {sites.length > SHOWN && <li class="quiet">and {grouped(sites.length - SHOWN)} more</li>}
+          </ul>
+        </details>
+      ))}
+      {[...problems, ...lost].length > 0 && (
+        <div class="panel">
+          <h2>Lost or damaged</h2>
+          <ul>{[...problems, ...lost].map((text, i) => <li key={i}>{text}</li>)}</ul>
+        </div>
+      )}
+    </>
+  );
+}
