@@ -23,13 +23,23 @@ interface Props {
   mark?: { x: number; text: string } | null;
   xLabel?: (value: number) => string;
   sync?: string;
+  broken?: [number, number][]; // stretches of steps with NaN or inf
 }
 
 // uPlot draws gaps for null and breaks on NaN.
 const plain = (values: ArrayLike<number>, log: boolean): (number | null)[] =>
   Array.from(values, (v) => (Number.isFinite(v) && (!log || v > 0) ? v : null));
 
-export function Chart({ steps, lines, band, log = false, height = 210, mark = null, xLabel, sync }: Props) {
+// On a logarithmic axis only powers of ten get a line, unless there are hardly any.
+function powersOnly(axis: { grid: object; ticks: object }) {
+  const filter = (_: uPlot, at: number[]): (number | null)[] => {
+    const powers = at.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-6 ? v : null));
+    return powers.filter((v) => v !== null).length > 1 ? powers : at;
+  };
+  return { filter, grid: { ...axis.grid, filter }, ticks: { ...axis.ticks, filter } };
+}
+
+export function Chart({ steps, lines, band, log = false, height = 210, mark = null, xLabel, sync, broken }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const dark = useDark();
   useEffect(() => {
@@ -56,13 +66,27 @@ export function Chart({ steps, lines, band, log = false, height = 210, mark = nu
       ctx.fillText(mark.text, x + (right ? -6 : 6) * devicePixelRatio, bbox.top + 12 * devicePixelRatio);
       ctx.restore();
     };
+    const drawBroken = (plot: uPlot): void => {
+      const { ctx, bbox } = plot;
+      for (const [from, to] of broken ?? []) {
+        const left = Math.max(bbox.left, plot.valToPos(from, "x", true));
+        const right = Math.max(left + 2, Math.min(bbox.left + bbox.width, plot.valToPos(to, "x", true)));
+        ctx.fillStyle = ink("--bad-soft");
+        ctx.fillRect(left, bbox.top, right - left, bbox.height);
+        ctx.fillStyle = ink("--bad");
+        ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+        const fits = ctx.measureText("NaN or inf").width + 8 < right - left;
+        ctx.textAlign = fits ? "center" : "right";
+        ctx.fillText("NaN or inf", fits ? (left + right) / 2 : left - 5, bbox.top + bbox.height / 2);
+      }
+    };
     const options: uPlot.Options = {
       width: element.clientWidth,
       height,
       scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
       axes: [
         { ...axis, size: 30, ...(xLabel ? { values: (_: uPlot, at: number[]) => at.map(xLabel) } : { values: (_: uPlot, at: number[]) => at.map((v) => (Number.isInteger(v) ? v.toLocaleString("en-US") : "")) }) },
-        { ...axis, size: 64, values: (_, at) => at.map((v) => (v === null ? "" : show(v))) },
+        { ...axis, ...(log ? powersOnly(axis) : {}), size: 64, values: (_, at) => at.map((v) => (v === null ? "" : show(v))) },
       ],
       legend: { live: true },
       cursor: { points: { size: 6 }, ...(sync ? { sync: { key: sync } } : {}), drag: { x: true, y: false } },
@@ -75,7 +99,7 @@ export function Chart({ steps, lines, band, log = false, height = 210, mark = nu
         })),
       ],
       ...(band ? { bands: [{ series: [band[0] + 1, band[1] + 1], fill: ink("--band") }] } : {}),
-      hooks: { draw: [drawMark] },
+      hooks: { drawClear: [drawBroken], draw: [drawMark] },
     };
     const data = [Array.from(steps), ...lines.map((line) => plain(line.values, log))] as uPlot.AlignedData;
     const plot = new uPlot(options, data, element);
@@ -85,6 +109,6 @@ export function Chart({ steps, lines, band, log = false, height = 210, mark = nu
       watcher.disconnect();
       plot.destroy();
     };
-  }, [steps, lines, band, log, dark, mark?.x]);
+  }, [steps, lines, band, log, dark, mark?.x, broken]);
   return <div class="chart" ref={box} />;
 }

@@ -15,6 +15,11 @@ export function show(value: number | null | undefined): string {
   return text.replace(/^-/, "−");
 }
 
+// Two digits, for colour bars.
+export function brief(value: number): string {
+  return show(value === 0 ? 0 : Number(value.toPrecision(2)));
+}
+
 // All digits, for the value under the cursor.
 export function exactly(value: number): string {
   if (Number.isNaN(value)) return "NaN";

@@ -4,7 +4,7 @@ import { diverging, sequential } from "./colour";
 
 export interface Range {
   quantiles: number[] | null; // of 0, 1, 5, 50, 95, 99 and 100 per cent
-  positive: number | null; // the least value above zero
+  positive: number[] | null; // the same of the values above zero
 }
 
 export interface Scale {
@@ -25,14 +25,17 @@ export function makeScale(range: Range, log: boolean, dark: boolean): Scale {
   const signed = least < 0 && greatest > 0;
   if (signed || least < 0) return around(q, log, dark);
   if (log && greatest > 0) {
-    const high = greatest;
-    const low = Math.min(Math.max(range.positive ?? high / 10, high * 1e-14), high / 10);
+    const [p0 = greatest / 10, p1 = p0, , , , p99 = greatest, p100 = greatest] = range.positive ?? [];
+    // A few values of another world (an explosion, a dead layer) must not take all the colours.
+    const clipped = Math.log(p100 / p0) > 2.2 * Math.log(p99 / p1) + 2;
+    const high = clipped ? p99 : p100;
+    const low = Math.min(clipped ? p1 : p0, high / 10);
     const from = Math.log(low);
     const span = Math.log(high) - from;
     return {
       place: (v) => (v <= low ? 0 : Math.min(1, (Math.log(v) - from) / span)),
       value: (p) => Math.exp(from + p * span),
-      lut: sequential, low, high, clipped: false,
+      lut: sequential, low, high, clipped,
     };
   }
   // One spike must not flatten everything else; it keeps the end's colour.

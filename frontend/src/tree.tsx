@@ -16,8 +16,10 @@ interface Node {
   parameters: number; // of the module and all below
 }
 
+const GRAVITY: Mark[] = ["nan", "spread", "warning"];
+
 function worse(a: Mark | null, b: Mark | null): Mark | null {
-  return a === "nan" || b === "nan" ? "nan" : a ?? b;
+  return GRAVITY.find((mark) => mark === a || mark === b) ?? null;
 }
 
 // From the recorded tree of modules; sites of modules that it does not know hang from paths of their own.

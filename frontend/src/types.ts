@@ -46,7 +46,7 @@ export interface About {
   epochs: [number, number][];
 }
 
-export type Mark = "nan" | "warning";
+export type Mark = "nan" | "spread" | "warning"; // where a NaN began, where it went, anything else
 
 export interface Finding {
   kind: string;

@@ -44,4 +44,4 @@ export const FINDING_WORDS: Record<string, string> = {
   "no-gradient": "No gradient",
 };
 
-export const MARK_WORDS = { nan: "has NaN or infinity", warning: "has a warning" } as const;
+export const MARK_WORDS = { nan: "the first NaN or infinity", spread: "has NaN or infinity", warning: "has a warning" } as const;

@@ -147,8 +147,11 @@ class Watch:
         if moment is None:
             return False
         self._ever_live |= self._receiver.live
+        # Parameters are always there to be read: they alone do not make the step that nobody began.
+        idle = self._implicit and not self._receiver.holds_anything()
         try:
-            self._attachment.finish_step()
+            if not idle:
+                self._attachment.finish_step()
             scalars, tensors = self._collector.collect()
         finally:
             # Hooks stay where they are, since the next step most often wants them again; they hear nothing.

@@ -1,5 +1,5 @@
 import { gradient } from "../colour";
-import { show } from "../numbers";
+import { brief } from "../numbers";
 import type { Scale } from "../scale";
 
 export function Legend({ scale, marked }: { scale: Scale; marked: boolean }) {
@@ -11,7 +11,7 @@ export function Legend({ scale, marked }: { scale: Scale; marked: boolean }) {
         <div class="ticks">
           {places.map((p) => (
             <span key={p} style={{ left: `${p * 100}%` }}>
-              {scale.clipped && p === 0 ? "≤ " : scale.clipped && p === 1 ? "≥ " : ""}{show(scale.value(p))}
+              {scale.clipped && p === 0 ? "≤ " : scale.clipped && p === 1 ? "≥ " : ""}{brief(scale.value(p))}
             </span>
           ))}
         </div>

@@ -59,7 +59,7 @@ export function MapView({ run, about, findings, params }: ViewProps) {
   const key = JSON.stringify([asked, run.revision]);
   const ask = (name: string) => async (signal: AbortSignal) => new Grid(await askPacked<MapFacts>("map", { ...asked, statistic: name }, signal));
   const answer = useAnswer(names.length ? key : null, ask(statistic));
-  const anyBad = Object.values(findings.marks).includes("nan");
+  const anyBad = Object.values(findings.marks).some((mark) => mark !== "warning");
   const badAnswer = useAnswer(anyBad && names.includes("nans") ? key : null, ask("nonfinite"));
   const grid = answer.value;
   const scale = useMemo(() => grid && makeScale(grid.facts.range, log, dark), [grid, log, dark]);

@@ -21,6 +21,7 @@ interface SeriesFacts {
 }
 
 const ALWAYS = ["mean", "std", "min", "max"];
+const COUNTS = ["nans", "infs"];
 
 export function SiteView({ run, about, findings, params }: ViewProps) {
   const dark = useDark();
@@ -31,7 +32,7 @@ export function SiteView({ run, about, findings, params }: ViewProps) {
   const more = available.filter((s) => !ALWAYS.includes(s) && s !== "count");
   const first = ["rms", "l2", "absmax"].find((s) => more.includes(s)) ?? more[0];
   const second = (params["series"]?.split(",") ?? (first ? [first] : [])).filter((s) => more.includes(s));
-  const asked = [...ALWAYS.filter((s) => available.includes(s)), ...second];
+  const asked = [...new Set([...[...ALWAYS, ...COUNTS].filter((s) => available.includes(s)), ...second])];
   const series = useAnswer(
     asked.length && site ? JSON.stringify([run.id, run.revision, name, asked]) : null,
     (signal) => askPacked<SeriesFacts>("series", { run: run.id, site: name, statistics: asked.join(","), points: 6000 }, signal),
@@ -69,7 +70,7 @@ export function SiteView({ run, about, findings, params }: ViewProps) {
     add(main, "std", colours[3] ?? "", { dash: [6, 3] });
     const rest: Line[] = [];
     second.forEach((s, i) => add(rest, s, colours[i % colours.length] ?? ""));
-    return { steps, main, band, rest };
+    return { steps, main, band, rest, broken: stretches(steps, COUNTS.map(take)) };
   }, [series.value, dark, second.join()]);
 
   if (!site) {
@@ -88,7 +89,7 @@ export function SiteView({ run, about, findings, params }: ViewProps) {
           {site.class && <span>{site.class}</span>}
           {site.shape && <span class="mono">[{site.shape.join(" × ")}]</span>}
           {site.dtype && <span class="mono">{site.dtype}</span>}
-          {site.source && <span class="mono">{site.source}</span>}
+          {site.source && <span class="mono" title={site.source}>{site.source.split(/[\\/]/).slice(-2).join("/")}</span>}
           <span>{position + 1} of {about.sites.length} in execution order</span>
           <a href={href("map", { run: run.id, kind: site.kind })}>on the map</a>
         </p>
@@ -98,7 +99,7 @@ export function SiteView({ run, about, findings, params }: ViewProps) {
       {drawn && drawn.main.length > 0 && (
         <div class="panel">
           <h2>Values over time <span class="quiet">mean and standard deviation; the band is minimum to maximum</span></h2>
-          <Chart steps={drawn.steps} lines={drawn.main} {...(drawn.band ? { band: drawn.band } : {})} mark={step === null ? null : { x: step, text: `step ${step.toLocaleString("en-US")}` }} sync="site" />
+          <Chart steps={drawn.steps} lines={drawn.main} {...(drawn.band ? { band: drawn.band } : {})} mark={step === null ? null : { x: step, text: `step ${step.toLocaleString("en-US")}` }} broken={drawn.broken} sync="site" />
         </div>
       )}
       {more.length > 0 && (
@@ -115,7 +116,7 @@ export function SiteView({ run, about, findings, params }: ViewProps) {
               <button aria-pressed={restLog} onClick={() => adjust({ scale: "log" })}>log</button>
             </span>
           </h2>
-          {drawn && drawn.rest.length > 0 && <Chart steps={drawn.steps} lines={drawn.rest} log={restLog} height={180} sync="site" />}
+          {drawn && drawn.rest.length > 0 && <Chart steps={drawn.steps} lines={drawn.rest} log={restLog} height={180} broken={drawn.broken} sync="site" />}
         </div>
       )}
       {series.value && series.value.facts.total > (drawn?.steps.length ?? 0) && (
@@ -126,4 +127,19 @@ export function SiteView({ run, about, findings, params }: ViewProps) {
       {available.length === 0 && holds.length === 0 && <p class="quiet">Nothing was recorded here yet.</p>}
     </section>
   );
+}
+
+// From the first to the last step of each row of steps at which any count is above zero.
+function stretches(steps: ArrayLike<number>, counts: (ArrayLike<number> | undefined)[]): [number, number][] {
+  const found: [number, number][] = [];
+  let from: number | null = null;
+  for (let i = 0; i <= steps.length; i++) {
+    const broken = i < steps.length && counts.some((c) => (c?.[i] ?? 0) > 0);
+    if (broken && from === null) from = steps[i] ?? 0;
+    if (!broken && from !== null) {
+      found.push([from, steps[i - 1] ?? from]);
+      from = null;
+    }
+  }
+  return found.slice(0, 200);
 }

@@ -14,9 +14,20 @@ __all__ = ["command"]
 @click.command("view")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--port", default=0, show_default="a free one", help="Port to listen on.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. Beyond this machine a token guards it.")
-@click.option("--allow-host", multiple=True, metavar="NAME", help="A further name that the viewer answers to.")
-@click.option("--comparison", type=click.Path(exists=True, dir_okay=False), help="A comparison saved as JSON, to show beside the runs.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; beyond this machine a token guards it.",
+)
+@click.option(
+    "--allow-host", multiple=True, metavar="NAME", help="A further name that the viewer answers to."
+)
+@click.option(
+    "--comparison",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A comparison saved as JSON, to show beside the runs.",
+)
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 def command(
     runs: tuple[str, ...],

@@ -1,8 +1,8 @@
 """What looks wrong in a run's statistics: dead, constant and saturated values, sizes that explode or vanish,
 parameters without a gradient.
 
-Each check is a pure function from a run to findings and reads only the statistics that it needs. Sites that
-show the same thing are one finding, its worst site first.
+Each check is a pure function from a run and the steps to look at to findings, and reads only the statistics
+that it needs. Sites that show the same thing are one finding, its worst site first.
 
 Not here: the origin of a NaN (`nonfinite`), and the order of all findings (`run`).
 """
@@ -16,12 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.diagnosis.finding import Finding, Kind, Limits, Severity
-from torchtap.diagnosis.grid import Grid, Place, grid, spread_steps
+from torchtap.diagnosis.grid import Grid, Place, grid
 
 if TYPE_CHECKING:
     from torchtap.store.reader import Run
 
 __all__ = ["dead_or_constant", "exploding_or_vanishing", "saturated", "without_gradient"]
+
+Steps = npt.NDArray[np.int64]
 
 _GRADIENTS = ("grad_output", "grad_input", "param_grad")
 
@@ -60,10 +62,9 @@ def _gather(
     return [Finding(kind, severity, site, step, value, message, advice, tuple(hit[1] for hit in hits))]
 
 
-def dead_or_constant(run: Run, all_places: list[Place], limits: Limits) -> list[Finding]:
+def dead_or_constant(run: Run, all_places: list[Place], steps: Steps, limits: Limits) -> list[Finding]:
     """Outputs that are nearly all zero, or one and the same number."""
     outputs = [place.name for place in all_places if place.kind in ("output", "value")]
-    steps = spread_steps(run, limits.steps)
     zeros, spreads = grid(run, "zeros", outputs, steps), grid(run, "std", outputs, steps)
     dead = []
     for row, share in enumerate(_late(zeros.values) if len(zeros.sites) else ()):
@@ -90,9 +91,8 @@ def dead_or_constant(run: Run, all_places: list[Place], limits: Limits) -> list[
     )
 
 
-def saturated(run: Run, all_places: list[Place], limits: Limits) -> list[Finding]:
+def saturated(run: Run, all_places: list[Place], steps: Steps, limits: Limits) -> list[Finding]:
     """Tanh and sigmoid outputs that sit at their ends; float16 values next to the largest there is."""
-    steps = spread_steps(run, limits.steps)
     tanh = [p.name for p in all_places if p.kind == "output" and p.module_class.rpartition(".")[2] == "Tanh"]
     sigmoid = [
         p.name for p in all_places if p.kind == "output" and p.module_class.rpartition(".")[2] == "Sigmoid"
@@ -134,9 +134,8 @@ def saturated(run: Run, all_places: list[Place], limits: Limits) -> list[Finding
     )
 
 
-def exploding_or_vanishing(run: Run, all_places: list[Place], limits: Limits) -> list[Finding]:
+def exploding_or_vanishing(run: Run, all_places: list[Place], steps: Steps, limits: Limits) -> list[Finding]:
     """Sizes (rms) far from what they were, or gradients far below those of the same kind elsewhere."""
-    steps = spread_steps(run, limits.steps)
     growing: list[tuple[float, str, int | None]] = []
     fading: list[tuple[float, str, int | None]] = []
     for kind in ("output", *_GRADIENTS):
@@ -145,15 +144,17 @@ def exploding_or_vanishing(run: Run, all_places: list[Place], limits: Limits) ->
         found = grid(run, "rms", names, steps)
         if not found.sites or found.values.shape[1] == 0:
             continue
-        early = _medians(found.values[:, : max(1, found.values.shape[1] // 4)])
+        first = max(1, found.values.shape[1] // 4)
+        early = _medians(found.values[:, :first])
         late = _late(found.values)
         usual = float(np.nanmedian(late)) if np.isfinite(late).any() else float("nan")
         for row, site in enumerate(found.sites):
             values = found.values[row]
             if early[row] > 0:
-                over = values > limits.exploding * early[row]
+                over = np.isfinite(values) & (values > limits.exploding * early[row])
+                over[:first] = False  # what was large at the very start has shrunk, not grown
                 if over.any():
-                    ratio = float(np.nanmax(np.where(np.isfinite(values), values, np.nan)) / early[row])
+                    ratio = float(values[over].max() / early[row])
                     growing.append((ratio, site, _first_step(found, over)))
             if kind in _GRADIENTS and late[row] > 0:
                 floor = limits.vanishing * max(usual, early[row] if np.isfinite(early[row]) else 0.0)
@@ -167,36 +168,33 @@ def exploding_or_vanishing(run: Run, all_places: list[Place], limits: Limits) ->
         "gradients vanish at {site}{also}",
         "Layers behind this one hardly learn: look at the map of gradients for the layer where they shrink.",
     )
-    return (
-        _gather(
-            "exploding",
-            "warning",
-            growing,
-            "{site}{also} grew to {value:,.0f} times its early size, from step {step} on",
-            "Look at the loss and the learning rate at that step; clipping gradients bounds the damage.",
+    return _gather(
+        "exploding",
+        "warning",
+        growing,
+        "{site}{also} grew to {value:.3g} times its early size, from step {step} on",
+        "Look at the loss and the learning rate at that step; clipping gradients bounds the damage.",
+    ) + [
+        Finding(
+            f.kind,
+            f.severity,
+            f.site,
+            f.step,
+            None if f.value is None else -f.value,
+            f"{f.message}: {-(f.value or 0.0):.1e} of the usual size",
+            f.advice,
+            f.sites,
         )
-        + [
-            Finding(
-                f.kind,
-                f.severity,
-                f.site,
-                f.step,
-                None if f.value is None else -f.value,
-                f"{f.message}: {-(f.value or 0.0):.1e} of the usual size",
-                f.advice,
-                f.sites,
-            )
-            for f in faded
-        ]
-    )
+        for f in faded
+    ]
 
 
-def without_gradient(run: Run, all_places: list[Place], limits: Limits) -> list[Finding]:
+def without_gradient(run: Run, all_places: list[Place], steps: Steps, limits: Limits) -> list[Finding]:
     """Parameters whose gradient was zero whenever it was recorded."""
     names = [place.name for place in all_places if place.kind == "param_grad"]
-    found = grid(run, "absmax", names, spread_steps(run, limits.steps))
+    found = grid(run, "absmax", names, steps)
     if not found.sites:
-        found = grid(run, "l2", names, spread_steps(run, limits.steps))
+        found = grid(run, "l2", names, steps)
     still: list[tuple[float, str, int | None]] = []
     for row, site in enumerate(found.sites):
         seen = found.values[row][~np.isnan(found.values[row])]
@@ -206,6 +204,6 @@ def without_gradient(run: Run, all_places: list[Place], limits: Limits) -> list[
         "no-gradient",
         "warning",
         still,
-        "{site}{also} is zero at every step: these parameters do not learn",
+        "{site}{also}: zero at every step, so these parameters do not learn",
         "Look for a detach, a frozen branch or an unused module between them and the loss.",
     )

@@ -94,9 +94,7 @@ def places(run: Run) -> list[Place]:
     return found
 
 
-def grid(
-    run: Run, statistic: str, sites: list[str], steps: npt.NDArray[np.int64] | None = None
-) -> Grid:
+def grid(run: Run, statistic: str, sites: list[str], steps: npt.NDArray[np.int64] | None = None) -> Grid:
     """``statistic`` of those of ``sites`` that have it."""
     having = [site for site in sites if statistic in run.statistics(site)]
     if not having:
@@ -105,9 +103,14 @@ def grid(
     return Grid(list(names), np.asarray(columns), np.asarray(values))
 
 
-def spread_steps(run: Run, most: int) -> npt.NDArray[np.int64]:
-    """At most ``most`` of the run's steps, evenly spread, the first and the last among them."""
+def spread_steps(run: Run, most: int, before: int | None = None) -> npt.NDArray[np.int64]:
+    """At most ``most`` of the run's steps, evenly spread, the first and the last among them.
+
+    Steps from ``before`` on are left out, unless nothing else is there.
+    """
     steps = np.asarray(run.steps(), dtype=np.int64)
+    if before is not None and len(steps) and steps[0] < before:
+        steps = steps[steps < before]
     if len(steps) <= most:
         return steps
     return steps[np.unique(np.linspace(0, len(steps) - 1, most).round().astype(np.int64))]

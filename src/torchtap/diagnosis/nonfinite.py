@@ -37,9 +37,9 @@ def _by_design(infinities: Grid, nan_sites: set[str], by_name: dict[str, Place])
         counts = infinities.values[row]
         seen = counts[~np.isnan(counts)]
         kind = by_name[site].kind
-        if kind in ("input", "attention", "value", "buffer") and site not in nan_sites:
-            if len(seen) and bool((seen > 0).all()):
-                masks.add(site)
+        always = len(seen) > 0 and bool((seen > 0).all())
+        if always and kind in ("input", "attention", "value", "buffer") and site not in nan_sites:
+            masks.add(site)
     return masks
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchtap.diagnosis.checks import dead_or_constant, exploding_or_vanishing, saturated, without_gradient
 from torchtap.diagnosis.finding import Finding, Limits
-from torchtap.diagnosis.grid import places
+from torchtap.diagnosis.grid import places, spread_steps
 from torchtap.diagnosis.nonfinite import first_nonfinite
 
 if TYPE_CHECKING:
@@ -32,8 +32,10 @@ def diagnose(run: Run | str | os.PathLike[str], *, limits: Limits | None = None)
     limits = limits or Limits()
     all_places = places(run)
     found = first_nonfinite(run, all_places)
-    found += without_gradient(run, all_places, limits)
-    found += exploding_or_vanishing(run, all_places, limits)
-    found += dead_or_constant(run, all_places, limits)
-    found += saturated(run, all_places, limits)
+    # After the first NaN everything is broken: what was wrong before it is worth knowing.
+    steps = spread_steps(run, limits.steps, found[0].step if found else None)
+    found += without_gradient(run, all_places, steps, limits)
+    found += exploding_or_vanishing(run, all_places, steps, limits)
+    found += dead_or_constant(run, all_places, steps, limits)
+    found += saturated(run, all_places, steps, limits)
     return sorted(found, key=lambda finding: finding.severity != "error")

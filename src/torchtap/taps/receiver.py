@@ -103,6 +103,12 @@ class Receiver:
         self.thread, self._open = _NO_THREAD, False
         self._passed_over = None
 
+    def holds_anything(self) -> bool:
+        """Whether any value has come since the last collection."""
+        if any(self.grid.arrived):
+            return True
+        return any(fold.state is not None for entry in self.entries for fold in entry.live_folds)
+
     def begin_pass(self, training: bool | None = None) -> None:
         """The model was called: calls of its modules are counted anew, unless each pass is kept apart."""
         if self._one_mode and self._open and training is not None and self.hears_this_thread():

@@ -45,11 +45,17 @@ class Refused(Exception):
 class NumberGrid:
     """One statistic of all sites that have it: rows in execution order, columns steps, NaN where absent."""
 
-    def __init__(self, sites: list[str], steps: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> None:
+    def __init__(
+        self, sites: list[str], steps: npt.NDArray[np.int64], values: npt.NDArray[np.float32]
+    ) -> None:
         self.sites = sites
         self.steps = steps
         self.values = values
         self.row = {site: row for row, site in enumerate(sites)}
+
+    def is_start_of(self, sites: list[str], steps: npt.NDArray[np.int64]) -> bool:
+        """Whether a grid of these sites and steps begins with this one."""
+        return self.sites == sites and np.array_equal(self.steps, steps[: len(self.steps)])
 
 
 @final
@@ -101,7 +107,9 @@ class OpenRun:
                 fresh = self._read(statistic, known[1] if known else None)
             self._grids[statistic] = (self.revision, fresh)
             self._grids.move_to_end(statistic)
-            while len(self._grids) > 1 and sum(g.values.nbytes for _, g in self._grids.values()) > _GRID_BYTES:
+            while (
+                len(self._grids) > 1 and sum(g.values.nbytes for _, g in self._grids.values()) > _GRID_BYTES
+            ):
                 self._grids.popitem(last=False)
             return fresh
 
@@ -110,10 +118,7 @@ class OpenRun:
         if not sites:
             raise Refused(f"no site of this run has a statistic {statistic!r}", 404)
         steps = np.asarray(self.run.steps(), dtype=np.int64)
-        grown = None
-        if known is not None and known.sites == sites and len(known.steps) <= len(steps):
-            if np.array_equal(known.steps, steps[: len(known.steps)]):
-                grown = known
+        grown = known if known is not None and known.is_start_of(sites, steps) else None
         fresh_steps = steps if grown is None else steps[len(grown.steps) :]
         if grown is not None and not len(fresh_steps):
             return grown

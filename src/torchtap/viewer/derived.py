@@ -1,7 +1,7 @@
 """Statistics that are not recorded but follow from recorded ones, under names of their own.
 
-    nonfinite     NaNs and infinities together
-    grad/weight   norm of a parameter's gradient over the norm of the parameter
+nonfinite     NaNs and infinities together
+grad/weight   norm of a parameter's gradient over the norm of the parameter
 """
 
 from __future__ import annotations

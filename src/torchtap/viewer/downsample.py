@@ -69,8 +69,8 @@ def keep_points(columns: list[npt.NDArray[np.floating]], points: int) -> npt.NDA
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             kept.add(start + int(low[start:end].argmin()))
             kept.add(start + int(high[start:end].argmax()))
-        positions = np.searchsorted(odd, starts)
-        inside = (positions < len(odd)) & (odd[np.minimum(positions, len(odd) - 1)] < ends) if len(odd) else []
         if len(odd):
-            kept.update(odd[positions[inside]].tolist())
+            positions = np.searchsorted(odd, starts)
+            nearest = odd[np.minimum(positions, len(odd) - 1)]
+            kept.update(nearest[(positions < len(odd)) & (nearest < ends)].tolist())
     return np.array(sorted(kept), dtype=np.int64)

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.viewer.catalog import NumberGrid, OpenRun
+from torchtap.viewer.catalog import NumberGrid, OpenRun, Refused
 from torchtap.viewer.downsample import extremes
 from torchtap.viewer.wire import pack
 
@@ -47,17 +47,19 @@ def _inside(site: str, module: str) -> bool:
     return path == module or path.startswith(module + ".")
 
 
-def _range_of(values: npt.NDArray[np.float32]) -> dict[str, Any]:
-    """What the page needs to choose colours: quantiles of the finite values and the least above zero."""
-    # A fixed stride bounds the work; the two ends come from all values.
-    finite = values[np.isfinite(values)]
+def _quantiles(finite: npt.NDArray[np.float32]) -> list[float] | None:
     if not len(finite):
-        return {"quantiles": None, "positive": None}
-    sample = finite[:: max(1, len(finite) // 200_000)]
-    quantiles = np.quantile(sample, _QUANTILES)
+        return None
+    # A fixed stride bounds the work; the two ends come from all values.
+    quantiles = np.quantile(finite[:: max(1, len(finite) // 200_000)].astype(np.float64), _QUANTILES)
     quantiles[0], quantiles[-1] = finite.min(), finite.max()
-    above = finite[finite > 0]
-    return {"quantiles": quantiles.tolist(), "positive": float(above.min()) if len(above) else None}
+    return [float(q) for q in quantiles]
+
+
+def _range_of(values: npt.NDArray[np.float32]) -> dict[str, Any]:
+    """What the page needs to choose colours: quantiles of the finite values, and of those above zero."""
+    finite = values[np.isfinite(values)]
+    return {"quantiles": _quantiles(finite), "positive": _quantiles(finite[finite > 0])}
 
 
 def _rows_of(grid: NumberGrid, window: MapWindow) -> list[int]:
@@ -83,8 +85,7 @@ def heat_map(shown: OpenRun, window: MapWindow) -> bytes:
         steps = grid.steps[first:last]
         part = grid.values[_as_slice(chosen), first:last]
         if len(steps) and len(rows) < len(grid.sites):
-            # A kind that is recorded on a schedule of its own has columns without any value: leave them out.
-            there = _columns_with_values(part)
+            there = _recorded_columns(shown, grid, chosen, part, slice(first, last))
             if not there.all():
                 part, steps = part[:, there], steps[there]
         low, high, row_starts, column_starts = extremes(part, window.rows, window.columns)
@@ -119,7 +120,29 @@ def _as_slice(rows: list[int]) -> slice | list[int]:
     return rows
 
 
-def _columns_with_values(part: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+def _recorded_columns(
+    shown: OpenRun, grid: NumberGrid, rows: list[int], part: npt.NDArray[np.float32], window: slice
+) -> npt.NDArray[np.bool_]:
+    """Which steps hold anything of these sites: a kind that has a schedule of its own skips the others.
+
+    A statistic of nothing but NaN is NaN as well; the number of NaNs tells it from a step without a record.
+    """
+    there = _any_value(part)
+    if not there.all() and grid is not (counted := _counted(shown)) and counted is not None:
+        same = [counted.row[site] for row in rows if (site := grid.sites[row]) in counted.row]
+        there |= _any_value(counted.values[_as_slice(same), window])
+    return there
+
+
+def _counted(shown: OpenRun) -> NumberGrid | None:
+    try:
+        return shown.grid("nans")
+    except Refused:
+        return None
+
+
+def _any_value(part: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """Which columns have a value in any row."""
     there = np.zeros(part.shape[1], dtype=bool)
     for start in range(0, part.shape[0], 64):
         there |= ~np.isnan(part[start : start + 64]).all(axis=0)

@@ -6,6 +6,7 @@ number of axes, trees to a depth, so that a hostile run costs no more than a lar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -153,8 +154,10 @@ def findings_of(shown: OpenRun) -> bytes:
         marks: dict[str, str] = {}
         for finding in found:
             for site in finding.sites:
-                if finding.severity == "error" or site not in marks:
-                    marks[site] = "nan" if finding.kind == "nonfinite" else "warning"
+                if finding.kind == "nonfinite":
+                    marks[site] = "nan" if site == finding.site else "spread"
+                else:
+                    marks.setdefault(site, "warning")
         listed = [finding.to_dict() for finding in found]
         for entry in listed:
             entry["total"] = len(entry["sites"])
@@ -211,8 +214,8 @@ def comparison_of(catalog: Catalog, first: int | None, second: int | None) -> by
     """The comparison that the viewer was given, or one of two open runs."""
     if catalog.comparison is not None and first is None:
         return encode_json(catalog.comparison)
-    from torchtap.comparison.report import compare  # not before it is asked for: it reads every tensor
+    from torchtap.comparison.front import compare  # not before it is asked for: it reads every tensor
 
     a, b = catalog[first or 0], catalog[1 if second is None else second]
     with a.lock, b.lock:
-        return encode_json(compare(a.run, b.run).to_dict())
+        return encode_json(json.loads(compare(a.run, b.run).to_json()))

@@ -66,7 +66,9 @@ class Policy:
     def of(cls, host: str, *, extra: tuple[str, ...] = ()) -> Policy:
         """Loopback: no token. Anything else: a fresh one."""
         if is_loopback(host):
-            return cls(host, None, frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower(), *extra}))
+            return cls(
+                host, None, frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower(), *extra})
+            )
         names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
         return cls(host, secrets.token_urlsafe(24), frozenset({*names, *(name.lower() for name in extra)}))
 
@@ -133,7 +135,8 @@ class Gate:
         return None
 
     def _given(self, scope: Any) -> str:
-        return parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
+        asked: bytes = scope.get("query_string", b"")
+        return parse_qs(asked.decode("latin-1")).get("token", [""])[0]
 
     def _cookie_name(self, scope: Any) -> str:
         # Cookies ignore ports: two viewers on one host must not overwrite each other's.
@@ -146,7 +149,9 @@ class Gate:
             name, _, value = part.strip().partition("=")
             if name == self._cookie_name(scope):
                 given.append(value)
-        return any(hmac.compare_digest(g.encode("utf-8", "replace"), self.policy.token.encode()) for g in given)
+        return any(
+            hmac.compare_digest(g.encode("utf-8", "replace"), self.policy.token.encode()) for g in given
+        )
 
     def _cookie_to_set(self, scope: Any) -> bytes | None:
         if self.policy.token is None or not self._given(scope):

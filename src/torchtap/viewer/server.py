@@ -124,7 +124,7 @@ class ViewerServer:
     def address(self) -> str:
         """What to open in a browser, with the token if one is asked for."""
         host = self.policy.host
-        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
         if ":" in shown and not shown.startswith("["):
             shown = f"[{shown}]"
         token = "" if self.policy.token is None else f"?token={self.policy.token}"

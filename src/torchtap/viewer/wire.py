@@ -45,7 +45,9 @@ def _plain(value: Any) -> Any:
 def encode_json(value: Any) -> bytes:
     """``value`` as JSON that every browser reads: a NaN or an infinity is null."""
     # Lone surrogates can come from a hostile manifest; ASCII escapes carry them where UTF-8 would raise.
-    return json.dumps(_plain(value), ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return json.dumps(_plain(value), ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode(
+        "ascii"
+    )
 
 
 def pack(facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
