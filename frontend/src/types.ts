@@ -77,13 +77,17 @@ export interface TensorGroup {
 export interface ComparisonRow {
   site: string;
   index: number;
-  error: number | null;
-  floor: number | null;
+  error: number | string | null; // "inf" and "nan" where JSON has no number
+  floor: number | string | null;
   status: string;
   [key: string]: unknown;
 }
 
 export interface Comparison {
+  reference?: string;
+  target?: string;
+  floor_basis?: string;
+  compared?: number;
   rows: ComparisonRow[];
   first: ComparisonRow | null;
   verdict: string;

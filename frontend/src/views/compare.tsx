@@ -108,34 +108,39 @@ function Verdict({ runs, given, params }: { runs: RunLine[]; given: boolean; par
   const rows = result.value?.rows ?? [];
   const drawn = useMemo(() => {
     const colours = lineColours(dark);
-    const errors = rows.map((r) => r.error ?? NaN);
-    const floors = rows.map((r) => r.floor ?? NaN);
+    const errors = rows.map((r) => number(r.error));
+    const floors = rows.map((r) => number(r.floor));
     const lines: Line[] = [{ label: "error", colour: colours[0] ?? "", values: errors, width: 2 }];
     if (floors.some(Number.isFinite)) lines.push({ label: "noise floor", colour: colours[1] ?? "", values: floors, dash: [6, 4] });
     return { steps: rows.map((_, i) => i), lines };
   }, [result.value, dark]);
   const first = result.value?.first ?? null;
   const at = first ? rows.findIndex((r) => r.site === first.site) : -1;
-  const over = rows.filter((r) => r.status !== "same" && r.status !== "ok" && r.status !== "equal");
+  const over = rows.filter((r) => r.status !== "equal" && r.status !== "within");
   const name = (id: number) => runs.find((r) => r.id === id)?.name ?? "";
   return (
     <div class="panel">
-      <h2>Error along depth {!given && <span class="quiet">{name(b)} against {name(a)}</span>}</h2>
+      <h2>Error along depth <span class="quiet">{result.value?.target ?? name(b)} against {result.value?.reference ?? name(a)}{result.value?.floor_basis ? `; noise floor: ${result.value.floor_basis}` : ""}</span></h2>
       {result.busy && !result.value && <p class="quiet">Comparing …</p>}
       {result.error && <p class="quiet">{result.error}</p>}
       {result.value && <p class="verdict">{result.value.verdict}</p>}
-      {first && at >= 0 && <p><b>First divergence</b> <a href={href("site", { run: 0, site: first.site })}>{first.site}</a> <span class="quiet">error {show(first.error)}{first.floor ? `, noise floor ${show(first.floor)}` : ""}</span></p>}
+      {first && at >= 0 && <p><b>First divergence</b> <a href={href("site", { run: 0, site: first.site })}>{first.site}</a> <span class="quiet">error {show(number(first.error))}{first.floor ? `, noise floor ${show(number(first.floor))}` : ""}</span></p>}
       {rows.length > 0 && <Chart steps={drawn.steps} lines={drawn.lines} log height={260} xLabel={(v) => shortSite(rows[Math.round(v)]?.site, v)} mark={at >= 0 ? { x: at, text: "first divergence" } : null} />}
       {over.length > 0 && (
         <div class="scroll"><table>
           <thead><tr><th>site</th><th>error</th><th>noise floor</th><th>status</th></tr></thead>
           <tbody>{over.slice(0, 200).map((r) => (
-            <tr key={r.site}><td><a href={href("site", { run: 0, site: r.site })}>{r.site}</a></td><td>{show(r.error)}</td><td>{show(r.floor)}</td><td>{r.status}</td></tr>
+            <tr key={r.site}><td><a href={href("site", { run: 0, site: r.site })}>{r.site}</a></td><td>{show(number(r.error))}</td><td>{show(number(r.floor))}</td><td>{r.status}</td></tr>
           ))}</tbody>
         </table></div>
       )}
     </div>
   );
+}
+
+function number(value: number | string | null): number {
+  if (typeof value === "number") return value;
+  return value === "inf" ? Infinity : value === "-inf" ? -Infinity : NaN;
 }
 
 function shortSite(name: string | undefined, at: number): string {

@@ -165,6 +165,7 @@ class Catalog:
     def __init__(self, runs: Sequence[OpenRun], comparison: dict[str, Any] | None = None) -> None:
         self.runs = list(runs)
         self.comparison = comparison
+        self._compared: tuple[tuple[int, int, int, int], dict[str, Any]] | None = None
 
     @classmethod
     def open(cls, paths: Sequence[str | Path], comparison: dict[str, Any] | None = None) -> Catalog:
@@ -176,6 +177,17 @@ class Catalog:
         if len(set(names)) < len(names):
             names = [str(Path(*place.parts[-2:])) for place in places]
         return cls([OpenRun(open_run(p), n) for p, n in zip(paths, names, strict=True)], comparison)
+
+    def compare(self, first: int, second: int) -> dict[str, Any]:
+        """The comparison of two of the runs as they are now; the last one is kept, since it reads everything."""
+        from torchtap.comparison.front import compare
+
+        a, b = self[first], self[second]
+        key = (first, second, a.revision, b.revision)
+        if self._compared is None or self._compared[0] != key:
+            with a.lock, b.lock:
+                self._compared = (key, compare(a.run, b.run).as_dict())
+        return self._compared[1]
 
     def __getitem__(self, number: int) -> OpenRun:
         if not 0 <= number < len(self.runs):

@@ -6,7 +6,6 @@ number of axes, trees to a depth, so that a hostile run costs no more than a lar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -214,8 +213,4 @@ def comparison_of(catalog: Catalog, first: int | None, second: int | None) -> by
     """The comparison that the viewer was given, or one of two open runs."""
     if catalog.comparison is not None and first is None:
         return encode_json(catalog.comparison)
-    from torchtap.comparison.front import compare  # not before it is asked for: it reads every tensor
-
-    a, b = catalog[first or 0], catalog[1 if second is None else second]
-    with a.lock, b.lock:
-        return encode_json(json.loads(compare(a.run, b.run).to_json()))
+    return encode_json(catalog.compare(first or 0, 1 if second is None else second))
