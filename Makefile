@@ -56,3 +56,6 @@ browser:
 
 clean:
 	rm -rf $(VENV) build dist demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The web viewer's page.
+-include frontend.mk

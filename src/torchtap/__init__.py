@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torchtap.comparison.front import compare as compare
     from torchtap.comparison.result import Comparison as Comparison
     from torchtap.coverage import Missing as Missing
+    from torchtap.diagnosis.finding import Finding as Finding
+    from torchtap.diagnosis.run import diagnose as diagnose
     from torchtap.errors import CompareError as CompareError
     from torchtap.errors import FormError as FormError
     from torchtap.errors import MissingExtraError as MissingExtraError
@@ -75,6 +77,7 @@ _HOME = {
     "Epochs": "torchtap.schedule",
     "Every": "torchtap.schedule",
     "ExtraOutputs": "torchtap.taps.extra",
+    "Finding": "torchtap.diagnosis.finding",
     "First": "torchtap.schedule",
     "FormError": "torchtap.errors",
     "Full": "torchtap.reduce",
@@ -115,6 +118,7 @@ _HOME = {
     "bind": "torchtap.plan",
     "capture": "torchtap.session",
     "compare": "torchtap.comparison.front",
+    "diagnose": "torchtap.diagnosis.run",
     "emit": "torchtap.taps.active",
     "extra_outputs": "torchtap.taps.extra",
     "instrument": "torchtap.taps.instrument",
@@ -132,6 +136,7 @@ __all__ = [
     "Epochs",
     "Every",
     "ExtraOutputs",
+    "Finding",
     "First",
     "FormError",
     "Full",
@@ -173,6 +178,7 @@ __all__ = [
     "bind",
     "capture",
     "compare",
+    "diagnose",
     "emit",
     "extra_outputs",
     "instrument",
