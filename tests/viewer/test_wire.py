@@ -31,7 +31,9 @@ def test_every_array_lies_where_a_browser_can_view_it() -> None:
 
 
 def test_numbers_that_json_does_not_know_become_null() -> None:
-    said = encode_json({"a": float("nan"), "b": [float("inf"), 1.5], "c": np.float64("-inf"), "d": np.int64(3)})
+    said = encode_json(
+        {"a": float("nan"), "b": [float("inf"), 1.5], "c": np.float64("-inf"), "d": np.int64(3)}
+    )
     assert json.loads(said) == {"a": None, "b": [None, 1.5], "c": None, "d": 3}
 
 
