@@ -77,7 +77,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_costs_values_and_is_told(plain: list[float], small_disk: Path) -> None:
-    losses, watch = train(lambda model: tt.watch(model, small_disk / "run", TAPS))
+    losses, _watch = train(lambda model: tt.watch(model, small_disk / "run", TAPS))
     assert losses == plain
     run = tt.open(small_disk / "run")
     assert run.problems or run.events("lost"), "the run does not say that anything was lost"
@@ -87,7 +87,7 @@ def test_a_full_disk_costs_values_and_is_told(plain: list[float], small_disk: Pa
 
 def test_a_folder_that_cannot_be_made_costs_the_run_only(plain: list[float], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    losses, watch = train(lambda model: tt.watch(model, tmp_path / "file" / "run", TAPS))
+    losses, _watch = train(lambda model: tt.watch(model, tmp_path / "file" / "run", TAPS))
     assert losses == plain
 
 

@@ -203,7 +203,8 @@ class Watch:
 
     def _hand_on(self, record: StepRecord) -> None:
         entries = self._receiver.entries
-        if len(entries) > self._sites_told:
+        # Once at the start and then each time they have doubled: a model may have a new site every step.
+        if len(entries) >= 2 * self._sites_told and entries:
             self._sites_told = len(entries)
             self._tell("sites", sites=self._describe_sites())
         for consumer in self._consumers:

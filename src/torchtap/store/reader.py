@@ -208,7 +208,7 @@ class Run:
     # --- numbers ------------------------------------------------------------------------------------------
 
     def sites(self) -> list[str]:
-        """The sites that something was recorded of: in the manifest's order, then as they appeared."""
+        """The sites that something was recorded of, in the order of execution as far as the session noted it."""
         if self._names is None:
             self._names = self._steady(self._find_sites)
         return list(self._names)
@@ -221,7 +221,8 @@ class Run:
                     found.update(dict.fromkeys(grid.axes.sites))
             for name in part.tensor_names:
                 found.update((tensor.name.site, None) for tensor in part.tensors_in(name))
-        listed = self.manifest.get("sites")
+        noted = self.events("sites")
+        listed = noted[-1].get("sites") if noted else self.manifest.get("sites")
         order = [
             site["name"]
             for site in (listed if isinstance(listed, list) else [])

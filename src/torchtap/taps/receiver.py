@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from torchtap.errors import ReductionError

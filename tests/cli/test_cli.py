@@ -1,0 +1,121 @@
+"""The command line as a user types it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchtap as tt
+
+
+def torchtap(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torchtap", *map(str, words)], capture_output=True, text=True, cwd=cwd
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    taps = [tt.tap("*:output"), tt.tap("0:output", tt.Full(), every=2), tt.tap("*:grad_output")]
+    with tt.watch(model, folder, taps) as watch:
+        for _ in range(5):
+            with watch.step():
+                model(torch.randn(3, 4))
+    return folder
+
+
+def test_show_prints_the_statistics_and_needs_no_torch(run: Path) -> None:
+    program = (
+        "import sys; from torchtap.cli import main\n"
+        "try: main(['show', sys.argv[1]])\n"
+        "finally: assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "0:output" in done.stdout
+    assert "5 (0 to 4)" in done.stdout
+
+
+def test_show_lists_tensors_coverage_and_json(run: Path) -> None:
+    import json
+
+    assert "3×4" in torchtap("show", run, "--tensors").stdout
+    coverage = torchtap("show", run, "--coverage").stdout
+    assert "grad_output" in coverage
+    assert "backward" in coverage
+    facts = json.loads(torchtap("show", run, "--json").stdout)
+    assert facts["steps"] == {"count": 5, "first": 0, "last": 4}
+    assert facts["tensors"] == 3
+
+
+@pytest.mark.parametrize("target", ["parquet", "hdf5", "pt", "npz", "csv", "jsonl"])
+def test_export_writes_what_it_says(run: Path, target: str, tmp_path: Path) -> None:
+    done = torchtap("export", run, "--to", target, "-o", tmp_path / f"out.{target}")
+    assert done.returncode == 0, done.stderr
+    written = Path(done.stdout.strip().splitlines()[-1])
+    assert written.exists()
+
+
+def test_sites_of_a_factory_a_script_and_a_file(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(2, 3), nn.ReLU())\n"
+    )
+    from_script = torchtap("sites", f"{script}:make", "--plain", "--kind", "output")
+    assert from_script.stdout.split() == [":output", "0:output", "1:output"]
+    from_module = torchtap("sites", "mine:make", "--plain", "--kind", "param", cwd=tmp_path)
+    assert from_module.stdout.split() == ["0:param.weight", "0:param.bias"]
+    scripted = tmp_path / "scripted.pt"
+    torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.ReLU())).save(str(scripted))
+    assert "0:output" in torchtap("sites", scripted, "--plain").stdout.split()
+    whole = tmp_path / "whole.pt"
+    torch.save(nn.Linear(2, 2), whole)
+    refused = torchtap("sites", whole)
+    assert refused.returncode == 2
+    assert "--unsafe" in refused.stderr
+    assert ":param.weight" in torchtap("sites", whole, "--plain", "--unsafe").stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["show", "nowhere"], "there is no run at nowhere"),
+        (["sites", "nothing"], "names no model"),
+        (["sites", "no.such.module:f"], "cannot import"),
+        (["sites", "missing.pt"], "there is no file"),
+        (["bogus"], "No such command"),
+        (["export", "nowhere", "--to", "csv"], "there is no run"),
+    ],
+)
+def test_errors_have_a_sentence_and_no_traceback(words: list[str], says: str, tmp_path: Path) -> None:
+    done = torchtap(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    assert "Traceback" in torchtap("--debug", "show", "nowhere", cwd=tmp_path).stderr
+
+
+def test_the_demo_trains_and_leaves_a_run(tmp_path: Path) -> None:
+    done = torchtap("demo", "--steps", 6, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "loss after 6 steps" in done.stdout
+    opened = tt.open(tmp_path / "demo-run")
+    assert opened.tensor("blocks.0:attention").shape == (1, 4, 32, 32)
+    assert len(opened.series("blocks.3:grad_output", "l2").values) == 6
+    again = torchtap("demo", "--steps", 2, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    refused = torchtap("demo", "--out", "mine", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert (tmp_path / "mine" / "thesis.txt").exists()
