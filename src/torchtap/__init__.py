@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torchtap.plan import Tap as Tap
     from torchtap.plan import bind as bind
     from torchtap.plan import tap as tap
+    from torchtap.reduce import Entropy as Entropy
     from torchtap.reduce import Full as Full
     from torchtap.reduce import Gram as Gram
     from torchtap.reduce import Histogram as Histogram
@@ -74,6 +75,7 @@ _HOME = {
     "Always": "torchtap.schedule",
     "CompareError": "torchtap.errors",
     "Comparison": "torchtap.comparison.result",
+    "Entropy": "torchtap.reduce",
     "Epochs": "torchtap.schedule",
     "Every": "torchtap.schedule",
     "ExtraOutputs": "torchtap.taps.extra",
@@ -133,6 +135,7 @@ __all__ = [
     "Always",
     "CompareError",
     "Comparison",
+    "Entropy",
     "Epochs",
     "Every",
     "ExtraOutputs",

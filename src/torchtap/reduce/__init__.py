@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchtap.reduce.base import Reduction, Result
+from torchtap.reduce.entropy import Entropy
 from torchtap.reduce.full import Full
 from torchtap.reduce.gram import Gram
 from torchtap.reduce.histogram import Histogram
@@ -15,6 +16,7 @@ from torchtap.reduce.stats_block import StatsBlock
 from torchtap.reduce.top_k import TopK
 
 __all__ = [
+    "Entropy",
     "Full",
     "Gram",
     "Histogram",

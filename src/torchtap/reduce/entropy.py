@@ -36,9 +36,7 @@ class Entropy(Reduction[tuple[Tensor, int]]):
 
     def merge(self, left: tuple[Tensor, int], right: tuple[Tensor, int]) -> tuple[Tensor, int]:
         if left[0].shape != right[0].shape:
-            raise ReductionError(
-                f"Entropy cannot join values of {len(left[0])} and {len(right[0])} heads: a site has one number of heads"
-            )
+            raise ReductionError(f"Entropy cannot join values of {len(left[0])} and {len(right[0])} heads")
         return left[0] + right[0].to(left[0].device), left[1] + right[1]
 
     def result(self, state: tuple[Tensor, int]) -> Result:

@@ -38,6 +38,7 @@ class Histogram(Reduction[Tensor]):
     """
 
     name: ClassVar[str] = "histogram"
+    elementwise: ClassVar[bool] = True
 
     bins: int | None = None
     range: tuple[float, float] | None = None

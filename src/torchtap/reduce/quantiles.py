@@ -42,6 +42,7 @@ class Quantiles(Reduction[tuple[Tensor, Tensor]]):
     """
 
     name: ClassVar[str] = "quantiles"
+    elementwise: ClassVar[bool] = True
 
     at: tuple[float, ...] = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
     accuracy: float = 0.01

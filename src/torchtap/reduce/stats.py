@@ -29,6 +29,7 @@ class Stats(Reduction[Tensor]):
     """
 
     name: ClassVar[str] = "stats"
+    elementwise: ClassVar[bool] = True
 
     def update(self, state: Tensor | None, value: Tensor) -> Tensor:
         seen = self._measure(value)
