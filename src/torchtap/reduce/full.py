@@ -20,6 +20,7 @@ from torch import Tensor
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.readable import readable
+from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Full"]
 
@@ -55,6 +56,7 @@ class Full(Reduction[list[Tensor]]):
         object.__setattr__(self, "_dtype", dtype)
         object.__setattr__(self, "_index", index)
 
+    @outside_transforms
     def update(self, state: list[Tensor] | None, value: Tensor) -> list[Tensor]:
         plain = readable(value)
         if self._index is not None:

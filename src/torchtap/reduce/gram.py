@@ -13,7 +13,8 @@ from torch import Tensor
 
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
-from torchtap.reduce.readable import readable
+from torchtap.reduce.readable import readable_real
+from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Gram"]
 
@@ -36,13 +37,14 @@ class Gram(Reduction[tuple[Tensor, int]]):
             raise ReductionError(f"Gram(dtype={self.dtype!r}): sums are kept in 'float32' or 'float64'")
         object.__setattr__(self, "dtype", spelled)
 
+    @outside_transforms
     def update(self, state: tuple[Tensor, int] | None, value: Tensor) -> tuple[Tensor, int]:
-        plain = readable(value)
-        if plain.is_complex():
+        if value.is_complex():
             raise ReductionError(
-                f"Gram has no rule for complex values ({plain.dtype}); use Metric with a function that "
+                f"Gram has no rule for complex values ({value.dtype}); use Metric with a function that "
                 "turns them into real features, such as torch.view_as_real"
             )
+        plain = readable_real(value)
         features = plain.shape[-1] if plain.dim() else 1
         rows = plain.reshape(plain.numel() // features if features else 0, features)
         rows = rows.to(torch.float32 if self.dtype == "float32" else torch.float64)

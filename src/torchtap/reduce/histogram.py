@@ -18,6 +18,7 @@ from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.octaves import OctaveGrid, tally
 from torchtap.reduce.readable import readable_real
+from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Histogram"]
 
@@ -81,6 +82,7 @@ class Histogram(Reduction[Tensor]):
         assert self.bins is not None
         return torch.linspace(*self.range, self.bins + 1, dtype=torch.float64)
 
+    @outside_transforms
     def update(self, state: Tensor | None, value: Tensor) -> Tensor:
         plain = readable_real(value)
         counts = self._grid.count(plain) if self._grid is not None else self._count_in_range(plain)

@@ -55,6 +55,8 @@ def measure(kernel: ModuleType, address: int, value: Tensor) -> bool:
         pointer = value.data_ptr()
     except RuntimeError:  # sparse, or wrapped by a torch.func transform
         return False
+    if value.layout is not torch.strided:
+        return False
     count = value.numel()
     if not pointer and count:
         return False

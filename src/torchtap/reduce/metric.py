@@ -19,6 +19,7 @@ from torch import Tensor
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.readable import PLAIN_TYPES, holds_values, readable
+from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Metric"]
 
@@ -62,6 +63,7 @@ class Metric(Reduction[_Fold]):
         object.__setattr__(self, "aggregate", aggregate)
         object.__setattr__(self, "label", label)
 
+    @outside_transforms
     def update(self, state: _Fold | None, value: Tensor) -> _Fold:
         seen = _Fold(1, [self._ask(value)])
         return seen if state is None else self.merge(state, seen)

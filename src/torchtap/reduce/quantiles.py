@@ -23,6 +23,7 @@ from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.octaves import OctaveGrid
 from torchtap.reduce.readable import readable_real
+from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Quantiles"]
 
@@ -65,6 +66,7 @@ class Quantiles(Reduction[tuple[Tensor, Tensor]]):
         bits = math.ceil(-math.log2(self.accuracy)) - 1
         object.__setattr__(self, "_grid", OctaveGrid(-64, 64, 1 << bits))
 
+    @outside_transforms
     def update(self, state: tuple[Tensor, Tensor] | None, value: Tensor) -> tuple[Tensor, Tensor]:
         plain = readable_real(value)
         wide = torch.float32 if plain.device.type == "mps" else torch.float64

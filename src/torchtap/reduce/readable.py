@@ -4,7 +4,8 @@
 - a DTensor gives this rank's shard (states merge over ranks, values do not have to travel);
 - sparse, nested and quantized tensors give their dense or float values;
 - wrappers of ``torch.func`` transforms give the values underneath, of the whole batch;
-- what holds no values at all (meta, fake, being traced) raises ReductionError.
+- what holds no values at all (meta, fake, being traced, not yet made) raises ReductionError, and so does what
+  cannot be opened: memory that is not there is never read.
 
 ``readable_real`` also turns complex numbers into magnitudes and number formats that torch cannot compute in
 into float32.
@@ -17,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from torchtap.errors import ReductionError
 
 __all__ = ["COMPUTABLE", "PLAIN_TYPES", "holds_values", "readable", "readable_real"]
+
+_functorch: Any = torch._C._functorch
 
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
@@ -42,37 +46,30 @@ COMPUTABLE = frozenset(
 
 
 def holds_values(value: Tensor) -> bool:
-    """Whether there are numbers behind a tensor, or only a shape."""
-    return not (isinstance(value, FakeTensor) or value.is_meta or torch._is_functional_tensor(value))
+    """Whether there are numbers behind a tensor, or only a shape, or not even that."""
+    if isinstance(value, FakeTensor) or is_lazy(value):
+        return False
+    return not (value.is_meta or torch._is_functional_tensor(value))
 
 
 def readable(value: Tensor) -> Tensor:
     """The value as a plain dense tensor, detached; not a copy where none is needed."""
     kind = type(value).__name__
-    if type(value) not in PLAIN_TYPES:
-        value = _without_subclass(value)
-    functorch: Any = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(value):
-        value = functorch.get_unwrapped(value)
-    if not holds_values(value):
+    try:
+        plain = _opened(value)
+    except ReductionError:
+        raise
+    except Exception as error:
         raise ReductionError(
-            f"a {type(value).__name__} of shape {tuple(value.shape)} on {value.device} has no values to "
-            "reduce: the model is being traced or lives on the meta device; record while it runs on real data"
-        )
-    value = value.detach()
-    if value.is_nested:
-        value = value.values()
-    if value.layout is not torch.strided:
-        value = value.to_dense()
-    if value.is_quantized:
-        value = value.dequantize()
-    value = value.resolve_conj().resolve_neg()
-    if value.numel() and not value.data_ptr():
+            f"a value of type {kind} cannot be read as a plain tensor ({error}); use Metric with a function "
+            "that can"
+        ) from error
+    if plain.numel() and not plain.data_ptr():
         raise ReductionError(
-            f"a value of type {kind} and shape {tuple(value.shape)} has no memory of its own: it is a "
+            f"a value of type {kind} and shape {tuple(plain.shape)} has no memory of its own: it is a "
             "wrapper, or its storage was freed; use Metric with a function that can read it"
         )
-    return value
+    return plain
 
 
 def readable_real(value: Tensor) -> Tensor:
@@ -93,24 +90,44 @@ def readable_real(value: Tensor) -> Tensor:
         ) from error
 
 
+def _opened(value: Tensor) -> Tensor:
+    _refuse_without_values(value)
+    if type(value) not in PLAIN_TYPES:
+        value = _without_subclass(value)
+    while _functorch.is_functorch_wrapped_tensor(value):
+        value = _functorch.get_unwrapped(value)
+        _refuse_without_values(value)
+    value = value.detach()
+    if value.is_nested:
+        value = value.values()
+    if value.layout is not torch.strided:
+        value = value.to_dense()
+    if value.is_quantized:
+        value = value.dequantize()
+    return value.resolve_conj().resolve_neg()
+
+
+def _refuse_without_values(value: Tensor) -> None:
+    if not holds_values(value):
+        what = (
+            "an uninitialized parameter" if is_lazy(value) else f"a {type(value).__name__} on {value.device}"
+        )
+        raise ReductionError(
+            f"{what} has no values to reduce: the model is being traced, lives on the meta device or was never "
+            "run; record while it runs on real data"
+        )
+
+
 def _without_subclass(value: Tensor) -> Tensor:
     """The plain tensor inside a subclass, by what the subclass offers for that."""
-    if isinstance(value, FakeTensor):
-        return value  # refused by the caller, with its shape
-    for unwrap in ("to_local", "wait"):  # DTensor; a collective's result that is still on its way
+    for unwrap in ("to_local", "wait", "get_data"):  # DTensor; a collective under way; MaskedTensor
         method = getattr(value, unwrap, None)
         if callable(method):
-            return readable(method())
+            return _opened(method())
     if value.is_nested:
-        return readable(value.values())
+        return _opened(value.values())
     if hasattr(value, "__tensor_flatten__"):
-        try:
-            inner = value.dequantize()
-        except Exception as error:
-            raise ReductionError(
-                f"a {type(value).__name__} keeps its values behind a tensor subclass that cannot be opened "
-                f"({error}); use Metric with a function that can read it"
-            ) from error
+        inner = value.dequantize()  # quantized weights of other packages
         if type(inner) in PLAIN_TYPES:
             return inner
     return value.detach().as_subclass(Tensor)

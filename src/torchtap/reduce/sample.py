@@ -17,6 +17,7 @@ from torch import Tensor
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.readable import readable
+from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Sample"]
 
@@ -42,6 +43,7 @@ class Sample(Reduction[tuple[list[Tensor], list[Tensor]]]):
                 "and the seed is not negative"
             )
 
+    @outside_transforms
     def update(
         self, state: tuple[list[Tensor], list[Tensor]] | None, value: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -49,7 +51,10 @@ class Sample(Reduction[tuple[list[Tensor], list[Tensor]]]):
         positions = _positions(plain.numel(), self.n, self.seed)
         # Indexed by coordinates: flattening would copy a value that does not lie in one piece.
         at = torch.unravel_index(positions, plain.shape) if plain.dim() and plain.numel() else ...
-        taken = plain[at].reshape(-1).clone()
+        try:
+            taken = plain[at].reshape(-1).clone()
+        except NotImplementedError as error:
+            raise ReductionError(f"Sample cannot pick elements of a {plain.dtype} value: {error}") from error
         if state is None:
             return [taken], [positions]
         state[0].append(taken)

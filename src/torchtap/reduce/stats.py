@@ -12,10 +12,10 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from torchtap.reduce import kernel
 from torchtap.reduce.base import Reduction, Result
-from torchtap.reduce.moments import STATISTICS, WIDTH, finish, measure_with_torch, merge_states
-from torchtap.reduce.readable import readable_real
+from torchtap.reduce.measuring import measure
+from torchtap.reduce.moments import STATISTICS, WIDTH, finish, merge_states
+from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Stats"]
 
@@ -31,8 +31,9 @@ class Stats(Reduction[Tensor]):
     name: ClassVar[str] = "stats"
     elementwise: ClassVar[bool] = True
 
+    @outside_transforms
     def update(self, state: Tensor | None, value: Tensor) -> Tensor:
-        seen = self._measure(value)
+        seen = measure(value)
         return seen if state is None else merge_states(state, seen.to(state.device))
 
     def merge(self, left: Tensor, right: Tensor) -> Tensor:
@@ -44,11 +45,3 @@ class Stats(Reduction[Tensor]):
 
     def spec(self) -> dict[str, Any]:
         return {"reduction": self.name}
-
-    def _measure(self, value: Tensor) -> Tensor:
-        plain = readable_real(value)
-        if kernel.native is not None:
-            state = torch.empty(WIDTH, dtype=torch.float64)
-            if kernel.measure(kernel.native, state.data_ptr(), plain):
-                return state
-        return measure_with_torch(plain)

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from torchtap.reduce import kernel
 from torchtap.reduce.kernel import DTYPE_CODES
-from torchtap.reduce.moments import WIDTH, blank_states, finish, measure_with_torch, merge_states
-from torchtap.reduce.readable import PLAIN_TYPES, readable_real
+from torchtap.reduce.measuring import measure
+from torchtap.reduce.moments import WIDTH, blank_states, finish, merge_states
+from torchtap.reduce.readable import PLAIN_TYPES
+from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["StatsBlock"]
 
@@ -81,6 +83,7 @@ class StatsBlock:
             and type(value) in PLAIN_TYPES
             and (code := DTYPE_CODES.get(value.dtype)) is not None
             and value.is_cpu
+            and value.layout is torch.strided
             and value.is_contiguous()
             and not value.is_neg()
         ):
@@ -129,16 +132,15 @@ class StatsBlock:
         self._row_address = int(self._rows.ctypes.data)
         self._scratch_address = int(self._scratch.ctypes.data)
 
+    @outside_transforms
     def _measure_with_care(self, scratch: int, value: Tensor) -> None:
-        plain = readable_real(value)
-        native = self._native
-        if native is not None and _read_by_kernel(
-            native, self._scratch_address + scratch * _ROW_BYTES, plain
-        ):
+        state = measure(value)
+        if self._native is not None and state.device.type == "cpu":
+            self._scratch[scratch] = state.numpy()
             self._remote[scratch] = None
-            return
-        slots = self._slots_on(plain.device)
-        self._remote[scratch] = (slots, slots.add(measure_with_torch(plain)))
+        else:
+            slots = self._slots_on(state.device)
+            self._remote[scratch] = (slots, slots.add(state))
 
     def _slots_on(self, device: torch.device) -> _Slots:
         slots = self._slots.get(device)
@@ -146,6 +148,7 @@ class StatsBlock:
             slots = self._slots[device] = _Slots(device)
         return slots
 
+    @outside_transforms
     def _fetch(self) -> None:
         """Bring everything that was measured elsewhere to the host and fold it: one copy for each device."""
         for slots in self._slots.values():

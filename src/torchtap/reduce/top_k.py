@@ -16,6 +16,7 @@ from torch import Tensor
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.readable import readable_real
+from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["TopK"]
 
@@ -48,6 +49,7 @@ class TopK(Reduction[_Top]):
                 f"TopK(k={self.k}, by={self.by!r}): k is at least 1 and by is one of {_ORDERS}"
             )
 
+    @outside_transforms
     def update(self, state: _Top | None, value: Tensor) -> _Top:
         flat = readable_real(value).reshape(-1)
         if flat.dtype is torch.bool:

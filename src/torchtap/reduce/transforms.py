@@ -1,0 +1,32 @@
+"""Arithmetic on values inside of ``torch.func`` transforms, without becoming part of them.
+
+Inside of ``vmap``, ``grad`` and the like, torch wraps whatever is computed; a state made of wrapped tensors would die
+with the transform. ``outside_transforms`` runs an ``update`` as if there were none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+__all__ = ["outside_transforms"]
+
+Update = TypeVar("Update", bound=Callable[..., Any])
+_innermost: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+
+def outside_transforms(update: Update) -> Update:
+    """Decorates a function so that it computes outside of all transforms that are running."""
+
+    @wraps(update)
+    def computed_outside(*args: Any, **kwargs: Any) -> Any:
+        if _innermost() is None:
+            return update(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return update(*args, **kwargs)
+
+    return cast(Update, computed_outside)
