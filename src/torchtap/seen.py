@@ -23,6 +23,7 @@ class Seen(Mapping[str, Any]):
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
+        self._by_name: dict[str, Entry] = {}
 
     def __getitem__(self, name: str) -> Any:
         entry = self._find(name)
@@ -57,8 +58,14 @@ class Seen(Mapping[str, Any]):
         return "\n".join(lines)
 
     def _find(self, name: str) -> Entry | None:
-        known = {entry.name: entry for entry in self._receiver.entries if entry.shape is not None}
-        return next((known[spelling] for spelling in self._spellings(name) if spelling in known), None)
+        entries = self._receiver.entries
+        if len(self._by_name) != len(entries):
+            self._by_name = {entry.name: entry for entry in entries}
+        for spelling in self._spellings(name):
+            entry = self._by_name.get(spelling)
+            if entry is not None and entry.shape is not None:
+                return entry
+        return None
 
     def _spellings(self, name: str) -> Iterator[str]:
         yield name

@@ -9,6 +9,7 @@ import datetime
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, final
 
@@ -54,7 +55,9 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._attachment.finish_step()
+            # Where the block raised, its own error is the one to see, not one of the values that are still to be read.
+            with nullcontext() if error is None else suppress(Exception):
+                self._attachment.finish_step()
         finally:
             self._receiver.end_step()
             self._attachment.detach()

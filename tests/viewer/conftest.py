@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.viewer.recordings import train
 
 import torchtap as tt
-from tests.viewer.recordings import train
 
 
 @pytest.fixture(scope="session")

@@ -118,6 +118,12 @@ class StatsBlock:
         self._fetch()
         return finish(self._rows)
 
+    def result(self, row: int) -> npt.NDArray[np.float64]:
+        """The twelve statistics of one row."""
+        self._fetch()
+        finished: npt.NDArray[np.float64] = finish(self._rows[row : row + 1])[0]
+        return finished
+
     def states(self) -> npt.NDArray[np.float64]:
         """A copy of the rows' states, (rows, ``moments.WIDTH``)."""
         self._fetch()

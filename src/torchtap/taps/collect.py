@@ -83,7 +83,7 @@ def result_of(receiver: Receiver, entry: Entry) -> Any:
     results: dict[str, Any] = {}
     grid = receiver.grid
     if entry.row >= 0 and grid.arrived[entry.row]:
-        results["stats"] = dict(zip(STATISTICS, grid.block.results()[entry.row].tolist(), strict=True))
+        results["stats"] = dict(zip(STATISTICS, grid.block.result(entry.row).tolist(), strict=True))
     for fold in entry.folds.values():
         if fold.state is not None:
             result = fold.reduction.result(fold.state)
