@@ -57,6 +57,12 @@ if TYPE_CHECKING:
     from torchtap.session import capture as capture
     from torchtap.session import list_sites as list_sites
     from torchtap.session import watch as watch
+    from torchtap.sinks import CallbackSink as CallbackSink
+    from torchtap.sinks import JsonLinesSink as JsonLinesSink
+    from torchtap.sinks import MemorySink as MemorySink
+    from torchtap.sinks import TensorBoardSink as TensorBoardSink
+    from torchtap.sinks import WandbSink as WandbSink
+    from torchtap.sinks import make_sink as make_sink
     from torchtap.sites import Selector as Selector
     from torchtap.sites import Site as Site
     from torchtap.store.reader import Run as Run
@@ -73,6 +79,7 @@ __version__ = "0.1.0"
 # Where each public name lives. A test holds that this, the imports above and the documentation agree.
 _HOME = {
     "Always": "torchtap.schedule",
+    "CallbackSink": "torchtap.sinks",
     "CompareError": "torchtap.errors",
     "Comparison": "torchtap.comparison.result",
     "Entropy": "torchtap.reduce",
@@ -85,6 +92,8 @@ _HOME = {
     "Full": "torchtap.reduce",
     "Gram": "torchtap.reduce",
     "Histogram": "torchtap.reduce",
+    "JsonLinesSink": "torchtap.sinks",
+    "MemorySink": "torchtap.sinks",
     "Metric": "torchtap.reduce",
     "Missing": "torchtap.coverage",
     "MissingExtraError": "torchtap.errors",
@@ -112,9 +121,11 @@ _HOME = {
     "Stats": "torchtap.reduce",
     "Steps": "torchtap.schedule",
     "Tap": "torchtap.plan",
+    "TensorBoardSink": "torchtap.sinks",
     "TopK": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
     "VerificationError": "torchtap.errors",
+    "WandbSink": "torchtap.sinks",
     "Watch": "torchtap.watching",
     "When": "torchtap.schedule",
     "bind": "torchtap.plan",
@@ -126,6 +137,7 @@ _HOME = {
     "instrument": "torchtap.taps.instrument",
     "list_sites": "torchtap.session",
     "load": "torchtap.taps.load",
+    "make_sink": "torchtap.sinks",
     "open": "torchtap.store.reader",
     "tap": "torchtap.plan",
     "watch": "torchtap.session",
@@ -133,6 +145,7 @@ _HOME = {
 
 __all__ = [
     "Always",
+    "CallbackSink",
     "CompareError",
     "Comparison",
     "Entropy",
@@ -145,6 +158,8 @@ __all__ = [
     "Full",
     "Gram",
     "Histogram",
+    "JsonLinesSink",
+    "MemorySink",
     "Metric",
     "Missing",
     "MissingExtraError",
@@ -172,9 +187,11 @@ __all__ = [
     "Stats",
     "Steps",
     "Tap",
+    "TensorBoardSink",
     "TopK",
     "TorchtapError",
     "VerificationError",
+    "WandbSink",
     "Watch",
     "When",
     "__version__",
@@ -187,6 +204,7 @@ __all__ = [
     "instrument",
     "list_sites",
     "load",
+    "make_sink",
     "open",
     "tap",
     "watch",

@@ -15,14 +15,17 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchtap.reduce import Reduction, Result, reduction_from_spec
+from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 
-__all__ = ["ReductionContract"]
+__all__ = ["ReductionContract", "SinkContract"]
 
 
 class ReductionContract:
@@ -147,3 +150,81 @@ class ReductionContract:
         one, other = self.reduction(), copy.copy(self.reduction())
         assert one == other
         assert hash(one) == hash(other)
+
+
+class SinkContract:
+    """What every sink keeps to. Fill in ``sink``; fill in ``kept`` if the sink can say what it has."""
+
+    def sink(self, folder: Path) -> Consumer:
+        """A fresh sink that writes, if it writes, into ``folder``."""
+        raise NotImplementedError
+
+    def kept(self, folder: Path, sink: Consumer) -> set[tuple[int, str]] | None:
+        """The steps and sites that a closed sink has numbers of; ``None`` when that cannot be told."""
+        return None
+
+    sites = ("blocks.0:output", "blocks.0.norm:param.weight", "blocks.0.attn:attention")
+
+    def record(self, step: int, *, absent: bool = False) -> StepRecord:
+        """A step with numbers, a histogram, attention maps and tensors of awkward types and shapes."""
+        values = np.arange(6.0).reshape(3, 2) + step
+        values[1, 1] = np.nan
+        present = np.array([True, not absent, True])
+        block = ScalarBlock(self.sites, ("mean", "std"), values, present if absent else None)
+        logged = ScalarBlock((":value.loss",), ("value",), np.array([[np.inf if step == 1 else 0.5]]))
+        tensors = (
+            TensorItem("blocks.0:output", "counts", "histogram", torch.tensor([0, 3, 1, 0])),
+            TensorItem("blocks.0:output", "edges", "histogram", torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.0])),
+            TensorItem("blocks.0.attn:attention", "value", "full", torch.rand(2, 3, 8, 8)),
+            TensorItem("blocks.0:output.1#2", "value", "full", torch.ones(2, dtype=torch.bfloat16)),
+            TensorItem("blocks.0:output.2", "value", "full", torch.empty(0)),
+            TensorItem("blocks.0:output.3", "value", "full", torch.tensor(True)),
+        )
+        return StepRecord(step, None, step, "train", 1000.0 + step, (block, logged), tensors)
+
+    def fill(self, sink: Consumer) -> set[tuple[int, str]]:
+        """Write three steps; returns the steps and sites that have numbers."""
+        for step in range(3):
+            sink.write(self.record(step, absent=step == 2))
+        wanted = {(step, site) for step in range(3) for site in (*self.sites, ":value.loss")}
+        return wanted - {(2, self.sites[1])}
+
+    def test_a_sink_takes_records_and_closes(self, tmp_path: Path) -> None:
+        sink = self.sink(tmp_path)
+        self.fill(sink)
+        sink.close()
+
+    def test_a_sink_keeps_every_number_of_every_site_that_arrived(self, tmp_path: Path) -> None:
+        sink = self.sink(tmp_path)
+        wanted = self.fill(sink)
+        sink.close()
+        kept = self.kept(tmp_path, sink)
+        assert kept is None or kept == wanted
+
+    def test_a_sink_leaves_the_record_as_it_was(self, tmp_path: Path) -> None:
+        sink, record = self.sink(tmp_path), self.record(0)
+        numbers = [block.values.copy() for block in record.scalars]
+        tensors = [item.value.clone() for item in record.tensors]
+        sink.write(record)
+        sink.close()
+        for block, was in zip(record.scalars, numbers, strict=True):
+            np.testing.assert_array_equal(block.values, was)
+        for item, before in zip(record.tensors, tensors, strict=True):
+            assert torch.equal(item.value, before), f"the sink changed {item.site}"
+
+    def test_a_sink_takes_a_record_with_nothing_in_it(self, tmp_path: Path) -> None:
+        sink = self.sink(tmp_path)
+        sink.write(StepRecord(0, None, None, "eval", 0.0, (), ()))
+        sink.close()
+
+    def test_a_sink_that_saw_nothing_closes(self, tmp_path: Path) -> None:
+        self.sink(tmp_path).close()
+
+    def test_a_grid_that_changes_between_steps_is_taken(self, tmp_path: Path) -> None:
+        sink = self.sink(tmp_path)
+        for step, sites in enumerate((("a:output",), ("a:output", "b:output"), ("b:output",))):
+            block = ScalarBlock(sites, ("mean",), np.full((len(sites), 1), float(step)))
+            sink.write(StepRecord(step, None, None, "train", 0.0, (block,), ()))
+        sink.close()
+        kept = self.kept(tmp_path, sink)
+        assert kept is None or kept == {(0, "a:output"), (1, "a:output"), (1, "b:output"), (2, "b:output")}

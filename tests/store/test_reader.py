@@ -190,3 +190,18 @@ run.series({SITES[0]!r}, "mean"); run.array({SITES[0]!r}); run.table(); run.matr
 assert "torch" not in sys.modules, "torch was imported"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_the_training_shows_of_a_site_completes_the_manifest(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, manifest={"sites": [{"name": SITES[0], "class": "Linear"}]}) as writer:
+        writer.write(record(0))
+        writer.event("sites", sites=[{"name": SITES[0], "shape": [2, 3]}, {"name": SITES[1], "shape": None}])
+    facts = open_run(tmp_path).site_facts()
+    assert facts[SITES[0]] == {"name": SITES[0], "class": "Linear", "shape": [2, 3]}
+    assert list(facts) == [SITES[0], SITES[1]]
+
+
+def test_a_loss_that_the_session_noted_is_a_problem_of_a_closed_run_too(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, manifest={}) as writer:
+        writer.event("lost", message="metric 'entropy' raised")
+    assert any("metric 'entropy' raised" in problem for problem in open_run(tmp_path).problems)

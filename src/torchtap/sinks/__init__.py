@@ -1,1 +1,23 @@
+"""Where records go besides the run folder: one leaf file for each sink, none of them imported before it is used.
 
+Every sink is a `torchtap.store.record.Consumer`; `torchtap.testing.SinkContract` is what it is held to.
+"""
+
+from __future__ import annotations
+
+from torchtap.sinks.callback import CallbackSink
+from torchtap.sinks.json_lines import JsonLinesSink
+from torchtap.sinks.memory import MemorySink
+from torchtap.sinks.registry import make_sink, sink_names
+from torchtap.sinks.tensorboard import TensorBoardSink
+from torchtap.sinks.wandb import WandbSink
+
+__all__ = [
+    "CallbackSink",
+    "JsonLinesSink",
+    "MemorySink",
+    "TensorBoardSink",
+    "WandbSink",
+    "make_sink",
+    "sink_names",
+]

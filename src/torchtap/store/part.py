@@ -220,12 +220,12 @@ class Part:
         if not self.manifest and not self._bad.get(MANIFEST):
             found.append(f"{self.label}: there is no manifest, the recording ended before it began")
         lost = self.closing.get("lost") if self.closing is not None else None
+        told = [event for event in self.events() if event.get("kind") == "lost"]
         if isinstance(lost, list):
+            # the writer's own sum, in the stead of its single events
             found += [f"{self.label}: lost: {json.dumps(one)}" for one in lost]
-        else:
-            found += [
-                f"{self.label}: {_told(event)}" for event in self.events() if event.get("kind") == "lost"
-            ]
+            told = [event for event in told if "reason" not in event]
+        found += [f"{self.label}: {_told(event)}" for event in told]
         if self.closing is None and self.recording is False:
             rest = f"; {self.unfinished} unfinished file(s) were left behind" if self.unfinished else ""
             found.append(
@@ -235,7 +235,7 @@ class Part:
 
 
 def _told(event: dict[str, Any]) -> str:
-    facts = {
-        name: value for name, value in event.items() if name not in ("kind", "time", "attempt", "reason")
-    }
-    return f"lost: {event.get('reason')} {json.dumps(facts)}"
+    told = ("kind", "time", "attempt", "reason", "message")
+    facts = {name: value for name, value in event.items() if name not in told}
+    rest = f" {json.dumps(facts)}" if facts else ""
+    return f"lost: {event.get('reason') or event.get('message')}{rest}"

@@ -221,14 +221,17 @@ class Run:
                     found.update(dict.fromkeys(grid.axes.sites))
             for name in part.tensor_names:
                 found.update((tensor.name.site, None) for tensor in part.tensors_in(name))
+        return list(dict.fromkeys([name for name in self.site_facts() if name in found] + list(found)))
+
+    def site_facts(self) -> dict[str, dict[str, Any]]:
+        """What is known of each site (class, source, shape, dtype ...), by name, in the order of execution.
+
+        From the manifest and, where the training has shown more, from the last event ``sites``, whose order counts.
+        """
         noted = self.events("sites")
-        listed = noted[-1].get("sites") if noted else self.manifest.get("sites")
-        order = [
-            site["name"]
-            for site in (listed if isinstance(listed, list) else [])
-            if isinstance(site, dict) and isinstance(site.get("name"), str)
-        ]
-        return list(dict.fromkeys([name for name in order if name in found] + list(found)))
+        shown = _described(noted[-1].get("sites")) if noted else {}
+        listed = _described(self.manifest.get("sites"))
+        return {name: {**listed.get(name, {}), **shown.get(name, {})} for name in (*shown, *listed)}
 
     def statistics(self, site: str | None = None) -> list[str]:
         """The statistics recorded of a site, or of any."""
@@ -408,3 +411,12 @@ class Run:
 
     def _repr_html_(self) -> str:
         return run_html(self)
+
+
+def _described(listed: Any) -> dict[str, dict[str, Any]]:
+    """A list of sites' facts by name; whatever in it is not such facts is left out."""
+    return {
+        site["name"]: site
+        for site in (listed if isinstance(listed, list) else [])
+        if isinstance(site, dict) and isinstance(site.get("name"), str)
+    }

@@ -1,0 +1,131 @@
+"""Which numbers and tensors a sink takes, and what it calls them.
+
+Names put kind and statistic first and the module last, ``output.mean/blocks.0.attn``: tools that group by
+the part before the slash then show one statistic of all modules side by side. Choosing is done once for
+each grid, not for each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.errors import SelectionError
+from torchtap.sites import Selectable, Selector, Site
+from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
+
+__all__ = ["Choice", "label", "place_of"]
+
+
+def place_of(name: str) -> tuple[str, str]:
+    """A site's kind, and the rest of its name: ``blocks.0:output.1#2`` gives ``("output", "blocks.0.1#2")``."""
+    path, _, rest = name.rpartition(":")
+    rest, _, call = rest.partition("#")
+    kind, _, leaf = rest.partition(".")
+    place = ".".join(part for part in (path, leaf) if part) or "model"
+    return kind or "value", f"{place}#{call}" if call else place
+
+
+def label(site: str, statistic: str) -> str:
+    """What a number is called in tools that group by the part before the slash."""
+    kind, place = place_of(site)
+    return f"{kind}/{place}" if kind == statistic == "value" else f"{kind}.{statistic}/{place}"
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What is taken of one grid: positions in its flattened values, and their names."""
+
+    block_sites: tuple[str, ...]
+    block_statistics: tuple[str, ...]
+    positions: npt.NDArray[np.intp]
+    site_rows: npt.NDArray[np.intp]
+    labels: list[str]
+
+
+@final
+class Choice:
+    """The sites and statistics that were asked for; all of them when nothing was."""
+
+    def __init__(
+        self, sites: Selectable | Sequence[Selectable] | None = None, statistics: Sequence[str] | None = None
+    ) -> None:
+        if sites is None:
+            self._selectors: list[Selector] | None = None
+        else:
+            several = [sites] if isinstance(sites, str) or not isinstance(sites, Sequence) else sites
+            self._selectors = [Selector.of(one) for one in several]
+        self._statistics = None if statistics is None else frozenset(statistics)
+        self._parts: dict[tuple[int, int], _Part] = {}
+
+    def takes(self, site: str) -> bool:
+        """Whether a site was asked for."""
+        if self._selectors is None:
+            return True
+        try:
+            parsed = Site.parse(site)
+        except SelectionError:  # an alias: it can be asked for by its own name
+            return any(selector.text in (site, f"{site}:output") for selector in self._selectors)
+        return any(selector.picks(parsed) for selector in self._selectors)
+
+    def numbers(self, record: StepRecord) -> Iterator[tuple[list[str], npt.NDArray[np.float64]]]:
+        """The names and values that are taken, grid by grid, of the sites that arrived."""
+        for block in record.scalars:
+            part = self._part(block)
+            values = block.values.reshape(-1)[part.positions]
+            if block.present is None or block.present.all():
+                yield part.labels, values
+            else:
+                here = block.present[part.site_rows]
+                kept = np.flatnonzero(here).tolist()
+                yield [part.labels[index] for index in kept], values[here]
+
+    def tensors(self, record: StepRecord) -> Iterator[TensorItem]:
+        """The tensors that are taken."""
+        for item in record.tensors:
+            if self.takes(item.site):
+                yield item
+
+    def histograms(self, record: StepRecord) -> Iterator[tuple[str, TensorItem, TensorItem]]:
+        """The histograms that are taken: name, counts, edges."""
+        found: dict[str, dict[str, TensorItem]] = {}
+        for item in self.tensors(record):
+            if item.reduction == "histogram":
+                found.setdefault(item.site, {})[item.field] = item
+        for site, fields in found.items():
+            if "counts" in fields and "edges" in fields:
+                yield label(site, "histogram"), fields["counts"], fields["edges"]
+
+    def _part(self, block: ScalarBlock) -> _Part:
+        identity = (id(block.sites), id(block.statistics))
+        part = self._parts.get(identity)
+        if (
+            part is None
+            or part.block_sites is not block.sites
+            or part.block_statistics is not block.statistics
+        ):
+            if len(self._parts) > 256:
+                self._parts.clear()
+            part = self._parts[identity] = self._make(block)
+        return part
+
+    def _make(self, block: ScalarBlock) -> _Part:
+        columns = [
+            (column, name)
+            for column, name in enumerate(block.statistics)
+            if self._statistics is None or name in self._statistics
+        ]
+        rows = [(row, name) for row, name in enumerate(block.sites) if self.takes(name)]
+        width = len(block.statistics)
+        return _Part(
+            block.sites,
+            block.statistics,
+            np.array([row * width + column for row, _ in rows for column, _ in columns], np.intp),
+            np.array([row for row, _ in rows for _ in columns], np.intp),
+            [label(site, statistic) for _, site in rows for _, statistic in columns],
+        )

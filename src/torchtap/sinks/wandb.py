@@ -1,0 +1,80 @@
+"""Send a training's numbers and histograms to Weights & Biases, one call for each step.
+
+Without further words it writes offline, which needs no account; ``wandb sync`` uploads it later. Needs the extra
+``wandb``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, final
+
+from torchtap.errors import MissingExtraError
+from torchtap.sinks.choice import Choice
+from torchtap.sites import Selectable
+from torchtap.store.record import StepRecord
+
+__all__ = ["WandbSink"]
+
+_STEP = "torchtap/step"
+_MOST_BINS = 512  # what wandb accepts
+
+
+@final
+class WandbSink:
+    """Log into a run of its own, or into ``run``, which then stays open and keeps its own step.
+
+    ``sites`` and ``statistics`` narrow down what is sent: some thousand numbers a step are more than the service is
+    made for.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        run: Any = None,
+        sites: Selectable | Sequence[Selectable] | None = None,
+        statistics: Sequence[str] | None = None,
+        histograms: bool = True,
+        mode: Literal["online", "offline", "disabled"] = "offline",
+        folder: str | os.PathLike[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MissingExtraError(
+                "WandbSink needs wandb: pip install 'torchtap[wandb]'", extra="wandb"
+            ) from None
+        self._wandb: Any = wandb
+        self._choice = Choice(sites, statistics)
+        self._histograms = histograms
+        self._own = run is None
+        if run is None:
+            place = None if folder is None else os.fspath(folder)
+            run = wandb.init(project=project, mode=mode, dir=place, config=dict(config or {}))
+        self._run: Any = run
+        # our steps are their own axis, whatever else is logged into the same run and at whatever pace
+        run.define_metric(_STEP)
+        self._defined: set[str] = set()
+
+    def write(self, record: StepRecord) -> None:
+        numbers: dict[str, Any] = {}
+        for names, values in self._choice.numbers(record):
+            numbers.update(zip(names, values.tolist(), strict=True))
+        if self._histograms:
+            for name, counts, edges in self._choice.histograms(record):
+                if counts.value.numel() <= _MOST_BINS:
+                    pair = (counts.value.numpy(), edges.value.numpy())
+                    numbers[name] = self._wandb.Histogram(np_histogram=pair)
+        if not numbers:
+            return
+        for group in {name.partition("/")[0] for name in numbers} - self._defined:
+            self._run.define_metric(f"{group}/*", step_metric=_STEP)
+            self._defined.add(group)
+        self._run.log({_STEP: record.step, **numbers})
+
+    def close(self) -> None:
+        if self._own:
+            self._run.finish()
