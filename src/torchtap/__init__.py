@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchtap.errors import CompareError as CompareError
     from torchtap.errors import FormError as FormError
     from torchtap.errors import MissingExtraError as MissingExtraError
+    from torchtap.errors import OutputError as OutputError
     from torchtap.errors import PlanError as PlanError
     from torchtap.errors import RecordingLostError as RecordingLostError
     from torchtap.errors import ReductionError as ReductionError
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from torchtap.errors import SessionError as SessionError
     from torchtap.errors import TorchtapError as TorchtapError
     from torchtap.errors import VerificationError as VerificationError
+    from torchtap.monitors.monitor import Monitor as Monitor
+    from torchtap.monitors.trainer import MonitoredTrainer as MonitoredTrainer
+    from torchtap.monitors.trainer import TrainingReport as TrainingReport
     from torchtap.plan import Plan as Plan
     from torchtap.plan import Tap as Tap
     from torchtap.plan import bind as bind
@@ -98,7 +102,10 @@ _HOME = {
     "Missing": "torchtap.coverage",
     "MissingExtraError": "torchtap.errors",
     "Moment": "torchtap.schedule",
+    "Monitor": "torchtap.monitors.monitor",
+    "MonitoredTrainer": "torchtap.monitors.trainer",
     "Never": "torchtap.schedule",
+    "OutputError": "torchtap.errors",
     "Phase": "torchtap.schedule",
     "Plan": "torchtap.plan",
     "PlanError": "torchtap.errors",
@@ -124,6 +131,7 @@ _HOME = {
     "TensorBoardSink": "torchtap.sinks",
     "TopK": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
+    "TrainingReport": "torchtap.monitors.trainer",
     "VerificationError": "torchtap.errors",
     "WandbSink": "torchtap.sinks",
     "Watch": "torchtap.watching",
@@ -164,7 +172,10 @@ __all__ = [
     "Missing",
     "MissingExtraError",
     "Moment",
+    "Monitor",
+    "MonitoredTrainer",
     "Never",
+    "OutputError",
     "Phase",
     "Plan",
     "PlanError",
@@ -190,6 +201,7 @@ __all__ = [
     "TensorBoardSink",
     "TopK",
     "TorchtapError",
+    "TrainingReport",
     "VerificationError",
     "WandbSink",
     "Watch",

@@ -12,6 +12,7 @@
     │   ├── RunNotFoundError    (FileNotFoundError)
     │   ├── RunFormatError                       not a run, or a newer format
     │   └── RunCorruptError                      damaged data was about to be returned
+    ├── OutputError         (OSError)            a folder or file that cannot be written
     ├── CompareError        (ValueError)         two things that cannot be compared
     └── MissingExtraError   (ImportError)        an optional package is needed
 
@@ -25,6 +26,7 @@ __all__ = [
     "CompareError",
     "FormError",
     "MissingExtraError",
+    "OutputError",
     "PlanError",
     "RecordingLostError",
     "ReductionError",
@@ -89,6 +91,10 @@ class RunFormatError(RunError):
 
 class RunCorruptError(RunError):
     """Stored data is damaged; nothing wrong is returned in its place."""
+
+
+class OutputError(TorchtapError, OSError):
+    """A folder or file that cannot be written."""
 
 
 class CompareError(TorchtapError, ValueError):

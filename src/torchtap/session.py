@@ -94,6 +94,7 @@ def watch(
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
     via: Via = "hook",
+    one_mode: bool = False,
     labels: dict[str, Any] | None = None,
     **writer_options: Any,
 ) -> Watch:
@@ -101,7 +102,8 @@ def watch(
 
     ``run`` is the folder, or None to keep none. A bare selector keeps statistics. ``labels`` go into the run's
     manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer; ``via`` is as in
-    `capture`.
+    `capture`. With ``one_mode`` a step's first pass says whether the step is of training or of evaluation, and
+    passes of the model in the other mode are not taken: a validation in between does not get into it.
     """
     asked = [taps] if isinstance(taps, (Tap, str, type, Selector)) or callable(taps) else list(taps)
     bound = bind(tree_of(model), [each if isinstance(each, Tap) else tap(each) for each in asked])
@@ -121,7 +123,7 @@ def watch(
         raise PlanError(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
-    return Watch(model, bound, consumers, strict=strict, via=via)
+    return Watch(model, bound, consumers, strict=strict, via=via, one_mode=one_mode)
 
 
 def list_sites(model: Any, *kinds: Kind) -> list[str]:

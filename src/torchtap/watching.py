@@ -196,6 +196,11 @@ class Watch:
         values = np.array([[float(number)] for number in logged.values()], dtype=np.float64)
         return (ScalarBlock(tuple(logged), ("value",), values),), tensors
 
+    @property
+    def passes(self) -> int:
+        """How many times the model was called while a step was open and a tap live."""
+        return self._receiver.passes
+
     def structure(self, path: str) -> Any:
         """The structure of a module's output where it is not one tensor: names of leaves stand for tensors."""
         port = self._receiver.ports.get((path, "output", ""))

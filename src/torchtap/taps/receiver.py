@@ -70,6 +70,7 @@ class Receiver:
         self.grid = Grid(RecentValues.SLOTS)
         self.generation = 0
         self._pass_number = 0
+        self.passes = 0  # calls of the model in open steps
         self._recent = RecentValues()
 
     # -- what a carrier asks ------------------------------------------------------------------------------
@@ -110,6 +111,7 @@ class Receiver:
 
     def begin_pass(self, training: bool | None = None) -> None:
         """The model was called: calls of its modules are counted anew, unless each pass is kept apart."""
+        self.passes += self._open
         if self._one_mode and self._open and training is not None and self.hears_this_thread():
             if self._mode is None:
                 self._mode = training
