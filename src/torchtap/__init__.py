@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torchtap.diagnosis.run import diagnose as diagnose
     from torchtap.errors import CompareError as CompareError
     from torchtap.errors import FormError as FormError
+    from torchtap.errors import MetricError as MetricError
     from torchtap.errors import MissingExtraError as MissingExtraError
+    from torchtap.errors import MonitorError as MonitorError
     from torchtap.errors import OutputError as OutputError
     from torchtap.errors import PlanError as PlanError
     from torchtap.errors import RecordingLostError as RecordingLostError
@@ -30,6 +32,14 @@ if TYPE_CHECKING:
     from torchtap.errors import SessionError as SessionError
     from torchtap.errors import TorchtapError as TorchtapError
     from torchtap.errors import VerificationError as VerificationError
+    from torchtap.monitors.module_monitor import HooksManager as HooksManager
+    from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
+    from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
+    from torchtap.monitors.module_monitor import RefinedCoordinateCheck as RefinedCoordinateCheck
+    from torchtap.monitors.module_monitor import StorageManager as StorageManager
+    from torchtap.monitors.module_monitor import (
+        monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
+    )
     from torchtap.monitors.monitor import Monitor as Monitor
     from torchtap.monitors.trainer import MonitoredTrainer as MonitoredTrainer
     from torchtap.monitors.trainer import TrainingReport as TrainingReport
@@ -96,13 +106,18 @@ _HOME = {
     "Full": "torchtap.reduce",
     "Gram": "torchtap.reduce",
     "Histogram": "torchtap.reduce",
+    "HooksManager": "torchtap.monitors.module_monitor",
     "JsonLinesSink": "torchtap.sinks",
     "MemorySink": "torchtap.sinks",
     "Metric": "torchtap.reduce",
+    "MetricError": "torchtap.errors",
     "Missing": "torchtap.coverage",
     "MissingExtraError": "torchtap.errors",
+    "ModuleMonitor": "torchtap.monitors.module_monitor",
     "Moment": "torchtap.schedule",
     "Monitor": "torchtap.monitors.monitor",
+    "MonitorError": "torchtap.errors",
+    "MonitorMixin": "torchtap.monitors.module_monitor",
     "MonitoredTrainer": "torchtap.monitors.trainer",
     "Never": "torchtap.schedule",
     "OutputError": "torchtap.errors",
@@ -113,6 +128,7 @@ _HOME = {
     "RecordingLostError": "torchtap.errors",
     "Reduction": "torchtap.reduce",
     "ReductionError": "torchtap.errors",
+    "RefinedCoordinateCheck": "torchtap.monitors.module_monitor",
     "Run": "torchtap.store.reader",
     "RunCorruptError": "torchtap.errors",
     "RunError": "torchtap.errors",
@@ -127,6 +143,7 @@ _HOME = {
     "Site": "torchtap.sites",
     "Stats": "torchtap.reduce",
     "Steps": "torchtap.schedule",
+    "StorageManager": "torchtap.monitors.module_monitor",
     "Tap": "torchtap.plan",
     "TensorBoardSink": "torchtap.sinks",
     "TopK": "torchtap.reduce",
@@ -146,6 +163,7 @@ _HOME = {
     "list_sites": "torchtap.session",
     "load": "torchtap.taps.load",
     "make_sink": "torchtap.sinks",
+    "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
     "open": "torchtap.store.reader",
     "tap": "torchtap.plan",
     "watch": "torchtap.session",
@@ -166,13 +184,18 @@ __all__ = [
     "Full",
     "Gram",
     "Histogram",
+    "HooksManager",
     "JsonLinesSink",
     "MemorySink",
     "Metric",
+    "MetricError",
     "Missing",
     "MissingExtraError",
+    "ModuleMonitor",
     "Moment",
     "Monitor",
+    "MonitorError",
+    "MonitorMixin",
     "MonitoredTrainer",
     "Never",
     "OutputError",
@@ -183,6 +206,7 @@ __all__ = [
     "RecordingLostError",
     "Reduction",
     "ReductionError",
+    "RefinedCoordinateCheck",
     "Run",
     "RunCorruptError",
     "RunError",
@@ -197,6 +221,7 @@ __all__ = [
     "Site",
     "Stats",
     "Steps",
+    "StorageManager",
     "Tap",
     "TensorBoardSink",
     "TopK",
@@ -217,6 +242,7 @@ __all__ = [
     "list_sites",
     "load",
     "make_sink",
+    "monitor_scaled_dot_product_attention",
     "open",
     "tap",
     "watch",

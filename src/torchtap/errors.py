@@ -5,7 +5,9 @@
     ├── PlanError           (ValueError)         a tap, schedule or plan that cannot be carried out
     ├── FormError           (TypeError)          a model in a form that cannot be tapped this way
     ├── SessionError        (RuntimeError)       a session used in the wrong state
+    │   └── MonitorError        (ValueError)         the same of a ready-made monitor
     ├── ReductionError      (ValueError)         a reduction or metric that failed on a value
+    │   └── MetricError         (RuntimeError)       a metric of a ready-made monitor; names it and the module
     ├── VerificationError   (AssertionError)     taps changed the model
     ├── RecordingLostError  (RuntimeError)       strict recording: something could not be kept
     ├── RunError            (ValueError)         a run folder that cannot be used
@@ -25,7 +27,9 @@ from __future__ import annotations
 __all__ = [
     "CompareError",
     "FormError",
+    "MetricError",
     "MissingExtraError",
+    "MonitorError",
     "OutputError",
     "PlanError",
     "RecordingLostError",
@@ -65,8 +69,16 @@ class SessionError(TorchtapError, RuntimeError):
     """A session used in the wrong state: closed, nested in itself, a clock that goes backwards."""
 
 
+class MonitorError(SessionError, ValueError):
+    """A ready-made monitor used in the wrong state or with arguments that it cannot work with."""
+
+
 class ReductionError(TorchtapError, ValueError):
     """A reduction or a user's metric failed on a value."""
+
+
+class MetricError(ReductionError, RuntimeError):
+    """A metric of a ready-made monitor failed on a value, or gave something that is no number."""
 
 
 class VerificationError(TorchtapError, AssertionError):

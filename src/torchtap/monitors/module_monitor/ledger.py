@@ -1,0 +1,327 @@
+"""What a monitor has measured in the step that is open, until its end makes numbers of it.
+
+Metrics whose formula is known share one pass over a value, which leaves a row of moments here; every other metric
+leaves its result. It guarantees:
+- nothing is read from a device before `finish`, and then each device once;
+- a value that shows up again unchanged (a container's output is its last child's) is not read again;
+- a formula is used only where it is exact: real floating-point values, all finite, two at least. Otherwise the
+  metric is called.
+
+Not here: recognising formulas (`expressions`), keys and steps (`storage`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchtap.errors import MetricError
+from torchtap.monitors.module_monitor.expressions import Formula, Reading
+from torchtap.monitors.module_monitor.storage import StorageManager, means
+from torchtap.reduce import kernel
+from torchtap.reduce.moments import WIDTH
+
+__all__ = ["BoundMetrics", "Ledger", "Metric"]
+
+_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_ROW_BYTES = WIDTH * 8
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric at one place: ``key`` is what its number is logged as."""
+
+    key: str
+    name: str
+    place: str
+    function: Callable[..., Any]
+    aggregate: Callable[[Any], Any] | None
+    reading: Reading
+
+
+@final
+class BoundMetrics:
+    """All metrics of one place. ``scalar``: results are single numbers, not tensors to be averaged."""
+
+    __slots__ = ("called", "metrics", "place", "read", "scalar", "subject")
+
+    def __init__(self, place: str, subject: str, metrics: list[Metric], scalar: bool) -> None:
+        self.place = place
+        self.subject = subject  # "activations", "parameter" ...: for errors
+        self.scalar = scalar
+        self.metrics = tuple(metrics)
+        known = [metric for metric in metrics if metric.reading.formula is not None]
+        self.read = tuple(known)
+        self.called = tuple(metric for metric in metrics if metric.reading.formula is None)
+
+
+@final
+class Ledger:
+    """The open step's measurements."""
+
+    def __init__(self) -> None:
+        self._native = kernel.native
+        self._rows = np.zeros((256, WIDTH))
+        self._note_address()
+        self._used = 0
+        self._bounds: list[BoundMetrics] = []  # beside _bound_rows: who wants what of which row
+        self._bound_rows: list[int] = []
+        self._results: list[tuple[BoundMetrics, Metric, Tensor]] = []
+        self._last: Tensor | None = None  # the value measured last, its version and its row
+        self._last_version = -1
+        self._last_row = -1
+        self._layout: _Layout | None = None
+
+    def _note_address(self) -> None:
+        self._address = int(self._rows.ctypes.data)
+        self._cells = memoryview(self._rows.data).cast("B").cast("d")
+
+    # -- values come in -----------------------------------------------------------------------------------
+
+    def take(self, bound: BoundMetrics, value: Tensor) -> None:
+        """All metrics of a place on one value."""
+        if bound.read:
+            row = self._row_of(value)
+            if row >= 0:
+                self._bounds.append(bound)
+                self._bound_rows.append(row)
+            else:
+                self.call(bound, bound.read, value)
+        if bound.called:
+            self.call(bound, bound.called, value)
+
+    def take_pair(self, bound: BoundMetrics, value: Tensor, reference: Tensor) -> None:
+        """All metrics of a place on a value and its reference."""
+        if bound.read:
+            row = -1
+            if value.shape == reference.shape and value.dtype == reference.dtype and self._native is not None:
+                row = self._measure(value.detach() - reference.detach())
+            if row >= 0:
+                self._bounds.append(bound)
+                self._bound_rows.append(row)
+            else:
+                self.call(bound, bound.read, value, reference)
+        if bound.called:
+            self.call(bound, bound.called, value, reference)
+
+    def call(self, bound: BoundMetrics, metrics: tuple[Metric, ...], *values: Tensor) -> None:
+        """Metrics that have to be called. One that may change its arguments gets copies."""
+        plain = values if bound.subject.startswith("parameter") else tuple(v.detach() for v in values)
+        copies: tuple[Tensor, ...] | None = None
+        for metric in metrics:
+            try:
+                if metric.reading.safe:
+                    result = metric.function(*plain)
+                elif bound.subject in ("activations", "activation differences"):
+                    if copies is None:
+                        copies = tuple(each.clone() for each in plain)
+                    result = metric.function(*copies)
+                else:
+                    result = metric.function(*plain)
+                tensor = _as_tensor(result, values)
+                if bound.scalar and tensor.numel() != 1:
+                    raise MetricError(f"it gave a tensor of shape {tuple(tensor.shape)}, not one number")
+            except Exception as error:
+                raise self._failure(bound, metric, values[0], error) from error
+            self._results.append((bound, metric, tensor))
+
+    @staticmethod
+    def _failure(bound: BoundMetrics, metric: Metric, value: Tensor, error: Exception) -> MetricError:
+        shape = tuple(value.shape)
+        said = str(error) if isinstance(error, MetricError) else f"{type(error).__name__}: {error}"
+        if bound.scalar:
+            return MetricError(
+                f"Failed to monitor {bound.subject} {bound.place} of shape {shape} with metric {metric.name}: {said}"
+            )
+        return MetricError(
+            f"Failed to monitor activations of module {bound.place}. Failed to monitor metric {metric.name} for the "
+            f"{bound.subject} of module {bound.place} (activation shape {shape}): {said}"
+        )
+
+    def _row_of(self, value: Tensor) -> int:
+        """The row of this value's moments; -1 where formulas do not hold or its memory cannot be read."""
+        if value is self._last and value._version == self._last_version:
+            return self._last_row
+        row = self._measure(value)
+        if value.is_inference():  # keeps no version, so nothing would prove it unchanged
+            self._last = None
+        else:
+            self._last, self._last_version, self._last_row = value, value._version, row
+        return row
+
+    def _measure(self, value: Tensor) -> int:
+        native = self._native
+        if native is None or value.dtype not in _FLOATS:
+            return -1
+        row = self._used
+        if row == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+            self._note_address()
+        if not kernel.measure(native, self._address + row * _ROW_BYTES, value):
+            return -1
+        cells, start = self._cells, row * WIDTH
+        if cells[start] < 2.0 or cells[start + 1] or cells[start + 2]:
+            return -1
+        self._used = row + 1
+        return row
+
+    # -- numbers go out -----------------------------------------------------------------------------------
+
+    def is_empty(self) -> bool:
+        """Whether nothing was measured since the last `finish` or `drain`."""
+        return not self._bounds and not self._results
+
+    def let_go(self) -> None:
+        """Do not keep the last value alive any longer."""
+        self._last = None
+
+    def drain(self, storage: StorageManager, step: int) -> None:
+        """Hand everything over as it would have been logged one by one."""
+        if self._bounds:
+            layout = _Layout(self._bounds, self._bound_rows)
+            for metric, scalar, number in zip(
+                layout.metrics, layout.scalar, self._evaluate(layout).tolist(), strict=True
+            ):
+                if scalar:
+                    storage.log_scalar(step, metric.key, number)
+                else:
+                    storage.log_tensor(
+                        step,
+                        metric.key,
+                        torch.tensor([number], dtype=torch.float64).float(),
+                        metric.aggregate,
+                    )
+        for bound, metric, result in self._results:
+            if bound.scalar:
+                storage.log_scalar(step, metric.key, result)
+            else:
+                storage.log_tensor(step, metric.key, result, metric.aggregate)
+        self._forget()
+
+    def finish(self, storage: StorageManager, step: int, into: dict[str, Any]) -> None:
+        """Put the step's numbers into ``into``; what needs aggregating of its own goes through the storage."""
+        layout = self._current_layout()
+        if layout is None or self._needs_care(layout, into):
+            self.drain(storage, step)
+            return
+        into.update(zip(layout.keys, layout.averaged(self._evaluate(layout)).tolist(), strict=True))
+        if self._results:
+            keys = [metric.key for _, metric, _ in self._results]
+            into.update(zip(keys, means([[result] for _, _, result in self._results]), strict=True))
+        self._forget()
+
+    def _current_layout(self) -> _Layout | None:
+        """How the rows become numbers: the same from step to step as long as the same values arrive."""
+        layout = self._layout
+        if layout is None or layout.rows != self._bound_rows or layout.bounds != self._bounds:
+            layout = self._layout = _Layout(list(self._bounds), list(self._bound_rows))
+        return layout
+
+    def _needs_care(self, layout: _Layout, into: dict[str, Any]) -> bool:
+        if not layout.plain or not into.keys().isdisjoint(layout.keys):
+            return True
+        if not self._results:
+            return False
+        keys = [metric.key for _, metric, _ in self._results]
+        together = set(keys)
+        return (
+            any(metric.aggregate is not None for _, metric, _ in self._results)
+            or len(together) < len(keys)
+            or not together.isdisjoint(layout.keys)
+            or not together.isdisjoint(into)
+        )
+
+    def _evaluate(self, layout: _Layout) -> npt.NDArray[np.float64]:
+        """The number of each metric of the layout."""
+        if not layout.metrics:
+            return np.empty(0)
+        columns = self._rows[: self._used].T
+        with np.errstate(all="ignore"):
+            table = np.stack([formula(columns) for formula in layout.formulas])
+        return table[layout.formula_index, layout.row_index]
+
+    def _forget(self) -> None:
+        self._bounds.clear()
+        self._bound_rows.clear()
+        self._results.clear()
+        self._used = 0
+        self._last = None
+
+
+@final
+class _Layout:
+    """Which formula of which row is which key's number."""
+
+    __slots__ = (
+        "_groups",
+        "_repeated",
+        "bounds",
+        "formula_index",
+        "formulas",
+        "keys",
+        "metrics",
+        "plain",
+        "row_index",
+        "rows",
+        "scalar",
+    )
+
+    def __init__(self, bounds: list[BoundMetrics], rows: list[int]) -> None:
+        self.bounds, self.rows = bounds, rows
+        self.formulas: list[Formula] = []
+        places: dict[int, int] = {}  # id of a formula -> its place; the metrics keep them alive
+        self.metrics: list[Metric] = []
+        self.scalar: list[bool] = []
+        formula_index: list[int] = []
+        row_index: list[int] = []
+        for bound, row in zip(bounds, rows, strict=True):
+            for metric in bound.read:
+                formula = metric.reading.formula
+                assert formula is not None
+                if id(formula) not in places:
+                    places[id(formula)] = len(self.formulas)
+                    self.formulas.append(formula)
+                self.metrics.append(metric)
+                self.scalar.append(bound.scalar)
+                formula_index.append(places[id(formula)])
+                row_index.append(row)
+        positions: dict[str, int] = {}
+        groups = [positions.setdefault(metric.key, len(positions)) for metric in self.metrics]
+        self.keys = list(positions)
+        self._repeated = len(self.keys) < len(groups)
+        self._groups: npt.NDArray[np.intp] = np.array(groups, dtype=np.intp)
+        self.formula_index: npt.NDArray[np.intp] = np.array(formula_index, dtype=np.intp)
+        self.row_index: npt.NDArray[np.intp] = np.array(row_index, dtype=np.intp)
+        self.plain = all(metric.aggregate is None for metric in self.metrics)
+
+    def averaged(self, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """One number for each key: the mean over its calls."""
+        if not self._repeated:
+            return numbers
+        return np.bincount(self._groups, weights=numbers) / np.bincount(self._groups)
+
+
+def _as_tensor(result: Any, values: tuple[Tensor, ...]) -> Tensor:
+    """A metric's result, flat, detached, and in memory of its own."""
+    if isinstance(result, Tensor):
+        flat = result.detach().flatten()
+        if any(flat.device == value.device and _share_memory(flat, value) for value in values):
+            flat = flat.clone()
+        return flat
+    if isinstance(result, (bool, int, float, np.generic)):
+        return torch.tensor([float(result)], dtype=torch.float64)
+    raise MetricError(f"it gave {type(result).__name__} {result!r}, not a number or a tensor")
+
+
+def _share_memory(left: Tensor, right: Tensor) -> bool:
+    try:
+        return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, functional: nothing that a view could be made of
+        return False

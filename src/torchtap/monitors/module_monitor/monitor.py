@@ -1,0 +1,591 @@
+"""``ModuleMonitor``: metrics of activations, parameters and gradients, step by step, by their names.
+
+The calls, keys and numbers are those of the ``torch-module-monitor`` package; the work is done by torchtap. It
+guarantees:
+- a step that is not monitored carries no hook; copies and pickles of the model never carry a live one;
+- metrics that are plain expressions share one pass over each value; results come to the host once a step;
+- what an activation checkpoint repeats is not counted again.
+
+Not here: what metrics mean (`expressions`), measuring (`ledger`), keeping (`storage`, `records`), attention and the
+refined coordinate check (their own files).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtap.errors import MetricError, MonitorError
+from torchtap.monitors.module_monitor.attention_patch import AttentionPatch
+from torchtap.monitors.module_monitor.binding import Listed, MetricTable
+from torchtap.monitors.module_monitor.eager_stance import EagerStance
+from torchtap.monitors.module_monitor.hooks import HooksManager, LiveHook
+from torchtap.monitors.module_monitor.ledger import Ledger
+from torchtap.monitors.module_monitor.mixin import MonitorMixin
+from torchtap.monitors.module_monitor.naming import (
+    default_format_module_name_fn,
+    leaf_name,
+    named_modules,
+    named_parameters,
+)
+from torchtap.monitors.module_monitor.records import StepKeeper
+from torchtap.monitors.module_monitor.reference import ReferenceActivations
+from torchtap.monitors.module_monitor.storage import StorageManager
+from torchtap.sites import unwrap
+from torchtap.store.record import Consumer
+from torchtap.taps.leaves import leaves
+
+__all__ = ["ModuleMonitor"]
+
+_graph_task: Callable[[], int] = (
+    torch._C._current_graph_task_id
+)  # -1 unless autograd is at work in this thread
+
+
+class ModuleMonitor:
+    """Monitors the training of a module; see ``docs/module-monitor.md``.
+
+    ``monitor_step_fn`` says which steps are monitored (None: all). ``excluded_modules_regex`` is matched against
+    formatted names. ``attention`` monitors every attention inside the model, or inside modules whose name it
+    matches. ``run`` is a folder that all numbers go to; memory then holds the newest step only. ``sinks`` are called
+    with ``(step, metrics)`` or are consumers of records.
+    """
+
+    def __init__(
+        self,
+        monitor_step_fn: Callable[[int], bool] | None = lambda step: step % 20 == 0,
+        format_module_name_fn: Callable[[str], str] = default_format_module_name_fn,
+        excluded_modules_regex: str = r"$.^",
+        logger: logging.Logger | None = None,
+        cpu_offload: bool = False,
+        *,
+        attention: bool | str = False,
+        run: str | os.PathLike[str] | None = None,
+        sinks: Sequence[Consumer | Callable[[int, dict[str, Any]], None]] = (),
+    ) -> None:
+        self.monitor_step_fn = monitor_step_fn
+        self.format_module_name_fn = format_module_name_fn
+        self.excluded_modules_compiled_re = re.compile(excluded_modules_regex)
+        self.logger = _quiet_logger() if logger is None else logger
+        self.cpu_offload = cpu_offload
+
+        self.module: nn.Module | None = None
+        self.module_names: dict[nn.Module, str] = {}
+        self.reference_module: nn.Module | None = None
+        self.reference_module_names: dict[nn.Module, str] = {}
+        self.ignore_reference_module_activations = False
+
+        self.current_step: int | None = None
+        self.current_step_monitored = False
+        self.within_monitoring_window = False
+
+        self._activations = MetricTable("Activation metric", "activations")
+        self._activation_differences = MetricTable(
+            "Activation difference metric", "activation differences", arguments=2
+        )
+        self._parameters = MetricTable("Parameter metric", "parameter", scalar=True)
+        self._parameter_differences = MetricTable(
+            "Parameter difference metric", "parameter difference", arguments=2, scalar=True
+        )
+        self._gradients = MetricTable("Gradient metric", "gradient of", scalar=True)
+
+        self.activation_hooks = HooksManager()
+        self.reference_activation_hooks = HooksManager()
+        self.storage = StorageManager(self.logger)
+        self.storage._settle = self._settle
+        self._ledger = Ledger()
+        self._reference = ReferenceActivations()
+        self._calls: dict[str, int] = {}  # of the monitored module's parts, in the current pass
+        self._pass_hooks: list[Any] = []
+        self._companions: list[Callable[[bool], None]] = []  # told whether the step that begins is monitored
+        self._named_parameters: list[tuple[str, nn.Parameter]] | None = None
+        self._silenced = 0
+        self._stance = EagerStance()
+        self._attention = AttentionPatch(self, attention) if attention else None
+        self._keeper = StepKeeper(run, sinks) if run is not None or sinks else None
+
+    # -- metrics ------------------------------------------------------------------------------------------
+
+    @property
+    def activation_metrics(self) -> Listed:
+        """Name to ``(pattern, function, aggregation)``; so are the four others."""
+        return self._activations.listed
+
+    @property
+    def activation_difference_metrics(self) -> Listed:
+        return self._activation_differences.listed
+
+    @property
+    def parameter_metrics(self) -> Listed:
+        return self._parameters.listed
+
+    @property
+    def parameter_difference_metrics(self) -> Listed:
+        return self._parameter_differences.listed
+
+    @property
+    def gradient_metrics(self) -> Listed:
+        return self._gradients.listed
+
+    def add_activation_metric(
+        self,
+        metric_name: str,
+        metric_fn: Callable[[Tensor], Any],
+        metric_regex: str = ".*",
+        metric_aggregation_fn: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        """A metric of module outputs, logged as ``activation/{module}/{metric}``."""
+        self._activations.add(metric_name, metric_fn, metric_regex, metric_aggregation_fn)
+
+    def add_activation_difference_metric(
+        self,
+        metric_name: str,
+        metric_fn: Callable[[Tensor, Tensor], Any],
+        metric_regex: str = ".*",
+        metric_aggregation_fn: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        """A metric of an output and the reference's, logged as ``activation_difference/{module}/{metric}``."""
+        self._activation_differences.add(metric_name, metric_fn, metric_regex, metric_aggregation_fn)
+
+    def add_parameter_metric(
+        self, metric_name: str, metric_fn: Callable[[Tensor], Any], metric_regex: str = ".*"
+    ) -> None:
+        """A metric of parameters, logged as ``parameter/{parameter}/{metric}``."""
+        self._parameters.add(metric_name, metric_fn, metric_regex)
+
+    def add_parameter_difference_metric(
+        self, metric_name: str, metric_fn: Callable[[Tensor, Tensor], Any], metric_regex: str = ".*"
+    ) -> None:
+        """A metric of a parameter and the reference's, logged as ``parameter_difference/{parameter}/{metric}``."""
+        self._parameter_differences.add(metric_name, metric_fn, metric_regex)
+
+    def add_gradient_metric(
+        self, metric_name: str, metric_fn: Callable[[Tensor], Any], metric_regex: str = ".*"
+    ) -> None:
+        """A metric of gradients, logged as ``gradient/{parameter}/{metric}``."""
+        self._gradients.add(metric_name, metric_fn, metric_regex)
+
+    # -- the module and its reference ---------------------------------------------------------------------
+
+    def set_module(self, module: nn.Module) -> None:
+        """The module to monitor. A monitor has one for its whole life."""
+        if module is None:
+            raise MonitorError("Module cannot be None. Give the module to monitor.")
+        if self.module is not None:
+            raise MonitorError("Module has already been set! Make another ModuleMonitor for another module.")
+        self.module = module
+        for name, part, is_wrapper in named_modules(module):
+            formatted = self.module_names[part] = self.format_module_name_fn(name)
+            if self._is_excluded(formatted):
+                self.logger.debug("Module %s is excluded", name)
+                continue
+            if not is_wrapper:  # a wrapper gives what the module inside it gave
+                self.activation_hooks.register_forward_hook(part, _OutputHook(self, formatted))
+                self.logger.debug("Registered forward hook for module %s", name)
+            if isinstance(part, MonitorMixin):
+                part.set_module_monitor(self, False)
+
+    def set_reference_module(self, module: nn.Module | None) -> None:
+        """The module to compare with, of the same structure; None for none. Replaces the one before."""
+        if self.module is None:
+            raise MonitorError("Please set the monitored module before setting the reference module.")
+        self.remove_reference_module()
+        if module is None:
+            return
+        parts = [
+            (self.format_module_name_fn(name), part, is_wrapper)
+            for name, part, is_wrapper in named_modules(module)
+        ]
+        self._check_structure({name for name, _, _ in parts})
+        self.reference_module = module
+        self.reference_activation_hooks = HooksManager()
+        for name, part, is_wrapper in parts:
+            self.reference_module_names[part] = name
+            if self._is_excluded(name):
+                self.logger.debug("Excluding reference module %s from monitoring.", name)
+                continue
+            if not is_wrapper:
+                self.reference_activation_hooks.register_forward_hook(part, _ReferenceHook(self, name))
+                self.logger.debug("Registered forward hook for reference module %s", name)
+            if isinstance(part, MonitorMixin):
+                part.set_module_monitor(self, True)
+        reference, model = unwrap(module), unwrap(self.module)
+        self._pass_hooks = [
+            reference.register_forward_pre_hook(LiveHook(self._on_reference_pass), prepend=True),
+            reference.register_forward_hook(LiveHook(self._on_reference_pass_end), always_call=True),
+            model.register_forward_pre_hook(LiveHook(self._on_pass), prepend=True),
+        ]
+
+    def _check_structure(self, names: set[str]) -> None:
+        own = set(self.module_names.values())
+        if names == own:
+            return
+        differing = sorted(names ^ own)
+        shown = ", ".join(
+            f"{name!r} (only in the {'reference' if name in names else 'module'})" for name in differing[:5]
+        )
+        raise MonitorError(
+            "The reference module must have the same structure as the monitored module (there are modules with "
+            f"different names): {shown}{' …' if len(differing) > 5 else ''}"
+        )
+
+    def has_reference_module(self) -> bool:
+        """Whether there is a reference."""
+        return self.reference_module is not None
+
+    def remove_reference_module(self) -> None:
+        """Forget the reference and take everything off it."""
+        if self.reference_module is None:
+            return
+        for part in self.reference_module.modules():
+            if isinstance(part, MonitorMixin):
+                part.set_module_monitor(None, False)
+        self.reference_module = None
+        self.reference_activation_hooks.remove_all_hooks()
+        for handle in self._pass_hooks:
+            handle.remove()
+        self._pass_hooks = []
+        self.reference_module_names = {}
+        self._reference.forget()
+
+    @property
+    def reference_module_activations(self) -> dict[str, Tensor]:
+        """Module name to what the reference gave in this micro-batch."""
+        return self._reference.first
+
+    @reference_module_activations.setter
+    def reference_module_activations(self, activations: dict[str, Tensor]) -> None:
+        self._reference.forget()
+        self._reference.first = activations
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def is_step_monitored(self, step: int) -> bool:
+        """Whether a step is one of those to monitor."""
+        return True if self.monitor_step_fn is None else self.monitor_step_fn(step)
+
+    def is_monitoring(self) -> bool:
+        """Whether values are taken at this moment."""
+        return self.within_monitoring_window
+
+    def begin_step(self, step: int) -> bool:
+        """A step begins; says whether it is monitored. Call it before the forward pass."""
+        if self.current_step is not None and step < self.current_step:
+            raise MonitorError(
+                f"Step {step} cannot be smaller than the current step {self.current_step}. Steps only grow."
+            )
+        self._settle()  # a step before that was never ended
+        self._reference.forget()
+        self._calls.clear()
+        self._named_parameters = None
+        monitored = bool(self.is_step_monitored(step))
+        if monitored and self.module is None:
+            raise MonitorError("No module to monitor. Please set the module first.")
+        self.current_step = step
+        self.current_step_monitored = monitored
+        self.within_monitoring_window = monitored and not self._silenced
+        self._arm(monitored)
+        if monitored:
+            self.storage.create_step_entry(step)
+        return monitored
+
+    def _arm(self, monitored: bool) -> None:
+        """Hooks are on the model in monitored steps only."""
+        for hooks in (self.activation_hooks, self.reference_activation_hooks):
+            hooks.resume() if monitored else hooks.pause()
+        for tell in self._companions:
+            tell(monitored)
+        self._stance.set(monitored)
+        if self._attention is not None:
+            self._attention.set(monitored)
+
+    @contextmanager
+    def no_monitor(self) -> Iterator[None]:
+        """Inside this block nothing is monitored; a pass of the reference is still kept for comparison."""
+        self._silenced += 1
+        self.within_monitoring_window = False
+        try:
+            yield
+        finally:
+            self._silenced -= 1
+            self.within_monitoring_window = self.current_step_monitored and not self._silenced
+
+    def after_micro_batch(self) -> None:
+        """A micro-batch is over: what the reference gave for it is not needed any more."""
+        self._reference.forget()
+        self._calls.clear()
+        self._ledger.let_go()
+
+    def end_step(self) -> None:
+        """The step is over: one number is made of all that was taken for a key, over calls and micro-batches."""
+        self._reference.forget()
+        step = self.current_step
+        if self.within_monitoring_window and step is not None:
+            metrics = self.storage._log_dict.setdefault(step, {})
+            self._ledger.finish(self.storage, step, metrics)
+            self.storage.aggregate_step(step)
+            if self._keeper is not None:
+                self._keeper.keep(step, metrics, training=getattr(self.module, "training", True))
+                if self._keeper.has_run:
+                    self.storage.keep_only(step)
+        self.current_step_monitored = False
+        self.within_monitoring_window = False
+        self._stance.set(False)
+        if self._attention is not None:
+            self._attention.set(False)
+
+    def get_step_metrics(self) -> dict[str, Any]:
+        """The numbers of the current step, by key."""
+        return self.storage.get_step_metrics(self.current_step)  # type: ignore[arg-type]
+
+    def get_all_metrics(self) -> dict[Any, dict[str, Any]]:
+        """The numbers of all steps, ``{step: {key: value}}``; from the run folder where there is one."""
+        if self._keeper is not None and self._keeper.has_run:
+            return {**self._keeper.read_back(), **self.storage.get_all_metrics()}
+        return self.storage.get_all_metrics()
+
+    def close(self) -> None:
+        """Take every hook off, and close the run and the sinks."""
+        self._settle()
+        self.remove_reference_module()
+        self._arm(False)
+        self.activation_hooks.remove_all_hooks()
+        for part in self.module_names:
+            if isinstance(part, MonitorMixin):
+                part.set_module_monitor(None, False)
+        self.current_step_monitored = self.within_monitoring_window = False
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def _settle(self) -> None:
+        """Put what was measured so far into the storage, as if it had been logged value by value."""
+        if self.current_step is not None and not self._ledger.is_empty():
+            self._ledger.drain(self.storage, self.current_step)
+
+    # -- numbers of the user's own ------------------------------------------------------------------------
+
+    def log_scalar(
+        self,
+        key: str,
+        value: Number | Tensor | float,
+        aggregation_fn: Callable[[Any], Any] | None = None,
+        force: bool = False,
+    ) -> None:
+        """Log a number; ``force`` does so at steps that are not monitored, too."""
+        if self.within_monitoring_window or force:
+            self.storage.log_scalar(self.current_step, key, value, aggregation_fn)  # type: ignore[arg-type]
+
+    def log_scalars(self, monitor_dict: Mapping[str, Any], force: bool = False) -> None:
+        """Log several numbers."""
+        for key, value in monitor_dict.items():
+            self.log_scalar(key, value, force=force)
+
+    def log_tensor(
+        self, key: str, tensor: Tensor, aggregation_fn: Callable[[Any], Any] | None = None
+    ) -> None:
+        """Log the mean over a tensor, or what ``aggregation_fn`` makes of it. Its value at this moment counts."""
+        if self.within_monitoring_window:
+            kept = torch.as_tensor(tensor).detach().clone()
+            self.storage.log_tensor(self.current_step, key, kept, aggregation_fn)  # type: ignore[arg-type]
+
+    def _log_own(self, key: str, tensor: Tensor) -> None:
+        """The same for a tensor that nobody else has, so that no copy is needed."""
+        if self.within_monitoring_window:
+            self.storage.log_tensor(self.current_step, key, tensor)  # type: ignore[arg-type]
+
+    # -- activations --------------------------------------------------------------------------------------
+
+    def monitor_activations(
+        self, module: str | nn.Module, activations: Any, is_reference: bool = False
+    ) -> None:
+        """Take a value as a module's output. Hooks do it for every module; this is for values of one's own."""
+        if not self.current_step_monitored:
+            return
+        if not self.within_monitoring_window and not (is_reference and self._silenced):
+            return
+        name = self._get_module_name(module, is_reference)
+        if self._is_excluded(name):
+            return
+        if is_reference:
+            self._take_reference_output(name, activations)
+        else:
+            self._take_output(name, activations)
+
+    def _take_output(self, name: str, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self._take(name, name, output)
+            return
+        for leaf, value in leaves(output):
+            self._take(leaf_name(name, leaf), name, value)
+
+    def _take(self, place: str, name: str, value: Tensor) -> None:
+        bound = self._activations.at("activation", place, name, place)
+        if bound.metrics:
+            self._ledger.take(bound, value)
+        if self.reference_module is not None and self._activation_differences.listed:
+            self._compare(place, name, value)
+
+    def _compare(self, place: str, name: str, value: Tensor) -> None:
+        bound = self._activation_differences.at("activation_difference", place, name, place)
+        if not bound.metrics:
+            return
+        call = self._calls.get(place, 0)
+        self._calls[place] = call + 1
+        reference = self._reference.get(place, call)
+        if reference is None:
+            reference = self._reference.get(place)
+        if reference is None:
+            self.logger.warning(
+                "Step %s: No reference module activations found for module %s", self.current_step, place
+            )
+            return
+        self._ledger.take_pair(bound, value.cpu() if self.cpu_offload else value, reference)
+
+    def _take_reference_output(self, name: str, output: Any) -> None:
+        if self.ignore_reference_module_activations:
+            return
+        if self.reference_module is None:
+            self.logger.warning(
+                "Step %s: Attempted to store activations of the reference module, but no reference module is set "
+                "(for module %s).",
+                self.current_step,
+                name,
+            )
+            return
+        for leaf, value in leaves(output):
+            copied = value.detach().cpu() if self.cpu_offload else value.detach()
+            if copied.data_ptr() == value.data_ptr():
+                copied = copied.clone()
+            try:
+                self._reference.keep(
+                    leaf_name(name, leaf), copied, quiet=self._silenced > 0, step=self.current_step
+                )
+            except MonitorError as error:
+                raise MetricError(f"Failed to monitor activations of module {name}. {error}") from error
+
+    def _on_reference_pass(self, *_: Any) -> None:
+        if _graph_task() == -1:
+            self._reference.begin_pass()
+
+    def _on_reference_pass_end(self, *_: Any) -> None:
+        self._reference.end_pass()
+
+    def _on_pass(self, *_: Any) -> None:
+        if self._calls and _graph_task() == -1:
+            self._calls.clear()
+
+    # -- gradients and parameters -------------------------------------------------------------------------
+
+    def monitor_gradients(self, before_clip: bool = False) -> None:
+        """Take the gradients of all parameters. Call it after backward, before the optimizer's step."""
+        if not self.within_monitoring_window:
+            return
+        prefix = "gradient_before_clip" if before_clip else "gradient"
+        for name, parameter in self._parameter_list():
+            gradient = parameter.grad
+            if gradient is None:
+                self.logger.warning(
+                    "Step %s: Found a parameter where the gradient is None: %s", self.current_step, name
+                )
+                continue
+            bound = self._gradients.at(prefix, self.format_module_name_fn(name), *self._spellings(name))
+            if bound.metrics:
+                self._ledger.take(bound, gradient)
+
+    def monitor_parameters(self) -> None:
+        """Take all parameters, and compare them with the reference's."""
+        if not self.within_monitoring_window:
+            return
+        others: dict[str, nn.Parameter] | None = None
+        if self.reference_module is not None and self.parameter_difference_metrics:
+            others = {
+                self.format_module_name_fn(name): parameter
+                for name, parameter in named_parameters(self.reference_module)
+            }
+        for name, parameter in self._parameter_list():
+            formatted = self.format_module_name_fn(name)
+            bound = self._parameters.at("parameter", formatted, *self._spellings(name))
+            if bound.metrics:
+                self._ledger.take(bound, parameter)
+            if others is None:
+                continue
+            other = others.get(formatted)
+            if other is None:
+                self.logger.warning(
+                    "Step %s: Parameter %s not found in the reference module.", self.current_step, name
+                )
+                continue
+            bound = self._parameter_differences.at("parameter_difference", formatted, *self._spellings(name))
+            if bound.metrics:
+                self._ledger.take_pair(bound, parameter, other)
+
+    def _parameter_list(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters as they are in this step: modules may come and go between steps."""
+        if self._named_parameters is None:
+            assert self.module is not None
+            self._named_parameters = named_parameters(self.module)
+        return self._named_parameters
+
+    def _spellings(self, name: str) -> tuple[str, ...]:
+        clean = default_format_module_name_fn(name)
+        return (name,) if clean == name else (name, clean)
+
+    # -- names --------------------------------------------------------------------------------------------
+
+    def _get_module_name(self, module: str | nn.Module, is_reference: bool) -> str:
+        if isinstance(module, str):
+            return module
+        names = self.reference_module_names if is_reference else self.module_names
+        if module not in names:
+            which = "reference module names" if is_reference else "module names"
+            raise MonitorError(
+                f"Module {module} not found in {which}. It is no part of the "
+                f"{'reference' if is_reference else 'monitored'} module."
+            )
+        return names[module]
+
+    def _is_excluded(self, module: str | nn.Module, is_reference: bool = False) -> bool:
+        name = self._get_module_name(module, is_reference)
+        return self.excluded_modules_compiled_re.match(name) is not None
+
+
+class _OutputHook(LiveHook):
+    """Hands a module's output to the monitor."""
+
+    def __init__(self, monitor: ModuleMonitor, name: str) -> None:
+        self._monitor = monitor
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        monitor = self._monitor
+        if monitor.within_monitoring_window and _graph_task() == -1:
+            monitor._take_output(self._name, output)
+
+
+class _ReferenceHook(LiveHook):
+    """Hands an output of the reference to the monitor."""
+
+    def __init__(self, monitor: ModuleMonitor, name: str) -> None:
+        self._monitor = monitor
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        monitor = self._monitor
+        # Under no_monitor, too: that is where a reference is run.
+        if monitor.current_step_monitored and _graph_task() == -1:
+            monitor._take_reference_output(self._name, output)
+
+
+def _quiet_logger() -> logging.Logger:
+    logger = logging.getLogger("ModuleMonitor")
+    if not any(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        logger.addHandler(logging.NullHandler())
+    return logger

@@ -1,0 +1,167 @@
+"""From a monitor's keys to the sites of a run, and back; and the way of each step to the run folder and to sinks.
+
+``activation/fc1/mean`` is the statistic ``mean`` of the site ``fc1:output``; parameters, gradients and tuple leaves
+have their sites likewise, so that runs of a monitor can be compared and viewed as any other. A key that has no
+site is a value of the root: ``:value.<key>``. `site_of` and `key_of` are each other's inverse.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, final
+
+import numpy as np
+
+from torchtap.monitors.module_monitor.naming import ROOT
+from torchtap.store.record import Consumer, ScalarBlock, StepRecord
+
+__all__ = ["StepKeeper", "key_of", "site_of"]
+
+_KINDS = {"activation": "output", "parameter": "param", "gradient": "param_grad"}
+_PREFIXES = {kind: prefix for prefix, kind in _KINDS.items()}
+
+
+@lru_cache(maxsize=1 << 16)
+def site_of(key: str) -> tuple[str, str]:
+    """``(site, statistic)`` of a monitor's key."""
+    prefix, _, rest = key.partition("/")
+    place, _, statistic = rest.rpartition("/")
+    kind = _KINDS.get(prefix)
+    if kind and place and statistic and not set(":#") & set(place):
+        if kind == "output":
+            module, bracket, leaf = place.partition("[") if place != ROOT else (ROOT, "", "")
+            if module == "" and bracket:  # "[root module][0]"
+                module, _, leaf = place.removesuffix("]").rpartition("[")
+                leaf += "]"
+            path = "" if module == ROOT else module
+            site = f"{path}:output" + (f".{leaf.removesuffix(']')}" if leaf else "")
+        else:
+            path, _, leaf = place.rpartition(".")
+            site = f"{path}:{kind}.{leaf}"
+        if key_of(site, statistic) == key:
+            return site, statistic
+    return f":value.{key}", "value"
+
+
+def key_of(site: str, statistic: str) -> str:
+    """A monitor's key from where a run has it."""
+    path, _, rest = site.rpartition(":") if not site.startswith(":value.") else ("", "", site[1:])
+    kind, _, leaf = rest.partition(".")
+    if kind == "value":
+        return leaf
+    if kind == "output":
+        return f"activation/{path or ROOT}{f'[{leaf}]' if leaf else ''}/{statistic}"
+    return f"{_PREFIXES.get(kind, kind)}/{f'{path}.' if path else ''}{leaf}/{statistic}"
+
+
+@final
+class StepKeeper:
+    """Hands each finished step on. A sink that fails costs its own numbers, not the training."""
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | None,
+        sinks: Sequence[Consumer | Callable[[int, dict[str, Any]], None]],
+    ) -> None:
+        self._folder = run
+        self._writer: Any = None
+        self._sinks = list(sinks)
+        self._grids: dict[tuple[str, ...], tuple[tuple[tuple[str, ...], str, list[int]], ...]] = {}
+        self._failed: set[str] = set()
+        if run is not None:
+            from torchtap.model_tree import environment
+            from torchtap.store.writer import RunWriter
+
+            described = environment()
+            self._writer = RunWriter(
+                run,
+                manifest={
+                    "created": datetime.datetime.now(datetime.UTC).isoformat(),
+                    "sites": [],
+                    "plan": {"monitor": "ModuleMonitor"},
+                    "environment": described,
+                },
+                rank=described["rank"],
+                world=described["world_size"],
+            )
+            self._sinks.insert(0, self._writer)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether there is a run folder."""
+        return self._writer is not None
+
+    def keep(self, step: int, metrics: dict[str, Any], *, training: bool) -> None:
+        """Hand one step's numbers on."""
+        record: StepRecord | None = None
+        for sink in self._sinks:
+            try:
+                if hasattr(sink, "write"):
+                    if record is None:
+                        record = self._record(step, metrics, "train" if training else "eval")
+                    sink.write(record)
+                else:
+                    sink(step, dict(metrics))
+            except Exception as error:
+                self._note(sink, error)
+
+    def _note(self, sink: Any, error: Exception) -> None:
+        name = getattr(sink, "__name__", type(sink).__name__)
+        if name not in self._failed:  # a failure tends to repeat with every step: it is told once
+            self._failed.add(name)
+            warnings.warn(
+                f"the sink {name} failed and the training goes on: {error}", RuntimeWarning, stacklevel=4
+            )
+
+    def _record(self, step: int, metrics: dict[str, Any], phase: str) -> StepRecord:
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float, np.number))}
+        keys = tuple(numbers)
+        grids = self._grids.get(keys)
+        if grids is None:
+            grids = self._grids[keys] = _grids(keys)
+        values = np.fromiter(numbers.values(), dtype=np.float64, count=len(numbers))
+        blocks = tuple(
+            ScalarBlock(sites, (statistic,), values[places].reshape(-1, 1))
+            for sites, statistic, places in grids
+        )
+        return StepRecord(step, None, None, phase, time.time(), blocks, ())
+
+    def read_back(self) -> dict[int, dict[str, float]]:
+        """Every step that is in the run, ``{step: {key: value}}``."""
+        from torchtap.store.reader import open_run
+
+        self._writer.flush()
+        run = open_run(self._writer.folder, attempt=self._writer.attempt)
+        found: dict[int, dict[str, float]] = {}
+        for site in run.sites():
+            for statistic in run.statistics(site):
+                series = run.series(site, statistic)
+                for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
+                    found.setdefault(step, {})[key_of(site, statistic)] = value
+        return dict(sorted(found.items()))
+
+    def close(self) -> None:
+        """Close the run and every sink that can be closed."""
+        for sink in self._sinks:
+            close = getattr(sink, "close", None)
+            if close is not None:
+                try:
+                    close()
+                except Exception as error:
+                    self._note(sink, error)
+
+
+def _grids(keys: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], str, list[int]], ...]:
+    """For each statistic its sites and where their numbers are among the keys."""
+    by_statistic: dict[str, tuple[list[str], list[int]]] = {}
+    for place, key in enumerate(keys):
+        site, statistic = site_of(key)
+        sites, places = by_statistic.setdefault(statistic, ([], []))
+        sites.append(site)
+        places.append(place)
+    return tuple((tuple(sites), statistic, places) for statistic, (sites, places) in by_statistic.items())

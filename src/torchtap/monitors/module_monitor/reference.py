@@ -1,0 +1,86 @@
+"""What the reference module gave, kept until the monitored module has given the same.
+
+Values are kept by module name, call by call, as copies. It guarantees:
+- a pass under ``no_monitor`` is kept too, since that is how a reference is meant to be run, but never replaces what
+  a monitored pass left;
+- a second monitored pass before `forget` is an error, not a silent mixture of batches.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from torchtap.errors import MonitorError
+
+__all__ = ["ReferenceActivations"]
+
+
+@final
+class ReferenceActivations:
+    """Activations of the reference in the current micro-batch; ``first`` has those of each module's first call."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Tensor] = {}
+        self._further: dict[tuple[str, int], Tensor] = {}
+        self._calls: dict[str, int] = {}
+        self._pass_of: dict[
+            str, int
+        ] = {}  # the pass over the whole reference in which a module was last called
+        self._quiet: set[str] = set()  # kept under no_monitor
+        self._pass = 0
+        self._inside = False
+
+    def begin_pass(self) -> None:
+        """The whole reference is called."""
+        self._pass += 1
+        self._inside = True
+
+    def end_pass(self) -> None:
+        """The call of the whole reference is over."""
+        self._inside = False
+
+    def forget(self) -> None:
+        """A new micro-batch begins. What was handed out stays as it is."""
+        self.first = {}
+        self._further.clear()
+        self._calls.clear()
+        self._pass_of.clear()
+        self._quiet.clear()
+
+    def keep(self, name: str, value: Tensor, *, quiet: bool, step: int | None) -> bool:
+        """Keep a copy of a value; says whether it was kept."""
+        known = name in self.first
+        further_call = known and self._inside and self._pass_of.get(name) == self._pass
+        if known and not further_call:
+            if name in self._quiet:
+                self._drop(name)
+            elif quiet:
+                return False
+            else:
+                raise MonitorError(
+                    f"Step {step}: Activations of the reference module for module {name} are already stored: the "
+                    "reference was called twice; call after_micro_batch() between two batches, or make further "
+                    "calls under no_monitor()"
+                )
+        call = self._calls.get(name, 0)
+        if call == 0:
+            self.first[name] = value
+        else:
+            self._further[name, call] = value
+        self._calls[name] = call + 1
+        self._pass_of[name] = self._pass
+        if quiet:
+            self._quiet.add(name)
+        return True
+
+    def get(self, name: str, call: int = 0) -> Tensor | None:
+        """What the reference gave at a module's n-th call."""
+        return self.first.get(name) if call == 0 else self._further.get((name, call))
+
+    def _drop(self, name: str) -> None:
+        for call in range(1, self._calls.pop(name, 0)):
+            self._further.pop((name, call), None)
+        del self.first[name]
+        self._quiet.discard(name)

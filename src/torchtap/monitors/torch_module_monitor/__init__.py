@@ -1,0 +1,40 @@
+"""The import names of the ``torch-module-monitor`` package, for programs that keep them.
+
+``stand_in()`` makes ``import torch_module_monitor`` and ``from torch_module_monitor.storage import ...`` find
+torchtap, in this process. Every name here is the very object that ``torchtap`` exports.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from torchtap.monitors.module_monitor import (
+    HooksManager,
+    ModuleMonitor,
+    MonitorMixin,
+    RefinedCoordinateCheck,
+    StorageManager,
+    monitor_scaled_dot_product_attention,
+)
+
+__all__ = [
+    "HooksManager",
+    "ModuleMonitor",
+    "MonitorMixin",
+    "RefinedCoordinateCheck",
+    "StorageManager",
+    "monitor_scaled_dot_product_attention",
+    "stand_in",
+]
+
+__version__ = "0.1.0"  # of the package whose names these are
+
+_SUBMODULES = ("attention", "hooks", "monitor", "refined_coordinate_check", "storage")
+
+
+def stand_in() -> None:
+    """From now on ``torch_module_monitor`` is torchtap, in this process."""
+    sys.modules["torch_module_monitor"] = sys.modules[__name__]
+    for name in _SUBMODULES:
+        sys.modules[f"torch_module_monitor.{name}"] = import_module(f"{__name__}.{name}")
