@@ -10,6 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtap.comparison.adjacent import layer_changes as layer_changes
+    from torchtap.comparison.bisection import Bisection as Bisection
+    from torchtap.comparison.bisection import bisect as bisect
+    from torchtap.comparison.forms import compare_forms as compare_forms
     from torchtap.comparison.front import compare as compare
     from torchtap.comparison.result import Comparison as Comparison
     from torchtap.coverage import Missing as Missing
@@ -32,12 +36,62 @@ if TYPE_CHECKING:
     from torchtap.errors import SessionError as SessionError
     from torchtap.errors import TorchtapError as TorchtapError
     from torchtap.errors import VerificationError as VerificationError
+    from torchtap.monitors.layer_files import open_layers as open_layers
+    from torchtap.monitors.layers import LayerRecorder as LayerRecorder
+    from torchtap.monitors.layers import get_layer_hidden_states as get_layer_hidden_states
+    from torchtap.monitors.layers import record_layers as record_layers
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
     from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
     from torchtap.monitors.module_monitor import RefinedCoordinateCheck as RefinedCoordinateCheck
     from torchtap.monitors.module_monitor import StorageManager as StorageManager
-    from torchtap.monitors.module_monitor import (
+    from torchtap.monitors.monitor import Monitor as Monitor
+    from torchtap.monitors.trainer import MonitoredTrainer as MonitoredTrainer
+    from torchtap.monitors.trainer import TrainingReport as TrainingReport
+    from torchtap.plan import Plan as Plan
+    from torchtap.plan import Tap as Tap
+    from torchtap.plan import bind as bind
+    from torchtap.plan import tap as tap
+    from torchtap.reduce import Entropy as Entropy
+    from torchtap.reduce import Full as Full
+    from torchtap.reduce import Gram as Gram
+    from torchtap.reduce import Histogram as Histogram
+    from torchtap.reduce import Metric as Metric
+    from torchtap.reduce import Quantiles as Quantiles
+    from torchtap.reduce import Reduction as Reduction
+    from torchtap.reduce import Sample as Sample
+    from torchtap.reduce import Stats as Stats
+    from torchtap.reduce import TopK as TopK
+    from torchtap.schedule import Always as Always
+    from torchtap.schedule import Epochs as Epochs
+    from torchtap.schedule import Every as Every
+    from torchtap.schedule import First as First
+    from torchtap.schedule import Moment as Moment
+    from torchtap.schedule import Never as Never
+    from torchtap.schedule import Phase as Phase
+    from torchtap.schedule import Schedule as Schedule
+    from torchtap.schedule import Steps as Steps
+    from torchtap.schedule import When as When
+    from torchtap.seen import Seen as Seen
+    from torchtap.session import capture as capture
+    from torchtap.session import list_sites as list_sites
+    from torchtap.session import watch as watch
+    from torchtap.sinks import CallbackSink as CallbackSink
+    from torchtap.sinks import JsonLinesSink as JsonLinesSink
+    from torchtap.sinks import MemorySink as MemorySink
+    from torchtap.sinks import TensorBoardSink as TensorBoardSink
+    from torchtap.sinks import WandbSink as WandbSink
+    from torchtap.sinks import make_sink as make_sink
+    from torchtap.sites import Selector as Selector
+    from torchtap.sites import Site as Site
+    from torchtap.store.reader import Run as Run
+    from torchtap.store.reader import open as open
+    from torchtap.taps.active import emit as emit
+    from torchtap.taps.extra import ExtraOutputs as ExtraOutputs
+    from torchtap.taps.extra import extra_outputs as extra_outputs
+    from torchtap.taps.instrument import instrument as instrument
+    from torchtap.taps.load import load as load
+    from torchtap.watching import Watch as Watch
         monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
     )
     from torchtap.monitors.monitor import Monitor as Monitor
@@ -93,6 +147,7 @@ __version__ = "0.1.0"
 # Where each public name lives. A test holds that this, the imports above and the documentation agree.
 _HOME = {
     "Always": "torchtap.schedule",
+    "Bisection": "torchtap.comparison.bisection",
     "CallbackSink": "torchtap.sinks",
     "CompareError": "torchtap.errors",
     "Comparison": "torchtap.comparison.result",
@@ -108,6 +163,7 @@ _HOME = {
     "Histogram": "torchtap.reduce",
     "HooksManager": "torchtap.monitors.module_monitor",
     "JsonLinesSink": "torchtap.sinks",
+    "LayerRecorder": "torchtap.monitors.layers",
     "MemorySink": "torchtap.sinks",
     "Metric": "torchtap.reduce",
     "MetricError": "torchtap.errors",
@@ -154,23 +210,29 @@ _HOME = {
     "Watch": "torchtap.watching",
     "When": "torchtap.schedule",
     "bind": "torchtap.plan",
+    "bisect": "torchtap.comparison.bisection",
     "capture": "torchtap.session",
     "compare": "torchtap.comparison.front",
+    "compare_forms": "torchtap.comparison.forms",
     "diagnose": "torchtap.diagnosis.run",
     "emit": "torchtap.taps.active",
     "extra_outputs": "torchtap.taps.extra",
+    "get_layer_hidden_states": "torchtap.monitors.layers",
     "instrument": "torchtap.taps.instrument",
+    "layer_changes": "torchtap.comparison.adjacent",
     "list_sites": "torchtap.session",
     "load": "torchtap.taps.load",
     "make_sink": "torchtap.sinks",
-    "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
     "open": "torchtap.store.reader",
+    "open_layers": "torchtap.monitors.layer_files",
+    "record_layers": "torchtap.monitors.layers",
     "tap": "torchtap.plan",
     "watch": "torchtap.session",
 }
 
 __all__ = [
     "Always",
+    "Bisection",
     "CallbackSink",
     "CompareError",
     "Comparison",
@@ -186,6 +248,7 @@ __all__ = [
     "Histogram",
     "HooksManager",
     "JsonLinesSink",
+    "LayerRecorder",
     "MemorySink",
     "Metric",
     "MetricError",
@@ -233,17 +296,22 @@ __all__ = [
     "When",
     "__version__",
     "bind",
+    "bisect",
     "capture",
     "compare",
+    "compare_forms",
     "diagnose",
     "emit",
     "extra_outputs",
+    "get_layer_hidden_states",
     "instrument",
+    "layer_changes",
     "list_sites",
     "load",
     "make_sink",
-    "monitor_scaled_dot_product_attention",
     "open",
+    "open_layers",
+    "record_layers",
     "tap",
     "watch",
 ]

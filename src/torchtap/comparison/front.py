@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.comparison.live import gather, missing
-from torchtap.comparison.passes import Feed, feed_of
 from torchtap.comparison.recorded import compare_recordings
-from torchtap.comparison.recordings import Recording
+from torchtap.comparison.recordings import MemoryRecording, Recording
 from torchtap.comparison.result import COMPARED, Comparison
 from torchtap.comparison.rules import Rule
 from torchtap.comparison.sources import captured, describe, is_eager, is_live, perturbed, recording_of
+from torchtap.comparison.tracing import Feed, feed_of, golden_copy, record
 from torchtap.comparison.verdict import judge_live, sentence
 from torchtap.errors import CompareError
 from torchtap.taps.leaves import leaves
@@ -55,7 +57,9 @@ def compare(
         raise CompareError("comparing a model needs inputs=..., for example inputs=(x,)")
     feed = feed_of(inputs)
     if all(live) and is_eager(reference) and is_eager(target) and repeat is None and golden is None:
-        result = _live(reference, target, feed, tuple(rules), shadow)
+        result = _live(
+            reference, target, feed, tuple(rules), shadow, _feed_of_target(reference, target, inputs)
+        )
         if gradients is False or result.first is not None:
             return result
         backward = _recorded(reference, target, feed, inputs, rules, gradients, None, None, steps)
@@ -63,10 +67,32 @@ def compare(
     return _recorded(reference, target, feed, inputs, rules, gradients, repeat, golden, steps)
 
 
+def _feed_of_target(reference: Any, target: Any, inputs: Any) -> Feed:
+    """A target of another precision gets its inputs in that precision."""
+    mine, theirs = _dtype_of(reference), _dtype_of(target)
+    return feed_of(inputs, theirs if theirs != mine else None)
+
+
+def _dtype_of(thing: Any) -> torch.dtype | None:
+    """The dtype that most of a model's numbers have."""
+    if not isinstance(thing, nn.Module):
+        return None
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in thing.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else None
+
+
 def _live(
-    reference: nn.Module, target: nn.Module, feed: Feed, rules: tuple[str | Rule, ...], shadow: bool
+    reference: nn.Module,
+    target: nn.Module,
+    feed: Feed,
+    rules: tuple[str | Rule, ...],
+    shadow: bool,
+    target_feed: Feed,
 ) -> Comparison:
-    found = gather(reference, target, feed, rules=rules, forced=shadow)
+    found = gather(reference, target, feed, rules=rules, forced=shadow, target_feed=target_feed)
     rows, first = judge_live(found)
     if not any(row.status in COMPARED for row in rows):
         why = rows[0].note or rows[0].status if rows else next(iter(found.unlike.values()), "no site in both")
@@ -111,7 +137,10 @@ def _recorded(
         forwards += 1
         return captured(thing, how, label, selectors=selectors, loss=loss)
 
-    left, right = take(reference, describe(reference)), take(target, describe(target))
+    left, right = (
+        take(reference, describe(reference)),
+        take(target, describe(target), _feed_of_target(reference, target, inputs)),
+    )
     harmless: list[tuple[str, Recording]] = []
     if repeat is not None:
         given = list(repeat) if isinstance(repeat, (list, tuple)) else [repeat]
@@ -119,19 +148,29 @@ def _recorded(
     if golden is not None:
         harmless.append(("golden", take(golden, "golden")))
     if is_live(reference):
-        harmless += _harmless_runs(reference, feed, inputs, take)
+        harmless += _harmless_runs(reference, feed, inputs, take, backward=loss is not None)
     result = compare_recordings(left, right, rules=rules, harmless=harmless, only=steps)
     return replace(result, forwards=forwards)
 
 
 def _harmless_runs(
-    reference: Any, feed: Feed, inputs: Any, take: Callable[..., Recording]
-) -> Iterator[tuple[str, Recording]]:
+    reference: Any, feed: Feed, inputs: Any, take: Callable[..., Recording], *, backward: bool
+) -> list[tuple[str, Recording]]:
     """Runs of a live reference that show how much it differs from itself."""
-    yield "repeat", take(reference, "repeat")
+    found: list[tuple[str, Recording]] = [("repeat", take(reference, "repeat"))]
     moved = perturbed(inputs)
     if moved is not None:
-        yield "one ULP", take(reference, "one ULP", moved)
+        found.append(("one ULP", take(reference, "one ULP", moved)))
+    if backward or not is_eager(reference):
+        return found
+    found.append(("one ULP", MemoryRecording(record(reference, feed, noise=1).values, "one ULP")))
+    copied = golden_copy(reference)[0]
+    if copied is not None:
+        # A forward that insists on a dtype of its own has no float64 twin to learn from.
+        with suppress(Exception):
+            trace = record(copied, feed, cast=torch.float64)
+            found.append(("float64", MemoryRecording(trace.values, "float64")))
+    return found
 
 
 def _default_loss(output: Any) -> Tensor:

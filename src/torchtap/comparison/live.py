@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torchtap.comparison.align import Alignment, KnownSite, Pair, Unaligned, align
 from torchtap.comparison.floor import Floor, floor_from, intended_dtype
 from torchtap.comparison.measures import Measures
-from torchtap.comparison.passes import Event, Feed, Probe, Trace, golden_copy, record
+from torchtap.comparison.passes import Probe
 from torchtap.comparison.rules import Rule
+from torchtap.comparison.tracing import Event, Feed, Trace, golden_copy, record
 from torchtap.errors import CompareError
 from torchtap.sites import places
 
@@ -36,6 +37,7 @@ class Evidence:
     reference: nn.Module
     target: nn.Module
     feed: Feed
+    target_feed: Feed
     trace: Trace
     alignment: Alignment
     names: dict[str, str] | None  # target module path -> reference module path; None: the same
@@ -63,13 +65,15 @@ def gather(
     rules: tuple[str | Rule, ...] = (),
     forced: bool = True,
     keep: Callable[[str], bool] | None = None,
+    target_feed: Feed | None = None,
 ) -> Evidence:
     """Run both models as often as it takes to know what each module of the target does."""
     trace = _run("the reference", lambda: record(reference, feed, keep=keep))
-    names, alignment, listing = _module_names(reference, target, feed, trace, rules)
-    found = Evidence(reference, target, feed, trace, alignment, names, forwards=1 + listing)
+    target_feed = target_feed or feed
+    names, alignment, listing = _module_names(reference, target, target_feed, trace, rules)
+    found = Evidence(reference, target, feed, target_feed, trace, alignment, names, forwards=1 + listing)
     beside = Probe(trace, names, brief=False)
-    _run("the target", lambda: beside.free(target, feed))
+    _run("the target", lambda: beside.free(target, target_feed))
     found.free, found.unlike, dtypes = beside.measures, beside.unlike, beside.dtypes
     found.forwards += 1
     if not found.free and not found.unlike:
@@ -83,7 +87,7 @@ def gather(
     _learn_floors(found, dtypes, forced)
     if forced:
         try:
-            found.forced = Probe(trace, names).forced(target, feed).measures
+            found.forced = Probe(trace, names).forced(target, target_feed).measures
             found.forwards += 1
         except Exception as error:
             found.problems.append(f"the target does not run on the reference's values: {_brief(error)}")
@@ -93,7 +97,7 @@ def gather(
 def heal(found: Evidence, sites: set[str]) -> Probe:
     """Run the target with the reference's values put in place at some sites."""
     found.forwards += 1
-    return Probe(found.trace, found.names).healed(found.target, found.feed, sites)
+    return Probe(found.trace, found.names).healed(found.target, found.target_feed, sites)
 
 
 def _learn_floors(found: Evidence, dtypes: dict[str, torch.dtype], forced: bool) -> None:

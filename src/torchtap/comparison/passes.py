@@ -1,123 +1,27 @@
-"""Passes of a live eager model: record one, then look at others beside it, freely or with its values forced in.
+"""Run a model beside a reference's recorded pass, freely or with the reference's values forced in.
 
 A *free* pass lets a model run on its own values. A *forced* pass hands every module the reference's own inputs
 and, after looking at what it returned, puts the reference's outputs in its place. What a forced pass shows at a
 site is therefore the work of one module alone: a leaf's own arithmetic, or what a container's code does between
 its children. An error that came from elsewhere cannot be seen there. One forward tests every module that way.
 
-It guarantees:
-- a recorded value is the one at that moment: later in-place changes do not reach it;
-- a value that passes several sites unchanged is kept once.
-
-Not here: which error is too large (`floor`), whose fault it is (`verdict`).
+Not here: recording the reference (`tracing`), which error is too large (`floor`), whose fault it is (`verdict`).
 """
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.hooked import Call, Hooked, fresh, rebuild, steady
+from torchtap.comparison.hooked import Call, Hooked, rebuild, steady
 from torchtap.comparison.measures import Measures, measure
-from torchtap.errors import CompareError
+from torchtap.comparison.tracing import Feed, Trace, default_dtype, jitter
 from torchtap.taps.leaves import input_leaves, leaves
 
-__all__ = ["Event", "Feed", "Probe", "Trace", "feed_of", "golden_copy", "jitter", "record"]
-
-Feed = Callable[[Callable[..., Any]], Any]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A value that passed: its site, and the module whose own code made it."""
-
-    site: str
-    module: str  # the module at whose border the value was seen
-    kind: str  # "input" or "output"
-    author: str | None  # for an input the module that made the call; None when the user did
-
-
-@final
-@dataclass(eq=False)
-class Trace:
-    """Everything that passed through a model's modules in one pass, in order."""
-
-    values: dict[str, Tensor] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-
-    def add(self, event: Event, value: Tensor) -> None:
-        self.values[event.site] = value
-        self.events.append(event)
-
-
-def site_name(path: str, kind: str, leaf: str, number: int) -> str:
-    """The name of a site from its parts."""
-    return f"{path}:{kind}{'.' if leaf else ''}{leaf}{f'#{number}' if number else ''}"
-
-
-def feed_of(inputs: Any) -> Feed:
-    """How to run a model once: on a tuple of arguments, a mapping of keywords, one value, or by a function."""
-    if callable(inputs) and not isinstance(inputs, (Tensor, nn.Module)):
-        return lambda model: inputs(model)
-    if isinstance(inputs, Mapping):
-        return lambda model: model(**{key: fresh(value) for key, value in inputs.items()})
-    if isinstance(inputs, tuple):
-        return lambda model: model(*fresh(inputs))
-    return lambda model: model(fresh(inputs))
-
-
-@final
-class _Recorder:
-    """Keeps what passes."""
-
-    def __init__(self, keep: Callable[[str], bool] | None) -> None:
-        self.trace = Trace()
-        self._keep = keep
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-
-    def arrive(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for leaf, value in input_leaves(call.input_names, args, kwargs):
-            site = site_name(call.path, "input", leaf, call.number)
-            self._take(Event(site, call.path, "input", call.parent), value)
-
-    def leave(self, call: Call, output: Any) -> None:
-        for leaf, value in leaves(output):
-            site = site_name(call.path, "output", leaf, call.number)
-            self._take(Event(site, call.path, "output", call.path), value)
-
-    def _take(self, event: Event, value: Tensor) -> None:
-        if self._keep is not None and not self._keep(event.site):
-            return
-        version = -1 if value.is_inference() else value._version
-        known = self._known.get(id(value))
-        if known is not None and known[0]() is value and known[1] == version >= 0:
-            copied = known[2]
-        else:
-            copied = value.detach().clone()
-            self._known[id(value)] = (weakref.ref(value), version, copied)
-        self.trace.add(event, copied)
-
-
-def record(
-    model: nn.Module, feed: Feed, *, seed: int = 0, keep: Callable[[str], bool] | None = None
-) -> Trace:
-    """Run a model once and keep what went in and out of each module."""
-    recorder = _Recorder(keep)
-    with steady(model):
-        torch.manual_seed(seed)
-        with Hooked(model, recorder):
-            feed(model)
-    if not recorder.trace.events:
-        raise CompareError("the model ran, but none of its modules was called; there is nothing to compare")
-    return recorder.trace
+__all__ = ["Probe"]
 
 
 @final
@@ -180,7 +84,7 @@ class Probe:
     def _run(self, model: nn.Module, feed: Feed, noise: int | None) -> Probe:
         if noise is not None:
             self._noise = torch.Generator().manual_seed(noise)
-        with steady(model), _default_dtype(self._cast):
+        with steady(model), default_dtype(self._cast):
             torch.manual_seed(self._seed)
             with Hooked(model, self, None if self._names is None else self._names.__contains__):
                 feed(model)
@@ -249,43 +153,5 @@ class Probe:
         return self._cast if self._cast is not None and dtype.is_floating_point else dtype
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Tensors that a forward makes for itself have to follow a copy of another dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _argument_name(names: tuple[str, ...] | None, position: int) -> str:
     return names[position] if names is not None and position < len(names) else str(position)
-
-
-def jitter(value: Tensor, generator: torch.Generator) -> Tensor:
-    """The value with each element moved up or down by about one unit in its last place; zeros stay."""
-    if not (value.is_floating_point() or value.is_complex()):
-        return value.clone()
-    real = torch.view_as_real(value) if value.is_complex() else value
-    step = torch.finfo(real.dtype).eps
-    sign = torch.randint(0, 2, real.shape, generator=generator, dtype=torch.int8).to(real.device)
-    wide = real.double()
-    moved = (wide * (1.0 + step * (2.0 * sign - 1.0))).to(real.dtype)
-    moved = torch.where(torch.isfinite(moved), moved, real)
-    return torch.view_as_complex(moved) if value.is_complex() else moved
-
-
-def golden_copy(model: nn.Module, *, most_bytes: int = 4 << 30) -> tuple[nn.Module | None, str]:
-    """``(the model in float64, "")``, or ``(None, why there is none)``."""
-    size = sum(p.numel() * 8 for p in model.parameters())
-    if size > most_bytes:
-        return None, f"a float64 copy would need {size / 2**30:.1f} GiB"
-    try:
-        return copy.deepcopy(model).double(), ""
-    except Exception as error:
-        return (
-            None,
-            f"no float64 copy could be made ({type(error).__name__}: {str(error).splitlines()[0][:120]})",
-        )

@@ -117,7 +117,7 @@ def _concentrations(
         if axis == len(shape) - 1:
             energy = column_energy
         else:
-            energy = row_energy.sum([n for n in range(row_energy.dim()) if n != axis])
+            energy = row_energy.movedim(axis, 0).reshape(size, -1).sum(1)
         total = float(energy.sum())
         if size < 2 or total <= 0.0:
             continue

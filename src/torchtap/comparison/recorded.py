@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchtap.comparison.align import Alignment, Pair, Unaligned, align, split_site
 from torchtap.comparison.floor import Floor, default_floor, floor_from
-from torchtap.comparison.measures import Measures, measure, resolution
+from torchtap.comparison.measures import Measures, coarser, measure, resolution
 from torchtap.comparison.profile import Profile, locate
 from torchtap.comparison.recordings import Recording
 from torchtap.comparison.result import COMPARED, Comparison, First, Row
@@ -40,6 +40,8 @@ JUMP = 8.0
 # However gradual, an error this many times the default is no rounding.
 FAR = 256.0
 FARTHEST = 0.25
+# What a module made its value from.
+_GIVEN = {"output": "input", "grad_input": "grad_output", "param_grad": "grad_output"}
 # A statistic sums over many elements, so it is steadier than the elements; these are compared, each by its own scale.
 _STATISTICS = {
     "l2": "l2",
@@ -152,6 +154,7 @@ class _Work:
     used: dict[str, None] = field(default_factory=dict)
     current: int = 0
     _aligned: dict[object, Alignment] = field(default_factory=dict)
+    _dtypes: tuple[dict[str, str | None], dict[str, str | None]] = ({}, {})
 
     def step(self, step: int) -> list[Row]:
         """Compare one step; the rows of the last step are the ones that are kept."""
@@ -162,6 +165,7 @@ class _Work:
             self._aligned = {key: align(left, right, self.rules)}
         alignment = self._aligned[key]
         self.unaligned = list(alignment.unaligned)
+        self._dtypes = ({site.name: site.dtype for site in left}, {site.name: site.dtype for site in right})
         self.rows = []
         worst_before = 0.0
         for pair in alignment.pairs:
@@ -200,7 +204,7 @@ class _Work:
         if pair.rule is not None:
             left, right = pair.rule.apply("reference", left), pair.rule.apply("target", right)
         measures = measure(left, right)
-        floor = self._learnt(pair, left, right, step) or _default(left.dtype, right.dtype, before)
+        floor = self._learnt(pair, left, right, step) or _default(coarser(left.dtype, right.dtype), before)
         self.used.update(dict.fromkeys(floor.sources))
         status, excess = status_of(measures, floor)
         note = _note(measures, left.dtype, right.dtype)
@@ -251,7 +255,7 @@ class _Work:
             self.reference.statistics("count", step).get(blank.site, -1.0)
         ):
             return replace(blank, status="not finite", note="every element is NaN")
-        floor = self._learnt_statistics(blank, step) or _default(torch.float32, torch.float32, before)
+        floor = self._learnt_statistics(blank, step) or _default(self._dtype(blank), before)
         self.used.update(dict.fromkeys(floor.sources))
         excess = error / (floor.l2 * floor.margin)
         return replace(
@@ -262,6 +266,15 @@ class _Work:
             excess=excess,
             note="statistics only",
         )
+
+    def _dtype(self, row: Row) -> torch.dtype:
+        """The coarser of the dtypes that were noted for a site; float32 where nothing was."""
+        found = torch.float32
+        for noted in (self._dtypes[0].get(row.site), self._dtypes[1].get(row.target_site)):
+            dtype = getattr(torch, noted or "", None)
+            if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+                found = coarser(found, dtype) if resolution(dtype) > resolution(torch.float32) else found
+        return found
 
     def _learnt_statistics(self, blank: Row, step: int) -> Floor | None:
         largest, sources = 0.0, []
@@ -289,7 +302,8 @@ class _Work:
             return None
         row = rows[at]
         agreed = next((earlier for earlier in reversed(rows[:at]) if earlier.status in COMPARED), None)
-        inputs = [r for r in rows if r.module == row.module and r.kind == "input" and r.status in COMPARED]
+        given = _GIVEN.get(row.kind)
+        inputs = [r for r in rows if r.module == row.module and r.kind == given and r.status in COMPARED]
         module = _author(row, rows)
         local = row.kind == "input" or (bool(inputs) and all(r.status != "diverged" for r in inputs))
         return First(
@@ -318,9 +332,9 @@ class _Work:
         return locate(left, right)
 
 
-def _default(reference: torch.dtype, target: torch.dtype, before: float) -> Floor:
-    """The default, raised by the error that was already there one site before."""
-    floor = default_floor(reference, target)
+def _default(dtype: torch.dtype, before: float) -> Floor:
+    """The default, raised by the error that was already there before."""
+    floor = default_floor(dtype, dtype)
     grown = min(JUMP * before / floor.margin, FAR * floor.l2, max(FARTHEST / floor.margin, floor.l2))
     if grown <= floor.l2:
         return floor

@@ -9,7 +9,7 @@ Not here: making a recording of a live model (`live`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -29,11 +29,13 @@ __all__ = [
     "Recording",
     "RunRecording",
     "execution_order",
+    "in_passing_order",
     "is_layer_folder",
 ]
 
 _LAYER_FILE = re.compile(r"layer_(\d+)_output\.pt$")
 _EMBEDDING_FILE = "embedding_output.pt"
+_PASSES = ("decode_", "pass_")
 
 
 class Recording(Protocol):
@@ -66,6 +68,7 @@ class MemoryRecording:
 
     values: Mapping[str, Tensor]
     label: str = "values"
+    notes: tuple[str, ...] = ()
 
     def steps(self) -> list[int]:
         return [0]
@@ -82,7 +85,7 @@ class MemoryRecording:
         return {}
 
     def problems(self) -> list[str]:
-        return []
+        return list(self.notes)
 
 
 @final
@@ -111,14 +114,23 @@ class FolderRecording:
             raise CompareError(
                 f"{self.folder} has neither {_EMBEDDING_FILE} nor layer_N_output.pt files, and is no run folder"
             )
+        # Further passes (decode steps, batches) are folders of the same layout inside this one.
+        inner = [
+            path for path in self.folder.iterdir() if path.name.startswith(_PASSES) and is_layer_folder(path)
+        ]
+        self._passes = [FolderRecording(path) for path in sorted(inner, key=_pass_number)]
 
     def steps(self) -> list[int]:
-        return [0]
+        return list(range(1 + len(self._passes)))
 
     def sites(self, step: int) -> list[KnownSite]:
+        if step:
+            return self._passes[step - 1].sites(0)
         return [KnownSite(name) for name in self._files]
 
     def tensor(self, site: str, step: int) -> Tensor | None:
+        if step:
+            return self._passes[step - 1].tensor(site, 0)
         return load_tensor(self._files[site])
 
     def statistics(self, name: str, step: int) -> dict[str, float]:
@@ -143,6 +155,11 @@ class RunRecording:
                 self._tensors.setdefault(ref.step, {})[ref.site] = (tuple(ref.shape), ref.dtype)
         self._matrices: dict[str, tuple[list[str], dict[int, int], Any]] = {}
         self._kept = set(run.statistics())
+        # The session notes the sites in their order of execution as soon as it knows them.
+        noted = [site for event in run.events("sites") for site in event.get("sites", [])]
+        ordered = in_passing_order(dict.fromkeys(site["name"] for site in noted))
+        self._order = {name: n for n, name in enumerate(ordered)}
+        self._dtypes = {site["name"]: site.get("dtype") for site in noted}
 
     def steps(self) -> list[int]:
         return [int(step) for step in self.run.steps()]
@@ -151,7 +168,9 @@ class RunRecording:
         whole = self._tensors.get(step, {})
         numbers = self.statistics("l2", step)
         named = [KnownSite(name, shape, dtype) for name, (shape, dtype) in whole.items()]
-        named += [KnownSite(name) for name in numbers if name not in whole]
+        named += [KnownSite(name, None, self._dtypes.get(name)) for name in numbers if name not in whole]
+        if all(site.name in self._order for site in named):
+            return sorted(named, key=lambda site: self._order[site.name])
         order = execution_order([site.name for site in named])
         return sorted(named, key=lambda site: order[site.name])
 
@@ -183,6 +202,19 @@ class RunRecording:
         return [f"{self.label}: {problem}" for problem in self.run.problems]
 
 
+def in_passing_order(names: Iterable[str]) -> list[str]:
+    """Sites in the order in which their values pass, given in the order in which forward passes them.
+
+    Gradients pass in reverse; what is read at the end of a step comes last.
+    """
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        kind = split_site(name)[1].partition("#")[0].partition(".")[0]
+        groups.setdefault(_KIND_ORDER.get(kind, 0), []).append(name)
+    groups.get(1, []).reverse()
+    return [name for phase in sorted(groups) for name in groups[phase]]
+
+
 # Forward values first, as they pass; then gradients, which pass the other way; then what the step ends with.
 _KIND_ORDER = {"grad_output": 1, "grad_input": 1, "param_grad": 2, "param": 3, "buffer": 3}
 
@@ -209,6 +241,14 @@ def execution_order(sites: list[str]) -> dict[str, tuple[Any, ...]]:
         late = kind in ("output", "grad_input")
         keys[site] = (phase, call, (*trail, float("inf") if late else float("-inf")), n)
     return keys
+
+
+def _pass_number(folder: Path) -> tuple[int, str]:
+    """A pass's place in order: what it says of itself, else its name."""
+    try:
+        return int(torch.load(folder / "metadata.pt", weights_only=True)["pass"]), folder.name
+    except Exception:  # a folder without that note is still a pass
+        return 1 << 60, folder.name
 
 
 def is_layer_folder(folder: Path) -> bool:

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from torchtap.comparison.hooked import rebuild, steady
-from torchtap.comparison.passes import Feed, feed_of, jitter
 from torchtap.comparison.recordings import (
     FolderRecording,
     MemoryRecording,
     Recording,
     RunRecording,
+    in_passing_order,
     is_layer_folder,
 )
-from torchtap.errors import CompareError, FormError, RunNotFoundError, TorchtapError
+from torchtap.comparison.tracing import Feed, feed_of, jitter
+from torchtap.errors import CompareError, RunNotFoundError
 from torchtap.taps.leaves import leaves
 
 __all__ = ["captured", "describe", "is_eager", "is_live", "perturbed", "recording_of"]
@@ -37,12 +38,12 @@ def is_live(thing: Any) -> bool:
 
 def is_eager(thing: Any) -> bool:
     """Whether every module of this runs as plain Python, so that its hooks see all and may replace all."""
-    if not isinstance(thing, nn.Module):
+    if not isinstance(thing, nn.Module) or isinstance(thing, (torch.jit.ScriptModule, fx.GraphModule)):
         return False
     return not any(
         isinstance(module, torch.jit.ScriptModule)
-        or hasattr(module, "_orig_mod")
-        or module._compiled_call_impl
+        or type(module).__name__ == "OptimizedModule"
+        or module._compiled_call_impl is not None
         for module in thing.modules()
     )
 
@@ -104,11 +105,9 @@ def captured(
     """Run something once and keep what its form lets out; with ``loss`` a backward pass is run as well."""
     from torchtap.session import capture
 
-    module = thing if isinstance(thing, nn.Module) else None
-    if loss is None and module is not None and not isinstance(module, torch.jit.ScriptModule):
-        guard: Any = steady(module)
-    else:
-        guard = torch.random.fork_rng()
+    guard: Any = torch.random.fork_rng()
+    if loss is None and isinstance(thing, nn.Module) and not isinstance(thing, torch.jit.ScriptModule):
+        guard = steady(thing)
     with guard:
         torch.manual_seed(0)
         try:
@@ -119,24 +118,36 @@ def captured(
                 output = feed(thing)
                 if loss is not None:
                     loss(output).backward()
-            values = {name: value for name in seen if isinstance(value := seen[name], Tensor)}
+            values = {
+                name: value for name in in_passing_order(seen) if isinstance(value := seen[name], Tensor)
+            }
             if values:
                 return MemoryRecording(values, label)
-        except FormError:
-            torch.manual_seed(0)
-            with torch.no_grad():
-                output = feed(thing)
-        except TorchtapError:
+            hidden = "its form lets no value out"
+        except CompareError:
             raise
         except Exception as error:
-            lines = str(error).splitlines() or [""]
-            raise CompareError(
-                f"{label} does not run on these inputs: {type(error).__name__}: {lines[0][:200]}"
-            ) from error
+            hidden = _brief(error)
+        return _results_alone(thing, feed, label, hidden)
+
+
+def _results_alone(thing: Any, feed: Feed, label: str, hidden: str) -> MemoryRecording:
+    """What something returns, when nothing inside it can be seen; ``hidden`` says why."""
+    torch.manual_seed(0)
+    try:
+        with torch.no_grad():
+            output = feed(thing)
+    except Exception as error:
+        raise CompareError(f"{label} does not run on these inputs: {_brief(error)}") from error
     named = {f":output{'.' if leaf else ''}{leaf}": value.detach() for leaf, value in leaves(output)}
     if not named:
-        raise CompareError(f"{label} returned no tensor, and its form lets no other value out")
-    return MemoryRecording(named, label)
+        raise CompareError(f"{label} returned no tensor, and nothing inside it can be seen: {hidden}")
+    return MemoryRecording(named, label, (f"{label}: only its results can be seen: {hidden}",))
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def perturbed(inputs: Any, seed: int = 1) -> Feed | None:

@@ -20,9 +20,9 @@ from typing import Literal
 from torchtap.comparison.floor import Floor
 from torchtap.comparison.live import Evidence, differing_parameters, heal
 from torchtap.comparison.measures import Measures
-from torchtap.comparison.passes import Event
 from torchtap.comparison.profile import Profile, locate
 from torchtap.comparison.result import First, Row, Status
+from torchtap.comparison.tracing import Event
 from torchtap.errors import CompareError
 
 __all__ = ["judge_live", "sentence", "status_of"]

@@ -1,0 +1,88 @@
+"""``torchtap compare A B``: exit code 0 when they agree, 1 when they diverge, 2 when they could not be compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command("compare")
+@click.argument("reference")
+@click.argument("target")
+@click.option(
+    "--map", "rules", multiple=True, metavar="RULE", help="Names that belong together, e.g. 'model.*=*'."
+)
+@click.option(
+    "--repeat", multiple=True, metavar="RUN", help="Another recording of the reference, known to be right."
+)
+@click.option("--golden", metavar="RUN", help="A recording of the reference in higher precision.")
+@click.option(
+    "--step", "steps", multiple=True, type=int, help="Compare this step alone; may be given several times."
+)
+@click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser.")
+@click.option("--json", "json_path", metavar="PATH", help="Write the result as JSON; '-' prints it.")
+@click.option(
+    "--all", "every", is_flag=True, help="Show every site, not only those around the first divergence."
+)
+@click.option("--quiet", is_flag=True, help="Print the verdict alone.")
+def command(
+    reference: str,
+    target: str,
+    rules: tuple[str, ...],
+    repeat: tuple[str, ...],
+    golden: str | None,
+    steps: tuple[int, ...],
+    html: Path | None,
+    json_path: str | None,
+    every: bool,
+    quiet: bool,
+) -> None:
+    """Compare two recordings site by site and name the first that differs.
+
+    REFERENCE and TARGET are run folders, or folders with layer_N_output.pt files. Exit code: 0 they agree,
+    1 they diverge, 2 they could not be compared.
+    """
+    from torchtap.errors import TorchtapError
+
+    try:
+        from torchtap.comparison.front import compare
+
+        result = compare(
+            reference,
+            target,
+            rules=rules,
+            repeat=list(repeat) or None,
+            golden=golden,
+            steps=list(steps) or None,
+        )
+        if html is not None:
+            result.to_html(html)
+        if json_path is not None and json_path != "-":
+            result.to_json(json_path)
+    except (TorchtapError, OSError) as error:
+        click.echo(f"could not compare: {error}", err=True)
+        raise SystemExit(2) from None
+    except Exception as error:
+        # A damaged recording may fail in ways that nobody foresaw; the answer is still "not compared".
+        click.echo(f"could not compare: {type(error).__name__}: {error}", err=True)
+        raise SystemExit(2) from None
+    if json_path == "-":
+        click.echo(result.to_json())
+    elif quiet:
+        click.echo(result.verdict)
+    else:
+        from rich.console import Console
+
+        console = Console()
+        console.print(result.table(every=every))
+        console.print(f"noise floor: {result.basis}", markup=False)
+        for line in result.problems:
+            console.print(f"note: {line}", markup=False)
+        for left in result.unaligned[:10]:
+            console.print(f"not compared: {left.site} ({left.side}): {left.why}", markup=False)
+        if len(result.unaligned) > 10:
+            console.print(f"... and {len(result.unaligned) - 10} more that were not compared", markup=False)
+    raise SystemExit(1 if result.diverged else 0)

@@ -1,0 +1,93 @@
+"""Find the embedding and the blocks of a model by its structure alone: Hugging Face, plain, or somebody's own.
+
+Blocks are the largest lists of like modules that are not inside one another; the embedding is what the model says
+its input embedding is, else its first ``nn.Embedding``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from torchtap.errors import SelectionError
+from torchtap.sites import Place, places
+
+__all__ = ["LayerNames", "find_layers"]
+
+# A list of blocks counts beside the largest one when it holds this share of its parameters or more: the stages of a
+# convolutional network and the two halves of an encoder-decoder do, a list of adapters or heads does not.
+_SHARE = 0.05
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Where a model's layers are: paths of modules, in the order in which they are listed."""
+
+    embedding: str | None
+    blocks: tuple[str, ...]
+
+
+def find_layers(model: nn.Module) -> LayerNames:
+    """The embedding and the blocks of a model; an error when there is no list of like modules to be found."""
+    found = places(model)
+    lists = [(place, children) for place in found if (children := _like_children(place.module))]
+    outer = [
+        (place, children)
+        for place, children in lists
+        if not any(other.path != place.path and _inside(place.path, other.path) for other, _ in lists)
+    ]
+    if not outer:
+        raise SelectionError(
+            f"{type(model).__name__} has no list of like modules that could be its blocks; "
+            "name them with layers=[...], for example layers=['encoder.*:output']"
+        )
+    sizes = [sum(p.numel() for p in place.module.parameters()) for place, _ in outer]
+    blocks = [
+        f"{place.path}.{name}" if place.path else name
+        for (place, children), size in zip(outer, sizes, strict=True)
+        if size >= _SHARE * max(sizes)
+        for name in children
+    ]
+    return LayerNames(_embedding(model, found), tuple(blocks))
+
+
+def _like_children(module: nn.Module) -> list[str]:
+    """The names of a list's members when they are two or more modules of one class that have parameters."""
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    if len(children) < 2 or not all(name.isdigit() for name, _ in children):
+        return []
+    if len({_class_name(child) for _, child in children}) != 1:
+        return []
+    if not any(True for _, child in children for _ in child.parameters()):
+        return []
+    # A list of bare layers (a plain stack of Linear) is not a list of blocks unless there is nothing better.
+    return [name for name, _ in children]
+
+
+def _class_name(module: nn.Module) -> str:
+    """The class that a module was written as, also after scripting."""
+    return str(getattr(module, "original_name", type(module).__qualname__))
+
+
+def _inside(path: str, outer: str) -> bool:
+    return outer == "" or path.startswith(f"{outer}.")
+
+
+def _embedding(model: nn.Module, found: list[Place]) -> str | None:
+    ask: Callable[[], Any] | None = getattr(model, "get_input_embeddings", None)
+    if callable(ask):
+        try:
+            said = ask()
+        except (NotImplementedError, AttributeError, TypeError):  # models may leave it unimplemented
+            said = None
+        for place in found:
+            if place.module is said:
+                return place.path
+    for place in found:
+        if _class_name(place.module) in ("Embedding", "EmbeddingBag"):
+            return place.path
+    return None

@@ -1,0 +1,258 @@
+"""Two recordings: runs, folders of layer files, values in memory; complete, cut off, damaged or unlike."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.planted_models import build
+from torch import nn
+
+import torchtap as tt
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[nn.Module, nn.Module, tuple[Any, ...]]:
+    reference, inputs = build("GPT")
+    target: Any = copy.deepcopy(reference)
+    with torch.no_grad():
+        target.blocks[3].attn.qkv.weight[5, 5] += 0.1
+    return reference, target, inputs
+
+
+def recorded(model: nn.Module, inputs: Any, folder: Path, *taps: Any, steps: int = 1) -> Path:
+    chosen = taps or (tt.tap("*:output", keep=tt.Full()), tt.tap("*:input", keep=tt.Full()))
+    with tt.watch(model, folder, list(chosen)) as watch, torch.no_grad():
+        for _ in range(steps):
+            with watch.step():
+                model(*inputs)
+    return folder
+
+
+def trained(folder: Path, *, fault_at: int | None = None, steps: int = 5, keep: Any = None) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    taps = [tt.tap("*:output", keep=keep or tt.Stats()), tt.tap("*:param_grad"), tt.tap("*:param")]
+    with tt.watch(model, folder, taps) as watch:
+        for step in range(steps):
+            if step == fault_at:
+                with torch.no_grad():
+                    model[2].weight[0, 0] += 0.1  # type: ignore[operator, index]
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+            with watch.step(10 + step):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return folder
+
+
+def test_two_runs_name_the_first_module_and_where(models: Any, tmp_path: Path) -> None:
+    reference, target, inputs = models
+    result = tt.compare(recorded(reference, inputs, tmp_path / "a"), recorded(target, inputs, tmp_path / "b"))
+    assert result.first is not None
+    assert result.first.site == "blocks.3.attn.qkv:output"
+    assert result.first.origin == "local"
+    assert "its inputs agree" in result.verdict
+    assert "channel 5 of 144" in result.verdict
+    assert "default for float32" in result.basis
+
+
+def test_opened_runs_are_taken_as_well_as_paths(models: Any, tmp_path: Path) -> None:
+    reference, _, inputs = models
+    a, b = recorded(reference, inputs, tmp_path / "a"), recorded(reference, inputs, tmp_path / "b")
+    result = tt.compare(tt.open(a), tt.open(b))
+    assert result.first is None
+    assert {row.status for row in result.rows} == {"equal"}
+
+
+def test_a_residual_dropped_in_the_middle_is_the_blocks_also_from_recordings(
+    models: Any, tmp_path: Path
+) -> None:
+    from benchmarks.planted_faults import dropped_residual
+
+    reference, _, inputs = models
+    target = copy.deepcopy(reference)
+    dropped_residual(target, "blocks.2")
+    first = tt.compare(
+        recorded(reference, inputs, tmp_path / "a"), recorded(target, inputs, tmp_path / "b")
+    ).first
+    assert first is not None
+    assert first.module == "blocks.2"
+
+
+def test_a_repeat_raises_the_floor_where_the_reference_does_not_repeat_itself(tmp_path: Path) -> None:
+    base = {"a:output": torch.randn(100), "b:output": torch.randn(100)}
+    noisy = {name: value * (1 + 1e-3 * torch.randn(100)) for name, value in base.items()}
+    target = {name: value * (1 + 1e-3 * torch.randn(100)) for name, value in base.items()}
+    assert tt.compare(base, target).first is not None
+    result = tt.compare(base, target, repeat=noisy)
+    assert result.first is None
+    assert result.basis == "repeat"
+    wrong = {**target, "b:output": target["b:output"] * 1.5}
+    assert tt.compare(base, wrong, repeat=noisy).first.site == "b:output"  # type: ignore[union-attr]
+
+
+def test_a_golden_recording_makes_the_comparison_three_way() -> None:
+    golden = {"a:output": torch.randn(1000, dtype=torch.float64)}
+    reference = {"a:output": golden["a:output"].bfloat16()}
+    target = {"a:output": golden["a:output"].half()}
+    result = tt.compare(reference, target, golden=golden)
+    assert result.first is None
+    assert result.basis == "golden"
+
+
+def test_slow_growth_of_rounding_is_not_a_divergence_but_a_jump_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.randn(2000, generator=generator) for _ in range(40)]
+    drifting = [
+        x * (1 + 1e-7 * 1.2**n * torch.randn(2000, generator=generator)) for n, x in enumerate(layers)
+    ]
+    assert tt.compare(layers, drifting).first is None
+    jumped = [x if n < 25 else x * 1.01 for n, x in enumerate(drifting)]
+    assert tt.compare(layers, jumped).first.site == "layer_25:output"  # type: ignore[union-attr]
+
+
+def test_two_trainings_part_at_a_step_and_a_site(tmp_path: Path) -> None:
+    result = tt.compare(trained(tmp_path / "a"), trained(tmp_path / "b", fault_at=3))
+    assert result.first is not None
+    assert (result.first.step, result.first.site) == (13, "2:output")
+    assert "At step 13" in result.verdict
+    assert result.steps[-4:] == (10, 11, 12, 13)
+    kinds = {row.kind for row in result.rows if row.status == "diverged"}
+    assert {"param", "param_grad"} <= kinds
+    assert tt.compare(tmp_path / "a", tmp_path / "b", steps=[11, 12]).first is None
+
+
+def test_gradients_pass_in_reverse(tmp_path: Path) -> None:
+    result = tt.compare(trained(tmp_path / "a"), trained(tmp_path / "b"))
+    kinds = [row.kind for row in result.rows]
+    assert kinds == sorted(kinds, key=["output", "param_grad", "param"].index)
+    assert result.first is None
+    assert all(row.status == "within" for row in result.rows if "statistics" in row.note)
+
+
+def test_missing_steps_are_noted_and_the_common_ones_compared(tmp_path: Path) -> None:
+    result = tt.compare(trained(tmp_path / "a", steps=5), trained(tmp_path / "b", steps=3))
+    assert result.steps[-3:] == (10, 11, 12)
+    assert any("2 steps are not in the other" in problem for problem in result.problems)
+    with pytest.raises(tt.CompareError, match="step 14 is not in both"):
+        tt.compare(tmp_path / "a", tmp_path / "b", steps=[14])
+
+
+def test_different_models_are_an_error_that_suggests_a_rule(tmp_path: Path) -> None:
+    a = {"encoder.x:output": torch.zeros(3), "encoder.y:output": torch.zeros(4)}
+    with pytest.raises(tt.CompareError, match=r"A rule such as"):
+        tt.compare(a, {"vision.p:output": torch.zeros(5, 5), "vision.q:output": torch.zeros(2)})
+
+
+def test_what_was_not_compared_is_listed_and_never_equal() -> None:
+    a = {"x:output": torch.ones(3), "y:output": torch.ones(4)}
+    result = tt.compare(a, {"x:output": torch.ones(3), "y:output": torch.ones(5)})
+    assert result.row("y:output").status == "not compared"
+    assert "shapes differ" in result.row("y:output").note
+    assert "1 could not be compared" in result.verdict
+    only = tt.compare({**a}, {"x:output": torch.ones(3)})
+    assert [u.site for u in only.unaligned] == ["y:output"]
+    assert "1 could not be compared" in only.verdict
+
+
+def test_nan_everywhere_is_an_error_not_an_agreement() -> None:
+    nothing = {"x:output": torch.full((3,), math.nan)}
+    with pytest.raises(tt.CompareError, match="could be compared"):
+        tt.compare(nothing, {"x:output": nothing["x:output"].clone()})
+
+
+def test_a_rule_brings_padded_and_permuted_values_together() -> None:
+    heads = torch.randn(2, 5, 4, 8)
+    padded = torch.cat([heads.permute(0, 2, 1, 3), torch.zeros(2, 4, 3, 8)], 2)
+    rule = "attn:output=attn:output; target.slice=:,:,:5; target.permute=0,2,1,3"
+    result = tt.compare({"attn:output": heads}, {"attn:output": padded}, rules=[rule])
+    assert result.row("attn:output").status == "equal"
+    first_two = tt.compare(
+        {"attn:output": heads}, {"attn:output": heads[:1]}, rules=["*=*; reference.slice=:1"]
+    )
+    assert first_two.row("attn:output").status == "equal"
+
+
+def test_an_empty_run_is_an_error(models: Any, tmp_path: Path) -> None:
+    reference, _, inputs = models
+    recorded(reference, inputs, tmp_path / "a")
+    with tt.watch(reference, tmp_path / "empty", ["*:output"]):
+        pass
+    with pytest.raises(tt.CompareError, match=r"no recorded steps"):
+        tt.compare(tmp_path / "a", tmp_path / "empty")
+
+
+def test_a_run_cut_off_by_a_crash_is_compared_as_far_as_it_goes(models: Any, tmp_path: Path) -> None:
+    reference, _, inputs = models
+    full = recorded(reference, inputs, tmp_path / "a", steps=3)
+    watch = tt.watch(
+        reference, tmp_path / "b", [tt.tap("*:output", keep=tt.Full()), tt.tap("*:input", keep=tt.Full())]
+    )
+    with torch.no_grad():
+        for _ in range(2):
+            with watch.step():
+                reference(*inputs)
+        watch.flush()
+        result = tt.compare(full, tmp_path / "b")
+    assert result.first is None
+    assert result.steps == (0, 1)
+    assert result.problems
+    watch.close()
+
+
+def test_a_corrupt_tensor_is_not_compared_and_not_called_equal(models: Any, tmp_path: Path) -> None:
+    reference, _, inputs = models
+    a, b = recorded(reference, inputs, tmp_path / "a"), recorded(reference, inputs, tmp_path / "b")
+    segment = next(path for path in b.rglob("tensors-*") if path.is_file())
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(bytes(data))
+    try:
+        result = tt.compare(a, b)
+    except tt.TorchtapError:
+        return  # nothing at all could be read
+    damaged = [row for row in result.rows if row.status == "not compared"]
+    assert damaged or result.problems
+    assert "could not be compared" in result.verdict or result.problems
+
+
+def test_a_layer_file_that_is_damaged_is_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for n in range(1, 4):
+            torch.save(torch.ones(3) * n, tmp_path / name / f"layer_{n}_output.pt")
+    (tmp_path / "b" / "layer_2_output.pt").write_bytes(b"PK\x03\x04 not a tensor")
+    result = tt.compare(tmp_path / "a", tmp_path / "b")
+    assert result.row("layer_2:output").status == "not compared"
+    assert "layer_2_output.pt" in result.row("layer_2:output").note
+    assert result.row("layer_3:output").status == "equal"
+    assert any("layer 0" in problem for problem in result.problems)
+
+
+def test_a_layer_file_cannot_run_code(tmp_path: Path) -> None:
+    import pickle
+
+    class Trap:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "sprung",)
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        torch.save(torch.ones(3), tmp_path / name / "layer_1_output.pt")
+    (tmp_path / "b" / "layer_2_output.pt").write_bytes(pickle.dumps(Trap()))
+    torch.save(torch.ones(3), tmp_path / "a" / "layer_2_output.pt")
+    result = tt.compare(tmp_path / "a", tmp_path / "b")
+    assert result.row("layer_2:output").status == "not compared"
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("what", [42, "no/such/place", {"a": 1}, []])
+def test_what_cannot_be_compared_says_what_can(what: Any) -> None:
+    with pytest.raises(tt.TorchtapError):
+        tt.compare(what, {"x:output": torch.ones(2)})
