@@ -102,7 +102,9 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def fastest(work: Callable[[], Any], *, rounds: int = 5, clock: Callable[[], float] = time.perf_counter) -> float:
+def fastest(
+    work: Callable[[], Any], *, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """The shortest of a few times: for costs that are measured alone."""
     return min(_timed(work, 1, clock) for _ in range(rounds))
 

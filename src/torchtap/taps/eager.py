@@ -14,6 +14,7 @@ Not here: choosing sites (`sites`, `plan`), arithmetic (`reduce`), other forms (
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, Protocol, final
 
 import torch
@@ -47,9 +48,12 @@ class Attachment(Protocol):
         """Leave the model as it was found."""
 
 
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: a forward that runs now is a checkpoint's repetition."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 @final
@@ -154,11 +158,12 @@ class EagerAttachment:
         self._receiver.end_pass()
 
     def _output_hook(self, port: LivePort) -> Callable[..., None]:
-        receiver = self._receiver
+        receiver, take = self._receiver, self._receiver.take
 
+        # Called for every module: the two questions are those of `hears_this_thread` and `in_backward`, spelled out.
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if receiver.hears_this_thread() and not in_backward():
-                receiver.take(port, output)
+            if (receiver.thread == get_ident() or receiver.thread is None) and graph_task() == -1:
+                take(port, output)
 
         return hook
 

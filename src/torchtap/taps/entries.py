@@ -154,13 +154,14 @@ class RecentValues:
     """
 
     SLOTS = 4
-    __slots__ = ("copies", "next_slot", "tensors", "versions")
+    __slots__ = ("copies", "next_slot", "slots", "tensors", "versions")
 
     def __init__(self) -> None:
         self.next_slot = 0
         self.forget()
 
     def forget(self) -> None:
+        self.slots: dict[int, int] = {}  # id of a held tensor -> its slot
         self.tensors: list[Tensor | None] = [None] * self.SLOTS
         self.versions = [0] * self.SLOTS
         self.copies: list[dict[Any, Any]] = [{} for _ in range(self.SLOTS)]  # what Full made of it
@@ -169,14 +170,16 @@ class RecentValues:
         """A slot for this tensor, and whether the very same value is in it already."""
         # An inference tensor keeps no version, so nothing proves it unchanged.
         version = -1 if tensor.is_inference() else tensor._version
-        tensors = self.tensors
-        if version >= 0:
-            for slot in range(self.SLOTS):
-                if tensors[slot] is tensor and self.versions[slot] == version:
-                    return slot, True
-        slot = self.next_slot
-        self.next_slot = (slot + 1) % self.SLOTS
-        tensors[slot] = tensor if version >= 0 else None
+        key = id(tensor)
+        slot = self.slots.get(key, -1)
+        if slot < 0:
+            slot = self.next_slot
+            self.next_slot = (slot + 1) % self.SLOTS
+            self.slots.pop(id(self.tensors[slot]), None)
+            self.slots[key] = slot
+            self.tensors[slot] = tensor
+        elif self.versions[slot] == version >= 0:
+            return slot, True
         self.versions[slot] = version
         if self.copies[slot]:
             self.copies[slot] = {}

@@ -10,6 +10,7 @@ it returns is not looked at.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, final, get_args
 
 from torch import nn
@@ -55,16 +56,11 @@ def _inert(*_: Any) -> None:
 
 
 @final
-class Hook:
-    """A hook that calls a function of ours and does nothing in a copy of the model."""
+class Hook(partial[None]):
+    """A hook that calls a function of ours and does nothing in a copy of the model.
 
-    __slots__ = ("_action",)
-
-    def __init__(self, action: Action) -> None:
-        self._action = action
-
-    def __call__(self, *arguments: Any) -> None:
-        self._action(*arguments)
+    A ``partial`` without arguments, because that adds next to nothing to the call.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (Hook, "_nothing")

@@ -134,7 +134,9 @@ class Receiver:
         """A module's output, or any other structure of tensors, of the port's next call."""
         call = port.next_call(self._pass_number)
         if isinstance(tree, Tensor):
-            self._take_leaf(port, "", call, tree)
+            entry = self._entry(port, "", call)
+            if entry is not None:
+                self._fold(entry, tree)
             return
         if port.structure is None:
             port.structure = skeleton(tree)
@@ -281,9 +283,10 @@ class Receiver:
         if row < 0:
             row = grid.add(entry)
         slot, known = self._recent.slot_of(tensor)
-        if not known:
-            grid.block.measure(slot, tensor)
-        grid.block.fold(row, slot)
+        if known:
+            grid.block.fold(row, slot)
+        else:
+            grid.block.measure_into(row, slot, tensor)
         grid.arrived[row] = 1
 
     def _update(self, fold: Fold, tensor: Tensor) -> None:
