@@ -45,53 +45,7 @@ if TYPE_CHECKING:
     from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
     from torchtap.monitors.module_monitor import RefinedCoordinateCheck as RefinedCoordinateCheck
     from torchtap.monitors.module_monitor import StorageManager as StorageManager
-    from torchtap.monitors.monitor import Monitor as Monitor
-    from torchtap.monitors.trainer import MonitoredTrainer as MonitoredTrainer
-    from torchtap.monitors.trainer import TrainingReport as TrainingReport
-    from torchtap.plan import Plan as Plan
-    from torchtap.plan import Tap as Tap
-    from torchtap.plan import bind as bind
-    from torchtap.plan import tap as tap
-    from torchtap.reduce import Entropy as Entropy
-    from torchtap.reduce import Full as Full
-    from torchtap.reduce import Gram as Gram
-    from torchtap.reduce import Histogram as Histogram
-    from torchtap.reduce import Metric as Metric
-    from torchtap.reduce import Quantiles as Quantiles
-    from torchtap.reduce import Reduction as Reduction
-    from torchtap.reduce import Sample as Sample
-    from torchtap.reduce import Stats as Stats
-    from torchtap.reduce import TopK as TopK
-    from torchtap.schedule import Always as Always
-    from torchtap.schedule import Epochs as Epochs
-    from torchtap.schedule import Every as Every
-    from torchtap.schedule import First as First
-    from torchtap.schedule import Moment as Moment
-    from torchtap.schedule import Never as Never
-    from torchtap.schedule import Phase as Phase
-    from torchtap.schedule import Schedule as Schedule
-    from torchtap.schedule import Steps as Steps
-    from torchtap.schedule import When as When
-    from torchtap.seen import Seen as Seen
-    from torchtap.session import capture as capture
-    from torchtap.session import list_sites as list_sites
-    from torchtap.session import watch as watch
-    from torchtap.sinks import CallbackSink as CallbackSink
-    from torchtap.sinks import JsonLinesSink as JsonLinesSink
-    from torchtap.sinks import MemorySink as MemorySink
-    from torchtap.sinks import TensorBoardSink as TensorBoardSink
-    from torchtap.sinks import WandbSink as WandbSink
-    from torchtap.sinks import make_sink as make_sink
-    from torchtap.sites import Selector as Selector
-    from torchtap.sites import Site as Site
-    from torchtap.store.reader import Run as Run
-    from torchtap.store.reader import open as open
-    from torchtap.taps.active import emit as emit
-    from torchtap.taps.extra import ExtraOutputs as ExtraOutputs
-    from torchtap.taps.extra import extra_outputs as extra_outputs
-    from torchtap.taps.instrument import instrument as instrument
-    from torchtap.taps.load import load as load
-    from torchtap.watching import Watch as Watch
+    from torchtap.monitors.module_monitor import (
         monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
     )
     from torchtap.monitors.monitor import Monitor as Monitor
@@ -223,6 +177,7 @@ _HOME = {
     "list_sites": "torchtap.session",
     "load": "torchtap.taps.load",
     "make_sink": "torchtap.sinks",
+    "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
     "open": "torchtap.store.reader",
     "open_layers": "torchtap.monitors.layer_files",
     "record_layers": "torchtap.monitors.layers",
@@ -309,6 +264,7 @@ __all__ = [
     "list_sites",
     "load",
     "make_sink",
+    "monitor_scaled_dot_product_attention",
     "open",
     "open_layers",
     "record_layers",
