@@ -73,11 +73,12 @@ class Training:
         self.model = model
         self.inputs = inputs
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
-        self._loss = loss
+        self.loss = loss
 
     def step(self, call: Callable[[Tensor], Tensor] | None = None) -> None:
         """Forward, backward, update; ``call`` is what to call in place of the model."""
-        self._loss((call or self.model)(self.inputs)).backward()
+        output = self.model(self.inputs) if call is None else call(self.inputs)
+        self.loss(output).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -13,14 +13,14 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
-__all__ = ["Case", "Ratio", "case", "compare", "fastest", "one_thread", "quartiles"]
+__all__ = ["Case", "Ratio", "case", "compare", "fastest", "one_thread", "quartiles", "table"]
 
 # Entered before the work is timed and left afterwards; gives the work.
 Case = Callable[[], AbstractContextManager[Callable[[], Any]]]
@@ -62,6 +62,9 @@ def compare(
     seed: int = 0,
 ) -> dict[str, Ratio]:
     """The time of each case beside that of ``base``: ``repeats`` calls timed together, in each of ``rounds``."""
+    # What exists now stays: without this, collecting garbage would take longer than most of the work.
+    gc.collect()
+    gc.freeze()
     order = list(cases)
     shuffle = random.Random(seed).shuffle
     seconds: dict[str, list[float]] = {name: [] for name in order}
@@ -100,6 +103,19 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a Markdown table; the first row's keys are the columns."""
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
+    lines += ["| " + " | ".join(_cell(value) for value in row.values()) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "yes" if value is True else "no" if value is False else str(value)
 
 
 def fastest(
