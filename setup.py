@@ -1,4 +1,4 @@
-"""The optional native kernel. Without a compiler the package installs all the same and uses torch ops."""
+"""The optional native parts. Without a compiler the package installs all the same and uses torch's and zlib's."""
 
 from setuptools import Extension, setup
 
@@ -14,7 +14,15 @@ setup(
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,
             optional=True,
-        )
+        ),
+        Extension(
+            "torchtap.store._checksum",
+            sources=["src/torchtap/store/_checksum.c"],
+            extra_compile_args=["-O3"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            py_limited_api=True,
+            optional=True,
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -7,6 +7,7 @@ more.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import final
 
 from torchtap.errors import RunCorruptError
@@ -15,12 +16,16 @@ __all__ = ["CHUNK", "ChunkedChecksum", "checksum", "checksums", "parse_checksums
 
 CHUNK = 64 << 10
 
-checksum = zlib.crc32
+checksum: Callable[..., int]  # (bytes, value so far = 0)
+try:
+    from torchtap.store._checksum import crc32 as checksum
+except ImportError:  # not built, or a processor without the instruction: the same numbers, more slowly
+    checksum = zlib.crc32
 
 
 def checksums(buffer: memoryview, chunk: int = CHUNK) -> list[str]:
     """One checksum for each ``chunk`` bytes, as eight hex digits."""
-    return [f"{zlib.crc32(buffer[start : start + chunk]):08x}" for start in range(0, len(buffer), chunk)]
+    return [f"{checksum(buffer[start : start + chunk]):08x}" for start in range(0, len(buffer), chunk)]
 
 
 def parse_checksums(facts: dict[str, object], nbytes: int) -> tuple[int, list[str]]:
@@ -37,7 +42,7 @@ def parse_checksums(facts: dict[str, object], nbytes: int) -> tuple[int, list[st
 
 def verify(buffer: memoryview, expected: str) -> None:
     """Raise ``RunCorruptError`` unless the bytes are those that were written."""
-    if f"{zlib.crc32(buffer):08x}" != expected:
+    if f"{checksum(buffer):08x}" != expected:
         raise RunCorruptError("its bytes are not those that were written (the checksum differs)")
 
 
@@ -54,7 +59,7 @@ class ChunkedChecksum:
     def update(self, piece: memoryview) -> None:
         while len(piece):
             part = piece[: self._chunk - self._filled]
-            self._current = zlib.crc32(part, self._current)
+            self._current = checksum(part, self._current)
             self._filled += len(part)
             piece = piece[len(part) :]
             if self._filled == self._chunk:

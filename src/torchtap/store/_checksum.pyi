@@ -1,0 +1,3 @@
+from typing_extensions import Buffer
+
+def crc32(data: Buffer, value: int = 0, /) -> int: ...
