@@ -30,7 +30,7 @@ LAYERS = [
     ["integrations"],
     ["viewer"],
     ["testing"],
-    ["cli"],
+    ["cli", "__main__"],
 ]
 
 

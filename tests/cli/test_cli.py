@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,31 @@ import torch
 from torch import nn
 
 import torchtap as tt
+from torchtap.cli import main
 
 
-def torchtap(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torchtap", *map(str, words)], capture_output=True, text=True, cwd=cwd
-    )
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def torchtap(capfd: pytest.CaptureFixture[str]) -> Command:
+    """The command, in this process: most of a new one's time would go into importing torch."""
+
+    def run(*words: object) -> Done:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(word) for word in words])
+        out, err = capfd.readouterr()
+        return Done(int(stop.value.code or 0), out, err)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +65,7 @@ def test_show_prints_the_statistics_and_needs_no_torch(run: Path) -> None:
     assert "5 (0 to 4)" in done.stdout
 
 
-def test_show_lists_tensors_coverage_and_json(run: Path) -> None:
-    import json
-
+def test_show_lists_tensors_coverage_and_json(torchtap: Command, run: Path) -> None:
     assert "3×4" in torchtap("show", run, "--tensors").stdout
     coverage = torchtap("show", run, "--coverage").stdout
     assert "grad_output" in coverage
@@ -56,21 +76,24 @@ def test_show_lists_tensors_coverage_and_json(run: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["parquet", "hdf5", "pt", "npz", "csv", "jsonl"])
-def test_export_writes_what_it_says(run: Path, target: str, tmp_path: Path) -> None:
+def test_export_writes_what_it_says(torchtap: Command, run: Path, target: str, tmp_path: Path) -> None:
     done = torchtap("export", run, "--to", target, "-o", tmp_path / f"out.{target}")
     assert done.returncode == 0, done.stderr
     written = Path(done.stdout.strip().splitlines()[-1])
     assert written.exists()
 
 
-def test_sites_of_a_factory_a_script_and_a_file(tmp_path: Path) -> None:
+def test_sites_of_a_factory_a_script_and_a_file(
+    torchtap: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     script = tmp_path / "mine.py"
     script.write_text(
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(2, 3), nn.ReLU())\n"
     )
     from_script = torchtap("sites", f"{script}:make", "--plain", "--kind", "output")
     assert from_script.stdout.split() == [":output", "0:output", "1:output"]
-    from_module = torchtap("sites", "mine:make", "--plain", "--kind", "param", cwd=tmp_path)
+    from_module = torchtap("sites", "mine:make", "--plain", "--kind", "param")
     assert from_module.stdout.split() == ["0:param.weight", "0:param.bias"]
     scripted = tmp_path / "scripted.pt"
     torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.ReLU())).save(str(scripted))
@@ -94,28 +117,29 @@ def test_sites_of_a_factory_a_script_and_a_file(tmp_path: Path) -> None:
         (["export", "nowhere", "--to", "csv"], "there is no run"),
     ],
 )
-def test_errors_have_a_sentence_and_no_traceback(words: list[str], says: str, tmp_path: Path) -> None:
-    done = torchtap(*words, cwd=tmp_path)
+def test_errors_have_a_sentence_and_no_traceback(torchtap: Command, words: list[str], says: str) -> None:
+    done = torchtap(*words)
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    assert "Traceback" in torchtap("--debug", "show", "nowhere", cwd=tmp_path).stderr
+def test_debug_shows_the_traceback(torchtap: Command) -> None:
+    assert "Traceback" in torchtap("--debug", "show", "nowhere").stderr
 
 
-def test_the_demo_trains_and_leaves_a_run(tmp_path: Path) -> None:
-    done = torchtap("demo", "--steps", 6, cwd=tmp_path)
+def test_the_demo_trains_and_leaves_a_run(
+    torchtap: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = torchtap("demo", "--steps", 4)
     assert done.returncode == 0, done.stderr
-    assert "loss after 6 steps" in done.stdout
-    opened = tt.open(tmp_path / "demo-run")
+    assert "loss after 4 steps" in done.stdout
+    opened = tt.open("demo-run")
     assert opened.tensor("blocks.0:attention").shape == (1, 4, 32, 32)
-    assert len(opened.series("blocks.3:grad_output", "l2").values) == 6
-    again = torchtap("demo", "--steps", 2, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    assert len(opened.series("blocks.3:grad_output", "l2").values) == 4
+    assert torchtap("demo", "--steps", 1).returncode == 0  # a second time, over the first
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    refused = torchtap("demo", "--out", "mine", cwd=tmp_path)
-    assert refused.returncode == 2
+    assert torchtap("demo", "--out", "mine").returncode == 2
     assert (tmp_path / "mine" / "thesis.txt").exists()

@@ -28,13 +28,13 @@ def command(model: str, kinds: tuple[str, ...], selector: str | None, plain: boo
     MODEL is `package.module:factory`, `script.py:factory` (a module or a callable that makes one), a TorchScript
     or pickled `.pt`, or an exported `.pt2`.
     """
+    loaded = load_model(model, unsafe=unsafe)
     from torchtap.plan import bind, candidates
     from torchtap.sites import KINDS, places, source_of
 
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise click.UsageError(f"--kind {unknown[0]}: the kinds are {', '.join(KINDS)}")
-    loaded = load_model(model, unsafe=unsafe)
     if selector is not None:
         sites = [port.site for port in bind(loaded, [selector]).ports]
     else:
