@@ -31,15 +31,16 @@ def command(model: str, kinds: tuple[str, ...], selector: str | None, plain: boo
     loaded = load_model(model, unsafe=unsafe)
     from torchtap.plan import bind, candidates
     from torchtap.sites import KINDS, places, source_of
+    from torchtap.taps.attach import tree_of
 
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise click.UsageError(f"--kind {unknown[0]}: the kinds are {', '.join(KINDS)}")
     if selector is not None:
-        sites = [port.site for port in bind(loaded, [selector]).ports]
+        sites = [port.site for port in bind(tree_of(loaded), [selector]).ports]
     else:
         wanted: Any = frozenset(kinds) if kinds else frozenset(KINDS)
-        sites = [names[0] for names in candidates(places(loaded), wanted)]
+        sites = [names[0] for names in candidates(places(tree_of(loaded)), wanted)]
     if plain:
         for site in sites:
             click.echo(site.name)
@@ -99,21 +100,20 @@ def _module(source: str) -> Any:
 
 
 def _from_file(path: Path, unsafe: bool) -> Any:
-    import torch
+    from torchtap.taps.load import load
 
-    if not path.is_file():
-        raise FormError(f"there is no file {str(path)!r}")
-    if path.suffix == ".pt2":
-        return torch.export.load(path).module()
     try:
-        return torch.jit.load(path, map_location="cpu")
-    except RuntimeError:
-        pass  # not TorchScript: a pickle
+        return load(path)
+    except FormError:
+        if not path.is_file():
+            raise
     if not unsafe:
         raise FormError(
             f"{str(path)!r} is a pickle, and opening it can run code of whoever made it; "
             "if you trust it, say --unsafe"
         )
+    import torch
+
     loaded = torch.load(path, map_location="cpu", weights_only=False)
     if isinstance(loaded, dict):
         raise FormError(
