@@ -107,6 +107,27 @@ def test_hugging_face_hidden_states_are_matched(tokens: Tensor) -> None:
     assert same(mine[:-1], theirs[:-1])  # their last one has gone through the final norm
 
 
+@pytest.mark.parametrize("form", ["compile", "trace", "script", "export"])
+def test_other_forms_of_the_model_give_the_same_layers(form: str, model: Plain, tokens: Tensor) -> None:
+    changed: Any = {
+        "compile": lambda: torch.compile(model, backend="aot_eager"),
+        "trace": lambda: torch.jit.trace(model, (tokens,), check_trace=False),
+        "script": lambda: torch.jit.script(model),
+        "export": lambda: torch.export.export(model, (tokens,)).module(),
+    }[form]()
+    with tt.record_layers(changed) as recorder, torch.no_grad():
+        changed(tokens)
+        changed(tokens)
+    assert len(recorder.passes) == 2
+    found = tt.get_layer_hidden_states()
+    assert found is not None
+    for mine, expected in zip(found, model.hidden(tokens), strict=True):
+        torch.testing.assert_close(mine, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(changed(tokens), model(tokens))
+    assert len(recorder.passes) == 2
+
+
 def test_one_option_switches_it_off_and_on(model: Plain, tokens: Tensor) -> None:
     recorder = tt.record_layers(model, enabled=False)
     model(tokens)

@@ -14,6 +14,7 @@ from torch import nn
 
 from torchtap.errors import SelectionError
 from torchtap.sites import Place, places
+from torchtap.taps.attach import tree_of
 
 __all__ = ["LayerNames", "find_layers"]
 
@@ -31,9 +32,9 @@ class LayerNames:
     blocks: tuple[str, ...]
 
 
-def find_layers(model: nn.Module) -> LayerNames:
+def find_layers(model: Any) -> LayerNames:
     """The embedding and the blocks of a model; an error when there is no list of like modules to be found."""
-    found = places(model)
+    found = places(tree_of(model))  # in forms that have no modules any more, what stands in for them
     lists = [(place, children) for place in found if (children := _like_children(place.module))]
     outer = [
         (place, children)
@@ -77,7 +78,7 @@ def _inside(path: str, outer: str) -> bool:
     return outer == "" or path.startswith(f"{outer}.")
 
 
-def _embedding(model: nn.Module, found: list[Place]) -> str | None:
+def _embedding(model: Any, found: list[Place]) -> str | None:
     ask: Callable[[], Any] | None = getattr(model, "get_input_embeddings", None)
     if callable(ask):
         try:

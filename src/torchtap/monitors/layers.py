@@ -21,7 +21,7 @@ from __future__ import annotations
 import datetime
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +126,9 @@ class LayerRecorder:
             return
         if self._watch is None:
             self._watch = self._start()
-        if isinstance(self.model, nn.Module):
+        if isinstance(self.model, torch.jit.ScriptModule):  # which takes no hooks of this kind
+            self._handles = [_Around(self.model, self._begin, self._end)]
+        elif isinstance(self.model, nn.Module):
             before = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
             after = self.model.register_forward_hook(self._end, always_call=True)
             self._handles = [before, after]
@@ -272,6 +274,34 @@ class LayerRecorder:
             "created": datetime.datetime.fromtimestamp(record.time, datetime.UTC).isoformat(),
             "torch": str(torch.__version__),
         }
+
+
+@final
+class _Around:
+    """A forward with something before and after it, kept in the instance, where it hides the real one."""
+
+    def __init__(self, module: Any, begin: Callable[..., None], end: Callable[..., None]) -> None:
+        self._attributes: dict[str, Any] = module.__dict__
+        self._before = self._attributes.get("forward")
+        inner = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            begin(module, args, kwargs)
+            output = None
+            try:
+                output = inner(*args, **kwargs)
+                return output
+            finally:
+                end(module, args, output)
+
+        self._attributes["forward"] = forward
+
+    def remove(self) -> None:
+        """The module is as it was found."""
+        if self._before is None:
+            self._attributes.pop("forward", None)
+        else:
+            self._attributes["forward"] = self._before
 
 
 def _cache_length(kwargs: dict[str, Any]) -> int:

@@ -41,7 +41,7 @@ def skeleton(
                 mapping = getattr(real, held)
                 # The very mapping where it is one, so that a parameter that is replaced later is still found.
                 module.__dict__[held] = mapping if isinstance(mapping, dict) else dict(mapping.items())
-            if not isinstance(real, nn.Sequential) and hasattr(real, "graph"):
+            if not isinstance(real, nn.Sequential) and _has_graph(real):
                 module.__dict__["forward"] = (
                     real.forward
                 )  # its signature names the inputs, its graph the source
@@ -50,6 +50,14 @@ def skeleton(
             parent, _, name = path.rpartition(".")
             made[parent]._modules[name] = made[path]
     return made[""]
+
+
+def _has_graph(module: Any) -> bool:
+    """Whether a module has a graph of its own. A scripted list has the attribute, but raises when it is asked."""
+    try:
+        return hasattr(module, "graph")
+    except RuntimeError:
+        return False
 
 
 def _stand_in(described: Any) -> nn.Module:
