@@ -68,7 +68,7 @@ static void merge(State *into, const State *from)
         into->high = from->high;
 }
 
-/* A center near `mean`, in steps of a fraction of the spread. Its low digits would be rounded away in the same
+/* A center near `mean`, in steps of about the spread. Its low digits would be rounded away in the same
  * direction whenever it is taken from a larger number, and that would add up; so it has none. */
 static double blunt(double mean, double spread)
 {
@@ -76,13 +76,22 @@ static double blunt(double mean, double spread)
     if (!(spread > 0 && spread - spread == 0))
         return mean;
     frexp(spread, &exponent);
-    const double step = ldexp(1, exponent - 5), steps = mean / step;
+    const double step = ldexp(1, exponent - 1), steps = mean / step;
     return fabs(steps) < 0x1p52 ? floor(steps + 0.5) * step : mean;
 }
 
 static double center_of(const State *state)
 {
     return blunt(state->mean, sqrt(state->squares / (state->count - state->nans - state->infs)));
+}
+
+static inline float widen_bfloat16(uint16_t bits)
+{
+    const union {
+        uint32_t bits;
+        float number;
+    } wide = {(uint32_t)bits << 16};
+    return wide.number;
 }
 
 typedef void (*BlockFunction)(int, const char *, size_t, State *, const State *);
@@ -135,7 +144,7 @@ static void choose_instructions(void)
 
 static size_t block_length(int dtype)
 {
-    return dtype == FLOAT32 ? BLOCK : dtype == INT32 || dtype == INT64 ? BLOCK / 4 : BLOCK / 2;
+    return dtype == FLOAT32 || dtype == BFLOAT16 ? BLOCK : dtype == INT32 || dtype == INT64 ? BLOCK / 4 : BLOCK / 2;
 }
 
 static void measure_span(int dtype, const char *raw, size_t n, State *out)

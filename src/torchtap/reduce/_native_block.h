@@ -1,36 +1,77 @@
 /* The statistics of one block of numbers, from one look at it where the block is like those before.
  *
- * Included by _native.c once for each element type and instruction set, with these defined:
- *   T, LANES, LARGEST, TINY   the type, how many of it are handled side by side, its largest finite value, and the
- *                             sum of squares below which single squares may have vanished
- *   TARGET                    the function attribute that chooses the instruction set
- *   NAME(x)                   makes names unique
+ * Included by _native.c once for each kind of number and instruction set, with these defined:
+ *   S, T, WIDEN(s)   the type in memory, the type to compute in, and the way from one to the other
+ *   LANES            how many are handled side by side
+ *   LARGEST, TINY    the largest finite T, and the sum of squares below which single squares may have vanished
+ *   TARGET           the function attribute that chooses the instruction set
+ *   NAME(x)          makes names unique
  *
  * Plain C in lanes: compilers turn the loops over `lane` into vector instructions without any licence to reorder
- * floating-point arithmetic. Eight elements are added up as a tree in T, then go on in double, so that the rounding
- * of T enters three times and not once for each element. Squares are of distances from a center near the mean: that
- * of the block before. Where it turns out to be far off, the block, still in the cache, is looked at again.
+ * floating-point arithmetic. Sixteen elements are added up as a tree in T, then go on in double, so that the rounding
+ * of T enters four times and not once for each element. Squares are of distances from a center near the mean: that
+ * of the block before, or none where the mean is near zero. Where it turns out to be far off, the block, still in
+ * the cache, is looked at again.
  */
 
 #define GROUP (8 * LANES)
 #define TREE(op, a) (((a##0 op a##1) op (a##2 op a##3)) op ((a##4 op a##5) op (a##6 op a##7)))
 #define LESS(a, b) ((a) < (b) ? (a) : (b))
 #define MORE(a, b) ((a) > (b) ? (a) : (b))
-#define EIGHT_LOADED(p)                                                                                           \
-    const T x0 = (p)[lane], x1 = (p)[LANES + lane], x2 = (p)[2 * LANES + lane], x3 = (p)[3 * LANES + lane],       \
-            x4 = (p)[4 * LANES + lane], x5 = (p)[5 * LANES + lane], x6 = (p)[6 * LANES + lane],                   \
-            x7 = (p)[7 * LANES + lane]
-
-#define DISTANCES(x)                                                                                              \
-    const T d0 = x##0 - center, d1 = x##1 - center, d2 = x##2 - center, d3 = x##3 - center,                       \
-            d4 = x##4 - center, d5 = x##5 - center, d6 = x##6 - center, d7 = x##7 - center;                       \
+#define LOADED(p)                                                                                                 \
+    const T x0 = WIDEN((p)[lane]), x1 = WIDEN((p)[LANES + lane]), x2 = WIDEN((p)[2 * LANES + lane]),              \
+            x3 = WIDEN((p)[3 * LANES + lane]), x4 = WIDEN((p)[4 * LANES + lane]),                                 \
+            x5 = WIDEN((p)[5 * LANES + lane]), x6 = WIDEN((p)[6 * LANES + lane]),                                 \
+            x7 = WIDEN((p)[7 * LANES + lane])
+#define FROM_CENTER(x) ((x)-center)
+#define FROM_ZERO(x) (x)
+#define DISTANCES(from)                                                                                           \
+    const T d0 = from(x0), d1 = from(x1), d2 = from(x2), d3 = from(x3), d4 = from(x4), d5 = from(x5),             \
+            d6 = from(x6), d7 = from(x7);                                                                         \
     const T q0 = d0 * d0, q1 = d1 * d1, q2 = d2 * d2, q3 = d3 * d3, q4 = d4 * d4, q5 = d5 * d5, q6 = d6 * d6,     \
             q7 = d7 * d7
+#define MAGNITUDES                                                                                                \
+    const T a0 = FABS(x0), a1 = FABS(x1), a2 = FABS(x2), a3 = FABS(x3), a4 = FABS(x4), a5 = FABS(x5),             \
+            a6 = FABS(x6), a7 = FABS(x7)
 #define CHOSEN(pick, x, so_far)                                                                                   \
     do {                                                                                                          \
         const T c0 = pick(x##0, x##1), c1 = pick(x##2, x##3), c2 = pick(x##4, x##5), c3 = pick(x##6, x##7);       \
         const T c4 = pick(c0, c1), c5 = pick(c2, c3), c6 = pick(c4, c5);                                          \
         (so_far) = pick(c6, (so_far));                                                                            \
+    } while (0)
+/* One group; `how` the sums of this group go into `d`, `q` and `a`: = or +=. */
+#define ONE_GROUP(p, from, how)                                                                                   \
+    do {                                                                                                          \
+        LOADED(p);                                                                                                \
+        DISTANCES(from);                                                                                          \
+        MAGNITUDES;                                                                                               \
+        d how TREE(+, d);                                                                                         \
+        q how TREE(+, q);                                                                                         \
+        a how TREE(+, a);                                                                                         \
+        CHOSEN(LESS, x, low[lane]);                                                                               \
+        CHOSEN(MORE, x, high[lane]);                                                                              \
+        CHOSEN(LESS, a, least[lane]);                                                                             \
+    } while (0)
+#define KEPT                                                                                                      \
+    drift[lane] += (double)d;                                                                                     \
+    squares[lane] += (double)q;                                                                                   \
+    l1[lane] += (double)a
+#define FIRST_LOOK(from)                                                                                          \
+    do {                                                                                                          \
+        size_t i = 0;                                                                                             \
+        for (; i + 2 * GROUP <= n; i += 2 * GROUP)                                                                \
+            for (int lane = 0; lane < LANES; lane++) {                                                            \
+                T d, q, a;                                                                                        \
+                ONE_GROUP(x + i, from, =);                                                                        \
+                ONE_GROUP(x + i + GROUP, from, +=);                                                               \
+                KEPT;                                                                                             \
+            }                                                                                                     \
+        if (i < n)                                                                                                \
+            for (int lane = 0; lane < LANES; lane++) {                                                            \
+                T d, q, a;                                                                                        \
+                ONE_GROUP(x + i, from, =);                                                                        \
+                KEPT;                                                                                             \
+            }                                                                                                     \
     } while (0)
 #define SUM_OF_LANES(x)                                                                                           \
     for (int half = LANES / 2; half; half /= 2)                                                                   \
@@ -38,7 +79,7 @@
     (x)[lane] += (x)[lane + half]
 
 /* Any numbers at all: not finite, near the ends of the range, any count. In double throughout. */
-TARGET static void NAME(careful)(const T *x, size_t n, State *out)
+TARGET static void NAME(careful)(const S *x, size_t n, State *out)
 {
     double sum[8] = {0}, l1[8] = {0}, low[8], high[8], strange[8] = {0}, nans[8] = {0}, zeros[8] = {0};
     for (int lane = 0; lane < 8; lane++) {
@@ -49,7 +90,7 @@ TARGET static void NAME(careful)(const T *x, size_t n, State *out)
     for (size_t i = 0; i < n; i += 8) {
         const int lanes = i < whole ? 8 : (int)(n - whole);
         for (int lane = 0; lane < lanes; lane++) {
-            const double v = (double)x[i + lane], size = v < 0 ? -v : v;
+            const double v = (double)WIDEN(x[i + lane]), size = v < 0 ? -v : v;
             const int finite = size <= (double)LARGEST; /* false for NaN */
             const double safe = finite ? v : 0.0;
             sum[lane] += safe * 0x1p-13; /* a block's sum may overflow where its mean does not */
@@ -81,7 +122,7 @@ TARGET static void NAME(careful)(const T *x, size_t n, State *out)
         for (size_t i = 0; i < n; i += 8) {
             const int lanes = i < whole ? 8 : (int)(n - whole);
             for (int lane = 0; lane < lanes; lane++) {
-                const double v = (double)x[i + lane], size = v < 0 ? -v : v;
+                const double v = (double)WIDEN(x[i + lane]), size = v < 0 ? -v : v;
                 const double d = size <= (double)LARGEST ? v - center : 0.0;
                 drift[lane] += d;
                 squares[lane] += d * d;
@@ -105,14 +146,14 @@ TARGET static void NAME(careful)(const T *x, size_t n, State *out)
 }
 
 /* Sums of distances from `center` and of their squares; `n` is a multiple of GROUP. */
-TARGET static void NAME(second_look)(const T *x, size_t n, T center, double *drifted, double *squared)
+TARGET static void NAME(second_look)(const S *x, size_t n, T center, double *drifted, double *squared)
 {
     double drift[LANES] = {0}, squares[LANES] = {0};
     for (size_t i = 0; i < n; i += GROUP) {
-        const T *p = x + i;
+        const S *p = x + i;
         for (int lane = 0; lane < LANES; lane++) {
-            EIGHT_LOADED(p);
-            DISTANCES(x);
+            LOADED(p);
+            DISTANCES(FROM_CENTER);
             drift[lane] += (double)TREE(+, d);
             squares[lane] += (double)TREE(+, q);
         }
@@ -123,36 +164,36 @@ TARGET static void NAME(second_look)(const T *x, size_t n, T center, double *dri
     *squared = squares[0];
 }
 
-TARGET static double NAME(zeros)(const T *x, size_t n)
+TARGET static double NAME(zeros)(const S *x, size_t n)
 {
     LANE_INTEGER zeros[LANES] = {0};
     double total = 0;
     for (size_t i = 0; i < n; i += LANES)
         for (int lane = 0; lane < LANES; lane++)
-            zeros[lane] += x[i + lane] == 0;
+            zeros[lane] += WIDEN(x[i + lane]) == 0;
     for (int lane = 0; lane < LANES; lane++)
         total += (double)zeros[lane];
     return total;
 }
 
 /* A first center, from the first group. */
-TARGET static double NAME(guess)(const T *x)
+TARGET static double NAME(guess)(const S *x)
 {
     double sum[LANES] = {0}, spread[LANES] = {0};
     for (size_t i = 0; i < GROUP; i += LANES)
         for (int lane = 0; lane < LANES; lane++)
-            sum[lane] += (double)x[i + lane];
+            sum[lane] += (double)WIDEN(x[i + lane]);
     SUM_OF_LANES(sum);
     const double mean = sum[0] / GROUP;
     for (size_t i = 0; i < GROUP; i += LANES)
         for (int lane = 0; lane < LANES; lane++)
-            spread[lane] += fabs((double)x[i + lane] - mean);
+            spread[lane] += fabs((double)WIDEN(x[i + lane]) - mean);
     SUM_OF_LANES(spread);
     return blunt(mean, spread[0] / GROUP);
 }
 
 /* `n` is a multiple of GROUP. `before` is the state of values nearby, or NULL. */
-TARGET static void NAME(block)(const T *x, size_t n, State *out, const State *before)
+TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *before)
 {
     T center = (T)(before ? center_of(before) : NAME(guess)(x));
     if (!(center - center == 0))
@@ -160,24 +201,13 @@ TARGET static void NAME(block)(const T *x, size_t n, State *out, const State *be
     double drift[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};
     T low[LANES], high[LANES], least[LANES];
     for (int lane = 0; lane < LANES; lane++) {
-        low[lane] = high[lane] = x[lane];
-        least[lane] = FABS(x[lane]);
+        low[lane] = high[lane] = WIDEN(x[lane]);
+        least[lane] = FABS(low[lane]);
     }
-    for (size_t i = 0; i < n; i += GROUP) {
-        const T *p = x + i;
-        for (int lane = 0; lane < LANES; lane++) {
-            EIGHT_LOADED(p);
-            DISTANCES(x);
-            drift[lane] += (double)TREE(+, d);
-            squares[lane] += (double)TREE(+, q);
-            const T a0 = FABS(x0), a1 = FABS(x1), a2 = FABS(x2), a3 = FABS(x3), a4 = FABS(x4), a5 = FABS(x5),
-                    a6 = FABS(x6), a7 = FABS(x7);
-            l1[lane] += (double)TREE(+, a);
-            CHOSEN(LESS, x, low[lane]);
-            CHOSEN(MORE, x, high[lane]);
-            CHOSEN(LESS, a, least[lane]);
-        }
-    }
+    if (center == 0)
+        FIRST_LOOK(FROM_ZERO);
+    else
+        FIRST_LOOK(FROM_CENTER);
     SUM_OF_LANES(l1);
     /* A sum of magnitudes that is finite had no NaN, no infinity and no overflow in it. */
     if (!(l1[0] - l1[0] == 0)) {
@@ -223,7 +253,16 @@ TARGET static void NAME(block)(const T *x, size_t n, State *out, const State *be
 #undef TREE
 #undef LESS
 #undef MORE
-#undef CHOSEN
+#undef LOADED
+#undef FROM_CENTER
+#undef FROM_ZERO
 #undef DISTANCES
-#undef EIGHT_LOADED
+#undef MAGNITUDES
+#undef CHOSEN
+#undef ONE_GROUP
+#undef KEPT
+#undef FIRST_LOOK
 #undef SUM_OF_LANES
+#undef S
+#undef WIDEN
+#undef NAME

@@ -7,15 +7,23 @@
 /* Squares below 1e-38 lose digits or vanish; a whole block of them makes less than 1e-34. */
 #define TINY 1e-27
 #define FABS fabsf
+
+#define S float
+#define WIDEN(s) (s)
 #define NAME(x) ISA(x##_float)
 #include "_native_block.h"
+
+#define S uint16_t
+#define WIDEN(s) widen_bfloat16(s)
+#define NAME(x) ISA(x##_bfloat16)
+#include "_native_block.h"
+
 #undef T
 #undef LANES
 #undef LARGEST
 #undef LANE_INTEGER
 #undef TINY
 #undef FABS
-#undef NAME
 
 #define T double
 #define LANES 8
@@ -23,15 +31,18 @@
 #define LANE_INTEGER int64_t
 #define TINY 0.0
 #define FABS fabs
+
+#define S double
+#define WIDEN(s) (s)
 #define NAME(x) ISA(x##_double)
 #include "_native_block.h"
+
 #undef T
 #undef LANES
 #undef LARGEST
 #undef LANE_INTEGER
 #undef TINY
 #undef FABS
-#undef NAME
 
 /* Whole groups the fast way, what is left the careful way. */
 #define STATE_OF(suffix, group, x, n)                                                                   \
@@ -94,14 +105,9 @@ TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, 
         ISA(halves)((const uint16_t *)raw, (float *)room, n);
         STATE_OF(float, 128, (const float *)room, n);
         break;
-    case BFLOAT16: {
-        const uint16_t *given = (const uint16_t *)raw;
-        uint32_t *made = (uint32_t *)room;
-        for (size_t i = 0; i < n; i++)
-            made[i] = (uint32_t)given[i] << 16;
-        STATE_OF(float, 128, (const float *)room, n);
+    case BFLOAT16:
+        STATE_OF(bfloat16, 128, (const uint16_t *)raw, n);
         break;
-    }
     case INT8:
         CONVERTED(int8_t, float, float, 128, (float)v);
         break;
