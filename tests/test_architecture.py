@@ -21,7 +21,7 @@ LAYERS = [
     ["coverage", "model_tree", "clock"],
     ["store"],
     ["sinks"],
-    ["seen", "summary", "watching", "session"],
+    ["seen", "summary", "watching", "session", "verification"],
     ["editing"],
     ["comparison"],
     ["diagnosis"],

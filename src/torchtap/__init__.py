@@ -40,14 +40,12 @@ if TYPE_CHECKING:
     from torchtap.monitors.layers import LayerRecorder as LayerRecorder
     from torchtap.monitors.layers import get_layer_hidden_states as get_layer_hidden_states
     from torchtap.monitors.layers import record_layers as record_layers
+    from torchtap.monitors.module_monitor import (
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
     from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
     from torchtap.monitors.module_monitor import RefinedCoordinateCheck as RefinedCoordinateCheck
     from torchtap.monitors.module_monitor import StorageManager as StorageManager
-    from torchtap.monitors.module_monitor import (
-        monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
-    )
     from torchtap.monitors.monitor import Monitor as Monitor
     from torchtap.monitors.trainer import MonitoredTrainer as MonitoredTrainer
     from torchtap.monitors.trainer import TrainingReport as TrainingReport
@@ -94,6 +92,8 @@ if TYPE_CHECKING:
     from torchtap.taps.extra import extra_outputs as extra_outputs
     from torchtap.taps.instrument import instrument as instrument
     from torchtap.taps.load import load as load
+    from torchtap.verification import Verification as Verification
+    from torchtap.verification import verify as verify
     from torchtap.watching import Watch as Watch
 
 __version__ = "0.1.0"
@@ -159,6 +159,7 @@ _HOME = {
     "TopK": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
     "TrainingReport": "torchtap.monitors.trainer",
+    "Verification": "torchtap.verification",
     "VerificationError": "torchtap.errors",
     "WandbSink": "torchtap.sinks",
     "Watch": "torchtap.watching",
@@ -182,6 +183,7 @@ _HOME = {
     "open_layers": "torchtap.monitors.layer_files",
     "record_layers": "torchtap.monitors.layers",
     "tap": "torchtap.plan",
+    "verify": "torchtap.verification",
     "watch": "torchtap.session",
 }
 
@@ -245,6 +247,7 @@ __all__ = [
     "TopK",
     "TorchtapError",
     "TrainingReport",
+    "Verification",
     "VerificationError",
     "WandbSink",
     "Watch",
@@ -269,6 +272,7 @@ __all__ = [
     "open_layers",
     "record_layers",
     "tap",
+    "verify",
     "watch",
 ]
 

@@ -66,9 +66,9 @@ def _emit(address: str, kinds: tuple[str, ...], found: Iterable[tuple[str, Tenso
         ending = f".{leaf}" if leaf else ""
         for kind in kinds:
             if kind.startswith("grad"):
-                torch.ops.torchtap.emit_grad(tensor, f"{address}:{kind}{ending}")
+                torch.ops.torchtap.emit_grad.default(tensor, f"{address}:{kind}{ending}")
             else:
-                torch.ops.torchtap.emit(tensor, f"{address}:{kind}{ending}")
+                torch.ops.torchtap.emit.default(tensor, f"{address}:{kind}{ending}")
 
 
 class _Carrier:

@@ -18,16 +18,16 @@ from threading import get_ident
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch import nn
 
 from torchtap.sites import unwrap
 from torchtap.taps import attention
 from torchtap.taps.active import activate, deactivate
 from torchtap.taps.entries import LivePort
-from torchtap.taps.fitting import Hook, Via, fitting_for
+from torchtap.taps.fitting import Via, fitting_for
 from torchtap.taps.leaves import input_leaves, leaves
 from torchtap.taps.receiver import Receiver
+from torchtap.taps.state import StateReader
 
 __all__ = ["Attachment", "EagerAttachment"]
 
@@ -66,15 +66,13 @@ class EagerAttachment:
         self._fitting = fitting_for(self._root, via)
         self._armed: frozenset[int] = frozenset()
         self._handles: list[Any] = []
-        self._tensors: dict[int, tuple[LivePort, ...]] = {}  # id of a parameter -> its live ports
-        self._buffers: tuple[LivePort, ...] = ()
-        self._taken: set[int] = set()
+        self._state = StateReader(receiver)
 
     def arm(self, live: frozenset[int]) -> None:
-        self._taken.clear()
+        self._state.arm(live)
         if live == self._armed:
             return
-        self.disarm()
+        self._take_off()
         self._armed = live
         if not live:
             return
@@ -88,8 +86,6 @@ class EagerAttachment:
         receiver = self._receiver
         fit, keep = self._fitting, self._handles.append
         keep(fit.before(self._root, self._on_pass_begin, first=True))
-        by_tensor: dict[int, list[LivePort]] = {}
-        buffers: list[LivePort] = []
         for port in receiver.ports.values():
             if live.isdisjoint(port.port.taps):
                 continue
@@ -104,20 +100,13 @@ class EagerAttachment:
                     keep(fit.after(module, self._grad_output_hook(port)))
                 case "grad_input":
                     keep(fit.before(module, self._grad_input_hook(port)))
-                case "param" | "param_grad":
-                    parameter = module._parameters[port.port.site.leaf]
-                    by_tensor.setdefault(id(parameter), []).append(port)
-                case "buffer":
-                    buffers.append(port)
+                case "param" | "param_grad" | "buffer":
+                    pass  # read from the module, by `state`
                 case "attention":
                     pass  # taken from the functions that compute it, below
                 case "value":
                     pass  # the model's own code calls `emit`
         keep(fit.after(self._root, self._on_pass_end, always=True))
-        self._tensors = {key: tuple(ports) for key, ports in by_tensor.items()}
-        self._buffers = tuple(buffers)
-        if by_tensor:
-            keep(register_optimizer_step_pre_hook(Hook(self._on_optimizer_step)))
         if any(
             p.kind in ("attention", "value") and not live.isdisjoint(p.port.taps)
             for p in receiver.ports.values()
@@ -127,25 +116,21 @@ class EagerAttachment:
             keep(attention.patch())
 
     def disarm(self) -> None:
+        self._state.disarm()
+        self._take_off()
+
+    def _take_off(self) -> None:
         deactivate(self._receiver)
         handles, self._handles = self._handles, []
         for handle in reversed(handles):
             handle.remove()
         self._armed = frozenset()
-        self._tensors, self._buffers = {}, ()
 
     def detach(self) -> None:
         self.disarm()
 
     def finish_step(self) -> None:
-        """Read parameters, gradients and buffers that no optimizer step has brought yet."""
-        for ports in self._tensors.values():
-            self._read(ports)
-        for port in self._buffers:
-            module = port.port.site.module
-            buffer = module._buffers.get(port.port.site.leaf) if module is not None else None
-            if buffer is not None:
-                self._receiver.take_tensor(port, buffer)
+        self._state.finish_step()
         self._receiver.end_pass()
 
     # -- hooks --------------------------------------------------------------------------------------------
@@ -194,27 +179,3 @@ class EagerAttachment:
                 receiver.take_gradients(port, found, recomputed=in_backward())
 
         return hook
-
-    def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Just before an update: gradients are accumulated, averaged, unscaled and clipped; parameters still old."""
-        if not self._receiver.hears_this_thread():
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                ports = self._tensors.get(id(parameter))
-                if ports is not None:
-                    self._read(ports)
-
-    def _read(self, ports: tuple[LivePort, ...]) -> None:
-        for port in ports:
-            site = port.port.site
-            assert site.module is not None
-            parameter = site.module._parameters.get(site.leaf)
-            if parameter is None or id(port) in self._taken:
-                continue
-            value: Tensor | None = parameter if port.kind == "param" else parameter.grad
-            if value is None:
-                port.note = "its gradient was None: frozen, or not part of the loss"
-                continue
-            self._taken.add(id(port))
-            self._receiver.take_tensor(port, value)

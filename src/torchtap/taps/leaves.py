@@ -7,15 +7,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.fx import Proxy
 from torch.utils import _pytree as pytree
 
 __all__ = ["input_leaves", "leaves"]
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """``(name, tensor)`` for every tensor of a structure; a bare tensor has the empty name."""
-    if isinstance(tree, Tensor):
-        yield prefix, tree
+    """``(name, tensor)`` for every tensor of a structure; a bare tensor has the empty name.
+
+    While FX traces, a proxy stands for a tensor.
+    """
+    if isinstance(tree, (Tensor, Proxy)):
+        yield prefix, tree  # type: ignore[misc]
         return
     for key, child in _children(tree):
         yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))

@@ -168,16 +168,19 @@ def _on_awaited(value: Tensor, site: str) -> None:
         for receiver in _receivers(number):
             _booked[ticket] = receiver.next_call(path, kind, leaf)
         return
-    if not (value.requires_grad and torch.is_grad_enabled()):
+    wanted = value.requires_grad and torch.is_grad_enabled()
+    if isinstance(value, FunctionalTensor):
+        # Traced by AOT autograd. What the hook does becomes a part of the backward graph; without one, the call
+        # stays in the graph for whoever runs it with autograd, as an exported program may be.
+        if wanted:
+            site = f"{site}~{next(_tickets)}"
+            value.register_hook(lambda gradient: torch.ops.torchtap.emit(gradient, site))
+        with torch._C._AutoDispatchBelowAutograd():
+            torch.ops.torchtap.emit_grad(value, site)
+        return
+    if not wanted:
         for receiver in _receivers(number):
             receiver.note(path, kind, "the value does not require grad")
-        return
-    if isinstance(value, FunctionalTensor):
-        # AOT autograd is tracing: what the hook does becomes a part of the backward graph.
-        numbered = f"{site}~{next(_tickets)}"
-        value.register_hook(lambda gradient: torch.ops.torchtap.emit(gradient, numbered))
-        with torch._C._AutoDispatchBelowAutograd():
-            torch.ops.torchtap.emit_grad(value, numbered)
         return
     if isinstance(value, FakeTensor):
         return

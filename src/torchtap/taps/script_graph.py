@@ -44,7 +44,7 @@ def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str 
     constants = constant_sites(copy)
     present = {op.address(site)[1:3] for site in constants}
     for site, nodes in constants.items():
-        for node in nodes:
+        for node in nodes:  # the same constant may be there several times
             node.s_("value", prefix + site.rpartition("|")[2])
     # Instances of one class share its graph, so a class emits what any of its instances is asked for.
     kinds_by_class: dict[str, set[str]] = {}
@@ -85,6 +85,10 @@ def constant_sites(module: Any) -> dict[str, list[Any]]:
             for name in ("torchtap::emit", "torchtap::emit_grad"):
                 for node in method.graph.findAllNodes(name):
                     source = node.inputsAt(1).node()
+                    while (
+                        source.kind() == "aten::add"
+                    ):  # a leaf that is known only at run time: a list, a key
+                        source = source.inputsAt(0).node()
                     if source.kind() == "prim::Constant":
                         found.setdefault(source.s("value"), []).append(source)
     return found

@@ -1,0 +1,174 @@
+"""Prove that taps change nothing: run a model without and with them, and compare every bit.
+
+Outputs, the gradients of parameters and inputs, buffers and the state of the random generators are compared. A
+model that does not even repeat itself without taps is found out first, by running it twice: what differs then is
+reported as its own, not as torchtap's. Afterwards everything is as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchtap.errors import VerificationError
+from torchtap.plan import Tap
+from torchtap.session import capture
+from torchtap.sites import Selectable
+
+__all__ = ["Verification", "verify"]
+
+_EVERYTHING = ("*:input", "*:output", "*:grad_input", "*:grad_output")
+
+Facts = dict[str, dict[str, Tensor]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared: for each aspect how many tensors, which of them taps changed, which vary by themselves."""
+
+    compared: Mapping[str, int]
+    changed: Mapping[str, tuple[str, ...]]
+    unsteady: Mapping[str, tuple[str, ...]]
+    sites: int
+
+    @property
+    def identical(self) -> bool:
+        """Whether taps changed nothing."""
+        return not any(self.changed.values())
+
+    def __str__(self) -> str:
+        lines = [f"{'':<12}{'tensors':>8}  with taps"]
+        for aspect, count in self.compared.items():
+            changed, unsteady = self.changed[aspect], self.unsteady[aspect]
+            verdict = f"{len(changed)} differ: {', '.join(changed[:3])}" if changed else "identical"
+            if unsteady:
+                verdict += f" ({len(unsteady)} vary without taps: {', '.join(unsteady[:3])})"
+            lines.append(f"{aspect:<12}{count:>8}  {verdict if count else 'none'}")
+        return "\n".join([*lines, f"{self.sites} values were taken"])
+
+
+def verify(
+    model: Any,
+    *args: Any,
+    taps: tuple[Tap | Selectable, ...] = (),
+    backward: bool | None = None,
+    file: IO[str] | None = None,
+    **kwargs: Any,
+) -> Verification:
+    """Run ``model(*args, **kwargs)`` without and with taps; print a table; raise if a single bit differs.
+
+    ``taps`` are all inputs, outputs and their gradients unless given. ``backward`` says whether to run autograd;
+    None does where an output requires grad.
+    """
+    before = _snapshot(model)
+    # Twice more than needed: TorchScript changes its code after the first runs of a graph.
+    runs = [_run(model, args, kwargs, backward, before) for _ in range(4)]
+    first, second = runs[-2:]
+    chosen = taps or _kinds_for(model, backward)
+    for _ in range(3):
+        with capture(model, *chosen, strict=False) as seen:
+            tapped = _run(model, args, kwargs, backward, before)
+    _restore(model, before)
+    unsteady = _differences(first, second)
+    changed = {
+        aspect: tuple(name for name in names if name not in unsteady[aspect])
+        for aspect, names in _differences(first, tapped).items()
+    }
+    result = Verification({a: len(t) for a, t in first.items()}, changed, unsteady, len(seen))
+    print(result, file=file or sys.stdout)
+    if not result.identical:
+        raise VerificationError(f"taps changed the model:\n{result}")
+    return result
+
+
+def _kinds_for(model: Any, backward: bool | None) -> tuple[str, ...]:
+    if backward is False or not isinstance(model, torch.nn.Module):
+        return _EVERYTHING[:2]
+    return _EVERYTHING
+
+
+def _run(model: Any, args: Any, kwargs: Any, backward: bool | None, start: Facts) -> Facts:
+    _restore(model, start)
+    args, kwargs = copy.deepcopy((args, kwargs))
+    output = model(*args, **kwargs)
+    results = {str(n): leaf for n, leaf in enumerate(pytree.tree_leaves(output)) if isinstance(leaf, Tensor)}
+    loss = [
+        leaf.float().square().mean()
+        for leaf in results.values()
+        if leaf.requires_grad and leaf.is_floating_point()
+    ]
+    if loss and backward is not False:
+        torch.stack(loss).sum().backward()
+    facts = _snapshot(model)
+    inputs = pytree.tree_leaves((args, kwargs))
+    gradients = {
+        f"input {n}": leaf.grad for n, leaf in enumerate(inputs) if isinstance(leaf, Tensor) and leaf.is_leaf
+    }
+    facts["gradients"] |= {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    return {"outputs": {name: leaf.detach().clone() for name, leaf in results.items()}, **facts}
+
+
+def _parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(model, torch.nn.Module):
+        yield from model.named_parameters()
+
+
+def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(model, torch.nn.Module):
+        yield from model.named_buffers()
+
+
+def _snapshot(model: Any) -> Facts:
+    random = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random |= {f"cuda:{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
+    return {
+        "gradients": {n: p.grad.detach().clone() for n, p in _parameters(model) if p.grad is not None},
+        "buffers": {name: buffer.detach().clone() for name, buffer in _buffers(model)},
+        "random": random,
+    }
+
+
+def _restore(model: Any, facts: Facts) -> None:
+    with torch.no_grad():
+        for name, parameter in _parameters(model):
+            gradient = facts["gradients"].get(name)
+            parameter.grad = None if gradient is None else gradient.clone()
+        for name, buffer in _buffers(model):
+            buffer.copy_(facts["buffers"][name])
+    torch.set_rng_state(facts["random"]["cpu"])
+    for name, state in facts["random"].items():
+        if name.startswith("cuda:"):
+            torch.cuda.set_rng_state(state, name)
+
+
+def _differences(left: Facts, right: Facts) -> dict[str, tuple[str, ...]]:
+    return {
+        aspect: tuple(
+            name
+            for name in sorted(left[aspect].keys() | right[aspect].keys())
+            if not _same_bits(left[aspect].get(name), right[aspect].get(name))
+        )
+        for aspect in left
+    }
+
+
+def _same_bits(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None or left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.dtype.is_complex:
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    if not left.dtype.is_floating_point:
+        return torch.equal(left, right)
+    # NaN equals itself here, and 0 is not -0.
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)) or (
+        left.numel() == 0
+    )
