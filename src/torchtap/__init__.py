@@ -40,12 +40,14 @@ if TYPE_CHECKING:
     from torchtap.monitors.layers import LayerRecorder as LayerRecorder
     from torchtap.monitors.layers import get_layer_hidden_states as get_layer_hidden_states
     from torchtap.monitors.layers import record_layers as record_layers
-    from torchtap.monitors.module_monitor import (
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
     from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
     from torchtap.monitors.module_monitor import RefinedCoordinateCheck as RefinedCoordinateCheck
     from torchtap.monitors.module_monitor import StorageManager as StorageManager
+    from torchtap.monitors.module_monitor import (
+        monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
+    )
     from torchtap.monitors.monitor import Monitor as Monitor
     from torchtap.monitors.trainer import MonitoredTrainer as MonitoredTrainer
     from torchtap.monitors.trainer import TrainingReport as TrainingReport

@@ -6,7 +6,7 @@ all of them. They are typed for TorchScript.
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Optional, Tuple  # noqa: UP035 - TorchScript reads these
+from typing import Dict, List, NamedTuple, Tuple  # noqa: UP035 - TorchScript reads these
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +87,9 @@ class Asking(nn.Module):
     def forward(
         self,
         x: Tensor,
-        others: List[Tensor],
-        mask: Optional[Tensor] = None,
-        times: int = 2,  # noqa: UP006, UP045
+        others: list[Tensor],
+        mask: Tensor | None = None,
+        times: int = 2,
     ) -> Tensor:
         y = self.linear(x)
         for other in others:
