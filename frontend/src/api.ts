@@ -61,7 +61,8 @@ class Archive implements Source {
   }
 
   async ask(question: string, params: Params): Promise<ArrayBuffer> {
-    const kept = Object.fromEntries(Object.entries(params).filter(([name]) => !SIZES.has(name)));
+    // A report holds all statistics of a series at once.
+    const kept = Object.fromEntries(Object.entries(params).filter(([name]) => !SIZES.has(name) && name !== "statistics"));
     const found = (await this.entries).get(`${question}?${query(kept)}`);
     if (!found) throw new AskError("this is not part of the report; `torchtap view` shows all of the run", 404);
     return found;

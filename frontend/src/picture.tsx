@@ -30,6 +30,7 @@ export interface Colours {
   lut: Uint8Array;
   low: number;
   high: number;
+  bend?: number; // below one, small values get more of the colours
 }
 
 // Around zero where there are both signs, else from the least to the greatest.
@@ -61,7 +62,7 @@ export function paintSlice(slice: Slice, picture: number, colours: Colours): HTM
     const value = Math.abs(most - middle) >= Math.abs(least - middle) ? most : least;
     if (Number.isFinite(value)) {
       const t = (value - colours.low) / (colours.high - colours.low);
-      const at = Math.round(Math.min(1, Math.max(0, t)) * 255) * 3;
+      const at = Math.round(Math.min(1, Math.max(0, t)) ** (colours.bend ?? 1) * 255) * 3;
       image.data.set([colours.lut[at] ?? 0, colours.lut[at + 1] ?? 0, colours.lut[at + 2] ?? 0, 255], i * 4);
     } else {
       image.data.set([...NOT_FINITE, 255], i * 4);
@@ -74,6 +75,7 @@ export function paintSlice(slice: Slice, picture: number, colours: Colours): HTM
 interface Props {
   slice: Slice;
   picture?: number;
+  colours?: Colours;
   width: number;
   height: number;
   rowLabels?: string[] | null;
@@ -84,12 +86,12 @@ interface Props {
 
 const LABELS = 92;
 
-export function Picture({ slice, picture = 0, width, height, rowLabels, columnLabels, describe, said }: Props) {
+export function Picture({ slice, picture = 0, colours, width, height, rowLabels, columnLabels, describe, said }: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const dark = useDark();
   const [at, setAt] = useState<[number, number] | null>(null);
   const { cellRows, cellColumns, rows, columns } = slice.facts;
-  const image = useMemo(() => paintSlice(slice, picture, coloursFor(slice, dark)), [slice, picture, dark]);
+  const image = useMemo(() => paintSlice(slice, picture, colours ?? coloursFor(slice, dark)), [slice, picture, dark]);
   const left = rowLabels ? LABELS : 40;
   const top = columnLabels ? LABELS : 20;
   // Square cells where that leaves a readable picture; a long thin slice is stretched instead.

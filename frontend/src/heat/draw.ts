@@ -163,14 +163,26 @@ export function drawSeries(context: CanvasRenderingContext2D, frame: Frame, grid
   context.fillText(show(scale.value(most)), left - 8, Math.max(top + 6, y(most)));
   if (y(least) - y(most) > 14) context.fillText(show(scale.value(least)), left - 8, Math.min(top + height - 6, y(least)));
   context.fillStyle = colour;
+  context.strokeStyle = colour;
+  context.lineWidth = 1.6;
+  context.lineJoin = "round";
+  context.beginPath();
+  let joined = false;
   for (let c = cells.left; c < cells.right; c++) {
     const low = grid.low[at(c)] ?? NaN;
     const high = grid.high[at(c)] ?? NaN;
-    if (!Number.isFinite(low) || !Number.isFinite(high)) continue;
-    const upper = y(scale.place(high));
-    const lower = y(scale.place(low));
-    context.fillRect(left + (c - cells.left) * width, upper - 0.8, Math.max(1, width + 0.2), Math.max(1.6, lower - upper + 1.6));
+    const there = Number.isFinite(low) && Number.isFinite(high);
+    if (there) {
+      const upper = y(scale.place(high));
+      const lower = y(scale.place(low));
+      const x = left + (c - cells.left + 0.5) * width;
+      if (lower - upper > 1) context.fillRect(x - Math.max(0.5, width / 2), upper, Math.max(1, width), lower - upper);
+      if (joined) context.lineTo(x, (upper + lower) / 2);
+      else context.moveTo(x, (upper + lower) / 2);
+    }
+    joined = there;
   }
+  context.stroke();
 }
 
 // On the right: every row at the step under the cross-hair, the picture of depth.

@@ -45,7 +45,7 @@ export class Grid {
     this.facts = packed.facts;
     [this.rows = 0, this.columns = 0] = packed.shapes["low"] ?? [];
     this.low = packed.arrays["low"] as Float32Array;
-    this.high = packed.arrays["high"] as Float32Array;
+    this.high = (packed.arrays["high"] ?? this.low) as Float32Array;
     this.steps = packed.arrays["steps"] as Float64Array;
     this.rowStarts = packed.arrays["rowStarts"] as Int32Array;
     this.members = packed.arrays["members"] as Int32Array;

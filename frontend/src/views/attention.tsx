@@ -6,7 +6,7 @@ import type { ViewProps } from "../app";
 import { gradient } from "../colour";
 import { useAnswer, useJson } from "../data";
 import { show } from "../numbers";
-import { coloursFor, paintSlice, Picture, type Slice, type SliceFacts } from "../picture";
+import { coloursFor, paintSlice, Picture, type Colours, type Slice, type SliceFacts } from "../picture";
 import { adjust } from "../route";
 import { useDark } from "../theme";
 import type { TensorGroup } from "../types";
@@ -61,7 +61,7 @@ export function AttentionView({ run, about, params }: ViewProps) {
     );
   }
   const labels = tokens && slice.value && tokens.length >= slice.value.facts.columns ? tokens : null;
-  const colours = slice.value && coloursFor(slice.value, dark);
+  const colours = slice.value && weights(slice.value, dark);
   return (
     <section class="attention" aria-label="Attention">
       <div class="tools">
@@ -78,7 +78,7 @@ export function AttentionView({ run, about, params }: ViewProps) {
           </label>
         )}
         <span class="space" />
-        {colours && <span class="under"><span class="ramp" style={{ background: gradient(colours.lut) }} /> {show(colours.low)} to {show(colours.high)}</span>}
+        {colours && <span class="under"><span class="ramp" style={{ background: gradient(colours.lut) }} /> {show(colours.low)} to {show(colours.high)}, small weights stretched</span>}
       </div>
       {slice.error && <p class="alarm">{slice.error}</p>}
       {slice.value && (
@@ -94,7 +94,7 @@ export function AttentionView({ run, about, params }: ViewProps) {
           <div class="large" ref={box}>
             <p class="said"><b>head {head}</b> <output data-testid="value">{said ?? "rows look at columns: point at a cell"}</output></p>
             <Picture
-              slice={slice.value} picture={Math.min(head, slice.value.facts.pictures - 1)} width={size.width - 8} height={size.height - 40} rowLabels={labels} columnLabels={labels} said={setSaid}
+              slice={slice.value} picture={Math.min(head, slice.value.facts.pictures - 1)} colours={weights(slice.value, dark)} width={size.width - 8} height={size.height - 40} rowLabels={labels} columnLabels={labels} said={setSaid}
               describe={(row, column) => (labels ? `“${labels[row]}” looks at “${labels[column]}”` : `position ${row} looks at ${column}`)}
             />
           </div>
@@ -104,6 +104,12 @@ export function AttentionView({ run, about, params }: ViewProps) {
   );
 }
 
+// Most weights are small and their differences matter: a square root gives them half of the colours.
+const weights = (slice: Slice, dark: boolean): Colours => {
+  const colours = coloursFor(slice, dark);
+  return colours.low >= 0 ? { ...colours, low: 0, bend: 0.5 } : colours;
+};
+
 function Thumb({ slice, head, dark }: { slice: Slice; head: number; dark: boolean }) {
   const canvas = useRef<HTMLCanvasElement>(null);
   useEffect(() => {
@@ -111,7 +117,7 @@ function Thumb({ slice, head, dark }: { slice: Slice; head: number; dark: boolea
     if (!context || !canvas.current) return;
     canvas.current.width = canvas.current.height = 144;
     context.imageSmoothingEnabled = false;
-    context.drawImage(paintSlice(slice, head, coloursFor(slice, dark)), 0, 0, 144, 144);
+    context.drawImage(paintSlice(slice, head, weights(slice, dark)), 0, 0, 144, 144);
   }, [slice, head, dark]);
   return <canvas ref={canvas} />;
 }

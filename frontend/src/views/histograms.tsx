@@ -5,7 +5,7 @@ import { askPacked } from "../api";
 import { css, sequential } from "../colour";
 import { useAnswer } from "../data";
 import { context2d } from "../heat/draw";
-import { grouped, show, ticks } from "../numbers";
+import { grouped, show } from "../numbers";
 import { ink, useDark } from "../theme";
 import type { RunLine } from "../types";
 
@@ -83,15 +83,25 @@ function drawHeat(context: CanvasRenderingContext2D, density: Numbers, edges: Nu
   axes(context, edges, steps, width);
 }
 
+// Bins are drawn equally wide, whatever they hold: labels stand at edges, with zero among them.
+function edgeTicks(edges: Numbers, about: number): [number, number][] {
+  const last = edges.length - 1;
+  let middle = 0;
+  for (let i = 0; i <= last; i++) if (Math.abs(edges[i] ?? 0) < Math.abs(edges[middle] ?? 0)) middle = i;
+  const stride = Math.max(1, Math.ceil(last / about));
+  const first = middle - Math.floor(middle / stride) * stride;
+  const found: [number, number][] = [];
+  for (let i = first; i <= last; i += stride) found.push([i / last, edges[i] ?? 0]);
+  return found;
+}
+
 function axes(context: CanvasRenderingContext2D, edges: Numbers, steps: Numbers, width: number): void {
-  const low = edges[0] ?? 0;
-  const high = edges[edges.length - 1] ?? 1;
   context.fillStyle = ink("--ink-2");
   context.textAlign = "right";
   context.textBaseline = "middle";
-  for (const tick of ticks(low, high, 5)) {
-    const y = (1 - (tick - low) / (high - low)) * (HEIGHT - BOTTOM);
-    context.fillText(show(tick), LEFT - 8, Math.max(7, Math.min(HEIGHT - BOTTOM - 6, y)));
+  for (const [place, value] of edgeTicks(edges, 7)) {
+    const y = (1 - place) * (HEIGHT - BOTTOM);
+    context.fillText(show(value), LEFT - 8, Math.max(7, Math.min(HEIGHT - BOTTOM - 6, y)));
   }
   context.textAlign = "center";
   context.textBaseline = "top";
@@ -106,8 +116,6 @@ function drawRidges(context: CanvasRenderingContext2D, density: Numbers, edges: 
   const bins = edges.length - 1;
   const most = Math.min(24, steps.length);
   const top = 40;
-  const low = edges[0] ?? 0;
-  const high = edges[edges.length - 1] ?? 1;
   const right = width - 8;
   for (let i = 0; i < most; i++) {
     const s = most === 1 ? 0 : Math.round((i * (steps.length - 1)) / (most - 1));
@@ -137,8 +145,8 @@ function drawRidges(context: CanvasRenderingContext2D, density: Numbers, edges: 
   context.fillStyle = ink("--ink-2");
   context.textBaseline = "top";
   context.textAlign = "center";
-  for (const tick of ticks(low, high, 6)) {
-    const x = LEFT + ((tick - low) / (high - low)) * (right - LEFT);
-    if (x > LEFT + 10 && x < right - 14) context.fillText(show(tick), x, HEIGHT - BOTTOM + 7);
+  for (const [place, value] of edgeTicks(edges, 8)) {
+    const x = LEFT + place * (right - LEFT);
+    if (x > LEFT + 10 && x < right - 14) context.fillText(show(value), x, HEIGHT - BOTTOM + 7);
   }
 }

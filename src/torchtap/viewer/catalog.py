@@ -165,6 +165,7 @@ class Catalog:
     def __init__(self, runs: Sequence[OpenRun], comparison: dict[str, Any] | None = None) -> None:
         self.runs = list(runs)
         self.comparison = comparison
+        self._comparing = threading.Lock()
         self._compared: tuple[tuple[int, int, int, int], dict[str, Any]] | None = None
 
     @classmethod
@@ -181,13 +182,16 @@ class Catalog:
     def compare(self, first: int, second: int) -> dict[str, Any]:
         """The comparison of two of the runs as they are now; the last one is kept, since it reads everything."""
         from torchtap.comparison.front import compare
+        from torchtap.store.reader import open_run
 
         a, b = self[first], self[second]
-        key = (first, second, a.revision, b.revision)
-        if self._compared is None or self._compared[0] != key:
-            with a.lock, b.lock:
-                self._compared = (key, compare(a.run, b.run).as_dict())
-        return self._compared[1]
+        with self._comparing:
+            key = (first, second, a.revision, b.revision)
+            if self._compared is None or self._compared[0] != key:
+                # Opened anew: a comparison takes seconds, and the page goes on asking meanwhile.
+                result = compare(open_run(a.run.path), open_run(b.run.path))
+                self._compared = (key, result.as_dict())
+            return self._compared[1]
 
     def __getitem__(self, number: int) -> OpenRun:
         if not 0 <= number < len(self.runs):

@@ -72,8 +72,11 @@ def _rows_of(grid: NumberGrid, window: MapWindow) -> list[int]:
 
 
 def heat_map(shown: OpenRun, window: MapWindow) -> bytes:
-    """The part of the map under ``window``: arrays low, high (rows × columns), the steps and rows where
-    cells start, and which sites the rows are (numbers in the run's list of sites)."""
+    """The part of the map under ``window``.
+
+    Arrays: low and, if it differs, high (rows × columns), the steps and rows where cells start, and which
+    sites the rows are (numbers in the run's list of sites).
+    """
     with shown.lock:
         grid = shown.grid(window.statistic)
         rows = _rows_of(grid, window)
@@ -101,11 +104,13 @@ def heat_map(shown: OpenRun, window: MapWindow) -> bytes:
             "range": _range_of(np.stack([low, high])),
         }
         members = np.array([shown.position[grid.sites[row]] for row in chosen], dtype=np.int32)
+    # Where nothing had to be left out both are the same, and one is enough.
+    several = {} if np.array_equal(low, high, equal_nan=True) else {"high": high}
     return pack(
         facts,
         {
             "low": low,
-            "high": high,
+            **several,
             "steps": steps[column_starts].astype(np.float64) if len(steps) else np.zeros(0),
             "rowStarts": row_starts.astype(np.int32),
             "members": members,

@@ -75,8 +75,8 @@ def _onto(
 def histograms_of(shown: OpenRun, site: str, columns: int = 240) -> bytes:
     """The site's histograms as densities on one axis: array ``density``, steps × bins.
 
-    Histograms of equal edges are sent as they are; others are spread onto a common axis in proportion. Of
-    more than ``columns`` steps every n-th is sent, and always the last.
+    Histograms of equal edges are sent as they are, without the empty bins at both ends; others are spread
+    onto a common axis in proportion. Of more than ``columns`` steps every n-th is sent, and always the last.
     """
     with shown.lock:
         steps = sorted(
@@ -99,7 +99,10 @@ def histograms_of(shown: OpenRun, site: str, columns: int = 240) -> bytes:
         return pack({"site": site, "total": 0}, {})
     edges = found[0][2]
     if all(np.array_equal(edges, other) for _, _, other in found):
-        rows = [counts for _, counts, _ in found]
+        held = np.flatnonzero(np.sum([counts for _, counts, _ in found], axis=0))
+        inside = slice(held[0], held[-1] + 1) if len(held) else slice(0, len(edges) - 1)
+        edges = edges[inside.start : inside.stop + 1]
+        rows = [counts[inside] for _, counts, _ in found]
     else:
         filled = [edges[_filled(counts, edges)] for _, counts, edges in found if counts.any()]
         low = min((float(e.min()) for e in filled), default=float(edges[0]))

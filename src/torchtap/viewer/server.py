@@ -106,10 +106,11 @@ class ViewerServer:
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((host.strip("[]"), port))
+        self._socket.listen(128)  # a browser that is opened at once waits instead of failing
         self.port = int(self._socket.getsockname()[1])
         config = uvicorn.Config(
             application(catalog, self.policy),
-            log_level="error",
+            log_level="critical",
             access_log=False,
             lifespan="off",
             ws="none",

@@ -1,0 +1,35 @@
+"""`torchtap report RUN...`: one self-contained page, and a picture of it."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command("report")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("-o", "--out", default="report.html", show_default=True, help="The file to write.")
+@click.option(
+    "--site",
+    "sites",
+    multiple=True,
+    metavar="PATTERN",
+    help="Sites that get a page of their own, such as 'blocks.*:output'; may be given again. Default: all that fit.",
+)
+@click.option("--png", metavar="FILE", help="Also write a picture of the map.")
+@click.option("--title", help="The page's title; default: the runs' names.")
+def command(
+    runs: tuple[str, ...], out: str, sites: tuple[str, ...], png: str | None, title: str | None
+) -> None:
+    """Write one HTML file with the map, the findings and the sites of RUN, to mail or to keep."""
+    from torchtap.viewer.report import write_report
+    from torchtap.viewer.still import write_picture
+
+    report = write_report(runs, out, sites=sites, title=title)
+    click.echo(f"{report.path}  {report.size / 1e6:.1f} MB, {len(report.sites)} sites")
+    if report.left_out:
+        click.echo(f"{len(report.left_out)} sites did not fit; --site chooses which do", err=True)
+    if png is not None:
+        how = write_picture(report.path, runs[0], png)
+        click.echo(f"{png}  drawn by {how}")

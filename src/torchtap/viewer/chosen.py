@@ -1,0 +1,70 @@
+"""Which sites and which statistic a picture shows when nobody said: shared by figures, notebook and terminal."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.diagnosis.grid import places
+from torchtap.errors import SelectionError
+
+if TYPE_CHECKING:
+    from torchtap.store.reader import Run
+
+__all__ = ["Picture", "matching_sites", "picture_of", "usual_statistic"]
+
+_USUAL = ("rms", "std", "l2", "absmax", "mean")
+_KINDS = ("output", "grad_output", "param_grad", "param", "input", "grad_input", "value")
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """One statistic of some sites, in execution order against steps."""
+
+    statistic: str
+    sites: list[str]
+    steps: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+
+def usual_statistic(names: Sequence[str]) -> str:
+    """The statistic that tells most about a site that has ``names``."""
+    return next((name for name in _USUAL if name in names), names[0] if names else "std")
+
+
+def matching_sites(run: Run, patterns: Sequence[str] | None, kind: str | None = None) -> list[str]:
+    """Sites in execution order: those that match any pattern (``blocks.*:output``), else those of a kind,
+    else those of the first kind that was recorded."""
+    listed = places(run)
+    if patterns:
+        found = [p.name for p in listed if any(fnmatch.fnmatchcase(p.name, text) for text in patterns)]
+        if not found:
+            raise SelectionError(f"none of the run's {len(listed)} sites matches {', '.join(patterns)}")
+        return found
+    there = {place.kind for place in listed}
+    wanted = kind or next((k for k in _KINDS if k in there), next(iter(sorted(there)), ""))
+    found = [place.name for place in listed if place.kind == wanted]
+    if kind and not found:
+        raise SelectionError(f"the run has no sites of kind {kind!r}; it has {', '.join(sorted(there))}")
+    return found
+
+
+def picture_of(
+    run: Run, statistic: str | None = None, sites: Sequence[str] | None = None, kind: str | None = None
+) -> Picture:
+    """The numbers of a picture."""
+    names = matching_sites(run, sites, kind)
+    held = {site: run.statistics(site) for site in names}
+    if statistic is None:
+        statistic = usual_statistic(next((list(s) for s in held.values() if s), []))
+    having = [site for site in names if statistic in held[site]]
+    if not having:
+        raise SelectionError(f"none of these sites has a statistic {statistic!r}")
+    matrix = run.matrix(statistic, sites=having)
+    return Picture(statistic, list(matrix.sites), np.asarray(matrix.steps), np.asarray(matrix.values))

@@ -1,0 +1,180 @@
+"""How a run, a look inside, a site and a comparison show themselves in a notebook.
+
+Small static HTML with SVG: no JavaScript, nothing loaded, so that it survives new notebooks, e-mail and
+version control. Everything that comes from a file is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.errors import TorchtapError
+from torchtap.viewer.chosen import picture_of
+from torchtap.viewer.colours import NOT_FINITE, css
+from torchtap.viewer.downsample import extremes
+
+if TYPE_CHECKING:
+    from torchtap.store.reader import Run
+
+__all__ = ["comparison_html", "map_svg", "run_html", "seen_html", "series_svg", "site_html"]
+
+_STYLE = "font:13px/1.4 system-ui,sans-serif;max-width:760px"
+_DIM = "opacity:.65"
+
+
+def run_html(run: Run) -> str:
+    """A run: its facts, what was found, and its map."""
+    steps = run.steps()
+    facts = f"{len(steps):,} steps, {len(run.sites()):,} sites, {html.escape(str(run.status))}"
+    parts = [f"<div style='{_STYLE}'><b>{html.escape(str(run.path))}</b> <span style='{_DIM}'>{facts}</span>"]
+    parts += _findings(run)
+    try:
+        picture = picture_of(run)
+        caption = f"{html.escape(picture.statistic)}, sites in execution order over steps"
+        parts.append(f"<div style='{_DIM};margin-top:6px'>{caption}</div>")
+        parts.append(map_svg(picture.values))
+    except TorchtapError:
+        parts.append(f"<div style='{_DIM}'>no statistics yet</div>")
+    parts += [f"<div>{html.escape(problem)}</div>" for problem in run.problems[:5]]
+    return "".join([*parts, "</div>"])
+
+
+def _findings(run: Run) -> list[str]:
+    from torchtap.diagnosis.run import diagnose
+
+    shown = []
+    for finding in diagnose(run)[:6]:
+        colour = NOT_FINITE if finding.severity == "error" else "#b7791f"
+        style = f"border-left:3px solid {colour};padding-left:8px;margin:3px 0"
+        shown.append(f"<div style='{style}'>{html.escape(finding.message)}</div>")
+    return shown
+
+
+def site_html(run: Run, site: str) -> str:
+    """One site: a line for each statistic that says something about its size."""
+    names = run.statistics(site)
+    wanted = [name for name in ("mean", "std", "absmax", "l2", "zeros", "value") if name in names] or list(
+        names
+    )[:4]
+    rows = []
+    for name in wanted:
+        series = run.series(site, name)
+        last = f"{series.values[-1]:.4g}" if len(series.values) else ""
+        rows.append(
+            f"<tr><td>{html.escape(name)}</td><td>{series_svg(series.values)}</td><td>{html.escape(last)}</td></tr>"
+        )
+    return f"<div style='{_STYLE}'><b>{html.escape(site)}</b><table>{''.join(rows)}</table></div>"
+
+
+def seen_html(seen: Mapping[str, Any], *, most: int = 60) -> str:
+    """What one look inside brought: shape, type and size of each value."""
+    rows = []
+    for name in list(seen)[:most]:
+        value = seen[name]
+        shape = getattr(value, "shape", None)
+        if shape is None:
+            cells = (
+                "",
+                "",
+                html.escape(", ".join(map(str, value)) if isinstance(value, Mapping) else str(value)[:80]),
+            )
+        else:
+            finite = value.detach().float().abs() if hasattr(value, "detach") else np.abs(value)
+            top = float(finite.max()) if math.prod(shape) else 0.0
+            dtype = str(value.dtype).removeprefix("torch.")
+            cells = ("×".join(map(str, shape)) or "scalar", dtype, f"largest magnitude {top:.4g}")
+        rows.append(
+            f"<tr><td><code>{html.escape(name)}</code></td>"
+            + "".join(f"<td>{c}</td>" for c in cells)
+            + "</tr>"
+        )
+    more = f"<div style='{_DIM}'>{len(seen) - most} more</div>" if len(seen) > most else ""
+    return f"<div style='{_STYLE}'><b>{len(seen)} sites</b><table>{''.join(rows)}</table>{more}</div>"
+
+
+def comparison_html(comparison: Any) -> str:
+    """A comparison: the verdict and the error along depth, the first divergence marked."""
+    rows = [row for row in comparison.rows if isinstance(row.error, (int, float))]
+    errors = np.array([float(row.error) for row in rows])
+    first = next(
+        (i for i, row in enumerate(rows) if comparison.first and row.site == comparison.first.site), None
+    )
+    return (
+        f"<div style='{_STYLE}'><b>{html.escape(str(comparison.verdict))}</b>"
+        f"<div style='{_DIM}'>error along depth, {len(rows)} sites, logarithmic</div>"
+        f"{series_svg(errors, width=700, height=120, log=True, mark=first)}</div>"
+    )
+
+
+def series_svg(
+    values: npt.NDArray[np.floating[Any]] | Sequence[float],
+    *,
+    width: int = 320,
+    height: int = 34,
+    log: bool = False,
+    mark: int | None = None,
+) -> str:
+    """A series as a small line that keeps every extreme."""
+    numbers = np.asarray(values, dtype=np.float64).reshape(1, -1)
+    count = numbers.shape[1]
+    low, high, _, _ = extremes(numbers, 1, max(1, width // 2))
+    ends = np.stack([low[0], high[0]]).astype(np.float64)
+    if log:
+        ends = np.log10(np.where(ends > 0, ends, np.nan))
+    finite = ends[np.isfinite(ends)]
+    if not len(finite):
+        return f"<svg width='{width}' height='{height}' role='img'></svg>"
+    least, most = float(finite.min()), float(finite.max())
+    span = most - least or 1.0
+    columns = ends.shape[1]
+    points = [
+        f"{2 + (column + 0.5) * (width - 4) / columns:.1f},{3 + (most - end) / span * (height - 6):.1f}"
+        for column in range(columns)
+        for end in ends[:, column]
+        if np.isfinite(end)
+    ]
+    line = f"<polyline points='{' '.join(points)}' fill='none' stroke='#2b7bd6' stroke-width='1.3'/>"
+    flag = ""
+    if mark is not None and count:
+        x = 2 + (mark + 0.5) * (width - 4) / count
+        flag = f"<line x1='{x:.1f}' x2='{x:.1f}' y1='0' y2='{height}' stroke='{NOT_FINITE}' stroke-dasharray='4 3'/>"
+    return f"<svg width='{width}' height='{height}' role='img' aria-label='series'>{line}{flag}</svg>"
+
+
+def map_svg(values: npt.NDArray[np.floating[Any]], *, width: int = 720, height: int = 240) -> str:
+    """Depth against time in at most 48 × 120 cells; each shows the largest value under it."""
+    rows, columns = min(48, values.shape[0]), min(120, values.shape[1])
+    if not rows or not columns:
+        return ""
+    _, high, _, _ = extremes(np.where(np.isfinite(values), values, np.nan), rows, columns)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shown = np.log10(high) if (high[np.isfinite(high)] > 0).all() else high.astype(np.float64)
+    finite = shown[np.isfinite(shown)]
+    low, top = np.quantile(finite, [0.01, 0.99]) if len(finite) else (0.0, 1.0)
+    cells = []
+    across, down = width / columns, height / rows
+    for row in range(rows):
+        start = 0
+        colours = [_colour(float(v), float(low), float(top)) for v in shown[row]]
+        for column in range(1, columns + 1):  # equal neighbours are one rectangle
+            if column == columns or colours[column] != colours[start]:
+                place = f"x='{start * across:.1f}' y='{row * down:.1f}'"
+                extent = f"width='{(column - start) * across + 0.3:.1f}' height='{down + 0.3:.1f}'"
+                cells.append(f"<rect {place} {extent} fill='{colours[start]}'/>")
+                start = column
+    shape = f"width='{width}' height='{height}' role='img' aria-label='depth by time map'"
+    return f"<svg {shape} shape-rendering='crispEdges'>{''.join(cells)}</svg>"
+
+
+def _colour(value: float, low: float, high: float) -> str:
+    if not math.isfinite(value):
+        return "#8884"
+    # Twenty-four steps are enough for a small picture and let neighbours merge.
+    place = (value - low) / (high - low) if high > low else 0.5
+    return css(round(min(1.0, max(0.0, place)) * 23) / 23)

@@ -1,0 +1,192 @@
+"""`write_report`: one file with the page and what it needs to know of a run, for mail and CI artefacts.
+
+The file is the viewer's own page with an archive of answers inside. It asks nothing of any server, and its
+content policy would not let it. Guarantees: what it shows is what the viewer would show; its size is bounded,
+and sites that did not fit are named in what is returned.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import final
+from urllib.parse import urlencode
+
+from torchtap.errors import TorchtapError
+from torchtap.viewer.assets import asset
+from torchtap.viewer.catalog import Catalog, OpenRun, Refused
+from torchtap.viewer.chosen import matching_sites
+from torchtap.viewer.heatmap import kind_of
+from torchtap.viewer.routes import answer
+
+__all__ = ["Report", "write_report"]
+
+_BUDGET = 10 << 20  # bytes of answers before compression
+_COLUMNS = 480
+_ROWS = 800
+_POINTS = 1500
+_STEPS = 12  # of a tensor
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was written: where, how large, and which of the wanted sites are inside."""
+
+    path: Path
+    size: int
+    sites: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+@final
+class _Archive:
+    """Answers by question, as the page looks them up."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._entries: dict[str, bytes] = {}
+        self.size = 0
+
+    def add(
+        self, question: str, parameters: dict[str, str | int], sizes: dict[str, str | int] | None = None
+    ) -> None:
+        """Ask and keep. ``sizes`` say how much is wanted and are no part of the key."""
+        asked = {name: str(value) for name, value in {**parameters, **(sizes or {})}.items()}
+        try:
+            body = answer(self._catalog, question, asked)
+        except (Refused, TorchtapError):
+            return  # the page says that this is not part of the report
+        key = f"{question}?{urlencode(sorted((n, str(v)) for n, v in parameters.items()))}"
+        self.size += len(body) - len(self._entries.get(key, b""))
+        self._entries[key] = body
+
+    def encode(self) -> str:
+        """The archive as text: an index, the answers, gzip, base64."""
+        index, parts, offset = [], [], 0
+        for key, body in self._entries.items():
+            padding = b"\0" * (-len(body) % 8)
+            index.append([key, offset, len(body)])
+            parts += [body, padding]
+            offset += len(body) + len(padding)
+        head = json.dumps(index).encode("ascii")
+        head += b" " * (-(len(head) + 4) % 8)
+        packed = gzip.compress(b"".join([struct.pack("<I", len(head)), head, *parts]), 6, mtime=0)
+        return base64.b64encode(packed).decode("ascii")
+
+
+def write_report(
+    runs: Sequence[str | Path], path: str | Path, *, sites: Sequence[str] = (), title: str | None = None
+) -> Report:
+    """Write a report about ``runs`` to ``path``.
+
+    ``sites`` are names or patterns of those that get a page of their own; without any, those that something
+    was found at come first, then all others as far as there is room.
+    """
+    catalog = Catalog.open(runs)
+    archive = _Archive(catalog)
+    archive.add("runs", {})
+    inside: list[str] = []
+    left_out: list[str] = []
+    for number, shown in enumerate(catalog.runs):
+        _add_overview(archive, shown, number)
+    if len(catalog.runs) > 1:
+        archive.add("comparison", {"a": 0, "b": 1})
+    for number, shown in enumerate(catalog.runs):
+        for site in _wanted(shown, sites):
+            if archive.size > _BUDGET:
+                left_out.append(site)
+                continue
+            _add_site(archive, shown, number, site)
+            inside.append(site)
+    page = _page(archive.encode(), title or ", ".join(shown.name for shown in catalog.runs))
+    target = Path(path)
+    target.write_bytes(page)
+    return Report(target, len(page), tuple(inside), tuple(left_out))
+
+
+def _add_overview(archive: _Archive, shown: OpenRun, number: int) -> None:
+    for question in ("about", "findings", "coverage"):
+        archive.add(question, {"run": number})
+    statistics: dict[str, dict[str, None]] = {}
+    for site, held in shown.statistics.items():
+        statistics.setdefault(kind_of(site), {}).update(dict.fromkeys(held))
+    sizes: dict[str, str | int] = {"columns": _COLUMNS, "rows": _ROWS}
+    # The maps that tell most come first, so that a large run keeps them.
+    for tier in (("rms", "nonfinite"), ("std", "absmax", "zeros", "l2", "grad/weight"), None):
+        for kind, names in statistics.items():
+            derived = ["nonfinite"] if "nans" in names else []
+            derived += ["grad/weight"] if kind == "param_grad" else []
+            for name in [*names, *derived]:
+                if (tier is None or name in tier) and archive.size < _BUDGET // 2:
+                    archive.add("map", {"run": number, "statistic": name, "kind": kind}, sizes)
+
+
+def _wanted(shown: OpenRun, patterns: Sequence[str]) -> list[str]:
+    if patterns:
+        return matching_sites(shown.run, patterns)
+    found = [finding.site for finding in shown.findings()]
+    with_tensors = list(dict.fromkeys(reference.site for reference in shown.run.tensors()))
+    return list(dict.fromkeys([*found, *with_tensors, *shown.sites]))
+
+
+def _add_site(archive: _Archive, shown: OpenRun, number: int, site: str) -> None:
+    its: dict[str, str | int] = {"run": number, "site": site}
+    if shown.statistics.get(site):
+        archive.add("series", its, {"statistics": ",".join(shown.statistics[site]), "points": _POINTS})
+    references = shown.run.tensors(site)
+    if not references:
+        return
+    archive.add("tensors", its)
+    if any("histogram" in reference.reduction for reference in references):
+        archive.add("histograms", its)
+    for parameters in _slices(shown, site):
+        if archive.size > _BUDGET:
+            return
+        archive.add("slice", {**its, **parameters})
+        archive.add("tokens", {"run": number, "step": parameters["step"]})
+
+
+def _slices(shown: OpenRun, site: str) -> Iterator[dict[str, str | int]]:
+    """The slices that the page shows before anybody turns a knob, at the last few steps."""
+    kept = [r for r in shown.run.tensors(site) if "histogram" not in r.reduction and len(r.shape) <= 16]
+    for reference in kept[-_STEPS:]:
+        dimensions = max(2, len(reference.shape))
+        base: dict[str, str | int] = {"step": reference.step, "field": reference.field}
+        place = {"index": ",".join("0" * len(reference.shape))} if len(reference.shape) > 2 else {}
+        yield {**base, "down": dimensions - 2, "across": dimensions - 1, **place}
+        if kind_of(site) == "attention" and len(reference.shape) >= 3:
+            place = place if len(reference.shape) > 3 else {}
+            yield {**base, "stack": len(reference.shape) - 3, **place}
+
+
+def _page(archive: str, title: str) -> bytes:
+    # A script or style inside HTML ends at its closing tag; neither of ours holds one, and a build that did
+    # would be noticed here and not by a reader.
+    script, style = asset("app.js").decode(), asset("app.css").decode()
+    if "</script" in script.lower() or "</style" in style.lower():
+        raise ValueError("the built page cannot be put into one file: it holds a closing tag")
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{_digest(script)}'; style-src 'sha256-{_digest(style)}'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"<title>{escape(title)} · torchtap</title><style>{style}</style></head>"
+        f'<body><div id="app"></div><script id="torchtap-archive" type="text/plain">{archive}</script>'
+        f'<script type="module">{script}</script></body></html>'
+    ).encode()
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
