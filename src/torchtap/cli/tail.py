@@ -1,0 +1,58 @@
+"""`torchtap tail RUN`: a live training in the terminal. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command("tail")
+@click.argument("run")
+@click.option(
+    "--site", "patterns", multiple=True, metavar="PATTERN", help="Only sites like this, e.g. 'blocks.*:output'."
+)
+@click.option("--statistic", help="What the sparkline follows; default: rms.")
+@click.option("--rows", default=20, show_default=True, help="At most so many sites.")
+@click.option("--poll", default=1.0, show_default=True, help="Seconds between two looks.")
+@click.option("--once", is_flag=True, help="Look once and end.")
+def command(
+    run: str, patterns: tuple[str, ...], statistic: str | None, rows: int, poll: float, once: bool
+) -> None:
+    """Follow RUN while it is written: its numbers, how they went, and what looks wrong.
+
+    Ends when the recording has ended.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from torchtap.diagnosis.run import diagnose
+    from torchtap.store.reader import open_run
+    from torchtap.viewer.terminal import live_view
+
+    opened = open_run(run)
+    console = Console()
+
+    def look() -> object:
+        found = diagnose(opened)
+        return live_view(opened, patterns=patterns, statistic=statistic, rows=rows, findings=found)
+
+    if once or not console.is_terminal:
+        console.print(look())
+        if once:
+            return
+    if not console.is_terminal:
+        # No screen to redraw: a line for each step, for logs and pipes.
+        for step in opened.follow(poll):
+            console.print(f"step {step}", highlight=False)
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            ended = not opened.recording  # asked before looking: what came until then is shown
+            opened.refresh()
+            live.update(look(), refresh=True)  # type: ignore[arg-type]
+            if ended:
+                return
+            time.sleep(poll)
