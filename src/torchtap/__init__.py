@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from torchtap.coverage import Missing as Missing
     from torchtap.diagnosis.finding import Finding as Finding
     from torchtap.diagnosis.run import diagnose as diagnose
+    from torchtap.editing.catcher import Catcher as Catcher
+    from torchtap.editing.edit import Edit as Edit
+    from torchtap.editing.edit import edit as edit
+    from torchtap.editing.features import Features as Features
+    from torchtap.editing.features import features as features
     from torchtap.errors import CompareError as CompareError
     from torchtap.errors import FormError as FormError
     from torchtap.errors import MetricError as MetricError
@@ -105,12 +110,15 @@ _HOME = {
     "Always": "torchtap.schedule",
     "Bisection": "torchtap.comparison.bisection",
     "CallbackSink": "torchtap.sinks",
+    "Catcher": "torchtap.editing.catcher",
     "CompareError": "torchtap.errors",
     "Comparison": "torchtap.comparison.result",
+    "Edit": "torchtap.editing.edit",
     "Entropy": "torchtap.reduce",
     "Epochs": "torchtap.schedule",
     "Every": "torchtap.schedule",
     "ExtraOutputs": "torchtap.taps.extra",
+    "Features": "torchtap.editing.features",
     "Finding": "torchtap.diagnosis.finding",
     "First": "torchtap.schedule",
     "FormError": "torchtap.errors",
@@ -172,8 +180,10 @@ _HOME = {
     "compare": "torchtap.comparison.front",
     "compare_forms": "torchtap.comparison.forms",
     "diagnose": "torchtap.diagnosis.run",
+    "edit": "torchtap.editing.edit",
     "emit": "torchtap.taps.active",
     "extra_outputs": "torchtap.taps.extra",
+    "features": "torchtap.editing.features",
     "get_layer_hidden_states": "torchtap.monitors.layers",
     "instrument": "torchtap.taps.instrument",
     "layer_changes": "torchtap.comparison.adjacent",
@@ -193,12 +203,15 @@ __all__ = [
     "Always",
     "Bisection",
     "CallbackSink",
+    "Catcher",
     "CompareError",
     "Comparison",
+    "Edit",
     "Entropy",
     "Epochs",
     "Every",
     "ExtraOutputs",
+    "Features",
     "Finding",
     "First",
     "FormError",
@@ -261,8 +274,10 @@ __all__ = [
     "compare",
     "compare_forms",
     "diagnose",
+    "edit",
     "emit",
     "extra_outputs",
+    "features",
     "get_layer_hidden_states",
     "instrument",
     "layer_changes",

@@ -56,7 +56,10 @@ def tree_of(model: Any) -> nn.Module:
 
 def attach(model: Any, receiver: Receiver, via: Via = "hook") -> Attachment:
     """An attachment for this model's form."""
-    match form_of(model):
+    form = form_of(model)
+    if via != "hook" and form != "eager":
+        raise FormError(f"via={via!r} is for eager models, and this one is {form}: leave it out")
+    match form:
         case "script":
             from torchtap.taps.script import attach_script
 

@@ -56,7 +56,7 @@ def _inert(*_: Any) -> None:
 
 
 @final
-class Hook(partial[None]):
+class Hook(partial[Any]):
     """A hook that calls a function of ours and does nothing in a copy of the model.
 
     A ``partial`` without arguments, because that adds next to nothing to the call.

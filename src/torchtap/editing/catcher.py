@@ -1,0 +1,141 @@
+"""Run a model only as far as one place and keep what arrives there, as calibration does with a model's first block.
+
+    with Catcher(model, "blocks.0:input") as caught:
+        for batch in loader:
+            model(batch)                     # stops at blocks.0 and returns None
+    for args, kwargs in caught.calls:
+        model.blocks[0](*args, **kwargs)
+
+It guarantees:
+- nothing after the place is run, and the model raises nothing for it;
+- what is kept is a detached copy in the structure that it had: positions, keywords, tuples and dicts;
+- leaving the block leaves the model as it was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Self, final
+
+from torch import Tensor, nn
+
+from torchtap.editing.eager_only import hookable, running_eagerly
+from torchtap.errors import PlanError
+from torchtap.plan import Tap, bind
+from torchtap.reduce import Stats
+from torchtap.sites import Selectable, Selector
+from torchtap.taps.fitting import Hook
+from torchtap.taps.structure import map_leaves
+from torchtap.taps.wrap import replace_forward
+
+__all__ = ["Call", "Catcher"]
+
+
+class Call(NamedTuple):
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Caught(BaseException):
+    """Goes from the place up to the model. Not an Exception, so that a model's own handlers let it pass."""
+
+    def __init__(self, catcher: Catcher) -> None:
+        super().__init__("a torchtap.Catcher has what it wants")
+        self.catcher = catcher
+
+
+@final
+class Catcher:
+    """Stops a model's forward at a site of kind input or output, and keeps what arrives there.
+
+    stop: whether the forward ends there; without it the model goes on. limit: keep so many calls, then let all
+    further ones pass. keep: what is done to each tensor, by default ``tensor.detach().clone()``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        site: Selectable,
+        *,
+        stop: bool = True,
+        limit: int | None = None,
+        keep: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._model = model
+        self._root = hookable(model, "a Catcher")
+        ports = bind(self._root, [Tap((Selector.of(site, "input"),), Stats())]).ports
+        if len(ports) != 1 or ports[0].site.kind not in ("input", "output"):
+            found = ", ".join(port.site.name for port in ports[:4])
+            raise PlanError(
+                f"a Catcher waits at one module's input or output, e.g. 'blocks.0:input'; {site!r} picks {found}"
+            )
+        self.site = ports[0].site.name
+        self._kind = ports[0].site.kind
+        self._module = ports[0].site.module
+        self._stop, self._limit = stop, limit
+        self._keep = keep or (lambda tensor: tensor.detach().clone())
+        self._stack = ExitStack()
+        self.calls: list[Call] = []  # of an input
+        self.outputs: list[Any] = []  # of an output
+
+    def __enter__(self) -> Self:
+        module = self._module
+        assert module is not None
+        with ExitStack() as stack:
+            stack.enter_context(running_eagerly(self._model))
+            stack.callback(replace_forward(self._root, self._run))
+            if module is not self._root:
+                stack.callback(self._put_on(module).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def _put_on(self, module: nn.Module) -> Any:
+        if self._kind == "input":
+            return module.register_forward_pre_hook(Hook(self._on_input), with_kwargs=True)
+        return module.register_forward_hook(Hook(self._on_output))
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __len__(self) -> int:
+        return len(self.calls) + len(self.outputs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.calls or self.outputs)
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = self._module is self._root  # whose hooks would run outside of this
+        try:
+            if own and self._kind == "input":
+                self._on_input(self._root, args, kwargs)
+            output = forward(*args, **kwargs)
+            if own and self._kind == "output":
+                self._on_output(self._root, args, output)
+            return output
+        except _Caught as caught:
+            if caught.catcher is not self:
+                raise
+            return None
+
+    def _on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._wants_more():
+            self.calls.append(Call(self._kept(args), self._kept(kwargs)))
+            self._end()
+
+    def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._wants_more():
+            self.outputs.append(self._kept(output))
+            self._end()
+
+    def _wants_more(self) -> bool:
+        return self._limit is None or len(self) < self._limit
+
+    def _kept(self, tree: Any) -> Any:
+        return map_leaves(tree, lambda _, tensor: self._keep(tensor))
+
+    def _end(self) -> None:
+        if self._stop:
+            raise _Caught(self)

@@ -1,0 +1,33 @@
+"""Models that hooks reach: eager ones, and compiled ones for as long as they are made to run eagerly."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtap.errors import FormError
+from torchtap.sites import unwrap
+from torchtap.taps.attach import form_of
+
+__all__ = ["hookable", "running_eagerly"]
+
+
+def hookable(model: Any, what: str) -> nn.Module:
+    """The eager model inside, or an error that says what ``what`` needs."""
+    form = form_of(model)
+    if form not in ("eager", "compiled", "graph"):
+        raise FormError(
+            f"{what} needs modules that Python runs, and this model is {form}: use the model that it was made from"
+        )
+    return unwrap(model)
+
+
+def running_eagerly(model: Any) -> AbstractContextManager[Any]:
+    """A block in which a compiled model runs its Python code, where hooks are heard."""
+    if form_of(model) != "compiled":
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

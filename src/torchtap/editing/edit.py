@@ -1,0 +1,208 @@
+"""Change values on their way through a model: ``with edit(model, {"blocks.3:output": fn_or_tensor}): model(x)``.
+
+It guarantees:
+- autograd goes through the change: a function's gradient flows on, a tensor that is put in gets its own;
+- a capture that was entered before the edit sees the value before it, one entered inside the edit sees it after;
+- leaving the block takes every change off, also when the body raised;
+- an edit that no value ever met is warned of.
+
+For a gradient (``x:grad_output``) the change is made between the two sides of the value: outside the edit,
+towards the module that made the value, the gradient is the changed one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Self, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from torchtap.editing.eager_only import hookable, running_eagerly
+from torchtap.errors import PlanError
+from torchtap.plan import Port, Tap, bind
+from torchtap.reduce import Stats
+from torchtap.sites import Selectable, Selector, Site, input_names
+from torchtap.taps.eager import in_backward
+from torchtap.taps.fitting import Hook
+from torchtap.taps.structure import map_leaves
+
+__all__ = ["Change", "Edit", "edit"]
+
+Change: TypeAlias = Callable[[Tensor], Tensor] | Tensor | float
+
+_KINDS = ("input", "output", "grad_input", "grad_output")
+
+
+def edit(model: Any, changes: Mapping[Selectable, Change]) -> Edit:
+    """Change what passes at some sites for as long as a ``with`` block lasts.
+
+    A change is a function of the value, a tensor to put in its place (moved to the value's device and dtype, and
+    spread over its shape), or a number. Selectors may pick several sites; later changes see what earlier ones
+    made. Sites are of the kinds input, output, grad_input and grad_output.
+    """
+    return Edit(model, changes)
+
+
+@final
+class Edit:
+    """Made by `edit`. ``applied`` counts, for each site, how many values were changed."""
+
+    def __init__(self, model: Any, changes: Mapping[Selectable, Change]) -> None:
+        if not changes:
+            raise PlanError(
+                "an edit needs at least one change, e.g. {'blocks.3:output': lambda value: value * 0}"
+            )
+        self._model = model
+        self._root = hookable(model, "an edit")
+        self._changes = [_change_of(key, change) for key, change in changes.items()]
+        self._plan = bind(self._root, [Tap((Selector.of(key),), Stats()) for key in changes])
+        for port in self._plan.ports:
+            if port.site.kind not in _KINDS:
+                raise PlanError(
+                    f"{port.site.name} cannot be edited: the kinds that pass through a forward are "
+                    f"{', '.join(_KINDS)}; parameters and buffers can be changed in place"
+                )
+        self._calls: dict[tuple[int, bool], int] = {}
+        self._stack = ExitStack()
+        self.applied: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(running_eagerly(self._model))
+            begin = self._root.register_forward_pre_hook(Hook(self._begin_pass), prepend=True)
+            stack.callback(begin.remove)
+            for port in self._plan.ports:
+                stack.callback(self._put_on(port).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stack.close()
+        if kind is None:
+            untouched = [p.site.name for p in self._plan.ports if not self._was_applied(p)]
+            if untouched:
+                warnings.warn(
+                    f"nothing passed at {', '.join(untouched[:4])} while it was edited, so nothing was changed there",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _was_applied(self, port: Port) -> bool:
+        bare = port.site.name
+        return any(name == bare or name.startswith((f"{bare}.", f"{bare}#")) for name in self.applied)
+
+    def _put_on(self, port: Port) -> Any:
+        module = port.site.module
+        assert module is not None
+        if port.site.kind in ("output", "grad_output"):
+            return module.register_forward_hook(Hook(partial(self._on_output, port)))
+        hook = Hook(partial(self._on_input, port, input_names(module)))
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    # -- hooks ----------------------------------------------------------------------------------------------
+
+    def _begin_pass(self, *_: Any) -> None:
+        if not in_backward():
+            self._calls.clear()
+
+    def _next_call(self, port: Port) -> int:
+        # A checkpoint's repetition counts anew: its calls are those that it repeats.
+        key = id(port), in_backward()
+        call = self._calls.get(key, 0)
+        self._calls[key] = call + 1
+        return call
+
+    def _on_output(self, port: Port, module: nn.Module, args: Any, output: Any) -> Any:
+        return map_leaves(output, partial(self._change, port, self._next_call(port)))
+
+    def _on_input(
+        self, port: Port, names: tuple[str, ...] | None, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        change = partial(self._change, port, self._next_call(port))
+        lone = names == ("",)
+
+        def changed(name: str, value: Any) -> Any:
+            return map_leaves(value, change, prefix=name)
+
+        positions = [
+            names[index] if names is not None and index < len(names) else str(index)
+            for index in range(len(args))
+        ]
+        return (
+            tuple(changed(name, value) for name, value in zip(positions, args, strict=True)),
+            {key: changed("" if lone else key, value) for key, value in kwargs.items()},
+        )
+
+    def _change(self, port: Port, call: int, leaf: str, value: Tensor) -> Tensor:
+        names = [Site(each.path, each.kind, leaf, call, module=each.module) for each in port.names]
+        for index in port.taps:
+            if self._plan.taps[index].wants(names):
+                value = self._apply(names[0], self._changes[index], value)
+        return value
+
+    def _apply(self, site: Site, change: Callable[[Site, Tensor], Tensor], value: Tensor) -> Tensor:
+        if not site.kind.startswith("grad"):
+            self._count(site)
+            return change(site, value)
+        if not value.requires_grad:
+            return value
+
+        def on_gradient(gradient: Tensor) -> Tensor:
+            self._count(site)
+            return change(site, gradient)
+
+        changed: Tensor = _ChangedGradient.apply(value, on_gradient)  # type: ignore[no-untyped-call]
+        return changed
+
+    def _count(self, site: Site) -> None:
+        self.applied[site.name] = self.applied.get(site.name, 0) + 1
+
+
+class _ChangedGradient(torch.autograd.Function):
+    """Hands a value on as it is, and a changed gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(gradients[0]), None
+
+
+def _change_of(key: Selectable, change: Any) -> Callable[[Site, Tensor], Tensor]:
+    if isinstance(change, Tensor):
+        return partial(_put_in, change)
+    if isinstance(change, (int, float)):
+        return partial(_put_in, torch.tensor(change))
+    if callable(change):
+        return partial(_call, change)
+    raise PlanError(
+        f"the change of {key!r} is a {type(change).__name__}: give a function of the value, a tensor or a number"
+    )
+
+
+def _put_in(replacement: Tensor, site: Site, value: Tensor) -> Tensor:
+    fitting = replacement.to(device=value.device, dtype=value.dtype)
+    try:
+        return fitting if fitting.shape == value.shape else fitting.expand(value.shape).contiguous()
+    except RuntimeError:
+        raise PlanError(
+            f"a tensor of shape {tuple(replacement.shape)} cannot take the place of {site.name}, which has shape "
+            f"{tuple(value.shape)}"
+        ) from None
+
+
+def _call(function: Callable[[Tensor], Any], site: Site, value: Tensor) -> Tensor:
+    changed = function(value)
+    if not isinstance(changed, Tensor):
+        raise PlanError(
+            f"the edit of {site.name} returned {type(changed).__name__}: a change has to return the tensor that "
+            "goes on"
+        )
+    return changed

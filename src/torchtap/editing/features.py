@@ -1,0 +1,201 @@
+"""A model that also gives its intermediate values: ``output, values = features(model, ["blocks.3:output"])(x)``.
+
+The result is an ordinary ``nn.Module`` over the same parameters and buffers. It guarantees:
+- the given model is not touched: hooks are on a second tree of modules that shares its tensors;
+- the values are those of the pass itself, so gradients flow through them and with respect to them;
+- it can be compiled (``fullgraph=True``), exported and, where torch.fx can trace the model, scripted;
+- with ``until`` nothing after that site is run (a program of ``torch.export`` with ``strict=False`` still lists the
+  operations after it, of which nothing is used, until ``run_decompositions`` drops them).
+
+The second tree has a train/eval mode of its own, taken over when it is made; a module that is put into the model
+later is not in it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from torchtap.editing.eager_only import hookable
+from torchtap.errors import PlanError, SelectionError
+from torchtap.plan import Plan, Port, Tap, bind
+from torchtap.reduce import Stats
+from torchtap.sites import Selectable, Selector, Site, input_names, selectors_of
+from torchtap.taps.leaves import input_leaves, leaves
+
+__all__ = ["Features", "features"]
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def features(
+    model: Any, sites: Selectable | Sequence[Selectable], *, until: Selectable | None = None
+) -> Features:
+    """A module whose forward gives ``(output, {site name: tensor})``.
+
+    ``sites`` are of the kinds output and input. ``until`` names a site after which the forward stops; the output
+    is then None.
+    """
+    return Features(model, sites, until)
+
+
+class _Reached(Exception):
+    """The site after which nothing more is wanted."""
+
+
+@final
+class Features(nn.Module):
+    """Made by `features`."""
+
+    def __init__(
+        self, model: Any, sites: Selectable | Sequence[Selectable], until: Selectable | None = None
+    ) -> None:
+        super().__init__()
+        root = hookable(model, "features")
+        selectors = list(selectors_of(sites))
+        if not selectors:
+            raise PlanError("features needs at least one site, e.g. 'blocks.3:output'")
+        self.until = None if until is None else Selector.of(until)
+        taps = [Tap((each,), Stats()) for each in (*selectors, *([self.until] if self.until else []))]
+        self._plan: Plan = bind(root, taps)
+        self._stop = len(selectors) if self.until else None  # index of the tap that ends the forward
+        _check(self._plan.ports, self._stop)
+        self._original = (root,)  # in a tuple, so that its parameters are not listed a second time
+        second: dict[int, nn.Module] = {}
+        self.model = _second_tree(root, second)
+        self._found: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._calls: dict[int, int] = {}
+        for number, port in enumerate(self._plan.ports):
+            self._put_on(second[id(port.site.module)], number, port)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The places that are listened to, without leaves and calls."""
+        return tuple(port.site.name for port in self._plan.ports if port.taps != (self._stop,))
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+        found = self._found
+        found.clear()
+        self._calls.clear()
+        try:
+            output = self.model(*args, **kwargs)
+        except _Reached:  # torch.compile follows this, and not contextlib.suppress
+            output = None
+        if self.until is not None:
+            output = None  # also in a plain export, where the forward went on
+        values = dict(found)
+        found.clear()
+        self._check_complete(values)
+        if not torch.compiler.is_compiling():
+            self._warn_of_changes(values)
+        return output, values
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script sees in its place: the traced model with the values among its outputs."""
+        from torchtap.editing.features_graph import graph_with_values
+
+        return graph_with_values(self._original[0], self._plan, self._stop)
+
+    def _put_on(self, module: nn.Module, number: int, port: Port) -> None:
+        take = partial(self._take, number, port)
+        stops = self._stop is not None and self._stop in port.taps
+        if port.site.kind == "output":
+
+            def on_output(_: nn.Module, args: Any, output: Any) -> None:
+                take(leaves(output))
+                if stops and not _in_plain_export():
+                    raise _Reached
+
+            module.register_forward_hook(on_output)
+        else:
+            names = input_names(module)
+
+            def on_input(_: nn.Module, args: Any, kwargs: Any) -> None:
+                take(input_leaves(names, args, kwargs))
+                if stops and not _in_plain_export():
+                    raise _Reached
+
+            module.register_forward_pre_hook(on_input, with_kwargs=True)
+
+    def _take(self, number: int, port: Port, values: Any) -> None:
+        call = self._calls.get(number, 0)
+        self._calls[number] = call + 1
+        for leaf, tensor in values:
+            for index in port.taps:
+                site = port.names[0]
+                name = Site(site.path, site.kind, leaf, call, module=site.module)
+                if index != self._stop and self._plan.taps[index].wants((name,)):
+                    self._found[name.name] = tensor
+                    if not torch.compiler.is_compiling():
+                        self._versions[name.name] = _version(tensor)
+
+    def _check_complete(self, values: dict[str, Tensor]) -> None:
+        for number, port in enumerate(self._plan.ports):
+            if number not in self._calls:
+                after = f" before {self.until}" if self.until is not None else ""
+                raise SelectionError(
+                    f"{port.site.name} did not pass{after} in this call: its module was not called"
+                )
+        if not values and self.sites:
+            raise SelectionError(f"none of {', '.join(self.sites)} brought a tensor that was asked for")
+
+    def _warn_of_changes(self, values: dict[str, Tensor]) -> None:
+        changed = [
+            name for name, tensor in values.items() if _version(tensor) != self._versions.get(name, -1)
+        ]
+        if changed:
+            warnings.warn(
+                f"{changed[0]} was changed in place by a later module, and is handed out as changed; make that "
+                "module not work in place, or use torchtap.capture, which copies",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _in_plain_export() -> bool:
+    """Whether torch.export runs this code itself, not through the compiler: no exception may cross modules then."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _check(ports: tuple[Port, ...], stop: int | None) -> None:
+    for port in ports:
+        if port.site.kind not in ("input", "output"):
+            raise PlanError(
+                f"{port.site.name}: features are of the kinds output and input; use torchtap.capture"
+            )
+    ends = [port.site.name for port in ports if stop is not None and stop in port.taps]
+    if len(ends) > 1:
+        raise PlanError(f"until= has to pick one place, and picks {len(ends)}: {', '.join(ends[:3])} …")
+
+
+def _second_tree(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """Modules of the same classes that share parameters, buffers and attributes, with hooks of their own."""
+    known = made.get(id(module))
+    if known is not None:
+        return known
+    second = module.__class__.__new__(module.__class__)
+    made[id(module)] = second
+    attributes = dict(module.__dict__)
+    attributes["_modules"] = {
+        name: None if child is None else _second_tree(child, made) for name, child in module._modules.items()
+    }
+    for name in _HOOKS:
+        attributes[name] = type(attributes[name])(attributes[name])
+    object.__setattr__(second, "__dict__", attributes)
+    return second
