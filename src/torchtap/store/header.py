@@ -13,7 +13,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, final
+from operator import itemgetter
+from typing import Any, NamedTuple, final
 
 from torchtap.errors import RunCorruptError
 from torchtap.store.dtypes import BY_CODE
@@ -24,9 +25,7 @@ MAX_HEADER = 64 << 20
 _MAX_DIMENSIONS = 64
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One array of a segment; ``start`` and ``stop`` count from the end of the head."""
 
     name: str
@@ -101,7 +100,7 @@ def parse_header(read: Callable[[int, int], bytes], file_size: int) -> Header:
     data_size = file_size - 8 - length
     entries = {name: _entry(name, facts, data_size) for name, facts in head.items()}
     end = 0
-    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
+    for entry in sorted(entries.values(), key=itemgetter(3, 4)):
         if entry.start < end:
             raise RunCorruptError(f"the bytes of {entry.name[:80]!r} overlap with another entry's")
         end = entry.stop
@@ -109,20 +108,22 @@ def parse_header(read: Callable[[int, int], bytes], file_size: int) -> Header:
 
 
 def _entry(name: str, facts: Any, data_size: int) -> Entry:
-    match facts:
-        case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
-            pass
-        case _:
-            raise RunCorruptError(f"the entry {name[:80]!r} is not one of safetensors")
+    # plain steps: a run can have a hundred thousand of these
+    if type(facts) is not dict:
+        raise RunCorruptError(f"the entry {name[:80]!r} is not one of safetensors")
+    code, shape, offsets = facts.get("dtype"), facts.get("shape"), facts.get("data_offsets")
+    if type(code) is not str or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
+        raise RunCorruptError(f"the entry {name[:80]!r} is not one of safetensors")
     stored = BY_CODE.get(code)
     if stored is None:
         raise RunCorruptError(f"the entry {name[:80]!r} has the unknown element type {code[:40]!r}")
-    # bool is an int in Python, and JSON's true is not a length
-    numbers = [start, stop, *shape]
-    if len(shape) > _MAX_DIMENSIONS or not all(
-        type(number) is int and 0 <= number < 2**63 for number in numbers
-    ):
-        raise RunCorruptError(f"the entry {name[:80]!r} has a shape or offsets that are not sizes")
+    for number in (*offsets, *shape):
+        # bool is an int in Python, and JSON's true is not a length
+        if type(number) is not int or not 0 <= number < 2**63:
+            raise RunCorruptError(f"the entry {name[:80]!r} has a shape or offsets that are not sizes")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise RunCorruptError(f"the entry {name[:80]!r} has {len(shape)} dimensions")
+    start, stop = offsets
     if not start <= stop <= data_size:
         raise RunCorruptError(
             f"the entry {name[:80]!r} should end at byte {stop} of {data_size}: the file's end is missing"

@@ -27,7 +27,7 @@ _LARGE = {
     "tensors": 8 << 20,
     "events": 1 << 20,
 }  # of this size they are left as they are
-_LARGEST_AT_THE_END = 64 << 20  # closing a run must not take long
+_LARGEST_AT_THE_END = 32 << 20  # closing a run must not take long
 
 
 @final

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torchtap.errors import RunCorruptError
 from torchtap.store.checksum import ChunkedChecksum, parse_checksums
 from torchtap.store.header import Entry, encode_header
 from torchtap.store.layout import SegmentName
 from torchtap.store.place import Place
 from torchtap.store.segment import Segment
-from torchtap.store.tensors import TensorName, segment_note
+from torchtap.store.tensors import ENTRY_COST, TensorName, segment_note
 
 __all__ = ["merge_tensors"]
 
@@ -18,7 +16,7 @@ _BUFFER = 1 << 20
 
 
 def merge_tensors(place: Place, sources: list[SegmentName], merged: SegmentName) -> int:
-    """Write the segment that covers ``sources``. Returns its size."""
+    """Write the segment that covers ``sources``. Returns its weight, as `Merger` counts it."""
     segments = [Segment(place.folder, name) for name in sources]
     entries: list[Entry] = []
     notes = {"torchtap": segment_note("tensors")}
@@ -50,7 +48,7 @@ def merge_tensors(place: Place, sources: list[SegmentName], merged: SegmentName)
     except BaseException:
         stream.abort()
         raise
-    return len(head) + offset
+    return offset + ENTRY_COST * len(entries)
 
 
 def _free_name(text: str, taken: dict[str, str], renamed: dict[TensorName, int]) -> str:
@@ -58,13 +56,13 @@ def _free_name(text: str, taken: dict[str, str], renamed: dict[TensorName, int])
     name = TensorName.parse(text)
     if name is None:
         raise RunCorruptError(f"the entry {text[:80]!r} does not name a step and a site")
-    key = replace(name, indices=False)
+    key = name._replace(indices=False)
     if key not in renamed:
         copy = name.copy
         while (
-            str(replace(name, copy=copy, indices=False)) in taken
-            or str(replace(name, copy=copy, indices=True)) in taken
+            str(name._replace(copy=copy, indices=False)) in taken
+            or str(name._replace(copy=copy, indices=True)) in taken
         ):
             copy += 1
         renamed[key] = copy
-    return str(replace(name, copy=renamed[key]))
+    return str(name._replace(copy=renamed[key]))

@@ -29,6 +29,7 @@ from torchtap.store.layout import (
     parse_segment,
     widest,
 )
+from torchtap.store.results import TensorRef
 from torchtap.store.segment import Segment
 from torchtap.store.stored_tensors import StoredTensor, read_stored_tensors
 
@@ -59,6 +60,7 @@ class Part:
         self._folder = folder
         self._axes = axes
         self._bad: dict[str, str] = {}  # damaged files and what is wrong with them
+        self._bad_notes: dict[str, str] = {}  # files of which a part is damaged
         self._read: dict[SegmentName, tuple[ClockRows, list[Grid]]] = {}
         self._tensor_heads: dict[SegmentName, list[StoredTensor]] = {}
         self._event_files: dict[SegmentName, list[dict[str, Any]]] = {}
@@ -204,6 +206,17 @@ class Part:
             self._tensor_heads[name] = heads
         return heads
 
+    def refs_in(self, name: SegmentName, site: str | None, steps: set[int]) -> list[TensorRef]:
+        """The tensors of a segment, of one site if asked, at these steps; a damaged note is a problem."""
+        refs = []
+        for tensor in self.tensors_in(name):
+            if tensor.name.step in steps and (site is None or tensor.name.site == site):
+                try:
+                    refs.append(tensor.ref())
+                except RunError as error:
+                    self._bad_notes[name.file] = str(error)
+        return refs
+
     @property
     def recording(self) -> bool | None:
         """Whether its writer is alive; ``None`` when nobody can tell."""
@@ -216,7 +229,8 @@ class Part:
 
     def problems(self) -> list[str]:
         """What is damaged, missing, lost or torn."""
-        found = [f"{self.label}: {file}: {what}" for file, what in self._bad.items()] + self._notes
+        found = [f"{self.label}: {file}: {what}" for file, what in (self._bad | self._bad_notes).items()]
+        found += self._notes
         if not self.manifest and not self._bad.get(MANIFEST):
             found.append(f"{self.label}: there is no manifest, the recording ended before it began")
         lost = self.closing.get("lost") if self.closing is not None else None

@@ -329,11 +329,7 @@ class Run:
         for number, part in enumerate(self._parts.values()):
             shown = self._timeline.shown_steps(number)
             for name in part.tensor_names:
-                found += [
-                    tensor.ref()
-                    for tensor in part.tensors_in(name)
-                    if tensor.name.step in shown and (site is None or tensor.name.site == site)
-                ]
+                found += part.refs_in(name, site, shown)
         return found
 
     def tensor(

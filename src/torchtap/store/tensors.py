@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 from urllib.parse import unquote
 
 from torchtap.store.checksum import checksum
@@ -26,9 +26,11 @@ from torchtap.store.payload import Payload, payload_of
 from torchtap.store.place import Place, Stream
 from torchtap.store.record import TensorItem
 
-__all__ = ["Loss", "TensorName", "TensorSegments", "segment_note"]
+__all__ = ["ENTRY_COST", "MOST_ENTRIES", "Loss", "TensorName", "TensorSegments", "segment_note"]
 
 SPILL = 4 << 20
+MOST_ENTRIES = 2048  # of a segment: to find one tensor, the head of its segment has to be read
+ENTRY_COST = 16 << 10  # so many bytes of data are as much of a burden to a reader as one more entry
 _SMALLEST_RESERVE = 64 << 10
 _INDICES = "@indices"
 
@@ -49,9 +51,7 @@ class Loss:
     nbytes: int = 0
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class TensorName:
+class TensorName(NamedTuple):
     """What an entry's name says."""
 
     step: int
@@ -77,8 +77,10 @@ class TensorName:
         except ValueError:
             return None
         indices = parts[2].endswith(_INDICES)
-        field = unquote(parts[2].removesuffix(_INDICES))
-        return cls(numbers[0], unquote(parts[1]), field, parts[3], numbers[1], indices)
+        field = parts[2].removesuffix(_INDICES)
+        if "%" in field or "%" in parts[1]:
+            field, parts[1] = unquote(field), unquote(parts[1])
+        return cls(numbers[0], parts[1], field, parts[3], numbers[1], indices)
 
 
 def _quote(text: str) -> str:
@@ -148,7 +150,7 @@ class TensorSegments:
             self._append(str(name), payload)
             if not self._steps or self._steps[-1] != step:
                 self._steps.append(step)
-            if self._nbytes >= self._segment_bytes:
+            if self._nbytes >= self._segment_bytes or len(self._entries) >= MOST_ENTRIES:
                 self._commit()
         except OSError as error:
             return self._abandon(error)
@@ -210,7 +212,7 @@ class TensorSegments:
             self._stream.commit(name.file, encode_header(self._entries, metadata, reserve=self._reserve))
         self._stream = None
         self._next += 1
-        nbytes = self._nbytes
+        nbytes = self._nbytes + ENTRY_COST * len(self._entries)
         self._clear()
         self._appeared(name, nbytes)
 
