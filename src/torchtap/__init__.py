@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from torchtap.taps.load import load as load
     from torchtap.verification import Verification as Verification
     from torchtap.verification import verify as verify
+    from torchtap.viewer.plot import plot as plot
     from torchtap.watching import Watch as Watch
 
 __version__ = "0.1.0"
@@ -193,6 +194,7 @@ _HOME = {
     "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
     "open": "torchtap.store.reader",
     "open_layers": "torchtap.monitors.layer_files",
+    "plot": "torchtap.viewer.plot",
     "record_layers": "torchtap.monitors.layers",
     "tap": "torchtap.plan",
     "verify": "torchtap.verification",
@@ -287,6 +289,7 @@ __all__ = [
     "monitor_scaled_dot_product_attention",
     "open",
     "open_layers",
+    "plot",
     "record_layers",
     "tap",
     "verify",

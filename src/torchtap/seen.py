@@ -49,6 +49,11 @@ class Seen(Mapping[str, Any]):
         """What was asked for and did not come, and why."""
         return missing_sites(self._receiver, frozenset(range(len(self._receiver.plan.taps))))
 
+    def _repr_html_(self) -> str:
+        from torchtap.viewer.notebook import seen_html
+
+        return seen_html(self)
+
     def __repr__(self) -> str:
         lines = [f"Seen({len(self)} sites)"]
         for entry in self._receiver.entries:

@@ -12,7 +12,11 @@ __all__ = ["command"]
 @click.command("tail")
 @click.argument("run")
 @click.option(
-    "--site", "patterns", multiple=True, metavar="PATTERN", help="Only sites like this, e.g. 'blocks.*:output'."
+    "--site",
+    "patterns",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only sites like this, e.g. 'blocks.*:output'.",
 )
 @click.option("--statistic", help="What the sparkline follows; default: rms.")
 @click.option("--rows", default=20, show_default=True, help="At most so many sites.")

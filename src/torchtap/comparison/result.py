@@ -124,6 +124,11 @@ class Comparison:
     def __str__(self) -> str:
         return self.verdict
 
+    def _repr_html_(self) -> str:
+        from torchtap.viewer.notebook import comparison_html
+
+        return comparison_html(self)
+
     def row(self, site: str) -> Row:
         """The row of one site, by the reference's name for it."""
         for row in self.rows:

@@ -29,10 +29,11 @@ from torchtap.store.layout import attempt_folder, parse_attempt, parse_rank, ran
 from torchtap.store.part import Part
 from torchtap.store.results import HistogramResult, Matrix, Series, Table, TensorRef
 from torchtap.store.scalars import CLOCK
-from torchtap.store.show import run_html, run_text
+from torchtap.store.show import run_text
 from torchtap.store.stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch import Tensor
 
 T = TypeVar("T")
@@ -406,7 +407,17 @@ class Run:
         return run_text(self)
 
     def _repr_html_(self) -> str:
+        from torchtap.viewer.notebook import run_html
+
         return run_html(self)
+
+    def plot(
+        self, sites: str | Sequence[str] | None = None, statistic: str | None = None, **options: Any
+    ) -> Figure:
+        """A matplotlib figure: a few sites as lines, many as a map; the options are those of `torchtap.plot`."""
+        from torchtap.viewer.plot import plot
+
+        return plot(self, sites, statistic, **options)
 
 
 def _described(listed: Any) -> dict[str, dict[str, Any]]:

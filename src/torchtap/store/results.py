@@ -25,6 +25,11 @@ class Series(NamedTuple):
     steps: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
 
+    def _repr_html_(self) -> str:
+        from torchtap.viewer.notebook import series_svg
+
+        return series_svg(self.values, width=640, height=120)
+
 
 class Matrix(NamedTuple):
     """One statistic of many sites; ``values[site, step]`` is NaN where nothing was recorded."""

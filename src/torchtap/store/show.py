@@ -1,14 +1,13 @@
-"""How a run shows itself at a prompt and in a notebook."""
+"""How a run shows itself at a prompt."""
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchtap.store.reader import Run
 
-__all__ = ["run_html", "run_text"]
+__all__ = ["run_text"]
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -33,12 +32,3 @@ def run_text(run: Run) -> str:
     facts = _facts(run)
     facts.pop("statistics")
     return f"<Run {run.path}: " + "; ".join(f"{name} {fact}" for name, fact in facts.items()) + ">"
-
-
-def run_html(run: Run) -> str:
-    """A small table; everything that comes from the folder is escaped."""
-    rows = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(fact)}</td></tr>"
-        for name, fact in _facts(run).items()
-    )
-    return f"<table><caption>{html.escape(run.path)}</caption>{rows}</table>"

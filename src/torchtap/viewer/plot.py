@@ -74,10 +74,9 @@ def _lines(axes: Any, picture: Picture, log: bool) -> None:
 
 
 def _map(figure: Any, axes: Any, picture: Picture, log: bool) -> None:
-    from matplotlib.colors import ListedColormap, LogNorm, Normalize
+    from matplotlib.colors import ListedColormap, LogNorm, Normalize, to_rgb
 
-    colours = ListedColormap(np.array(sequential()) / 255.0)
-    colours.set_bad(NOT_FINITE, alpha=0.25)
+    colours = ListedColormap(np.array(sequential()) / 255.0).with_extremes(bad=(*to_rgb(NOT_FINITE), 0.25))
     values = np.ma.masked_invalid(picture.values)
     finite = values.compressed()
     if log:

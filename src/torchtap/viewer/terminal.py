@@ -58,7 +58,12 @@ def _number(name: str, value: float) -> str:
 
 
 def statistics_table(
-    run: Run, sites: Sequence[str], statistic: str | None = None, *, width: int = 24, findings: Sequence[Finding] = ()
+    run: Run,
+    sites: Sequence[str],
+    statistic: str | None = None,
+    *,
+    width: int = 24,
+    findings: Sequence[Finding] = (),
 ) -> Table:
     """The newest statistics of each site, and one of them over time."""
     marks = {site: finding.severity for finding in reversed(findings) for site in finding.sites}
@@ -74,8 +79,8 @@ def statistics_table(
             continue
         cells = []
         for name in _COLUMNS:
-            values = run.series(site, name).values if name in names else ()
-            cells.append(_number(name, float(values[-1])) if len(values) else "")
+            values = run.series(site, name).values if name in names else None
+            cells.append(_number(name, float(values[-1])) if values is not None and len(values) else "")
         if followed == "value":  # a number of the training's own
             cells[0] = _number("value", float(run.series(site, followed).values[-1]))
         style = _COLOURS.get(marks.get(site, ""), "")
@@ -116,7 +121,9 @@ def live_view(
     if logged or chosen:
         parts.append(statistics_table(run, [*logged, *chosen], statistic, findings=findings))
     if len(names) > len(chosen):
-        parts.append(Text(f"{len(names) - len(chosen)} further sites; --site chooses among them", style="dim"))
+        parts.append(
+            Text(f"{len(names) - len(chosen)} further sites; --site chooses among them", style="dim")
+        )
     if findings:
         parts += ["", findings_text(findings)]
     parts += [Text(f"problem: {problem}", style="red") for problem in run.problems[:3]]
