@@ -42,6 +42,11 @@ class Tap:
             s.picks(site) for site in names for s in self.exclude
         )
 
+    @property
+    def whole(self) -> bool:
+        """Whether a port that it may want it wants with all leaves and calls, so that nothing is left to ask."""
+        return all(selector.whole for selector in (*self.selectors, *self.exclude))
+
     def may_want(self, names: Iterable[Site]) -> bool:
         """Whether a port can have sites of this tap, judged before the model runs."""
         return any(s.picks_port(port) for port in names for s in self.selectors) and not any(

@@ -84,11 +84,18 @@ def attach(model: Any, receiver: Receiver, via: Via = "hook") -> Attachment:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    # By name: asking for the class would import the compiler for every eager model.
-    return any(
-        module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-        for module in model.modules()
-    )
+    """Whether any part of a model is compiled. Asked for every eager model, so it walks by itself."""
+    waiting, seen = [model], {id(model)}
+    while waiting:
+        module = waiting.pop()
+        # By name: asking for the class would import the compiler for every eager model.
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            return True
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return False
 
 
 def _refusal(model: Any) -> FormError:

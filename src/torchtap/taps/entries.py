@@ -16,11 +16,15 @@ __all__ = ["Entry", "Fold", "Grid", "LivePort", "RecentValues"]
 
 @final
 class Fold:
-    """One reduction at one site and its state in the current step; no state means that nothing arrived."""
+    """One reduction at one site and its state in the current step; no state means that nothing arrived.
 
-    __slots__ = ("reduction", "state")
+    Equal reductions have equal keys.
+    """
 
-    def __init__(self, reduction: Reduction[Any]) -> None:
+    __slots__ = ("key", "reduction", "state")
+
+    def __init__(self, key: str, reduction: Reduction[Any]) -> None:
+        self.key = key
         self.reduction = reduction
         self.state: Any = None
 
@@ -164,7 +168,7 @@ class RecentValues:
         self.slots: dict[int, int] = {}  # id of a held tensor -> its slot
         self.tensors: list[Tensor | None] = [None] * self.SLOTS
         self.versions = [0] * self.SLOTS
-        self.copies: list[dict[Any, Any]] = [{} for _ in range(self.SLOTS)]  # what Full made of it
+        self.copies: list[dict[str, Any]] = [{} for _ in range(self.SLOTS)]  # what Full made of it, by key
 
     def slot_of(self, tensor: Tensor) -> tuple[int, bool]:
         """A slot for this tensor, and whether the very same value is in it already."""

@@ -65,6 +65,8 @@ class Receiver:
         self._on_lost = on_lost
         self._paths = {id(place.module): place.path for place in plan.places}
         self._kinds = {port.site.kind for port in plan.ports}
+        self._keys = [repr(each.keep) for each in plan.taps]
+        self._whole = [each.whole for each in plan.taps]
         self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
         self.entries: list[Entry] = []  # in the order of first arrival, which is the order of execution
         self.grid = Grid(RecentValues.SLOTS)
@@ -297,18 +299,20 @@ class Receiver:
         # One copy serves every site that shows the same value: copies are never changed.
         slot, known = self._recent.slot_of(tensor)
         copies = self._recent.copies[slot]
-        state = copies.get(reduction) if known else None
+        state = copies.get(fold.key) if known else None
         if state is None:
-            state = copies[reduction] = reduction.update(None, tensor.detach())
+            state = copies[fold.key] = reduction.update(None, tensor.detach())
         fold.state = list(state) if fold.state is None else reduction.merge(fold.state, state)
 
     # -- entries ------------------------------------------------------------------------------------------
 
     def _new_entry(self, port: LivePort, leaf: str, call: int) -> Entry | None:
         names = port.port.names
-        if not names[0].leaf:  # not a listed tensor: the leaf and the call are known only now
+        if (leaf or call) and not names[0].leaf:  # not a listed tensor: they are known only now
             names = tuple(Site(name.path, name.kind, leaf, call, module=name.module) for name in names)
-        taps = tuple(index for index in port.port.taps if self.plan.taps[index].wants(names))
+        taps = tuple(
+            index for index in port.port.taps if self._whole[index] or self.plan.taps[index].wants(names)
+        )
         if not taps:
             return None
         entry = Entry(names[0], taps)
@@ -330,10 +334,10 @@ class Receiver:
             reduction = self.plan.taps[index].keep
             if index not in self.live or isinstance(reduction, Stats):
                 continue
-            key = repr(reduction)
+            key = self._keys[index]
             fold = entry.folds.get(key)
             if fold is None:
-                fold = entry.folds[key] = Fold(reduction)
+                fold = entry.folds[key] = Fold(key, reduction)
             live[key] = fold
         entry.live_folds = tuple(live.values())
 

@@ -1,0 +1,233 @@
+"""A watched training step beside the same step without torchtap, and what peers cost on the same model.
+
+GPT-like, 12 blocks of width 384, 8 × 128 tokens, AdamW: arithmetic dominates. MLP, 50 layers of width 256, batch 32,
+AdamW: nothing but overhead. All twelve statistics are taken at every site, every step; peers take what they offer.
+One torch thread, CPU time. All cases of a table share one model, which has no hook on it between cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchtap as tt
+from benchmarks.models import Training, gpt_training, mlp_training
+from benchmarks.timing import Case, Ratio, case, compare, one_thread
+
+__all__ = ["EVERYTHING", "NEVER", "OUTPUTS", "judged", "run", "watched"]
+
+OUTPUTS = (tt.tap("*:output"),)
+EVERYTHING = tuple(tt.tap(f"*:{kind}") for kind in ("output", "grad_output", "param", "param_grad"))
+NEVER = (tt.tap("*:output", every=10**9, offset=10**9 - 1),)
+
+
+def run(quick: bool = False) -> list[dict[str, Any]]:
+    """Rows of both models."""
+    with one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [*_gpt(rounds=3 if quick else 9), *_mlp(rounds=11 if quick else 41)]
+
+
+def _gpt(rounds: int) -> list[dict[str, Any]]:
+    training = gpt_training()
+    measured = compare(
+        {
+            "plain": case(training.step),
+            "plain again": case(training.step),
+            "all outputs": watched(training, OUTPUTS),
+            "outputs, their gradients, parameters, their gradients": watched(training, EVERYTHING),
+            "armed, off schedule": watched(training, NEVER),
+        },
+        base="plain",
+        rounds=rounds,
+    )
+    bars = {
+        "all outputs": 1.03,
+        "outputs, their gradients, parameters, their gradients": 1.08,
+        "armed, off schedule": 1.005,
+    }
+    return judged("GPT 12 × 384", measured, bars)
+
+
+def _mlp(rounds: int) -> list[dict[str, Any]]:
+    training = mlp_training()
+    with tempfile.TemporaryDirectory() as folder:
+        measured = compare(
+            {
+                "plain": case(training.step),
+                "plain again": case(training.step),
+                "all outputs": watched(training, OUTPUTS),
+                "all outputs, into a run": watched(training, OUTPUTS, folder=folder),
+                "outputs, their gradients, parameters, their gradients": watched(training, EVERYTHING),
+                "armed, off schedule": watched(training, NEVER),
+                "peer: hook by hand, mean std norm absmax, one read a step": _by_hand(training),
+                "peer: torch-module-monitor, the same four": _module_monitor(training),
+                "peer: TensorBoard histogram in a hook": _tensorboard(training, folder),
+                "peer: wandb.watch (gradients only)": _wandb(training, folder),
+            },
+            base="plain",
+            rounds=rounds,
+            repeats=3,
+        )
+    peers = [ratio.ratio for name, ratio in measured.items() if name.startswith("peer")]
+    bars = {"all outputs": 1.08, "all outputs, into a run": 1.08, "armed, off schedule": 1.005}
+    rows = judged("MLP 50 × 256", measured, bars)
+    rows.append(
+        {
+            "model": "MLP 50 × 256",
+            "case": "all outputs, against the cheapest peer",
+            "with / without": f"{measured['all outputs'].ratio:.3f} against {min(peers):.3f}",
+            "ms": "",
+            "bar": "below",
+            "holds": measured["all outputs"].ratio < min(peers),
+        }
+    )
+    return rows
+
+
+def judged(model: str, measured: dict[str, Ratio], bars: dict[str, float]) -> list[dict[str, Any]]:
+    """A row for each case, with its bar and whether it holds."""
+    return [
+        {
+            "model": model,
+            "case": name,
+            "with / without": str(ratio),
+            "ms": f"{ratio.seconds * 1e3:,.2f}",
+            "bar": f"≤ {bars[name]}" if name in bars else "",
+            "holds": round(ratio.ratio, 3) <= bars[name] if name in bars else "",
+        }
+        for name, ratio in measured.items()
+    ]
+
+
+def watched(
+    training: Training,
+    taps: tuple[tt.Tap, ...],
+    call: Callable[[Tensor], Tensor] | None = None,
+    folder: str | None = None,
+) -> Case:
+    """Training steps under watch. Making the watch is not part of the step."""
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[Callable[[], None]]:
+        run = None if folder is None else tempfile.mkdtemp(dir=folder)
+        with tt.watch(training.model if call is None else call, run, list(taps)) as watch:
+
+            def step() -> None:
+                with watch.step():
+                    training.step(call)
+
+            yield step
+
+    return entered
+
+
+# -- peers --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _hooked(training: Training, hook: Callable[[nn.Module, Any, Tensor], None]) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook) for module in training.model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _by_hand(training: Training) -> Case:
+    @contextlib.contextmanager
+    def entered() -> Iterator[Callable[[], None]]:
+        taken: list[Tensor] = []
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            value = output.detach()
+            taken.extend((value.mean(), value.std(), value.norm(), value.abs().max()))
+
+        def step() -> None:
+            training.step()
+            torch.stack(taken).tolist()
+            taken.clear()
+
+        with _hooked(training, hook):
+            yield step
+
+    return entered
+
+
+def _module_monitor(training: Training) -> Case:
+    from torch_module_monitor import ModuleMonitor
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[Callable[[], None]]:
+        monitor = ModuleMonitor(monitor_step_fn=lambda step: True)
+        monitor.set_module(training.model)
+        for name, metric in {
+            "mean": lambda x: x.mean(),
+            "std": lambda x: x.std(),
+            "norm": lambda x: x.norm(),
+            "absmax": lambda x: x.abs().max(),
+        }.items():
+            monitor.add_activation_metric(name, metric)
+        number = 0
+
+        def step() -> None:
+            nonlocal number
+            monitor.begin_step(number)
+            training.step()
+            monitor.end_step()
+            monitor.storage.clear()
+            number += 1
+
+        try:
+            yield step
+        finally:
+            for module in training.model.modules():  # it has no way to take its hooks off
+                module._forward_hooks.clear()
+                module._forward_pre_hooks.clear()
+
+    return entered
+
+
+def _tensorboard(training: Training, folder: str) -> Case:
+    @contextlib.contextmanager
+    def entered() -> Iterator[Callable[[], None]]:
+        from torch.utils.tensorboard import SummaryWriter
+
+        names = {id(module): name for name, module in training.model.named_modules()}
+        with SummaryWriter(tempfile.mkdtemp(dir=folder)) as writer:
+
+            def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+                writer.add_histogram(names[id(module)] or "model", output)
+
+            with _hooked(training, hook):
+                yield training.step
+
+    return entered
+
+
+def _wandb(training: Training, folder: str) -> Case:
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[Callable[[], None]]:
+        import wandb
+
+        with wandb.init(project="torchtap", dir=folder) as run:
+            run.watch(training.model, log="gradients", log_freq=1)
+
+            def step() -> None:
+                training.step()
+                run.log({"loss": 0.0})
+
+            yield step
+            run.unwatch(training.model)
+
+    return entered
