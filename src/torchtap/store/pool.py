@@ -27,9 +27,12 @@ _AT_ONCE = 16
 
 @final
 class HostPool:
-    """Pooled copies of tensors on the host, within ``limit`` bytes. Safe to use from several threads."""
+    """Pooled copies of tensors on the host, within ``limit`` bytes. Safe to use from several threads.
 
-    def __init__(self, limit: int = 256 << 20) -> None:
+    The bound should be above the writer's ``queue_bytes``, or the pool is empty just when the disk is slow.
+    """
+
+    def __init__(self, limit: int = 384 << 20) -> None:
         self._limit = limit
         self._made = 0  # bytes of all buffers, free or lent
         self._free: dict[int, deque[npt.NDArray[np.uint8]]] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -33,6 +34,8 @@ MOST_ENTRIES = 2048  # of a segment: to find one tensor, the head of its segment
 ENTRY_COST = 16 << 10  # so many bytes of data are as much of a burden to a reader as one more entry
 _SMALLEST_RESERVE = 64 << 10
 _INDICES = "@indices"
+_UNKNOWN = "????????"  # stands for a checksum that is still being computed
+_MOST_AWAITED = 4  # each holds on to its tensor's memory
 
 
 def segment_note(kind: str, **facts: Any) -> str:
@@ -114,6 +117,7 @@ class TensorSegments:
         self._entries: list[Entry] = []
         self._notes: dict[str, str] = {}
         self._held: list[memoryview] = []
+        self._awaited: deque[tuple[str, Callable[[], int]]] = deque()  # checksums that are being computed
         self._nbytes = 0
         self._head_size = 256  # estimate of the JSON's length
         self._steps: list[int] = []
@@ -182,16 +186,23 @@ class TensorSegments:
             self._stream.append(buffer)
         else:
             self._held.append(buffer)
-        facts["crc32"] = f"{crc():08x}"
-        note = json.dumps(facts, separators=(",", ":"))
+        note = json.dumps(facts | {"crc32": _UNKNOWN}, separators=(",", ":"))
+        self._notes[name] = note
+        self._awaited.append((name, crc))
+        if len(self._awaited) > _MOST_AWAITED:
+            self._resolve()
         entry = Entry(name, code, shape, self._nbytes, self._nbytes + len(buffer))
         self._entries.append(entry)
-        self._notes[name] = note
         self._nbytes += len(buffer)
         # the name twice, the note's quotes escaped, the entry's own JSON
         self._head_size += 2 * len(json.dumps(name)) + 2 * len(note) + 24 * len(shape) + 110
         if self._stream is None and self._nbytes > SPILL:
             self._spill()
+
+    def _resolve(self) -> None:
+        """Put the oldest checksum that was begun into its note."""
+        name, crc = self._awaited.popleft()
+        self._notes[name] = self._notes[name].replace(_UNKNOWN, f"{crc():08x}")
 
     def _spill(self) -> None:
         # room for as many entries as the segment will have if it goes on like this
@@ -205,6 +216,8 @@ class TensorSegments:
 
     def _commit(self) -> None:
         name = SegmentName("tensors", self._next, self._next, min(self._steps), max(self._steps))
+        while self._awaited:
+            self._resolve()
         metadata = {"torchtap": segment_note("tensors"), **self._notes}
         if self._stream is None:
             self._place.put(name.file, [encode_header(self._entries, metadata), *self._held])
