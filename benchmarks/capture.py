@@ -152,7 +152,7 @@ def _nnsight(model: nn.Module, tokens: Tensor) -> Any:
     wrapped = nnsight.NNsight(model)
     with wrapped.trace(tokens):
         kept = nnsight.save([block.output for block in wrapped.blocks])
-    return kept
+    return kept  # noqa: RET504 (nnsight takes the block out and runs it elsewhere)
 
 
 def _torchlens(model: nn.Module, tokens: Tensor) -> Any:
