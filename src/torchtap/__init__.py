@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torchtap.errors import SessionError as SessionError
     from torchtap.errors import TorchtapError as TorchtapError
     from torchtap.errors import VerificationError as VerificationError
+    from torchtap.integrations.captum import attribute as attribute
     from torchtap.monitors.layer_files import open_layers as open_layers
     from torchtap.monitors.layers import LayerRecorder as LayerRecorder
     from torchtap.monitors.layers import get_layer_hidden_states as get_layer_hidden_states
@@ -175,6 +176,7 @@ _HOME = {
     "WandbSink": "torchtap.sinks",
     "Watch": "torchtap.watching",
     "When": "torchtap.schedule",
+    "attribute": "torchtap.integrations.captum",
     "bind": "torchtap.plan",
     "bisect": "torchtap.comparison.bisection",
     "capture": "torchtap.session",
@@ -270,6 +272,7 @@ __all__ = [
     "Watch",
     "When",
     "__version__",
+    "attribute",
     "bind",
     "bisect",
     "capture",

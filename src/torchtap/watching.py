@@ -105,6 +105,12 @@ class Watch:
         """The open step is over, and what came in it is handed on; nothing is taken until the next begins."""
         self._finish_open()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which passes over the model are not taken: a look at it that is no part of the training."""
+        with self._receiver.not_listening():
+            yield
+
     def follow(self, optimizer: Any) -> None:
         """Let an optimizer be the clock: each of its updates ends a step, however many backward passes led to it."""
         handle = optimizer.register_step_post_hook(lambda *_: self._advance(None, None, None))

@@ -14,7 +14,8 @@ Not here: hooks (`eager` and the other forms), the clock (`session`), arithmetic
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -110,6 +111,16 @@ class Receiver:
         if any(self.grid.arrived):
             return True
         return any(fold.state is not None for entry in self.entries for fold in entry.live_folds)
+
+    @contextmanager
+    def not_listening(self) -> Iterator[None]:
+        """A block in which nothing is heard; the open step goes on after it."""
+        thread, self.thread = self.thread, _NO_THREAD
+        is_open, self._open = self._open, False
+        try:
+            yield
+        finally:
+            self.thread, self._open = thread, is_open
 
     def begin_pass(self, training: bool | None = None) -> None:
         """The model was called: calls of its modules are counted anew, unless each pass is kept apart."""
