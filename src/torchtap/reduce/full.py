@@ -66,7 +66,7 @@ class Full(Reduction[list[Tensor]]):
                 raise ReductionError(
                     f"Full(slice={self.slice!r}) does not fit a value of shape {tuple(value.shape)}: {error}"
                 ) from error
-        kept = plain.to(self._dtype or plain.dtype, copy=True)
+        kept = plain.clone() if self._dtype is None else plain.to(self._dtype, copy=True)
         if state is None:
             return [kept]
         state.append(kept)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
+from torchtap.reduce.measuring import measure
 from torchtap.reduce.octaves import OctaveGrid
 from torchtap.reduce.readable import readable_real
 from torchtap.reduce.transforms import outside_transforms
@@ -69,14 +70,8 @@ class Quantiles(Reduction[tuple[Tensor, Tensor]]):
     @outside_transforms
     def update(self, state: tuple[Tensor, Tensor] | None, value: Tensor) -> tuple[Tensor, Tensor]:
         plain = readable_real(value)
-        wide = torch.float32 if plain.device.type == "mps" else torch.float64
-        ends = torch.tensor([torch.inf, torch.inf], dtype=wide, device=plain.device)
-        if plain.numel():
-            finite = plain.isfinite()
-            nothing = torch.tensor(torch.inf, dtype=wide, device=plain.device)
-            ends[0] = torch.where(finite, plain, nothing).amin()
-            ends[1] = torch.where(finite, -plain.to(wide), nothing).amin()
-        seen = (self._grid.count(plain), ends)
+        low, high = measure(plain)[6:8]
+        seen = (self._grid.count(plain), torch.stack([low, -high]))
         return seen if state is None else self.merge(state, seen)
 
     def merge(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -88,9 +83,6 @@ class Quantiles(Reduction[tuple[Tensor, Tensor]]):
         low, high = state[1][0].item(), -state[1][1].item()
         upto = counts.cumsum(0)
         total = int(upto[-1])
-        edges = self._grid.edges
-        ends = torch.tensor([low, high], dtype=torch.float64)
-        middles = torch.cat([ends[:1], (edges[:-1] + edges[1:]) / 2, ends[1:]])
         found: Result = {}
         for share in self.at:
             name = f"p{round(100 * share, 10):g}"
@@ -99,10 +91,16 @@ class Quantiles(Reduction[tuple[Tensor, Tensor]]):
                 continue
             rank = math.floor(share * (total - 1))
             place = int(torch.searchsorted(upto, rank, right=True))
-            guess = float(middles[place])
             exact = {0: low, total - 1: high}
-            found[name] = exact.get(rank, min(max(guess, low), high))
+            found[name] = exact.get(rank, min(max(self._middle(place), low), high))
         return found
+
+    def _middle(self, place: int) -> float:
+        """A number in the middle of a bin; beyond the grid, one that the ends of the data will limit."""
+        edges = self._grid.edges
+        if 0 < place < len(edges):
+            return float(edges[place - 1] + edges[place]) / 2
+        return -math.inf if place == 0 else math.inf
 
     def spec(self) -> dict[str, Any]:
         return {"reduction": self.name, "at": list(self.at), "accuracy": self.accuracy}

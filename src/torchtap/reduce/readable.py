@@ -104,7 +104,9 @@ def _opened(value: Tensor) -> Tensor:
         value = value.to_dense()
     if value.is_quantized:
         value = value.dequantize()
-    return value.resolve_conj().resolve_neg()
+    if value.is_complex():
+        value = value.resolve_conj()
+    return value.resolve_neg() if value.is_neg() else value
 
 
 def _refuse_without_values(value: Tensor) -> None:
