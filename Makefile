@@ -17,16 +17,19 @@ WORKERS ?= 2
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# What an installation is made from: the Python sources are used where they are.
+INSTALLED := pyproject.toml constraints.txt setup.py $(wildcard src/torchtap/*/*.c src/torchtap/*/*.h)
+
 # One stamp for each set of dependencies; touched last, so that an interrupted install is done again.
-$(VENV)/.core: pyproject.toml constraints.txt setup.py | $(VENV)/bin/python
+$(VENV)/.core: $(INSTALLED) | $(VENV)/bin/python
 	$(PIP) -e ".[plot,view]"
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt setup.py | $(VENV)/bin/python
+$(VENV)/.dev: $(INSTALLED) | $(VENV)/bin/python
 	$(PIP) -e ".[dev]"
 	@touch $@
 
-$(VENV)/.bench: pyproject.toml constraints.txt setup.py | $(VENV)/bin/python
+$(VENV)/.bench: $(INSTALLED) | $(VENV)/bin/python
 	$(PIP) -e ".[dev,bench]"
 	@touch $@
 

@@ -110,11 +110,34 @@ def _table(watch: Watch, step: int, steps: int, loss: float) -> Table:
 
 def _show(console: Console, folder: Path) -> None:
     """What the run holds, what was found in it, and how to look further."""
+    from torchtap.diagnosis.run import diagnose
     from torchtap.store.reader import open_run
 
-    run: Any = open_run(folder)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    files = sum(1 for path in folder.rglob("*") if path.is_file())
+    run = open_run(folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 1e6
     console.print(
-        f"the run: {folder}/  {len(run.sites())} sites, {len(run.steps())} steps, {size / 1e6:.1f} MB in {files} files"
+        f"\nThe run: {folder}/ with {len(run.sites())} sites and {len(run.steps())} steps, "
+        f"{size:.1f} MB in {len(files)} files."
     )
+    findings = diagnose(run)
+    console.print(f"What looks wrong in it: {'nothing.' if not findings else ''}")
+    for finding in findings[:5]:
+        console.print(f"  {finding}", markup=False)
+    if len(findings) > 5:
+        console.print(f"  … and {len(findings) - 5} more; the report has them all")
+    _write_report(console, folder)
+    console.print(f"\nLook further:\n  torchtap show {folder}\n  torchtap view {folder}", markup=False)
+
+
+def _write_report(console: Console, folder: Path) -> None:
+    from torchtap.errors import MissingExtraError
+    from torchtap.viewer.report import write_report
+
+    page = folder.with_suffix(".html")
+    try:
+        write_report([folder], page)
+    except MissingExtraError as error:
+        console.print(f"No report: {error}", markup=False)
+    else:
+        console.print(f"The report: {page}")
