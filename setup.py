@@ -2,14 +2,16 @@
 
 from setuptools import Extension, setup
 
+# No fast-math: NaN and infinities are what is being looked for. Memory is read as several types.
+FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-g0", "-pthread"]
+
 setup(
     ext_modules=[
         Extension(
             "torchtap.reduce._native",
             sources=["src/torchtap/reduce/_native.c"],
             depends=["src/torchtap/reduce/_native_isa.h", "src/torchtap/reduce/_native_block.h"],
-            # No fast-math: NaN and infinities are what is being looked for. Memory is read as several types.
-            extra_compile_args="-O3 -fno-math-errno -fno-trapping-math -fno-strict-aliasing -g0 -pthread".split(),
+            extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,
