@@ -93,6 +93,14 @@ class ReductionContract:
                 reduction = self.reduction()
                 self.check(reduction.result(reduction.merge(left, right)), wanted)
 
+    def test_a_value_that_comes_in_pieces_is_one_value(self) -> None:
+        for values in self.streams():
+            reduction, state = self.reduction(), None
+            for value in values:
+                state = reduction.update_pieces(state, torch.split(value, 2, 1))
+            assert state is not None
+            self.check(reduction.result(state), self.reference(values))
+
     def test_the_values_are_left_as_they_were(self) -> None:
         for values in self.streams():
             before = [value.clone() for value in values]
