@@ -26,6 +26,7 @@ from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import RecordingLostError, SessionError
 from torchtap.plan import Plan
 from torchtap.schedule import Moment
+from torchtap.store.pool import HostPool
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 from torchtap.taps.attach import attach
 from torchtap.taps.collect import Collector
@@ -54,7 +55,9 @@ class Watch:
         self._model = model
         self._consumers = list(consumers)
         self._strict = strict
-        self._receiver = Receiver(plan, strict=strict, on_lost=self._note_loss, one_mode=one_mode)
+        self._receiver = Receiver(
+            plan, strict=strict, on_lost=self._note_loss, one_mode=one_mode, copy=HostPool().copy
+        )
         self._collector = Collector(self._receiver)
         self._attachment = attach(model, self._receiver, via)
         self._clock = Clock()

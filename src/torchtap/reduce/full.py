@@ -10,6 +10,7 @@ It guarantees:
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, ClassVar, final
@@ -57,7 +58,10 @@ class Full(Reduction[list[Tensor]]):
         object.__setattr__(self, "_index", index)
 
     @outside_transforms
-    def update(self, state: list[Tensor] | None, value: Tensor) -> list[Tensor]:
+    def update(
+        self, state: list[Tensor] | None, value: Tensor, copy: Callable[[Tensor], Tensor] = torch.clone
+    ) -> list[Tensor]:
+        """``copy`` makes the copies of contiguous values on the host; it may have memory that was used before."""
         plain = readable(value)
         if self._index is not None:
             try:
@@ -66,7 +70,10 @@ class Full(Reduction[list[Tensor]]):
                 raise ReductionError(
                     f"Full(slice={self.slice!r}) does not fit a value of shape {tuple(value.shape)}: {error}"
                 ) from error
-        kept = plain.clone() if self._dtype is None else plain.to(self._dtype, copy=True)
+        if self._dtype is not None:
+            kept = plain.to(self._dtype, copy=True)
+        else:
+            kept = copy(plain) if plain.is_cpu and plain.is_contiguous() else plain.clone()
         if state is None:
             return [kept]
         state.append(kept)

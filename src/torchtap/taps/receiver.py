@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from torchtap.errors import ReductionError
@@ -46,6 +47,7 @@ class Receiver:
         fold_passes: bool = True,
         strict: bool = False,
         one_mode: bool = False,
+        copy: Callable[[Tensor], Tensor] = torch.clone,
         on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.plan = plan
@@ -63,6 +65,7 @@ class Receiver:
         self._passed_over: tuple[int | None] | None = (
             None  # whom to hear again after a pass of the other mode
         )
+        self._copy = copy  # of whole tensors on the host
         self._on_lost = on_lost
         self._paths = {id(place.module): place.path for place in plan.places}
         self._kinds = {port.site.kind for port in plan.ports}
@@ -312,7 +315,7 @@ class Receiver:
         copies = self._recent.copies[slot]
         state = copies.get(fold.key) if known else None
         if state is None:
-            state = copies[fold.key] = reduction.update(None, tensor.detach())
+            state = copies[fold.key] = reduction.update(None, tensor.detach(), self._copy)
         fold.state = list(state) if fold.state is None else reduction.merge(fold.state, state)
 
     # -- entries ------------------------------------------------------------------------------------------

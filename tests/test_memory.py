@@ -1,0 +1,71 @@
+"""Watching for long costs no more memory than watching for a while, and no more files than it has to."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import torchtap as tt
+
+_MIB = 1 << 20
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _watch_steps(watch: tt.Watch, model: nn.Module, steps: int) -> None:
+    x = torch.ones(2, 4)
+    for _ in range(steps):
+        with watch.step():
+            model(x).sum().backward()
+
+
+def _tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def test_memory_and_files_stay_flat_over_ten_thousand_watched_steps(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    taps = [tt.tap("*:output"), tt.tap("*:param_grad", every=2), tt.tap("2:output", tt.Full(), every=100)]
+    with tt.watch(model, tmp_path / "run", taps) as watch:
+        _watch_steps(watch, model, 2_000)
+        watch.flush()
+        gc.collect()
+        before = _resident()
+        _watch_steps(watch, model, 8_000)
+        watch.flush()
+        gc.collect()
+        grown = _resident() - before
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    print(f"grown by {grown / _MIB:.1f} MiB; {size / _MIB:.1f} MiB in {len(files)} files")
+    assert grown < 16 * _MIB
+    assert len(files) < 100
+    # Eight sites of twelve numbers, half of them every other step: the numbers themselves are 5.8 MB.
+    assert size < 10 * _MIB
+    assert len(tt.open(tmp_path / "run").series("2:output", "mean").steps) == 10_000
+
+
+def test_a_step_leaves_no_tensor_behind() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    taps = [tt.tap("*:output"), tt.tap("*:grad_output"), tt.tap("*:output", tt.Full())]
+    with tt.watch(model, None, taps) as watch:
+        _watch_steps(watch, model, 3)
+        before = _tensors_alive()
+        _watch_steps(watch, model, 50)
+        assert _tensors_alive() == before
+
+
+def test_values_are_let_go_of_when_the_pass_ends() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with tt.watch(model, None, "*:output") as watch, watch.step():
+        output = model(torch.ones(2, 4))
+        referrers = [each for each in gc.get_referrers(output) if isinstance(each, list)]
+    assert referrers == []
