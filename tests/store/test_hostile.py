@@ -75,6 +75,22 @@ def test_a_truncated_segment_loses_only_itself(folder: Path) -> None:
     assert np.array_equal(run.array(SITES[0], 2), image(2))
 
 
+def test_many_damaged_segments_lose_only_themselves(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", manifest={})
+    for step in range(14):
+        writer.write(record(step, tensors=1))
+        writer.flush()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    writer.close()
+    for kind in ("scalars", "tensors"):
+        for path in files(tmp_path / "copy", kind)[:12]:
+            path.write_bytes(path.read_bytes()[:-10])
+    run = open_run(tmp_path / "copy")
+    assert run.steps().tolist() == [12, 13]
+    assert [ref.step for ref in run.tensors()] == [12, 13]
+    assert sum("scalars-" in problem for problem in run.problems) == 12
+
+
 def test_an_empty_segment_loses_only_itself(folder: Path) -> None:
     files(folder, "scalars")[0].write_bytes(b"")
     run = open_run(folder)

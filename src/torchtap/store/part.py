@@ -65,6 +65,7 @@ class Part:
         self._tensor_heads: dict[SegmentName, list[StoredTensor]] = {}
         self._event_files: dict[SegmentName, list[dict[str, Any]]] = {}
         self._notes: list[str] = []
+        self._last_flush = -1
         self.scalars: list[ScalarSegment] = []
         self.tensor_names: list[SegmentName] = []
         self.clock = join_clocks([])
@@ -74,25 +75,28 @@ class Part:
 
     def refresh(self) -> None:
         """Look at the folder again."""
-        for attempt in range(_TRIES):
+        tries = 0
+        while True:
+            damaged = len(self._bad)
             try:
-                if self._refresh_once(last=attempt == _TRIES - 1):
+                if self._refresh_once(last=tries >= _TRIES):
                     return
             except FileNotFoundError:  # merged away between listing and opening
-                continue
+                if tries >= _TRIES:
+                    return
+            # setting a damaged file aside is progress, and there are only so many files
+            tries += len(self._bad) == damaged
 
     def _refresh_once(self, *, last: bool) -> bool:
+        """One look; False when it should be repeated, which ``last`` rules out for whatever is missing."""
         files = self._folder.names()
         self._load_manifest()
-        # In this order: a step's tensors appear before its clock does, so that every step that is found
-        # here has its tensors in a listing made later.
+        # In this order: a step's tensors appear before its clock does, so that every step that is found here
+        # has its tensors in a listing made later.
         closed = CLOSED in files
         scalars, scalar_gaps = self._choose(files, "scalars")
-        before = (
-            self.scalars[-1].grids[-1].segment.name.last if self.scalars and self.scalars[-1].grids else -1
-        )
-        missing = bool(scalar_gaps) or (bool(scalars) and scalars[-1].last < before)
-        if missing and not last:
+        shrunk = bool(scalars) and scalars[-1].last < self._last_flush
+        if (scalar_gaps or shrunk) and not last:
             return False
         segments: list[ScalarSegment] = []
         start = 0
@@ -123,6 +127,7 @@ class Part:
         self._tensor_heads = {
             name: heads for name, heads in self._tensor_heads.items() if name in set(tensors)
         }
+        self._last_flush = scalars[-1].last if scalars else -1
         self.scalars = segments
         self.tensor_names = tensors
         self.clock = join_clocks([segment.clock for segment in segments])

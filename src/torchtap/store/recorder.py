@@ -153,9 +153,10 @@ class Recorder:
             return
         if not self._scalars.rows:
             self._oldest = time.monotonic()
+        # its tensors belong to it only once its clock is written, so a record that is refused leaves nothing
+        self._scalars.add(record)
         for item in record.tensors:
             self._count(self._tensors.add(record.step, item))
-        self._scalars.add(record)
 
     def _count(self, loss: Loss | None) -> None:
         if loss is not None:
