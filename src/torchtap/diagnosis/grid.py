@@ -52,12 +52,6 @@ def _split(name: str) -> tuple[str, str, str]:
     return module, kind, leaf
 
 
-def _named(entries: Any) -> dict[str, dict[str, Any]]:
-    """A list of descriptions by the site that each names; anything else in it is passed over."""
-    listed = entries if isinstance(entries, list) else []
-    return {e["name"]: e for e in listed if isinstance(e, dict) and isinstance(e.get("name"), str)}
-
-
 def _shape(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, list) or len(value) > 64 or not all(isinstance(n, int) for n in value):
         return None
@@ -65,19 +59,14 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def places(run: Run) -> list[Place]:
-    """Every site of the run in execution order: as it was seen to run, else as the manifest lists it."""
-    planned = _named(run.manifest.get("sites"))
-    told = run.events("sites")
-    seen = _named(told[-1].get("sites")) if told else {}
-    recorded = run.sites()
-    known = set(recorded)
-    names = list(dict.fromkeys([*(name for name in seen if name in known), *recorded]))
+    """Every site of the run in execution order."""
+    described = run.site_facts()
+    names = run.sites()
     found = []
     for index, name in enumerate(names):
         module, kind, leaf = _split(name)
         # A leaf or a further call is not in the plan by its own name; its module is.
-        plan = planned.get(name) or planned.get(f"{module}:{kind}") or {}
-        facts = {**plan, **{key: value for key, value in seen.get(name, {}).items() if value is not None}}
+        facts = {**described.get(f"{module}:{kind}", {}), **described.get(name, {})}
         found.append(
             Place(
                 name,

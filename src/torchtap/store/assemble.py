@@ -61,10 +61,10 @@ def matrix_of(
     values = np.full((len(sites), len(wanted)), np.nan)
     position = {site: index for index, site in enumerate(sites)}
     seen = np.zeros(len(wanted), bool)
+    shared: dict[int, list[tuple[int, int]]] = {}  # by axes, which thousands of grids have in common
     for start, grid in _grids(parts, timeline):
         column = grid.axes.statistic_index.get(statistic)
-        here = [(index, position[site]) for index, site in enumerate(grid.axes.sites) if site in position]
-        if column is None or not here or not len(wanted):
+        if column is None or not len(wanted) or not len(grid.rows):
             continue
         row = grid.rows + start
         step = timeline.clock.step[row]
@@ -72,15 +72,33 @@ def matrix_of(
         keep = timeline.visible[row] & (wanted[target] == step)
         if not keep.any():
             continue
+        here = shared.get(id(grid.axes))
+        if here is None:
+            names = enumerate(grid.axes.sites)
+            here = shared[id(grid.axes)] = [(i, position[site]) for i, site in names if site in position]
+        if not here:
+            continue
         sources = [index for index, _ in here]
-        found = grid.rectangle(sources, column)[:, keep]
-        present = grid.presence(sources)[:, keep]
-        at = np.ix_([index for _, index in here], target[keep])
-        values[at] = np.where(present, found, values[at])
+        found = grid.rectangle(sources, column)
+        at = _corner([index for _, index in here], target[keep])
+        if not keep.all():
+            found = found[:, keep]
+        if grid.present is None:
+            values[at] = found
+        else:
+            values[at] = np.where(grid.presence(sources)[:, keep], found, values[at])
         seen[target[keep]] = True
-    if steps is None:
+    if steps is None and not seen.all():
         wanted, values = wanted[seen], values[:, seen]
     return Matrix(list(sites), wanted, values)
+
+
+def _corner(rows: list[int], columns: npt.NDArray[np.int64]) -> Any:
+    """An index for these rows and columns; plain slices where both lie together, which is many times faster."""
+    together = rows == list(range(rows[0], rows[-1] + 1)) and bool(np.all(np.diff(columns) == 1))
+    if together:
+        return slice(rows[0], rows[-1] + 1), slice(int(columns[0]), int(columns[-1]) + 1)
+    return np.ix_(np.asarray(rows), columns)
 
 
 def table_of(

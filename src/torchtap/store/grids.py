@@ -73,22 +73,26 @@ class Grid:
 
     def rectangle(self, sites: Sequence[int], statistic: int) -> npt.NDArray[np.float64]:
         """One statistic of some sites: (sites, rows)."""
+        if not len(sites) or not len(self.rows):
+            return np.zeros((len(sites), len(self.rows)))
         width = len(self.rows) * 8
-        count = len(self.axes.statistics)
-        starts = [(site * count + statistic) * width for site in sites]
-        if len(sites) * count * 2 > self.values.nbytes // max(width, 1) and self.values.nbytes <= 64 << 20:
-            whole = self.all_values()
-            return whole[list(sites), statistic, :]
-        pieces = self.segment.read_ranges(self.values, [(start, start + width) for start in starts])
-        return (
-            np.stack([np.frombuffer(piece, "<f8") for piece in pieces])
-            if pieces
-            else np.zeros((0, len(self.rows)))
-        )
+        first, last = min(sites), max(sites)
+        start = statistic * len(self.axes.sites) * width
+        if len(sites) * 4 > last - first:  # nearly all of a stretch: one read
+            (whole,) = self.segment.read_ranges(
+                self.values, [(start + first * width, start + (last + 1) * width)]
+            )
+            span = np.frombuffer(whole, "<f8").reshape(-1, len(self.rows))
+            if list(sites) == list(range(first, last + 1)):
+                return span
+            return span[np.asarray(sites) - first]
+        starts = [start + site * width for site in sites]
+        pieces = self.segment.read_ranges(self.values, [(at, at + width) for at in starts])
+        return np.stack([np.frombuffer(piece, "<f8") for piece in pieces])
 
     def all_values(self) -> npt.NDArray[np.float64]:
         """Every value: (sites, statistics, rows)."""
-        return self.segment.array(self.values, "<f8")
+        return self.segment.array(self.values, "<f8").transpose(1, 0, 2)
 
     def _presence(self, sites: Sequence[int]) -> npt.NDArray[np.bool_]:
         width = len(self.rows)
@@ -118,7 +122,7 @@ def read_grids(segment: Segment, clock_rows: int, cache: AxesCache) -> list[Grid
         if rows.ndim != 1 or (len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < clock_rows)):
             raise RunCorruptError(f"the rows of grid {number} are not rows of the clock")
         sites = len(axes.sites)
-        values = segment.entry(f"grid{number}.values", "F64", (sites, len(axes.statistics), len(rows)))
+        values = segment.entry(f"grid{number}.values", "F64", (len(axes.statistics), sites, len(rows)))
         present = None
         if f"grid{number}.present" in segment.header.entries:
             present = segment.entry(f"grid{number}.present", "BOOL", (sites, len(rows)))

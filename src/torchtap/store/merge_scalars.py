@@ -111,7 +111,7 @@ def _gather(segment: Segment, start: int, groups: dict[str, _Group]) -> None:
     number = 0
     while (note := segment.header.metadata.get(f"grid{number}")) is not None:
         entry = segment.entry(f"grid{number}.values", "F64")
-        group = groups.setdefault(note, _Group(entry.shape[0], entry.shape[1]))
+        group = groups.setdefault(note, _Group(entry.shape[1], entry.shape[0]))
         group.rows.append(segment.array(segment.entry(f"grid{number}.rows", "I64"), "<i8") + start)
         mask = segment.header.entries.get(f"grid{number}.present")
         group.present.append(None if mask is None else segment.array(mask, "|u1"))
@@ -142,7 +142,7 @@ def _write(
     for name, code, array in numbers:
         add(name, code, array.shape, array.nbytes)
     for number, group in enumerate(groups):
-        shape = (group.sites, group.statistics, group.length)
+        shape = (group.statistics, group.sites, group.length)
         add(f"grid{number}.values", "F64", shape, group.sites * group.statistics * group.length * 8)
     for name, code, array in bytes_:
         add(name, code, array.shape, array.nbytes)

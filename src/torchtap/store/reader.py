@@ -24,7 +24,7 @@ from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
 from torchtap.store.assemble import matrix_of, series_of, table_of
 from torchtap.store.clock import Timeline
 from torchtap.store.folder import Folder, LocalFolder
-from torchtap.store.grids import AxesCache
+from torchtap.store.grids import Axes, AxesCache
 from torchtap.store.layout import attempt_folder, parse_attempt, parse_rank, rank_folder
 from torchtap.store.part import Part
 from torchtap.store.results import HistogramResult, Matrix, Series, Table, TensorRef
@@ -83,7 +83,8 @@ class Run:
         self._axes: AxesCache = {}
         self._parts: dict[int, Part] = {}
         self._timeline = Timeline([])
-        self._names: list[str] | None = None
+        self._names: dict[str, None] | None = None
+        self._distinct: list[Axes] | None = None
         self.refresh()
 
     # --- keeping up with a live run -----------------------------------------------------------------------
@@ -105,6 +106,7 @@ class Run:
             part.refresh()
         self._timeline = Timeline([part.clock for part in self._parts.values()])
         self._names = None
+        self._distinct = None
 
     def follow(self, poll: float = 0.5) -> Iterator[int]:
         """Each step as it becomes visible, those already there first; ends when the recording has ended."""
@@ -210,19 +212,29 @@ class Run:
 
     def sites(self) -> list[str]:
         """The sites that something was recorded of, in the order of execution as far as the session noted it."""
+        return list(self._site_names())
+
+    def _site_names(self) -> dict[str, None]:
         if self._names is None:
             self._names = self._steady(self._find_sites)
-        return list(self._names)
+        return self._names
 
-    def _find_sites(self) -> list[str]:
+    def _find_sites(self) -> dict[str, None]:
         found: dict[str, None] = {}
+        for axes in self._all_axes():
+            found.update(dict.fromkeys(axes.sites))
         for part in self._parts.values():
-            for segment in part.scalars:
-                for grid in segment.grids:
-                    found.update(dict.fromkeys(grid.axes.sites))
             for name in part.tensor_names:
                 found.update((tensor.name.site, None) for tensor in part.tensors_in(name))
-        return list(dict.fromkeys([name for name in self.site_facts() if name in found] + list(found)))
+        return dict.fromkeys([name for name in self.site_facts() if name in found] + list(found))
+
+    def _all_axes(self) -> list[Axes]:
+        """The axes of every grid, equal ones once: a long run has thousands of grids of the same."""
+        if self._distinct is None:
+            parts = self._parts.values()
+            grids = (grid for part in parts for segment in part.scalars for grid in segment.grids)
+            self._distinct = list({id(grid.axes): grid.axes for grid in grids}.values())
+        return self._distinct
 
     def site_facts(self) -> dict[str, dict[str, Any]]:
         """What is known of each site (class, source, shape, dtype ...), by name, in the order of execution.
@@ -239,11 +251,9 @@ class Run:
         if site is not None:
             self._check(site)
         found: dict[str, None] = {}
-        for part in self._parts.values():
-            for segment in part.scalars:
-                for grid in segment.grids:
-                    if site is None or site in grid.axes.site_index:
-                        found.update(dict.fromkeys(grid.axes.statistics))
+        for axes in self._all_axes():
+            if site is None or site in axes.site_index:
+                found.update(dict.fromkeys(axes.statistics))
         return list(found)
 
     def steps(self, site: str | None = None) -> npt.NDArray[np.int64]:
@@ -397,7 +407,7 @@ class Run:
         )
 
     def _check(self, site: str) -> None:
-        known = self.sites()
+        known = self._site_names()
         if site not in known:
             near = tuple(difflib.get_close_matches(site, known, n=3, cutoff=0.3))
             hint = f"the nearest are {', '.join(map(repr, near))}" if near else "run.sites() lists them"

@@ -1,7 +1,7 @@
 """Scalar segments: the clock and every number of some steps, laid out so that one series lies in one stretch.
 
 Entries: ``clock.step/epoch/batch/phase/time`` with one row for each record, and for each grid of sites by
-statistics ``gridN.values`` (sites, statistics, rows), ``gridN.rows`` (which rows of the clock) and, only
+statistics ``gridN.values`` (statistics, sites, rows), ``gridN.rows`` (which rows of the clock) and, only
 where a site was absent, ``gridN.present`` (sites, rows). A step exists once its row of the clock does: the
 tensors of a step appear before it.
 """
@@ -118,7 +118,7 @@ class ScalarBuffer:
         clock = {name: np.ascontiguousarray(columns[name]) for name in CLOCK}
         grids = []
         for grid in self._grids.values():
-            values = np.stack(grid.values, axis=-1).astype("<f8", copy=False)
+            values = np.stack([block.T for block in grid.values], axis=-1).astype("<f8", copy=False)
             present = None
             if any(mask is not None for mask in grid.present):
                 everyone = np.ones(len(grid.sites), bool)

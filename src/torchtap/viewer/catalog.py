@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Catalog", "NumberGrid", "OpenRun", "Refused"]
 
 _GRID_BYTES = 768 << 20  # statistics of a run kept in memory, as float32
+_STRETCH = 1 << 21  # numbers read at a time
 _TENSOR_BYTES = 256 << 20
 _LARGEST_TENSOR = 2 << 30
 
@@ -122,15 +123,17 @@ class OpenRun:
         fresh_steps = steps if grown is None else steps[len(grown.steps) :]
         if grown is not None and not len(fresh_steps):
             return grown
-        names, columns, values = self.run.matrix(
-            statistic, sites=sites, steps=None if grown is None else fresh_steps
-        )
-        with np.errstate(over="ignore"):
-            numbers = np.asarray(values).astype(np.float32)
+        numbers = np.empty((len(sites), len(steps)), dtype=np.float32)
+        done = len(steps) - len(fresh_steps)
         if grown is not None:
-            columns = np.concatenate([grown.steps, np.asarray(columns)])
-            numbers = np.concatenate([grown.values, numbers], axis=1)
-        return NumberGrid(list(names), np.asarray(columns, dtype=np.int64), numbers)
+            numbers[:, :done] = grown.values
+        # A stretch of steps at a time: the reader's float64 would be twice as large as what is kept.
+        stretch = max(1, _STRETCH // max(1, len(sites)))
+        for start in range(done, len(steps), stretch):
+            part = steps[start : start + stretch]
+            with np.errstate(over="ignore"):
+                numbers[:, start : start + len(part)] = self.run.matrix(statistic, sites, part).values
+        return NumberGrid(sites, steps, numbers)
 
     def tensor(self, site: str, step: int | None, field: str) -> npt.NDArray[Any]:
         """A recorded tensor; the last few are kept, for the sliders of the page."""
