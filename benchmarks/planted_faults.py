@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from benchmarks.planted_models import FAMILIES, LAYERS, build
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.planted_models import FAMILIES, LAYERS, build
 
 __all__ = ["Case", "Outcome", "cases", "judge", "summary"]
 

@@ -39,6 +39,7 @@ from torchtap.schedule import Epochs
 from torchtap.session import watch
 from torchtap.sites import Selector, Site
 from torchtap.store.record import StepRecord
+from torchtap.taps.attach import tree_of
 from torchtap.taps.fitting import Via
 from torchtap.taps.structure import fill, from_names
 
@@ -72,7 +73,7 @@ class Monitor:
         strict: bool = False,
         via: Via = "hook",
     ) -> None:
-        self._layers = monitored_layers(model, layers_to_monitor)
+        self._layers = monitored_layers(tree_of(model), layers_to_monitor)
         self.epochs_to_record, self.batch_indices = check_settings(
             self._layers, epochs_to_record, batch_indices
         )

@@ -1,0 +1,193 @@
+"""Six ways to look at a layer that people write by hand, each beside its counterpart here, with equal results."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchtap as tt
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 5), nn.ReLU())
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(1, 10)
+
+
+class SimpleModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear1 = nn.Linear(10, 5)
+        self.relu = nn.ReLU()
+        self.linear2 = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear2(self.relu(self.linear1(x)))
+
+
+def test_a_catcher_around_a_layer(model: nn.Sequential, x: Tensor) -> None:
+    class HandMade(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+            self.seen: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(x)
+            output = self.layer(x)
+            self.seen.append(output)
+            return output
+
+    layer = model[0]
+    keys = list(model.state_dict())
+    model[0] = HandMade(model[0])
+    expected = model(x)
+    by_hand = model[0].seen
+    model[0] = layer
+    with tt.capture(model, "0:input", "0:output", via="wrap") as seen:
+        assert list(model.state_dict()) == keys  # the hand-made one renames them
+        assert torch.equal(model(x), expected)
+    assert torch.equal(seen["0:input"], by_hand[0])
+    assert torch.equal(seen["0:output"], by_hand[1])
+    assert model[0] is layer
+
+
+def test_a_wrapper_that_accumulates_products_of_inputs() -> None:
+    class Accumulating(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.wrapped_layer, self.total = layer, torch.zeros(10, 10, dtype=torch.float64)
+
+        def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            rows = input.flatten(0, -2).double()
+            self.total += rows.T @ rows
+            return self.wrapped_layer(input, *args, **kwargs)
+
+    torch.manual_seed(0)
+    model, batches = SimpleModel(), [torch.randn(4, 3, 10) for _ in range(5)]
+    original = model.linear1
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if child is original:
+                setattr(module, name, Accumulating(child))
+    for batch in batches:
+        model(batch)
+    total = model.linear1.total
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Accumulating):
+                setattr(module, name, child.wrapped_layer)
+    assert model.linear1 is original
+
+    with tt.capture(model, "linear1:input", keep=tt.Gram(), via="wrap") as seen:
+        assert model.linear1 is not original
+        assert isinstance(model.linear1, nn.Linear)
+        for batch in batches:
+            model(batch)
+    assert model.linear1 is original
+    torch.testing.assert_close(seen["linear1:input"]["gram"], total)
+
+
+def test_a_forward_hook(model: nn.Sequential, x: Tensor) -> None:
+    by_hand: list[Any] = []
+
+    def forward_hook(module: nn.Module, input: Any, output: Any) -> None:
+        by_hand.append((input[0], output))
+
+    handle = model[0].register_forward_hook(forward_hook)
+    with tt.capture(model, "0:input", "0:output") as seen:
+        model(x)
+    handle.remove()
+    assert torch.equal(seen["0:input"], by_hand[0][0])
+    assert torch.equal(seen["0:output"], by_hand[0][1])
+    assert not model[0]._forward_hooks
+
+
+def test_a_forward_of_ones_own(x: Tensor) -> None:
+    class Custom(SimpleModel):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.relu(self.linear1(x))
+            x = torch.sigmoid(x)
+            return self.linear2(x)
+
+    torch.manual_seed(0)
+    model = SimpleModel()
+    custom = Custom()
+    custom.load_state_dict(model.state_dict())
+    with tt.edit(model, {"relu:output": torch.sigmoid}):
+        assert torch.equal(model(x), custom(x))
+    expected = model(x)
+    with tt.capture(model, "*:output", via="forward") as seen:
+        assert torch.equal(model.forward(x), expected)
+    assert len(seen) == 4
+
+
+def test_intermediate_outputs_returned_beside_the_output(x: Tensor) -> None:
+    class Intermediate(SimpleModel):
+        def forward(self, x: Tensor) -> Any:
+            intermediate_output = self.relu(self.linear1(x))
+            return self.linear2(intermediate_output), intermediate_output
+
+    torch.manual_seed(0)
+    model = SimpleModel()
+    by_hand = Intermediate()
+    by_hand.load_state_dict(model.state_dict())
+    final_output, values = tt.features(model, ["relu:output"])(x)
+    expected_final, expected_intermediate = by_hand(x)
+    assert torch.equal(final_output, expected_final)
+    assert torch.equal(values["relu:output"], expected_intermediate)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_with_a_graph_and_a_loss(tmp_path: Path, x: Tensor) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    torch.manual_seed(0)
+    model = SimpleModel()
+    sink = tt.TensorBoardSink(tmp_path / "simple_model")
+    sink.add_graph(model, x)
+    losses = []
+    with tt.watch(model, None, "linear1:output", sinks=[sink]) as watch:
+        for epoch in range(20):
+            with watch.step(epoch=epoch):
+                loss = model(x + epoch).sum()
+                watch.log("Loss", loss)
+                losses.append(loss.item())
+    events = EventAccumulator(str(tmp_path / "simple_model")).Reload()
+    assert [each.value for each in events.Scalars("value/Loss")] == pytest.approx(losses)
+    assert "linear1" in str(events.Graph())
+
+
+def test_captum_on_a_trained_model(x: Tensor) -> None:
+    attr = pytest.importorskip("captum.attr")
+    torch.manual_seed(0)
+    model = SimpleModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    output = model(x)
+    nn.MSELoss()(output, torch.randn_like(output)).backward()
+    optimizer.step()
+    expected = attr.IntegratedGradients(model).attribute(x.clone().requires_grad_(), target=0)
+    found = tt.attribute(model, ":input", method="IntegratedGradients", inputs=x, target=0)
+    torch.testing.assert_close(found, expected, check_dtype=False)
+
+
+def test_calibration_beats_rounding_in_the_quantization_example(capsys: pytest.CaptureFixture[str]) -> None:
+    result = runpy.run_path(str(ROOT / "examples" / "gptq_calibration.py"))["main"]()
+    assert result["worst layer"] < 1
+    assert result["calibrated"] < result["rounded"] / 2
+    assert result["one layer rounded"] > 0
+    assert "blocks.1.down" in capsys.readouterr().out
