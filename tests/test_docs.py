@@ -12,7 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose Python blocks, one after the other, form a program.
-PROGRAMS = [ROOT / "README.md", ROOT / "docs" / "forms.md", ROOT / "docs" / "reductions.md"]
+PROGRAMS = [
+    ROOT / "README.md",
+    ROOT / "docs" / "editing.md",
+    ROOT / "docs" / "forms.md",
+    ROOT / "docs" / "monitor.md",
+    ROOT / "docs" / "reductions.md",
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:
