@@ -205,3 +205,30 @@ def test_a_loss_that_the_session_noted_is_a_problem_of_a_closed_run_too(tmp_path
     with RunWriter(tmp_path, manifest={}) as writer:
         writer.event("lost", message="metric 'entropy' raised")
     assert any("metric 'entropy' raised" in problem for problem in open_run(tmp_path).problems)
+
+
+def test_the_steps_of_a_site_are_those_of_all_its_numbers_and_tensors(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, manifest={}) as writer:
+        for step, statistic in enumerate(("mean", "std", "max")):
+            block = ScalarBlock(
+                ("a:output", "b:output"), (statistic,), np.ones((2, 1)), np.array([True, step == 1])
+            )
+            writer.write(StepRecord(step, None, None, "train", 0.0, (block,), ()))
+        item = TensorItem("b:output", "value", "full", torch.ones(1))
+        writer.write(StepRecord(9, None, None, "train", 0.0, (), (item,)))
+    run = open_run(tmp_path)
+    assert run.steps("a:output").tolist() == [0, 1, 2]
+    assert run.steps("b:output").tolist() == [1, 9]
+
+
+def test_a_replaced_manifest_is_seen_and_an_unchanged_one_is_not_parsed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunWriter(tmp_path, manifest={"plan": 1}) as writer:
+        run = open_run(tmp_path)
+        writer.update_manifest(plan=2)
+        writer.flush()
+        run.refresh()
+        assert run.manifest["plan"] == 2
+        monkeypatch.setattr("torchtap.store.part.load_json", lambda text: pytest.fail("parsed again"))
+        run.refresh()

@@ -13,7 +13,7 @@ from torchtap.store.grids import Grid
 from torchtap.store.part import Part
 from torchtap.store.results import Matrix, Series, Table
 
-__all__ = ["matrix_of", "series_of", "table_of"]
+__all__ = ["matrix_of", "series_of", "steps_of", "table_of"]
 
 
 def _grids(parts: Sequence[Part], timeline: Timeline) -> Iterator[tuple[int, Grid]]:
@@ -47,6 +47,18 @@ def series_of(parts: Sequence[Part], timeline: Timeline, site: str, statistic: s
         order = np.argsort(steps, kind="stable")
         steps, value = steps[order], value[order]
     return Series(steps, value)
+
+
+def steps_of(parts: Sequence[Part], timeline: Timeline, site: str) -> npt.NDArray[np.int64]:
+    """The steps at which any number of a site was recorded; no values are read for it."""
+    rows: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    for start, grid in _grids(parts, timeline):
+        index = grid.axes.site_index.get(site)
+        if index is not None:
+            here = grid.rows if grid.present is None else grid.rows[grid.presence([index])[0]]
+            rows.append(here + start)
+    row = np.concatenate(rows)
+    return np.unique(timeline.clock.step[row[timeline.visible[row]]])
 
 
 def matrix_of(

@@ -31,6 +31,7 @@ class OpenFile(Protocol):
     """A file that is open for reading at any offset."""
 
     size: int
+    stamp: object  # another one once the file was replaced
 
     def read(self, offset: int, size: int) -> bytes:
         """Exactly ``size`` bytes, or ``RunCorruptError``."""
@@ -67,7 +68,9 @@ class LocalFile:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.size = os.fstat(descriptor).st_size
+        facts = os.fstat(descriptor)
+        self.size = facts.st_size
+        self.stamp: object = (facts.st_ino, facts.st_mtime_ns, facts.st_size)
 
     def read(self, offset: int, size: int) -> bytes:
         buffer = bytearray(size)

@@ -66,6 +66,7 @@ class Part:
         self._event_files: dict[SegmentName, list[dict[str, Any]]] = {}
         self._notes: list[str] = []
         self._last_flush = -1
+        self._manifest_stamp: object = None
         self.scalars: list[ScalarSegment] = []
         self.tensor_names: list[SegmentName] = []
         self.clock = join_clocks([])
@@ -163,9 +164,17 @@ class Part:
         return found
 
     def _load_manifest(self) -> None:
+        try:
+            with self._folder.open(MANIFEST) as opened:
+                stamp = opened.stamp
+        except OSError:
+            stamp = None
+        if stamp is not None and stamp == self._manifest_stamp:
+            return  # a large one takes long to parse, and it hardly ever changes
         manifest = self._load_object(MANIFEST)
         if manifest is None:
             return
+        self._manifest_stamp = stamp
         form = manifest.get("format")
         if not isinstance(form, dict) or form.get("name") != FORMAT_NAME:
             raise RunFormatError(f"{self.label}: {MANIFEST} is not that of a {FORMAT_NAME}")

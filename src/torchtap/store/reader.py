@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
-from torchtap.store.assemble import matrix_of, series_of, table_of
+from torchtap.store.assemble import matrix_of, series_of, steps_of, table_of
 from torchtap.store.clock import Timeline
 from torchtap.store.folder import Folder, LocalFolder
 from torchtap.store.grids import Axes, AxesCache
@@ -261,11 +261,9 @@ class Run:
         if site is None:
             return self._timeline.steps.copy()
         self._check(site)
-        found: list[npt.NDArray[np.int64]] = [
-            self.series(site, name).steps for name in self.statistics(site)[:1]
-        ]
-        found.append(np.array([ref.step for ref in self.tensors(site)], np.int64))
-        return np.unique(np.concatenate(found))
+        of_numbers = self._steady(lambda: steps_of(self._all_parts(), self._timeline, site))
+        of_tensors = np.array([ref.step for ref in self.tensors(site)], np.int64)
+        return np.union1d(of_numbers, of_tensors)
 
     def clock(self) -> np.recarray[Any, Any]:
         """Columns step, epoch, batch, phase, time (``clock.step``, ``clock["step"]``), a row for each record.
@@ -359,7 +357,7 @@ class Run:
         """A stored histogram; without ``step`` the last one."""
 
         def read() -> HistogramResult:
-            counts = self._find(site, step, "counts", None)
+            counts = self._find(site, step, "counts", "histogram")
             edges = self._find(site, counts.name.step, "edges", counts.name.reduction)
             return HistogramResult(counts.array(), edges.array())
 

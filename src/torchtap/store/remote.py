@@ -53,7 +53,13 @@ class RemoteFile:
     def __init__(self, system: Any, path: str) -> None:
         self._system = system
         self._path = path
-        self.size = int(system.info(path)["size"])
+        facts = system.info(path)
+        self.size = int(facts["size"])
+        # whichever of these the protocol has; without any, a file always counts as replaced
+        known = [
+            facts[name] for name in ("ETag", "etag", "LastModified", "mtime", "created") if name in facts
+        ]
+        self.stamp: object = (self.size, *map(str, known)) if known else object()
 
     def read(self, offset: int, size: int) -> bytes:
         if size == 0:
