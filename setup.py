@@ -10,7 +10,7 @@ setup(
         Extension(
             "torchtap.reduce._native",
             sources=["src/torchtap/reduce/_native.c"],
-            depends=["src/torchtap/reduce/_native_isa.h", "src/torchtap/reduce/_native_block.h"],
+            depends=[f"src/torchtap/reduce/_native_{part}.h" for part in ("block", "isa", "layout")],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],

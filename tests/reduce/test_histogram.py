@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.reduce.references import flat64
 from torch import Tensor
 
 from torchtap.errors import ReductionError
-from torchtap.reduce import Histogram, Reduction, Result
+from torchtap.reduce import Histogram, Reduction, Result, kernel
 from torchtap.testing import ReductionContract
 
 
@@ -52,6 +52,7 @@ def counted_by_edges(values: Sequence[Tensor], edges: Tensor) -> Result:
     }
 
 
+@pytest.mark.usefixtures("path")
 class TestHistogramOverARange(ReductionContract):
     rtol = atol = 0.0
 
@@ -62,6 +63,7 @@ class TestHistogramOverARange(ReductionContract):
         return counted_by_numpy(values, 10, -1, 1)
 
 
+@pytest.mark.usefixtures("path")
 class TestHistogramOfAnySize(ReductionContract):
     rtol = atol = 0.0
 
@@ -72,6 +74,7 @@ class TestHistogramOfAnySize(ReductionContract):
         return counted_by_edges(values, Histogram().edges)
 
 
+@pytest.mark.usefixtures("path")
 class TestAFineHistogramOfFewOctaves(ReductionContract):
     rtol = atol = 0.0
 
@@ -82,13 +85,13 @@ class TestAFineHistogramOfFewOctaves(ReductionContract):
         return counted_by_edges(values, Histogram(octaves=(-3, 1), per_octave=16).edges)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.floats(width=64) | st.integers(-60, 60).map(lambda e: math.copysign(2.0 ** abs(e), e)), max_size=40
     )
 )
-def test_no_number_is_lost_or_counted_twice(numbers: list[float]) -> None:
+def test_no_number_is_lost_or_counted_twice(path: str, numbers: list[float]) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         value = torch.tensor(numbers, dtype=torch.float64).to(dtype)
         for reduction in (Histogram(), Histogram(bins=7, range=(-3, 11))):
@@ -104,7 +107,7 @@ def test_no_number_is_lost_or_counted_twice(numbers: list[float]) -> None:
         assert torch.equal(found, wanted)
 
 
-def test_numbers_on_and_beside_the_edges_agree_with_numpy() -> None:
+def test_numbers_on_and_beside_the_edges_agree_with_numpy(path: str) -> None:
     reduction = Histogram(bins=10, range=(0, 1))
     edges = reduction.edges
     value = torch.cat(
@@ -114,7 +117,7 @@ def test_numbers_on_and_beside_the_edges_agree_with_numpy() -> None:
     TestHistogramOverARange().check(found, counted_by_numpy([value], 10, 0, 1))
 
 
-def test_zeros_lie_in_the_middle_bin_whatever_their_sign() -> None:
+def test_zeros_lie_in_the_middle_bin_whatever_their_sign(path: str) -> None:
     counts = Histogram().result(Histogram().update(None, torch.tensor([0.0, -0.0, 1e-30, -1e-30])))["counts"]
     assert isinstance(counts, Tensor)
     assert counts[len(counts) // 2] == 4
@@ -135,3 +138,24 @@ def test_zeros_lie_in_the_middle_bin_whatever_their_sign() -> None:
 def test_bins_that_cannot_be_are_refused_at_once(wrong: dict[str, object]) -> None:
     with pytest.raises(ReductionError):
         Histogram(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", sorted(kernel.DTYPE_CODES, key=str))
+def test_every_dtype_is_counted_as_its_numbers(path: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    value = (torch.randn(3, 5003) * 40).to(dtype)[:, ::2]
+    for reduction in (Histogram(), Histogram(bins=9, range=(-31, 50))):
+        found = reduction.result(reduction.update(None, value))
+        wanted = (
+            counted_by_edges([value], reduction.edges)
+            if reduction.range is None
+            else counted_by_numpy([value], 9, -31, 50)
+        )
+        TestHistogramOfAnySize().check(found, wanted)
+
+
+def test_numbers_beyond_the_grid_are_counted_by_their_side(path: str) -> None:
+    reduction = Histogram(octaves=(-2, 2))
+    value = torch.tensor([4.0, -4.0, 3.99, -1e300, 1e300, 5.0], dtype=torch.float64)
+    result = reduction.result(reduction.update(None, value))
+    assert (result["underflow"], result["overflow"]) == (2.0, 3.0)

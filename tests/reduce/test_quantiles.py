@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.reduce.references import flat64
 from torch import Tensor
@@ -30,6 +30,7 @@ def by_sorting(values: Sequence[Tensor]) -> Result:
     }
 
 
+@pytest.mark.usefixtures("path")
 class TestQuantiles(ReductionContract):
     rtol = 0.01
 
@@ -47,9 +48,11 @@ class TestFineQuantiles(TestQuantiles):
         return Quantiles(at=SHARES, accuracy=0.001)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(width=32), min_size=1, max_size=30), st.integers(0, 30))
-def test_any_numbers_and_any_split_give_the_same_accurate_answer(numbers: list[float], cut: int) -> None:
+def test_any_numbers_and_any_split_give_the_same_accurate_answer(
+    path: str, numbers: list[float], cut: int
+) -> None:
     whole = torch.tensor(numbers)
     reduction = Quantiles(at=SHARES)
     left = reduction.update(None, whole[:cut])

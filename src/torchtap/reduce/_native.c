@@ -38,6 +38,12 @@ typedef struct {
 
 static const State BLANK = {0, 0, 0, 0, 0, 0, INFINITY, -INFINITY, 0};
 
+/* Bins: equal ones between `edges`, or, without, those of octaves.py: 2**bits to each power of two. */
+typedef struct {
+    const double *edges;
+    Py_ssize_t bins, low, high, bits;
+} Grid;
+
 static void merge(State *into, const State *from)
 {
     const double before = into->count - into->nans - into->infs;
@@ -96,6 +102,7 @@ static inline float widen_bfloat16(uint16_t bits)
 }
 
 typedef void (*BlockFunction)(int, const char *, size_t, State *, const State *);
+typedef void (*CountFunction)(int, const char *, size_t, const Grid *, int64_t *);
 
 #define TARGET
 #define ISA(x) x##_plain
@@ -125,6 +132,7 @@ typedef void (*BlockFunction)(int, const char *, size_t, State *, const State *)
 #endif
 
 static BlockFunction block = block_plain;
+static CountFunction count = count_plain;
 static const char *instructions = "plain";
 
 static void choose_instructions(void)
@@ -133,10 +141,12 @@ static void choose_instructions(void)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         block = block_avx2;
+        count = count_avx2;
         instructions = "avx2";
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
             block = block_avx512;
+            count = count_avx512;
             instructions = "avx512";
         }
     }
@@ -224,105 +234,7 @@ static void measure_contiguous(int dtype, const char *raw, size_t n, int threads
     }
 }
 
-static void gather(char *to, const char *from, size_t n, ptrdiff_t stride, size_t bytes)
-{
-#define GATHER(type)                                                                                              \
-    for (size_t i = 0; i < n; i++)                                                                                \
-    ((type *)to)[i] = ((const type *)from)[(ptrdiff_t)i * stride]
-    if (stride == 1)
-        memcpy(to, from, n * bytes);
-    else if (bytes == 1)
-        GATHER(uint8_t);
-    else if (bytes == 2)
-        GATHER(uint16_t);
-    else if (bytes == 4)
-        GATHER(uint32_t);
-    else
-        GATHER(uint64_t);
-#undef GATHER
-}
-
-/* Sizes and strides with every size above one, outermost first, and no two that could be one. */
-typedef struct {
-    int dimensions;
-    size_t size[MOST_DIMENSIONS];
-    ptrdiff_t stride[MOST_DIMENSIONS];
-} Layout;
-
-static void measure_gathered(int dtype, const char *raw, const Layout *layout, State *out)
-{
-    const size_t most = block_length(dtype), bytes = ITEM_BYTES[dtype];
-    const int inner = layout->dimensions - 1;
-    const size_t row = layout->size[inner];
-    size_t at[MOST_DIMENSIONS] = {0};
-    size_t filled = 0;
-    double room[BLOCK / 2];
-    State one;
-    *out = BLANK;
-    for (;;) {
-        for (size_t start = 0; start < row;) {
-            const size_t space = most - filled, left = row - start, now = left < space ? left : space;
-            const char *from = raw + (ptrdiff_t)start * layout->stride[inner] * (ptrdiff_t)bytes;
-            start += now;
-            if (filled == 0 && layout->stride[inner] == 1 && now >= BLOCK / 8) {
-                block(dtype, from, now, &one, NULL); /* long rows need no gathering */
-                merge(out, &one);
-                continue;
-            }
-            gather((char *)room + filled * bytes, from, now, layout->stride[inner], bytes);
-            filled += now;
-            if (filled == most) {
-                block(dtype, (const char *)room, filled, &one, NULL);
-                merge(out, &one);
-                filled = 0;
-            }
-        }
-        int d = inner - 1;
-        for (; d >= 0; d--) {
-            raw += layout->stride[d] * (ptrdiff_t)bytes;
-            if (++at[d] < layout->size[d])
-                break;
-            raw -= (ptrdiff_t)layout->size[d] * layout->stride[d] * (ptrdiff_t)bytes;
-            at[d] = 0;
-        }
-        if (d < 0)
-            break;
-    }
-    if (filled) {
-        block(dtype, (const char *)room, filled, &one, NULL);
-        merge(out, &one);
-    }
-}
-
-static void measure_layout(int dtype, const char *raw, Layout *layout, int threads, State *out)
-{
-    /* Outermost is what moves farthest; insertion sort, since there are few. */
-    for (int i = 1; i < layout->dimensions; i++)
-        for (int j = i; j > 0 && layout->stride[j - 1] < layout->stride[j]; j--) {
-            const ptrdiff_t stride = layout->stride[j];
-            const size_t size = layout->size[j];
-            layout->stride[j] = layout->stride[j - 1];
-            layout->size[j] = layout->size[j - 1];
-            layout->stride[j - 1] = stride;
-            layout->size[j - 1] = size;
-        }
-    int last = 0;
-    for (int i = 1; i < layout->dimensions; i++) {
-        if (layout->stride[last] == layout->stride[i] * (ptrdiff_t)layout->size[i]) {
-            layout->size[last] *= layout->size[i];
-            layout->stride[last] = layout->stride[i];
-        } else {
-            last++;
-            layout->size[last] = layout->size[i];
-            layout->stride[last] = layout->stride[i];
-        }
-    }
-    layout->dimensions = last + 1;
-    if (last == 0 && layout->stride[0] == 1)
-        measure_contiguous(dtype, raw, layout->size[0], threads, out);
-    else
-        measure_gathered(dtype, raw, layout, out);
-}
+#include "_native_layout.h"
 
 /* ---- the way in from Python ---- */
 
@@ -398,7 +310,7 @@ static PyObject *py_measure_strided(PyObject *self, PyObject *const *args, Py_ss
 {
     Py_ssize_t a[4];
     Layout layout = {0};
-    size_t count = 1;
+    size_t elements = 1;
     (void)self;
     if (nargs != 6 || !PyTuple_Check(args[4]) || !PyTuple_Check(args[5])) {
         PyErr_SetString(PyExc_TypeError, "expected four numbers and two tuples");
@@ -416,7 +328,7 @@ static PyObject *py_measure_strided(PyObject *self, PyObject *const *args, Py_ss
         const Py_ssize_t stride = PyLong_AsSsize_t(PyTuple_GetItem(args[5], i));
         if (PyErr_Occurred())
             return NULL;
-        count *= (size_t)size;
+        elements *= (size_t)size;
         if (size != 1) {
             layout.size[layout.dimensions] = (size_t)size;
             layout.stride[layout.dimensions++] = stride;
@@ -424,15 +336,33 @@ static PyObject *py_measure_strided(PyObject *self, PyObject *const *args, Py_ss
     }
     State *out = (State *)a[0];
     const char *raw = (const char *)a[1];
-    if (count == 0)
+    if (elements == 0)
         *out = BLANK;
     else if (layout.dimensions == 0)
         measure_contiguous((int)a[2], raw, 1, 1, out);
-    else if (count * ITEM_BYTES[a[2]] < RELEASE_BYTES)
+    else if (elements * ITEM_BYTES[a[2]] < RELEASE_BYTES)
         measure_layout((int)a[2], raw, &layout, 1, out);
     else {
         Py_BEGIN_ALLOW_THREADS
         measure_layout((int)a[2], raw, &layout, (int)a[3], out);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
+/* count(counts, memory, count, dtype, edges, bins, low, high, bits): counts in bins of contiguous memory, added. */
+static PyObject *py_count(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_ssize_t a[9];
+    (void)self;
+    if (!take_numbers(args, nargs, 9, a) || !known_dtype(a[3]))
+        return NULL;
+    const Grid grid = {(const double *)a[4], a[5], a[6], a[7], a[8]};
+    if ((size_t)a[2] * ITEM_BYTES[a[3]] < RELEASE_BYTES)
+        count((int)a[3], (const char *)a[1], (size_t)a[2], &grid, (int64_t *)a[0]);
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        count((int)a[3], (const char *)a[1], (size_t)a[2], &grid, (int64_t *)a[0]);
         Py_END_ALLOW_THREADS
     }
     Py_RETURN_NONE;
@@ -444,12 +374,14 @@ static PyObject *py_use_instructions(PyObject *self, PyObject *name)
     (void)self;
     if (PyUnicode_CompareWithASCIIString(name, "plain") == 0) {
         block = block_plain;
+        count = count_plain;
         instructions = "plain";
     } else {
         choose_instructions();
 #ifdef HAVE_X86_CHOICE
         if (block == block_avx512 && PyUnicode_CompareWithASCIIString(name, "avx2") == 0) {
             block = block_avx2;
+            count = count_avx2;
             instructions = "avx2";
         }
 #endif
@@ -461,6 +393,7 @@ static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
     {"measure_fold", (PyCFunction)(void (*)(void))py_measure_fold, METH_FASTCALL, NULL},
     {"measure_strided", (PyCFunction)(void (*)(void))py_measure_strided, METH_FASTCALL, NULL},
+    {"count", (PyCFunction)(void (*)(void))py_count, METH_FASTCALL, NULL},
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
     {"use_instructions", py_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -1,4 +1,4 @@
-/* From raw memory of any dtype to the state of a span of it. Included by _native.c once for each instruction set. */
+/* From raw memory of any dtype to the state of a block of it, or to counts in bins. Included by _native.c once for each instruction set. */
 
 #define T float
 #define LANES 16
@@ -58,17 +58,6 @@
         }                                                                                                         \
     } while (0)
 
-#define CONVERTED(from, to, suffix, group, expression)                                                            \
-    do {                                                                                                          \
-        const from *given = (const from *)raw;                                                                    \
-        to *made = (to *)room;                                                                                    \
-        for (size_t i = 0; i < n; i++) {                                                                          \
-            const from v = given[i];                                                                              \
-            made[i] = (expression);                                                                               \
-        }                                                                                                         \
-        STATE_OF(suffix, group, (const to *)made, n);                                               \
-    } while (0)
-
 TARGET static void ISA(halves)(const uint16_t *given, float *made, size_t n)
 {
     size_t i = 0;
@@ -90,10 +79,56 @@ TARGET static void ISA(halves)(const uint16_t *given, float *made, size_t n)
     }
 }
 
+#define EACH(from, expression)                                                                                    \
+    do {                                                                                                          \
+        const from *given = (const from *)raw;                                                                    \
+        for (size_t i = 0; i < n; i++) {                                                                          \
+            const from v = given[i];                                                                              \
+            made[i] = (expression);                                                                               \
+        }                                                                                                         \
+    } while (0)
+
+/* Numbers that float holds exactly, as float. */
+TARGET static void ISA(floats)(int dtype, const char *raw, size_t n, float *made)
+{
+    switch (dtype) {
+    case FLOAT16:
+        ISA(halves)((const uint16_t *)raw, made, n);
+        break;
+    case BFLOAT16:
+        EACH(uint16_t, widen_bfloat16(v));
+        break;
+    case INT8:
+        EACH(int8_t, (float)v);
+        break;
+    case UINT8:
+        EACH(uint8_t, (float)v);
+        break;
+    case INT16:
+        EACH(int16_t, (float)v);
+        break;
+    case BOOL:
+        EACH(uint8_t, v ? 1.0f : 0.0f);
+        break;
+    }
+}
+
+/* Numbers that float would round, as double. */
+TARGET static void ISA(doubles)(int dtype, const char *raw, size_t n, double *made)
+{
+    if (dtype == INT32)
+        EACH(int32_t, (double)v);
+    else
+        EACH(int64_t, (double)v);
+}
+
 /* The state of one block of at most `block_length(dtype)` elements. `before` is the state of values nearby, or NULL. */
 TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, const State *before)
 {
-    double room[BLOCK / 4];
+    union {
+        float floats[BLOCK / 2];
+        double doubles[BLOCK / 4];
+    } room;
     switch (dtype) {
     case FLOAT32:
         STATE_OF(float, 128, (const float *)raw, n);
@@ -101,33 +136,109 @@ TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, 
     case FLOAT64:
         STATE_OF(double, 64, (const double *)raw, n);
         break;
-    case FLOAT16:
-        ISA(halves)((const uint16_t *)raw, (float *)room, n);
-        STATE_OF(float, 128, (const float *)room, n);
-        break;
     case BFLOAT16:
         STATE_OF(bfloat16, 128, (const uint16_t *)raw, n);
         break;
-    case INT8:
-        CONVERTED(int8_t, float, float, 128, (float)v);
-        break;
-    case UINT8:
-        CONVERTED(uint8_t, float, float, 128, (float)v);
-        break;
-    case INT16:
-        CONVERTED(int16_t, float, float, 128, (float)v);
-        break;
     case INT32:
-        CONVERTED(int32_t, double, double, 64, (double)v);
-        break;
     case INT64:
-        CONVERTED(int64_t, double, double, 64, (double)v);
+        ISA(doubles)(dtype, raw, n, room.doubles);
+        STATE_OF(double, 64, (const double *)room.doubles, n);
         break;
-    case BOOL:
-        CONVERTED(uint8_t, float, float, 128, v ? 1.0f : 0.0f);
+    default:
+        ISA(floats)(dtype, raw, n, room.floats);
+        STATE_OF(float, 128, (const float *)room.floats, n);
         break;
     }
 }
 
+/* For each number, which count of an octave grid it belongs to (octaves.py); `mantissa` of its bits are below the
+ * exponent. */
+#define OCTAVE_PLACES(bits_type, signed_type, mantissa, bias)                                                     \
+    do {                                                                                                          \
+        const bits_type *bits = (const bits_type *)numbers;                                                       \
+        const bits_type magnitude_mask = ~(bits_type)0 >> 1;                                                      \
+        const bits_type infinite = (bits_type)(2 * (bias) + 1) << (mantissa);                                     \
+        const int shift = (mantissa)-grid->bits;                                                                  \
+        const signed_type first = ((signed_type)(grid->low + (bias)) << grid->bits) - 1;                          \
+        for (size_t i = 0; i < n; i++) {                                                                          \
+            const bits_type magnitude = bits[i] & magnitude_mask;                                                 \
+            signed_type step = (signed_type)(magnitude >> shift) - first;                                         \
+            step = step < 0 ? 0 : step;                                                                           \
+            step = step > side + 1 ? side + 1 : step;                                                             \
+            signed_type place = side + 1 + (bits[i] > magnitude_mask ? -step : step);                             \
+            place = magnitude == infinite ? 2 * side + 4 : place;                                                 \
+            place = magnitude > infinite ? 2 * side + 3 : place;                                                  \
+            places[i] = (int32_t)place;                                                                           \
+        }                                                                                                         \
+    } while (0)
+
+TARGET static void ISA(octave_places)(int wide, const void *numbers, size_t n, const Grid *grid, int32_t *places)
+{
+    const int32_t side = (int32_t)(grid->high - grid->low) << grid->bits;
+    if (wide)
+        OCTAVE_PLACES(uint64_t, int64_t, 52, 1023);
+    else
+        OCTAVE_PLACES(uint32_t, int32_t, 23, 127);
+}
+
+/* The same for equal bins between two ends: below, the bins, above, NaN, infinite. */
+#define RANGE_PLACES(type)                                                                                        \
+    do {                                                                                                          \
+        const type *given = (const type *)numbers;                                                                \
+        for (size_t i = 0; i < n; i++) {                                                                          \
+            const double v = (double)given[i];                                                                    \
+            double near = (v - low) * scale;                                                                      \
+            near = near > 0 ? near : 0; /* NaN too */                                                             \
+            near = near < bins - 1 ? near : bins - 1;                                                             \
+            int32_t place = (int32_t)near;                                                                        \
+            /* Rounding may be off by one beside an edge; the edges decide. */                                    \
+            place -= v < edges[place] && place > 0;                                                               \
+            place += v >= edges[place + 1] && place < bins - 1;                                                   \
+            place = v < low ? 0 : v > high ? bins + 1 : place + 1;                                                \
+            place = v - v == 0 ? place : v == v ? bins + 3 : bins + 2;                                            \
+            places[i] = place;                                                                                    \
+        }                                                                                                         \
+    } while (0)
+
+TARGET static void ISA(range_places)(int wide, const void *numbers, size_t n, const Grid *grid, int32_t *places)
+{
+    const int32_t bins = (int32_t)grid->bins;
+    const double *edges = grid->edges, low = edges[0], high = edges[bins], scale = bins / (high - low);
+    if (wide)
+        RANGE_PLACES(double);
+    else
+        RANGE_PLACES(float);
+}
+
+/* How many of the elements belong to each place of a grid, added to `counts`. */
+TARGET static void ISA(count)(int dtype, const char *raw, size_t n, const Grid *grid, int64_t *counts)
+{
+    union {
+        float floats[BLOCK / 4];
+        double doubles[BLOCK / 4];
+    } room;
+    int32_t places[BLOCK / 4];
+    const int wide = dtype == FLOAT64 || dtype == INT32 || dtype == INT64;
+    const int as_it_is = dtype == FLOAT32 || dtype == FLOAT64;
+    while (n) {
+        const size_t now = n < BLOCK / 4 ? n : BLOCK / 4;
+        if (wide && !as_it_is)
+            ISA(doubles)(dtype, raw, now, room.doubles);
+        else if (!as_it_is)
+            ISA(floats)(dtype, raw, now, room.floats);
+        const void *numbers = as_it_is ? (const void *)raw : (const void *)&room;
+        if (grid->edges)
+            ISA(range_places)(wide, numbers, now, grid, places);
+        else
+            ISA(octave_places)(wide, numbers, now, grid, places);
+        for (size_t i = 0; i < now; i++)
+            counts[places[i]]++;
+        raw += now * ITEM_BYTES[dtype];
+        n -= now;
+    }
+}
+
 #undef STATE_OF
-#undef CONVERTED
+#undef EACH
+#undef OCTAVE_PLACES
+#undef RANGE_PLACES

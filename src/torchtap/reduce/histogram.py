@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtap.errors import ReductionError
+from torchtap.reduce import kernel
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.octaves import OctaveGrid, tally
 from torchtap.reduce.readable import readable_real
@@ -108,6 +109,8 @@ class Histogram(Reduction[Tensor]):
         (low, high), bins = self.range, self.bins
         edges = self.edges.to(plain.device)
         counts = torch.zeros(bins + 4, dtype=torch.int64, device=plain.device)
+        if kernel.count(plain, counts, edges=edges):
+            return counts
         for chunk in torch.split(plain.reshape(-1), _CHUNK):
             x = chunk.double()
             nan = x.isnan()

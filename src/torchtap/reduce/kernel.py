@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchtap.reduce.readable import PLAIN_TYPES
 
-__all__ = ["DTYPE_CODES", "MANY", "measure", "native"]
+__all__ = ["DTYPE_CODES", "MANY", "count", "measure", "native"]
 
 
 def _load() -> ModuleType | None:
@@ -67,4 +67,21 @@ def measure(kernel: ModuleType, address: int, value: Tensor) -> bool:
         return False
     else:
         kernel.measure_strided(address, pointer, code, threads, value.shape, value.stride())
+    return True
+
+
+def count(
+    value: Tensor, counts: Tensor, *, edges: Tensor | None = None, octaves: tuple[int, int, int] = (0, 0, 0)
+) -> bool:
+    """Add to ``counts`` how many elements are in each bin; False where the kernel cannot read the value.
+
+    ``value`` comes from `readable`, so that its memory is there. Bins are between float64 ``edges``, or those of an
+    octave grid: its lowest and highest exponent and the bits that cut an octave.
+    """
+    code = DTYPE_CODES.get(value.dtype)
+    if native is None or code is None or not value.is_cpu:
+        return False
+    flat = value.contiguous()
+    at, bins = (0, 0) if edges is None else (edges.data_ptr(), len(edges) - 1)
+    native.count(counts.data_ptr(), flat.data_ptr(), flat.numel(), code, at, bins, *octaves)
     return True

@@ -1,7 +1,7 @@
 """A grid of bins for numbers of any size: powers of two, each cut evenly, mirrored at zero.
 
 Which bin a number is in is read off the bits of its floating-point form: exact, the same on every device,
-and some twenty times faster than a search. On each side of zero, ``per_octave`` bins cut each power of two
+and far faster than a search. On each side of zero, ``per_octave`` bins cut each power of two
 from ``2 ** low`` to ``2 ** high``; each is closed at its end nearer to zero. Between the sides lies one bin
 for what is smaller, beyond them what is larger.
 """
@@ -14,6 +14,8 @@ from typing import final
 
 import torch
 from torch import Tensor
+
+from torchtap.reduce import kernel
 
 __all__ = ["OctaveGrid", "tally"]
 
@@ -66,8 +68,10 @@ class OctaveGrid:
         return torch.where(magnitude > infinite, self.size - 2, place)
 
     def count(self, values: Tensor) -> Tensor:
-        """How many of the values belong to each place: int64, on the values' device."""
+        """How many of some `readable` values belong to each place: int64, on the values' device."""
         counts = torch.zeros(self.size, dtype=torch.int64, device=values.device)
+        if kernel.count(values, counts, octaves=(self.low, self.high, self.per_octave.bit_length() - 1)):
+            return counts
         for chunk in torch.split(values.reshape(-1), _CHUNK):
             counts += tally(self.places(chunk), self.size)
         return counts
