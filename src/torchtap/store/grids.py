@@ -82,17 +82,19 @@ class Grid:
             (whole,) = self.segment.read_ranges(
                 self.values, [(start + first * width, start + (last + 1) * width)]
             )
-            span = np.frombuffer(whole, "<f8").reshape(-1, len(self.rows))
+            span: npt.NDArray[np.float64] = np.frombuffer(whole, "<f8").reshape(-1, len(self.rows))
             if list(sites) == list(range(first, last + 1)):
                 return span
-            return span[np.asarray(sites) - first]
+            chosen: npt.NDArray[np.float64] = span[np.asarray(sites) - first]
+            return chosen
         starts = [start + site * width for site in sites]
         pieces = self.segment.read_ranges(self.values, [(at, at + width) for at in starts])
         return np.stack([np.frombuffer(piece, "<f8") for piece in pieces])
 
     def all_values(self) -> npt.NDArray[np.float64]:
         """Every value: (sites, statistics, rows)."""
-        return self.segment.array(self.values, "<f8").transpose(1, 0, 2)
+        stored: npt.NDArray[np.float64] = self.segment.array(self.values, "<f8")
+        return stored.transpose(1, 0, 2)
 
     def _presence(self, sites: Sequence[int]) -> npt.NDArray[np.bool_]:
         width = len(self.rows)
