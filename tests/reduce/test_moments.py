@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.reduce.references import NAMES, assert_statistics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.reduce.references import NAMES, assert_statistics
 from torchtap.reduce import moments
 from torchtap.reduce.moments import STATISTICS, blank_states, finish, merge_states
 from torchtap.reduce.octaves import OctaveGrid

@@ -78,19 +78,23 @@ class TopK(Reduction[_Top]):
         """Where the first k elements are, in order."""
         key = self._key(flat)
         if flat.device.type != "cpu":
-            return torch.topk(key.nan_to_num(-torch.inf), min(self.k, flat.numel())).indices
-        numbers = (~key.isnan()).nonzero().reshape(-1) if key.isnan().any() else None
-        if numbers is not None:
-            key = key[numbers]
+            if key.is_floating_point():
+                key = torch.where(key.isnan(), -torch.inf, key)
+            return torch.topk(key, min(self.k, key.numel())).indices
         k = min(self.k, key.numel())
         if k == 0:
             return torch.zeros(0, dtype=torch.int64)
-        last = torch.topk(key, k).values[-1]
-        ahead = (key > last).nonzero().reshape(-1)
-        level = (key == last).nonzero().reshape(-1)[: k - len(ahead)]
-        candidates = torch.cat([ahead, level]).sort().values
-        chosen = candidates[torch.sort(key[candidates], descending=True, stable=True).indices]
-        return chosen if numbers is None else numbers[chosen]
+        # One more than asked for tells whether the last place is contested; NaN would be in front.
+        top, candidates = torch.topk(key, min(k + 1, key.numel()))
+        if top.isnan().any():
+            numbers = (~key.isnan()).nonzero().reshape(-1)
+            return numbers[self._first(flat[numbers])]
+        if len(top) > k and top[k] == top[k - 1]:
+            ahead = (key > top[k]).nonzero().reshape(-1)
+            level = (key == top[k]).nonzero().reshape(-1)
+            candidates = torch.cat([ahead, level[: k - len(ahead)]])
+        candidates = candidates[:k].sort().values
+        return candidates[torch.sort(key[candidates], descending=True, stable=True).indices]
 
     def _key(self, flat: Tensor) -> Tensor:
         """Numbers that are the larger the earlier an element comes."""
