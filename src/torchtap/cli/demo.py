@@ -52,6 +52,7 @@ def _train(console: Console, folder: Path, steps: int) -> float:
     import torchtap as tt
     from torchtap.cli.demo_model import SmallGPT, Text
 
+    torch.set_num_threads(1)  # the model is too small to be shared between cores
     torch.manual_seed(0)
     text = Text()
     model = SmallGPT(len(text.alphabet))
