@@ -29,7 +29,8 @@ static const size_t ITEM_BYTES[DTYPES] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
 #define PIECE_BLOCKS 32    /* what a thread takes at a time */
 #define MOST_THREADS 64    /* memory is saturated long before */
 #define MOST_DIMENSIONS 64 /* as in torch */
-#define RELEASE_BYTES (1 << 17)
+/* Below this, handing the interpreter over and waiting to get it back costs more than the work. */
+#define RELEASE_BYTES (1 << 20)
 
 /* The same fields in the same order as moments.FIELDS. */
 typedef struct {
