@@ -35,6 +35,7 @@ ENTRY_COST = 16 << 10  # so many bytes of data are as much of a burden to a read
 _SMALLEST_RESERVE = 64 << 10
 _INDICES = "@indices"
 _UNKNOWN = "????????"  # stands for a checksum that is still being computed
+_PLAIN_NOTE = json.dumps({"crc32": _UNKNOWN}, separators=(",", ":"))
 _MOST_AWAITED = 4  # each holds on to its tensor's memory
 
 
@@ -146,17 +147,16 @@ class TensorSegments:
             if self._stream is not None and self._head_size + 2 * _room_for(name, payload) > self._reserve:
                 self._commit()
                 self._attempted = 1
-            while str(name) in self._notes:
-                name = TensorName(step, item.reduction, item.field, item.site, name.copy + 1)
+            while (text := str(name)) in self._notes:
+                name = name._replace(copy=name.copy + 1)
             if payload.indices is not None:
-                indices = TensorName(step, item.reduction, item.field, item.site, name.copy, indices=True)
-                self._append(str(indices), payload.indices)
-            self._append(str(name), payload)
+                self._append(str(name._replace(indices=True)), payload.indices)
+            self._append(text, payload)
             if not self._steps or self._steps[-1] != step:
                 self._steps.append(step)
             if self._nbytes >= self._segment_bytes or len(self._entries) >= MOST_ENTRIES:
                 self._commit()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return self._abandon(error)
         return None
 
@@ -166,27 +166,27 @@ class TensorSegments:
             return None
         try:
             self._commit()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return self._abandon(error)
         return None
 
     def _append(self, name: str, payload: Payload) -> None:
-        facts = dict(payload.notes)
+        facts = payload.notes
         stored, shape, buffer = payload.type, payload.shape, payload.buffer
         if not stored.native:
-            facts["dtype"] = stored.name
+            facts = facts | {"dtype": stored.name}
             shape = (*shape, stored.size)
         packed = self._compressor(buffer, stored.size) if self._compressor and len(buffer) else None
         code = stored.code
         if packed is not None:
-            facts |= {"codec": "zstd", "dtype": stored.name, "stored_shape": list(payload.shape)}
+            facts = facts | {"codec": "zstd", "dtype": stored.name, "stored_shape": list(payload.shape)}
             code, shape, buffer = "U8", (len(packed),), memoryview(packed)
         crc = self._checksum_of(buffer)
         if self._stream is not None:
             self._stream.append(buffer)
         else:
             self._held.append(buffer)
-        note = json.dumps(facts | {"crc32": _UNKNOWN}, separators=(",", ":"))
+        note = json.dumps(facts | {"crc32": _UNKNOWN}, separators=(",", ":")) if facts else _PLAIN_NOTE
         self._notes[name] = note
         self._awaited.append((name, crc))
         if len(self._awaited) > _MOST_AWAITED:
@@ -229,18 +229,21 @@ class TensorSegments:
         self._clear()
         self._appeared(name, nbytes)
 
-    def _abandon(self, error: OSError) -> Loss:
+    def _abandon(self, error: OSError | ValueError) -> Loss:
         if self._stream is not None:
             self._stream.abort()
             self._stream = None
-        loss = Loss(f"{error.strerror or error}", tensors=self._attempted, nbytes=self._nbytes)
+        loss = Loss(
+            f"{getattr(error, 'strerror', None) or error}", tensors=self._attempted, nbytes=self._nbytes
+        )
         self._clear()
         return loss
 
 
 def _room_for(name: TensorName, payload: Payload) -> int:
-    """No entry's part of the head is longer than this."""
-    return 2 * len(json.dumps(str(name))) + 128 * len(payload.shape) + 1024
+    """No entry's part of the head is longer than this: a character takes at most six bytes in JSON."""
+    letters = len(name.site) + 3 * (len(name.reduction) + len(name.field)) + 40
+    return 12 * letters + 128 * len(payload.shape) + 1024
 
 
 def _checksum_now(buffer: memoryview) -> Callable[[], int]:
