@@ -37,7 +37,8 @@ _WIDTH = 1024
 def run(outputs_mib: int = 4096, ceiling_mib: int = 512) -> dict[str, float]:
     """Measure in a fresh process."""
     command = [sys.executable, "-m", "benchmarks.monitor", str(outputs_mib), str(ceiling_mib), "--here"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ})
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

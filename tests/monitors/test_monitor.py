@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,36 @@ def test_results_of_ones_own_are_saved_beside(tmp_path: Path) -> None:
             monitor.save_custom_output(tensor, "../out.pt")
         with pytest.raises(ValueError, match="a Linear cannot be saved: give tensors"):
             monitor.save_custom_output({"model": model[0]}, "model.pt")
+
+
+@pytest.mark.parametrize("via", ["hook", "wrap", "forward"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_removing_the_hooks_leaves_the_model_exactly_as_before(
+    tmp_path: Path, via: Any, raises: bool
+) -> None:
+    def picture() -> list[Any]:
+        modules = dict(training.model.named_modules())
+        return [
+            {name: id(module) for name, module in modules.items()},
+            [sorted(vars(module)) for module in modules.values()],
+            [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules.values()],
+            list(training.model.state_dict()),
+        ]
+
+    training = setting()
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+    before, expected = picture(), training.model(tokens)
+    with (
+        pytest.raises(KeyError) if raises else nullcontext(),
+        Monitor(training.model, [FFN, SELF_ATTENTION, WEIGHTS], [1], tmp_path, [0], via=via) as monitor,
+    ):
+        monitor.set_epoch(1)
+        monitor.set_batch_idx(0)
+        training.model(tokens)
+        if raises:
+            raise KeyError("the body's own")
+    assert picture() == before
+    assert torch.equal(training.model(tokens), expected)
 
 
 def test_two_monitors_in_two_threads_do_not_mix(tmp_path: Path) -> None:

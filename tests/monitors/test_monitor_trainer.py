@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,48 @@ def test_two_loaders_side_by_side_are_one_epoch(tmp_path: Path) -> None:
     def fit() -> None:
         for batch, _ in zip(training.loader, DataLoader(training.loader.dataset, batch_size=3), strict=True):
             one_step(training, batch)
+
+    trainer.wrap_training_function(fit)()
+    assert files(tmp_path) == expected_files(1)
+
+
+def test_batches_that_are_fetched_ahead_are_numbered_as_they_are_used(tmp_path: Path) -> None:
+    def ahead(loader: Any) -> Iterator[Any]:
+        iterator = iter(loader)
+        current = next(iterator)
+        for following in iterator:
+            yield current
+            current = following
+        yield current
+
+    def fit(training: Any, batches: Callable[[Any], Iterator[Any]]) -> None:
+        for _ in range(2):
+            for batch in batches(training.loader):
+                one_step(training, batch)
+
+    for name, batches in {"plain": iter, "ahead": ahead}.items():
+        training = setting()
+        trainer = monitored(training, tmp_path / name)
+        trainer.wrap_training_function(fit)(training, batches)
+        assert (trainer.report.epochs, trainer.report.batches) == (2, 8)
+    assert files(tmp_path / "plain") == files(tmp_path / "ahead") == expected_files(2)
+    for path in (tmp_path / "plain").rglob("batch*.pt"):
+        other = tmp_path / "ahead" / path.relative_to(tmp_path / "plain")
+        assert torch.equal(torch.load(path)["output"], torch.load(other)["output"])
+
+
+def test_a_model_that_is_only_called_in_parts_is_followed_too(tmp_path: Path) -> None:
+    training = setting()
+    trainer = monitored(training, tmp_path)
+
+    def fit() -> None:
+        for tokens, _ in training.loader:
+            x = training.model.embedding(tokens)
+            for layer in training.model.transformer.encoder.layers:
+                x = layer(x)
+            training.optimizer.zero_grad()
+            x.square().mean().backward()
+            training.optimizer.step()
 
     trainer.wrap_training_function(fit)()
     assert files(tmp_path) == expected_files(1)
