@@ -11,7 +11,10 @@ import threading
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
+
+from torchtap.taps import inside
 
 if TYPE_CHECKING:
     from torchtap.taps.receiver import Receiver
@@ -63,7 +66,9 @@ def emit(name: str, value: Tensor) -> Tensor:
 
     With no session that asks for values it costs one look-up.
     """
-    if _active:
+    if inside.paths:  # a tracer follows: the value becomes a part of the graph
+        torch.ops.torchtap.emit.default(value, f"{inside.paths[-1]}:value.{name}")
+    elif not torch.compiler.is_compiling() and _active:
         for receiver in listening():
             if receiver.listens_to("value"):
                 receiver.take_from_inside("value", calling_module(receiver, 2), name, value)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torchtap.taps import inside
 from torchtap.taps.active import calling_module, listening
 from torchtap.taps.receiver import Receiver
 
@@ -272,6 +273,8 @@ def _entry_points() -> list[tuple[Any, str, Callable[..., dict[str, Any]], Calla
 def _wrapper(original: Any, bind: Callable[..., dict[str, Any]], arguments_of: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def attention(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _traced(original, args, kwargs, bind, arguments_of)
         if getattr(_inside, "busy", False):  # one entry point calls another: the outer one has seen to it
             return original(*args, **kwargs)
         _inside.busy = True
@@ -284,6 +287,41 @@ def _wrapper(original: Any, bind: Callable[..., dict[str, Any]], arguments_of: C
             _inside.busy = False
 
     return attention
+
+
+def _traced(
+    original: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bind: Callable[..., dict[str, Any]],
+    arguments_of: Callable[..., Any],
+) -> Any:
+    """The same for Dynamo, which follows: the map becomes a part of the graph and leaves through the op."""
+    if not inside.paths or inside.busy:
+        return original(*args, **kwargs)
+    inside.busy.append(True)
+    with torch.no_grad():
+        arguments = arguments_of(bind(args, kwargs))
+    if arguments is not None:
+        torch.ops.torchtap.emit.default(_whole_map(*arguments), f"{inside.paths[-1]}:attention")
+    result = original(*args, **kwargs)
+    inside.busy.pop()
+    return result
+
+
+def _whole_map(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    with torch.no_grad():
+        query, key = _with_batch(query.detach()), _with_batch(key.detach())
+        if query.shape[1] != key.shape[1]:
+            key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        bias = _bias(mask, is_causal, query.shape[-2], key.shape[-2], query)
+        factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        scores = (query * factor) @ key.transpose(-2, -1)
+        if bias is None:
+            return torch.softmax(scores, dim=-1)
+        return torch.softmax(scores + bias, dim=-1).nan_to_num(0.0)
 
 
 def _report(receiver: Receiver, bound: dict[str, Any], arguments_of: Callable[..., Any]) -> None:

@@ -19,16 +19,20 @@ from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from torchtap.sites import input_names
-from torchtap.taps import op
+from torchtap.taps import inside, op
 from torchtap.taps.leaves import input_leaves, leaves
 
 __all__ = [
     "Carriers",
+    "EnterCarrier",
     "InputCarrier",
+    "LeaveCarrier",
     "OutputCarrier",
     "Scriptable",
     "carried",
     "carriers_for",
+    "emit_leaves",
+    "note_the_way",
     "put_carriers",
     "remove_carriers",
 ]
@@ -55,13 +59,18 @@ class _Loader:
         return eval, (self._text,)
 
 
-def _hears() -> bool:
+def _hears(address: str) -> bool:
     """Whether an op call would be of use: someone listens, or the call is being put into a graph."""
-    # The compiler first: what follows would become guards of the compiled code.
-    return torch.compiler.is_compiling() or op.heard() or torch._C._is_tracing() or is_fx_symbolic_tracing()
+    # Tracers first: what follows would become guards of the compiled code.
+    return _traced() or "|" in address or op.heard()
 
 
-def _emit(address: str, kinds: tuple[str, ...], found: Iterable[tuple[str, Tensor]]) -> None:
+def _traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or is_fx_symbolic_tracing()
+
+
+def emit_leaves(address: str, kinds: tuple[str, ...], found: Iterable[tuple[str, Tensor]]) -> None:
+    """Hand tensors to the op, under their leaves' names."""
     for leaf, tensor in found:
         ending = f".{leaf}" if leaf else ""
         for kind in kinds:
@@ -94,8 +103,8 @@ class OutputCarrier(_Carrier):
     """A forward hook: ``kinds`` are of ``output`` and ``grad_output``."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if _hears():
-            _emit(self.address, self.kinds, leaves(output))
+        if _hears(self.address):
+            emit_leaves(self.address, self.kinds, leaves(output))
 
 
 @final
@@ -107,11 +116,29 @@ class InputCarrier(_Carrier):
         self.names = names
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _hears():
-            _emit(self.address, self.kinds, input_leaves(self.names, args, kwargs))
+        if _hears(self.address):
+            emit_leaves(self.address, self.kinds, input_leaves(self.names, args, kwargs))
 
     def _state(self) -> tuple[Any, ...]:
         return self.address, self.kinds, self.names
+
+
+@final
+class EnterCarrier(_Carrier):
+    """A forward pre-hook: while a tracer follows, notes that the module's forward begins."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _traced():
+            inside.paths.append(self.address)
+
+
+@final
+class LeaveCarrier(_Carrier):
+    """A forward hook: while a tracer follows, notes that the module's forward is over."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _traced() and inside.paths:
+            inside.paths.pop()
 
 
 @final
@@ -134,8 +161,12 @@ class Scriptable:
 class Carriers:
     """The carriers of some sites (path, module, kind) on a channel. They can be switched on and off again and again."""
 
-    def __init__(self, sites: Iterable[tuple[str, nn.Module, str]]) -> None:
+    def __init__(
+        self, sites: Iterable[tuple[str, nn.Module, str]], ways: Iterable[tuple[str, nn.Module]] = ()
+    ) -> None:
+        op.register()
         self.channel = op.Channel()
+        self._ways = [(module, self.channel.prefix + path) for path, module in ways]
         self.in_use = False
         self._handles: list[Any] = []
         self._modules: list[tuple[nn.Module, InputCarrier | None, OutputCarrier | None]] = []
@@ -147,6 +178,8 @@ class Carriers:
 
     def switch_on(self) -> None:
         """Have the modules emit."""
+        for module, address in self._ways:
+            self._handles += note_the_way(module, address)
         for module, before, after in self._modules:
             if before is not None:
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -158,6 +191,14 @@ class Carriers:
         handles, self._handles = self._handles, []
         for handle in reversed(handles):
             handle.remove()
+
+
+def note_the_way(module: nn.Module, address: str) -> list[Any]:
+    """Have a tracer know when it is inside a module."""
+    return [
+        module.register_forward_pre_hook(EnterCarrier(address, ("value",)), with_kwargs=True),
+        module.register_forward_hook(LeaveCarrier(address, ())),
+    ]
 
 
 def carriers_for(
@@ -174,6 +215,9 @@ def carriers_for(
 
 def put_carriers(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> None:
     """Have these modules of a model emit these kinds, wherever it goes."""
+    if any("value" in kinds for kinds in kinds_of.values()):
+        for path, module in model.named_modules():
+            note_the_way(module, path)
     for path, kinds in kinds_of.items():
         module = model.get_submodule(path)
         before, after = carriers_for(module, path, kinds)

@@ -13,16 +13,28 @@ Not here: parameters, their gradients and buffers, which are read from the modul
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
 from torchtap.errors import FormError
 from torchtap.sites import unwrap
-from torchtap.taps.carrier import Carriers
+from torchtap.taps import attention, inside
+from torchtap.taps.active import activate, deactivate
+from torchtap.taps.carrier import (
+    Carriers,
+    EnterCarrier,
+    InputCarrier,
+    LeaveCarrier,
+    OutputCarrier,
+    emit_leaves,
+)
 from torchtap.taps.forms import CarriedAttachment
+from torchtap.taps.leaves import input_leaves, leaves
 from torchtap.taps.passes import PassHooks
 from torchtap.taps.receiver import Receiver
 
@@ -120,16 +132,63 @@ _carriers: WeakKeyDictionary[nn.Module, dict[frozenset[tuple[str, str]], Carrier
 
 def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
     """Put a plan on a compiled model, or on one with compiled parts."""
+    _never_compile_alone()
     root = unwrap(model)
     sites = frozenset((port.port.site.path, port.kind) for port in receiver.ports.values())
+    looks_inside = receiver.listens_to("attention") or receiver.listens_to("value")
     known = _carriers.setdefault(root, {})
     carriers = known.get(sites)
     if carriers is None or carriers.channel.is_open():
         carriers = known[sites] = Carriers(
-            (port.port.site.path, port.port.site.module, port.kind)
-            for port in receiver.ports.values()
-            if port.port.site.module is not None
+            (
+                (port.port.site.path, port.port.site.module, port.kind)
+                for port in receiver.ports.values()
+                if port.port.site.module is not None
+            ),
+            ((place.path, place.module) for place in receiver.plan.places) if looks_inside else (),
         )
     number = carriers.channel.number
     switches = [Switch(region, number) for region in compiled_regions(model)]
-    return CarriedAttachment(receiver, carriers.channel, [carriers, *switches, PassHooks(model, receiver)])
+    looking = [_LookInside(receiver)] if looks_inside else []
+    return CarriedAttachment(
+        receiver, carriers.channel, [carriers, *switches, *looking, PassHooks(model, receiver)]
+    )
+
+
+@cache
+def _never_compile_alone() -> None:
+    """After a graph break Dynamo looks at each function by itself. Ours are to be traced with the model or not at all:
+    a graph of a hook alone does not know the model's autograd graph.
+    """
+    for function in (
+        OutputCarrier.__call__,
+        InputCarrier.__call__,
+        EnterCarrier.__call__,
+        LeaveCarrier.__call__,
+        emit_leaves,
+        leaves,
+        input_leaves,
+    ):
+        torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
+@final
+class _LookInside:
+    """While it is on, attention functions and ``emit`` report, in compiled code and around it."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._patch: Any = None
+
+    def switch_on(self) -> None:
+        activate(self._receiver)
+        if self._receiver.listens_to("attention"):
+            self._patch = attention.patch()
+
+    def switch_off(self) -> None:
+        deactivate(self._receiver)
+        inside.paths.clear()
+        inside.busy.clear()
+        if self._patch is not None:
+            self._patch.remove()
+            self._patch = None

@@ -26,8 +26,10 @@ from torchtap.taps.active import activate, deactivate
 from torchtap.taps.entries import LivePort
 from torchtap.taps.fitting import Via, fitting_for
 from torchtap.taps.leaves import input_leaves, leaves
+from torchtap.taps.op import Channel
 from torchtap.taps.receiver import Receiver
 from torchtap.taps.state import StateReader
+from torchtap.taps.traced import TracedPort
 
 __all__ = ["Attachment", "EagerAttachment"]
 
@@ -48,6 +50,7 @@ class Attachment(Protocol):
         """Leave the model as it was found."""
 
 
+is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -67,6 +70,7 @@ class EagerAttachment:
         self._armed: frozenset[int] = frozenset()
         self._handles: list[Any] = []
         self._state = StateReader(receiver)
+        self._channel = Channel()
 
     def arm(self, live: frozenset[int]) -> None:
         self._state.arm(live)
@@ -84,6 +88,7 @@ class EagerAttachment:
 
     def _install(self, live: frozenset[int]) -> None:
         receiver = self._receiver
+        self._channel.open(receiver)
         fit, keep = self._fitting, self._handles.append
         keep(fit.before(self._root, self._on_pass_begin, first=True))
         for port in receiver.ports.values():
@@ -120,6 +125,7 @@ class EagerAttachment:
         self._take_off()
 
     def _take_off(self) -> None:
+        self._channel.close()
         deactivate(self._receiver)
         handles, self._handles = self._handles, []
         for handle in reversed(handles):
@@ -135,46 +141,62 @@ class EagerAttachment:
 
     # -- hooks --------------------------------------------------------------------------------------------
 
+    # A model may be compiled while taps are on it. The compiler then traces these hooks: they emit through the op
+    # and leave passes alone.
+
     def _on_pass_begin(self, *_: Any) -> None:
-        if not in_backward():
+        if not is_compiling() and not in_backward():
             self._receiver.begin_pass(self._root.training)
 
     def _on_pass_end(self, *_: Any) -> None:
-        self._receiver.end_pass()
+        if not is_compiling():
+            self._receiver.end_pass()
 
     def _output_hook(self, port: LivePort) -> Callable[..., None]:
         receiver, take = self._receiver, self._receiver.take
+        traced = TracedPort(self._channel, port)
 
         # Called for every module: the two questions are those of `hears_this_thread` and `in_backward`, spelled out.
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if (receiver.thread == get_ident() or receiver.thread is None) and graph_task() == -1:
+            if is_compiling():
+                traced.emit_output(output)
+            elif (receiver.thread == get_ident() or receiver.thread is None) and graph_task() == -1:
                 take(port, output)
 
         return hook
 
     def _input_hook(self, port: LivePort) -> Callable[..., None]:
         receiver = self._receiver
+        traced = TracedPort(self._channel, port)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if receiver.hears_this_thread() and not in_backward():
+            if is_compiling():
+                traced.emit_inputs(args, kwargs)
+            elif receiver.hears_this_thread() and not in_backward():
                 receiver.take_inputs(port, args, kwargs)
 
         return hook
 
     def _grad_output_hook(self, port: LivePort) -> Callable[..., None]:
         receiver = self._receiver
+        traced = TracedPort(self._channel, port)
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if receiver.hears_this_thread():
+            if is_compiling():
+                traced.emit_output(output)
+            elif receiver.hears_this_thread():
                 receiver.take_gradients(port, leaves(output), recomputed=in_backward())
 
         return hook
 
     def _grad_input_hook(self, port: LivePort) -> Callable[..., None]:
         receiver = self._receiver
+        traced = TracedPort(self._channel, port)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if receiver.hears_this_thread():
+            if is_compiling():
+                traced.emit_inputs(args, kwargs)
+            elif receiver.hears_this_thread():
                 found = input_leaves(port.input_names, args, kwargs)
                 receiver.take_gradients(port, found, recomputed=in_backward())
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, final
 
+from torchtap.errors import SessionError
 from torchtap.taps.op import Channel, listen, stop_listening
 from torchtap.taps.receiver import Receiver
 from torchtap.taps.state import StateReader
+
+# In the attributes of a module whose calls go elsewhere.
+_MARK = "_torchtap_rerouted"
 
 __all__ = ["CarriedAttachment", "ForwardRoute", "Route"]
 
@@ -36,14 +40,21 @@ class ForwardRoute:
         self._before: list[Any] = []
 
     def switch_on(self) -> None:
+        if _MARK in self._attributes:
+            raise SessionError(
+                "another session is at work on this scripted, traced or exported model; one graph carries the taps "
+                "of one session at a time: ask for all sites in one session, or tap a second copy of the model"
+            )
         if "forward" in self._attributes:
             self._before.append(self._attributes["forward"])
         self._attributes["forward"] = self._forward
+        self._attributes[_MARK] = True
 
     def switch_off(self) -> None:
+        del self._attributes[_MARK]
         if self._before:
             self._attributes["forward"] = self._before.pop()
-        elif self._attributes.get("forward") is self._forward:
+        else:
             del self._attributes["forward"]
 
 

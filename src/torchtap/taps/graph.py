@@ -19,7 +19,7 @@ from torchtap.taps.graph_edit import carried_sites, readdress, tap_graph
 from torchtap.taps.op import address
 from torchtap.taps.passes import PassHooks
 from torchtap.taps.receiver import Receiver
-from torchtap.taps.regions import module_regions
+from torchtap.taps.regions import module_regions, outermost_class
 from torchtap.taps.skeleton import skeleton
 
 __all__ = ["attach_exported", "attach_graph", "called_modules", "exported_tree", "graph_tree"]
@@ -28,7 +28,7 @@ __all__ = ["attach_exported", "attach_graph", "called_modules", "exported_tree",
 def graph_tree(model: fx.GraphModule) -> nn.Module:
     """The modules that a plan binds to: real ones where the graph calls them, stand-ins elsewhere."""
     real = called_modules(model)
-    classes: dict[str, Any] = {}
+    classes: dict[str, Any] = {"": outermost_class(model.graph)}
     paths: dict[str, None] = {path: None for path, _ in model.named_modules()}
     for region in module_regions(model.graph):
         paths[region.path] = None

@@ -20,7 +20,7 @@ from torchtap.taps.copying import copy_with_shared_tensors
 
 __all__ = ["instrument"]
 
-_PASSED_ON = ("input", "output", "grad_input", "grad_output")
+_PASSED_ON = ("input", "output", "grad_input", "grad_output", "value")
 
 
 def instrument(model: Any, *taps: Plan | Tap | Selectable) -> Any:

@@ -33,7 +33,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torchtap.taps.receiver import Receiver
 
-__all__ = ["Channel", "address", "heard", "listen", "register", "stop_listening"]
+__all__ = ["Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
@@ -53,7 +53,6 @@ class Channel:
     """A way from op calls in one model's graphs to one receiver. ``prefix`` goes before each site's name."""
 
     def __init__(self) -> None:
-        register()
         self.number = next(_numbers)
         self.prefix = f"{self.number}|"
 
@@ -80,9 +79,19 @@ def register() -> None:
             _library = _define()
 
 
+def registered() -> bool:
+    """`register`, for code that Dynamo traces: it runs while tracing and leaves nothing in the graph."""
+    register()
+    return True
+
+
+# What torch.compiler.assume_constant_result sets; calling that would load the compiler.
+registered._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def heard() -> bool:
-    """Whether anyone at all listens. Not to be asked in code that Dynamo traces."""
-    return bool(_channels) or bool(_listeners)
+    """Whether anyone listens to sites without a channel. Not to be asked in code that Dynamo traces."""
+    return bool(_listeners)
 
 
 def listen(receiver: Receiver) -> None:
@@ -159,7 +168,10 @@ def _on_value(value: Tensor, site: str) -> None:
         return
     call = None if ticket is None else _booked.get(ticket)
     for receiver in receivers:
-        receiver.take_named(path, kind, leaf, value.detach(), call)
+        if kind in ("attention", "value"):
+            receiver.take_from_inside(kind, path, leaf, value.detach())
+        else:
+            receiver.take_named(path, kind, leaf, value.detach(), call)
 
 
 def _on_awaited(value: Tensor, site: str) -> None:

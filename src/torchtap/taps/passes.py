@@ -13,11 +13,11 @@ from torchtap.taps.receiver import Receiver
 __all__ = ["PassHooks", "in_pass"]
 
 
-def in_pass(receiver: Receiver, call: Callable[..., Any]) -> Callable[..., Any]:
+def in_pass(receiver: Receiver, model: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     """``call`` with a pass of the receiver around it."""
 
     def one_pass(*args: Any, **kwargs: Any) -> Any:
-        receiver.begin_pass()
+        receiver.begin_pass(getattr(model, "training", None))
         try:
             return call(*args, **kwargs)
         finally:
@@ -43,7 +43,7 @@ class PassHooks:
         if compiled is not None:
             # `model.compile()` compiles the module's hooks with it, and these must stay outside.
             self._covered = compiled
-            model.__dict__["_compiled_call_impl"] = in_pass(self._receiver, compiled)
+            model.__dict__["_compiled_call_impl"] = in_pass(self._receiver, model, compiled)
             return
         self._handles = [
             model.register_forward_pre_hook(self._begin, prepend=True),
@@ -61,7 +61,7 @@ class PassHooks:
 
     def _begin(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint's repetition
-            self._receiver.begin_pass()
+            self._receiver.begin_pass(self._model.training)
 
     def _end(self, *_: Any) -> None:
         self._receiver.end_pass()

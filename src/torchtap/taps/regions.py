@@ -19,7 +19,21 @@ from typing import Any, final
 import torch
 from torch import fx
 
-__all__ = ["Region", "module_regions", "source_of_node"]
+__all__ = ["Region", "module_regions", "outermost_class", "source_of_node"]
+
+
+# Operations that return what they are given when there is nothing to change.
+_NO_CHANGE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "to.dtype",
+        "to.device",
+        "to.dtype_layout",
+        "to.other",
+        "contiguous.default",
+        "alias.default",
+    )
+)
 
 
 @final
@@ -48,7 +62,20 @@ class Region:
             for node in self.nodes
             if self._is_activation(node) and any(user not in self.nodes for user in node.users)
         }
-        return _numbered(found)
+        own = {node: None for node in found if not self._passes_through(node)}
+        return _numbered(own or found)
+
+    def _passes_through(self, node: fx.Node) -> bool:
+        """Whether a node only hands on a value from outside, as ``x.to(x.dtype)`` does."""
+        if str(node.target) not in _NO_CHANGE or node.args[0] in self.nodes:
+            return False
+        given, made = (each.meta.get("val") for each in (node.args[0], node) if isinstance(each, fx.Node))
+        return (
+            given is not None
+            and made is not None
+            and given.dtype == made.dtype
+            and given.device == made.device
+        )
 
     def first_use_outside(self, value: fx.Node) -> fx.Node:
         """The node before which everything inside is done with the value and nothing outside has begun."""
@@ -72,6 +99,11 @@ def module_regions(graph: fx.Graph, lifted: frozenset[str] = frozenset()) -> lis
                 region = found.setdefault((path, call), Region(path, described, lifted))
                 region.nodes[node] = None
     return list(found.values())
+
+
+def outermost_class(graph: fx.Graph) -> Any:
+    """The class of the model itself, or its dotted name, if the graph tells."""
+    return next((entry[1] for node in graph.nodes for _, entry in _stack(node) if not entry[0]), None)
 
 
 def _stack(node: fx.Node) -> Iterator[tuple[str, tuple[str, Any]]]:

@@ -33,6 +33,7 @@ def script_tree(model: Any) -> nn.Module:
 
 def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
     """Put a plan on a scripted model."""
+    register()
     channel = Channel()
     kinds_of: dict[str, set[str]] = {}
     for port in receiver.ports.values():
@@ -47,7 +48,7 @@ def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
     for path, module in model.named_modules():
         if module._c._has_method("forward") and path in copies:
             forward = copies[path].forward
-            routes.append(ForwardRoute(module, in_pass(receiver, forward) if path == "" else forward))
+            routes.append(ForwardRoute(module, in_pass(receiver, model, forward) if path == "" else forward))
     absent = set(kinds_of) - set(script_modules(model)) - constant
     for port in receiver.ports.values():
         if port.port.site.path in absent:

@@ -95,8 +95,11 @@ def constant_sites(module: Any) -> dict[str, list[Any]]:
 
 
 def _forwards(instance: Any) -> list[Any]:
-    # A trace gives a module that is called again a further method: forward, forward1, forward2 ...
-    return [instance._get_method(n) for n in instance._method_names() if re.fullmatch(r"forward\d*", n)]
+    # A trace gives a module that is called again a further method: forward, forward1, forward2 ... An overloaded
+    # forward, as recurrent layers have, is compiled as forward__0, forward__1 ...
+    return [
+        instance._get_method(n) for n in instance._method_names() if re.fullmatch(r"forward(?:__)?\d*", n)
+    ]
 
 
 def _kinds_in(instance: Any) -> set[str]:

@@ -1,0 +1,204 @@
+"""torch.compile: nothing is ignored, nothing breaks, nothing is compiled twice, the user's own code stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.models import GPT, make
+from tests.taps.forms.structures import Repeated, UsesTensor, UsesTuple
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import torchtap as tt
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def test_statistics_of_every_module_of_a_gpt_take_two_graphs_and_no_break_over_100_steps() -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=1)
+    reference = GPT(layers=1)
+    reference.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, 11, (2, 6))
+    compiled = torch.compile(model, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = tt.watch(compiled, None, [tt.tap("*:output", keep=tt.Stats(), every=10)])
+    for _ in range(100):
+        with watch.step():
+            optimizer.zero_grad()
+            compiled(tokens).square().mean().backward()
+            optimizer.step()
+    assert not counters["graph_break"]
+    assert graphs() <= 2
+    assert [missing.site for missing in watch.coverage()] == ["blocks:output"]  # a list is never called
+    # The statistics are those of the eager model, which has trained along.
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.01)
+    eager = tt.watch(reference, None, [tt.tap("*:output", keep=tt.Stats(), every=10)])
+    for _ in range(100):
+        with eager.step():
+            optimizer.zero_grad()
+            reference(tokens).square().mean().backward()
+            optimizer.step()
+    for site in ("blocks.0.attn:output", "blocks.0:output", ":output"):
+        for statistic in ("mean", "std", "min", "max", "l2"):
+            assert watch.latest(site, statistic) == pytest.approx(eager.latest(site, statistic), rel=1e-3)
+    watch.close()
+    eager.close()
+
+
+@pytest.mark.parametrize("moment", ["before torch.compile", "after torch.compile", "after the first call"])
+def test_taps_are_never_ignored_whenever_they_come(moment: str) -> None:
+    model, x = UsesTensor().eval(), torch.randn(3, 4)
+    if moment == "before torch.compile":
+        with tt.capture(model, "*:output") as seen:
+            torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        assert ":output" in seen
+        return
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if moment == "after the first call":
+        compiled(x)
+    with tt.capture(compiled, "*:output") as seen:
+        compiled(x)
+    assert torch.equal(seen["made.linear:output"], model.made.linear(x))
+
+
+def test_the_compiled_code_of_the_user_is_neither_touched_nor_slowed() -> None:
+    compiled = torch.compile(UsesTensor(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 4)
+    compiled(x)
+    own = compiled.__dict__["forward"]
+    watch = tt.watch(compiled, None, [tt.tap("*:output", every=2)])
+    for step in range(4):
+        with watch.step():
+            assert (compiled.__dict__["forward"] is own) == (step % 2 == 1)
+            compiled(x)
+    watch.close()
+    assert compiled.__dict__["forward"] is own
+    assert graphs() == 2
+    assert not any(module._forward_hooks for module in compiled.modules())
+
+
+def test_asking_again_for_the_same_sites_compiles_nothing() -> None:
+    compiled = torch.compile(UsesTensor(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        with tt.capture(compiled, "*:output"):
+            compiled(x)
+    assert graphs() == 1
+
+
+def test_two_sessions_at_once_each_get_their_own_values() -> None:
+    compiled = torch.compile(UsesTuple(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 4)
+    with tt.capture(compiled, "made:output") as outer:
+        with tt.capture(compiled, "head:output") as inner:
+            compiled(x)
+        compiled(x)
+    assert list(outer) == ["made:output.0", "made:output.1", "made:output.0#1", "made:output.1#1"]
+    assert list(inner) == ["head:output"]
+
+
+def test_a_compiled_part_of_an_eager_model_is_tapped_with_the_rest() -> None:
+    model, x = UsesTensor(), torch.randn(3, 4, requires_grad=True)
+    with tt.capture(model, "*:output", "*:grad_output") as eager:
+        model(x).sum().backward()
+    model.made.compile(backend="aot_eager")
+    with tt.capture(model, "*:output", "*:grad_output") as seen:
+        model(x).sum().backward()
+    assert set(seen) == set(eager)
+    model.made = torch.compile(model.made, backend="aot_eager")  # and the other way to compile a part
+    with tt.capture(model, "*:output") as seen:
+        model(x)
+    assert "made.linear:output" in seen
+
+
+def test_a_gradient_of_a_module_that_is_called_again_belongs_to_its_own_call() -> None:
+    model = Repeated()
+    x = torch.randn(3, 4)
+    with tt.capture(model, "made:grad_output") as eager:
+        model(x).square().sum().backward()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with tt.capture(compiled, "made:grad_output") as seen:
+        compiled(x).square().sum().backward()
+    assert set(seen) == {"made:grad_output", "made:grad_output#1", "made:grad_output#2"}
+    for name in eager:
+        assert torch.equal(seen[name], eager[name])
+
+
+class Broken(nn.Module):
+    """The compiler cannot take this in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(x)
+        torch._dynamo.graph_break()
+        return self.shared(x)
+
+
+def test_calls_are_counted_over_a_graph_break() -> None:
+    model = Broken()
+    x = torch.randn(2, 4)
+    with tt.capture(model, "*:output", "*:grad_output") as eager:
+        model(x).square().sum().backward()
+    compiled = torch.compile(model, backend="aot_eager")
+    with tt.capture(compiled, "*:output", "*:grad_output") as seen:
+        compiled(x).square().sum().backward()
+    assert set(seen) == set(eager)
+    for name in eager:
+        torch.testing.assert_close(seen[name], eager[name])
+
+
+def test_dynamic_shapes_do_not_recompile_for_each_shape() -> None:
+    compiled = torch.compile(UsesTensor(), backend="aot_eager", dynamic=True, fullgraph=True)
+    with tt.capture(compiled, "*:output") as seen:
+        for rows in (3, 5, 7, 9):
+            compiled(torch.randn(rows, 4))
+    assert seen["head:output#3"].shape == (9, 2)
+    assert graphs() == 1
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return tt.emit("logits", self.linear(x)).softmax(-1)
+
+
+def test_emitted_values_and_attention_maps_leave_a_compiled_graph_without_a_break() -> None:
+    model, x = nn.Sequential(Router(), Router()), torch.randn(2, 4)
+    with tt.capture(model, "*:value") as eager:
+        model(x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    with tt.capture(compiled, "*:value") as seen:
+        compiled(x)
+    assert list(seen) == ["0:value.logits", "1:value.logits"]
+    assert torch.equal(seen["1:value.logits"], eager["1:value.logits"])
+
+    case = make("gpt")
+    with tt.capture(case.model, "*:attention") as eager:
+        case.model(*case.args)
+    compiled = torch.compile(case.model, backend="aot_eager", fullgraph=True)
+    with tt.capture(compiled, "*:attention") as seen:
+        compiled(*case.args)
+    assert set(seen) == set(eager)
+    for name in eager:
+        torch.testing.assert_close(seen[name], eager[name])
+    assert not counters["graph_break"]

@@ -1,0 +1,152 @@
+"""TorchScript, made here and only loaded: right names, late taps, switching on and off."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tests.taps.forms.making import saved_script
+from tests.taps.forms.structures import UsesKeywords, UsesTensor
+from torch import Tensor, nn
+
+import torchtap as tt
+from torchtap.sites import places, source_of
+from torchtap.taps.attach import tree_of
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Steered(nn.Module):
+    """Two instances of one class, in a loop and in a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looped = Cell()
+        self.chosen = Cell()
+
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        for _ in range(times):
+            x = self.looped(x)
+        if bool(x.sum() > 1000):
+            x = x + 1
+        else:
+            x = self.chosen(x)
+        return x
+
+
+def test_instances_of_one_class_in_loops_and_branches_keep_their_names() -> None:
+    model, x = Steered(), torch.randn(2, 4)
+    with tt.capture(model, "*:output", "*:input", "*:grad_output") as eager:
+        model(x, 3).sum().backward()
+    loaded = saved_script(torch.jit.script(model))
+    with tt.capture(loaded, "*:output", "*:input", "*:grad_output") as seen:
+        loaded(x, 3).sum().backward()
+    assert set(seen) == set(eager)
+    assert "looped.linear:output#2" in seen
+    for name in eager:
+        assert torch.equal(seen[name], eager[name]), name
+
+
+def test_taps_that_come_after_many_runs_are_not_ignored() -> None:
+    model = torch.jit.script(Steered())
+    x = torch.randn(2, 4)
+    for _ in range(4):
+        model(x)
+    with tt.capture(model, "*:output") as seen:
+        output = model(x)
+    assert torch.equal(seen[":output"], output)
+
+
+def test_leaving_the_block_leaves_the_scripted_model_as_it_was() -> None:
+    model = torch.jit.script(Steered())
+    before = dict(model.__dict__)
+    code = model.code
+    with pytest.raises(ZeroDivisionError), tt.capture(model, "*:output"):
+        raise ZeroDivisionError
+    assert model.__dict__.keys() == before.keys()
+    assert model.code == code
+
+
+def test_training_through_a_tapped_copy_trains_the_model_itself() -> None:
+    model = torch.jit.script(UsesTensor())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = model.head.weight.detach().clone()
+    with tt.capture(model, "*:output", "*:param_grad") as seen:
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    assert not torch.equal(model.head.weight, before)
+    assert "head:param_grad.weight" in seen
+    assert int(model.made.norm.num_batches_tracked) == 1
+
+
+def test_a_saved_artefact_is_switched_on_and_off_without_scripting_again() -> None:
+    model, x = UsesKeywords(), torch.randn(3, 4)
+    artefact = saved_script(torch.jit.script(tt.instrument(model, "made:output", "made:input")))
+    expected = model(x)
+    assert torch.equal(artefact(x), expected)
+    for _ in range(2):
+        with tt.capture(artefact, "made:*") as seen:
+            artefact(x)
+        assert set(seen) == {
+            "made:input.x", "made:input.others.0", "made:input.others.1", "made:input.mask", "made:output",
+        }  # fmt: skip
+        assert torch.equal(artefact(x), expected)
+
+
+def test_a_frozen_file_made_elsewhere_says_that_its_modules_are_gone() -> None:
+    frozen = saved_script(torch.jit.freeze(torch.jit.script(Steered().eval())))
+    assert tt.list_sites(frozen, "output") == [":output"]
+    with pytest.raises(tt.SelectionError):
+        tt.capture(frozen, "looped:output")
+
+
+def test_a_second_session_on_one_scripted_model_is_refused_in_words() -> None:
+    model = torch.jit.script(Steered())
+    with tt.capture(model, "*:output"), pytest.raises(tt.SessionError, match="one session"):
+        tt.capture(model, "*:input").__enter__()
+    with tt.capture(model, "*:output") as seen:
+        model(torch.randn(2, 4))
+    assert ":output" in seen
+
+
+def test_two_threads_with_two_models_of_one_file_do_not_mix() -> None:
+    x = torch.randn(2, 4)
+    models = [torch.jit.script(Steered()) for _ in range(2)]
+    wrong: list[Any] = []
+
+    def work(model: Any) -> None:
+        for _ in range(10):
+            with tt.capture(model, "*:output") as seen:
+                output = model(x)
+            if not torch.equal(seen[":output"], output) or len(seen) != 7:
+                wrong.append(list(seen))
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("form", ["script", "export"])
+def test_a_site_knows_its_source_in_a_file_that_was_only_loaded(form: str) -> None:
+    from tests.taps.forms.making import saved_program
+
+    model, x = UsesTensor(), torch.randn(3, 4)
+    if form == "script":
+        loaded = saved_script(torch.jit.script(model))
+    else:
+        loaded = saved_program(torch.export.export(model, (x,))).module()
+    sources = {place.path: source_of(place.module) or "" for place in places(tree_of(loaded))}
+    assert "structures.py:" in sources["made"]
+    assert "linear.py:" in sources["head"]
