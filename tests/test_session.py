@@ -411,3 +411,20 @@ def test_inference_mode_and_no_grad_are_seen_too() -> None:
     with tt.capture(model, "*:output") as seen, torch.no_grad():
         out = model(torch.ones(2, 7))
     assert torch.equal(seen["2:output"], out)
+
+
+def test_the_only_tensor_of_a_structure_is_found_without_its_leaf() -> None:
+    class Wrapped(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return x + 1, None
+
+    class Paired(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x
+
+    for model, found in ((Wrapped(), True), (Paired(), False)):
+        with tt.capture(model, ":output") as seen:
+            model(torch.zeros(2))
+        assert (":output" in seen) == found
+    with pytest.raises(LookupError, match="several leaves: :output.0, :output.1"):
+        seen[":output"]

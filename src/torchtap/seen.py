@@ -70,7 +70,20 @@ class Seen(Mapping[str, Any]):
             entry = self._by_name.get(spelling)
             if entry is not None and entry.shape is not None:
                 return entry
-        return None
+        return self._only_leaf(name)
+
+    def _only_leaf(self, name: str) -> Entry | None:
+        """A value that came inside a structure, such as ``(hidden, None)``, is found without its leaf if it is alone."""
+        path, _, kind = name.rpartition(":")
+        if "." in kind or "#" in kind:
+            return None
+        inside = f"{path}:{kind or 'output'}."
+        found = [
+            e
+            for n, e in self._by_name.items()
+            if n.startswith(inside) and not e.site.call and e.shape is not None
+        ]
+        return found[0] if len(found) == 1 else None
 
     def _spellings(self, name: str) -> Iterator[str]:
         yield name
