@@ -355,3 +355,11 @@ def test_sampling_keeps_everything_while_the_disk_keeps_up() -> None:
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'block', 'drop' and 'sample'"):
         RunWriter(tmp_path, manifest={}, on_pressure="panic")  # type: ignore[arg-type]
+
+
+def test_the_last_tensor_is_that_of_the_largest_step_whichever_attempt_recorded_it(tmp_path: Path) -> None:
+    for steps in (range(10), range(3)):
+        with RunWriter(tmp_path, manifest={}) as writer:
+            for step in steps:
+                writer.write(record(step, tensors=1))
+    assert np.array_equal(open_run(tmp_path).array(SITES[0]), image(9))

@@ -11,7 +11,6 @@ A run that several ranks wrote shows the lowest one; `Run.of_rank` shows another
 
 from __future__ import annotations
 
-import difflib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,13 @@ from torchtap.store.clock import Timeline
 from torchtap.store.folder import Folder, LocalFolder
 from torchtap.store.grids import Axes, AxesCache
 from torchtap.store.layout import attempt_folder, parse_attempt, parse_rank, rank_folder
+from torchtap.store.lookup import (
+    described_sites,
+    find_tensor,
+    no_such_site,
+    no_such_statistic,
+    no_such_tensor,
+)
 from torchtap.store.part import Part
 from torchtap.store.results import HistogramResult, Matrix, Series, Table, TensorRef
 from torchtap.store.scalars import CLOCK
@@ -202,11 +208,8 @@ class Run:
     def coverage(self) -> dict[str, Any]:
         """What was expected and what came, as the session noted it last; empty when it never did."""
         noted = self.events("coverage")
-        return (
-            {name: fact for name, fact in noted[-1].items() if name not in ("kind", "time", "attempt")}
-            if noted
-            else {}
-        )
+        last = noted[-1] if noted else {}
+        return {name: fact for name, fact in last.items() if name not in ("kind", "time", "attempt")}
 
     # --- numbers ------------------------------------------------------------------------------------------
 
@@ -242,8 +245,8 @@ class Run:
         From the manifest and, where the training has shown more, from the last event ``sites``, whose order counts.
         """
         noted = self.events("sites")
-        shown = _described(noted[-1].get("sites")) if noted else {}
-        listed = _described(self.manifest.get("sites"))
+        shown = described_sites(noted[-1].get("sites")) if noted else {}
+        listed = described_sites(self.manifest.get("sites"))
         return {name: {**listed.get(name, {}), **shown.get(name, {})} for name in (*shown, *listed)}
 
     def statistics(self, site: str | None = None) -> list[str]:
@@ -285,11 +288,7 @@ class Run:
         if not len(found.steps):
             known = self.statistics(site)  # raises when the site itself is unknown
             if statistic not in known:
-                near = difflib.get_close_matches(statistic, known, n=3, cutoff=0.3)
-                raise SelectionError(
-                    f"{site!r} has no statistic {statistic!r}; it has {', '.join(known) or 'tensors only'}",
-                    nearest=tuple(near),
-                )
+                raise no_such_statistic(repr(site), statistic, known)
         return found
 
     def matrix(
@@ -303,10 +302,7 @@ class Run:
         Without ``sites``, all that have this statistic; without ``steps``, all at which one of them has it.
         """
         if statistic not in (known := self.statistics()):
-            near = tuple(difflib.get_close_matches(statistic, known, n=3, cutoff=0.3))
-            raise SelectionError(
-                f"the run has no statistic {statistic!r}; it has {', '.join(known)}", nearest=near
-            )
+            raise no_such_statistic("the run", statistic, known)
         if sites is None:
             chosen = [site for site in self.sites() if statistic in self.statistics(site)]
         else:
@@ -364,52 +360,14 @@ class Run:
         return self._steady(read)
 
     def _find(self, site: str, step: int | None, field: str, reduction: str | None) -> StoredTensor:
-        for number, part in reversed(list(enumerate(self._parts.values()))):
-            best: StoredTensor | None = None
-            for name in reversed(part.tensor_names):
-                if step is not None and not name.low <= step <= name.high:
-                    continue
-                for tensor in part.tensors_in(name):
-                    key = tensor.name
-                    if (
-                        key.site == site
-                        and key.field == field
-                        and (step is None or key.step == step)
-                        and (reduction is None or key.reduction == reduction)
-                        and (
-                            best is None
-                            or (key.step >= best.name.step if step is None else key.copy < best.name.copy)
-                        )
-                        and self._timeline.shown(number, key.step)
-                    ):
-                        best = tensor
-                if best is not None:
-                    return best
-        self._check(site)
-        stored = self.tensors(site)
-        fields = sorted({ref.field for ref in stored})
-        steps = sorted({ref.step for ref in stored if ref.field == field})
-        if not steps:
-            raise SelectionError(
-                f"{site!r} has no stored tensor with the field {field!r}; it has "
-                + (
-                    f"the fields {', '.join(fields)}"
-                    if fields
-                    else "numbers only: record it with keep=Full()"
-                )
-            )
-        near = sorted(steps, key=lambda other: abs(other - (step or 0)))[:3]
-        raise SelectionError(
-            f"{site!r} has no {field!r} at step {step}; the nearest steps are {', '.join(map(str, near))}",
-            nearest=tuple(map(str, near)),
-        )
+        found = find_tensor(self._all_parts(), self._timeline, site, step, field, reduction)
+        if found is None:
+            raise no_such_tensor(site, step, field, self.tensors(site))
+        return found
 
     def _check(self, site: str) -> None:
-        known = self._site_names()
-        if site not in known:
-            near = tuple(difflib.get_close_matches(site, known, n=3, cutoff=0.3))
-            hint = f"the nearest are {', '.join(map(repr, near))}" if near else "run.sites() lists them"
-            raise SelectionError(f"the run has no site {site!r} among its {len(known)}; {hint}", nearest=near)
+        if site not in (known := self._site_names()):
+            raise no_such_site(site, known)
 
     def __repr__(self) -> str:
         return run_text(self)
@@ -426,12 +384,3 @@ class Run:
         from torchtap.viewer.plot import plot
 
         return plot(self, sites, statistic, **options)
-
-
-def _described(listed: Any) -> dict[str, dict[str, Any]]:
-    """A list of sites' facts by name; whatever in it is not such facts is left out."""
-    return {
-        site["name"]: site
-        for site in (listed if isinstance(listed, list) else [])
-        if isinstance(site, dict) and isinstance(site.get("name"), str)
-    }

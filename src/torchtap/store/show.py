@@ -15,7 +15,6 @@ def _facts(run: Run) -> dict[str, str]:
     facts = {
         "steps": f"{len(steps)} ({steps[0]} to {steps[-1]})" if len(steps) else "none",
         "sites": str(len(run.sites())),
-        "statistics": ", ".join(run.statistics()) or "none",
         "status": run.status,
     }
     if len(run.ranks) > 1:
@@ -30,5 +29,4 @@ def _facts(run: Run) -> dict[str, str]:
 def run_text(run: Run) -> str:
     """One line."""
     facts = _facts(run)
-    facts.pop("statistics")
     return f"<Run {run.path}: " + "; ".join(f"{name} {fact}" for name, fact in facts.items()) + ">"
