@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { live } from "./api";
-import { useAbout, useFindings, useRuns } from "./data";
+import { pictureShown, useAbout, useFindings, useRuns } from "./data";
 import { Help } from "./help";
 import { plural } from "./numbers";
 import { adjust, go, href, useRoute, VIEWS, type ViewName } from "./route";
@@ -53,6 +53,10 @@ export function App() {
     window.addEventListener("keydown", press);
     return () => window.removeEventListener("keydown", press);
   }, [route]);
+
+  useEffect(() => {
+    if (route.view !== "map") pictureShown();
+  }, [route.view]);
 
   useEffect(() => {
     document.title = run ? `${run.name} · torchtap` : "torchtap";

@@ -23,6 +23,7 @@ interface Props {
   mark?: { x: number; text: string } | null;
   xLabel?: (value: number) => string;
   sync?: string;
+  xName?: string;
   broken?: [number, number][]; // stretches of steps with NaN or inf
 }
 
@@ -39,7 +40,7 @@ function powersOnly(axis: { grid: object; ticks: object }) {
   return { filter, grid: { ...axis.grid, filter }, ticks: { ...axis.ticks, filter } };
 }
 
-export function Chart({ steps, lines, band, log = false, height = 210, mark = null, xLabel, sync, broken }: Props) {
+export function Chart({ steps, lines, band, log = false, height = 210, mark = null, xLabel, sync, broken, xName = "step" }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const dark = useDark();
   useEffect(() => {
@@ -91,7 +92,7 @@ export function Chart({ steps, lines, band, log = false, height = 210, mark = nu
       legend: { live: true },
       cursor: { points: { size: 6 }, ...(sync ? { sync: { key: sync } } : {}), drag: { x: true, y: false } },
       series: [
-        { label: "step", value: (_, v) => (v === null || v === undefined ? "–" : xLabel ? xLabel(v) : v.toLocaleString("en-US")) },
+        { label: xName, value: (_, v) => (v === null || v === undefined ? "–" : xLabel ? xLabel(v) : v.toLocaleString("en-US")) },
         ...lines.map((line): uPlot.Series => ({
           label: line.label, stroke: line.colour, width: line.width ?? 1.5, ...(line.dash ? { dash: line.dash } : {}),
           points: { show: line.points ?? line.values.length < 60, size: 4 },
@@ -103,6 +104,10 @@ export function Chart({ steps, lines, band, log = false, height = 210, mark = nu
     };
     const data = [Array.from(steps), ...lines.map((line) => plain(line.values, log))] as uPlot.AlignedData;
     const plot = new uPlot(options, data, element);
+    // With nobody pointing the legend tells the last values.
+    const rest = () => plot.setLegend({ idx: steps.length - 1 });
+    plot.over.addEventListener("mouseleave", rest);
+    rest();
     const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height }));
     watcher.observe(element);
     return () => {

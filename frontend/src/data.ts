@@ -84,8 +84,17 @@ export function useRuns(): Runs {
 export const useAbout = (run: RunLine | undefined): Answer<About> =>
   useJson<About>("about", run ? { run: run.id, revision: run.revision } : null);
 
-export const useFindings = (run: RunLine | undefined): Answer<Findings> =>
-  useJson<Findings>("findings", run ? { run: run.id, revision: run.revision } : null);
+// Findings read the whole run: they wait until the first picture is there, so as not to delay it.
+let tellShown: () => void = () => undefined;
+const shown = new Promise<void>((tell) => { tellShown = tell; });
+export const pictureShown = (): void => tellShown();
+
+export function useFindings(run: RunLine | undefined): Answer<Findings> {
+  return useAnswer<Findings>(run ? JSON.stringify([run.id, run.revision]) : null, async (signal) => {
+    await Promise.race([shown, new Promise((go) => setTimeout(go, 4000))]);
+    return askJson<Findings>("findings", { run: run?.id }, signal);
+  });
+}
 
 export const statisticsOf = (about: About, siteName: string): string[] => {
   const site = about.sites.find((s) => s.name === siteName);

@@ -113,6 +113,7 @@ def train(
     breaks_at: int | None = None,
     taps: list[Any] | None = None,
     dead: bool = False,
+    gain: float = 1.0,
     each_step: Callable[[int, Any], None] | None = None,
 ) -> Path:
     """Train and record. From step ``breaks_at`` on one MLP multiplies with infinity."""
@@ -120,6 +121,7 @@ def train(
     model = Transformer(layers=layers, width=width, plain=plain)
     if dead:
         nn.init.constant_(model.blocks[layers // 2].mlp.up.bias, -30.0)
+    model.blocks[layers * 7 // 12].mlp.gain = gain
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     words = torch.tensor([WORDS.index(word) for word in TEXT.split()])
     chosen = taps or [

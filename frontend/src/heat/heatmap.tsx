@@ -2,6 +2,7 @@
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { lines } from "../colour";
+import { pictureShown } from "../data";
 import { grouped, show } from "../numbers";
 import type { Scale } from "../scale";
 import { ink } from "../theme";
@@ -63,6 +64,8 @@ export function HeatMap(props: Props) {
     drawCells(context, frame, picture, cells);
     drawNames(context, frame, names, cells);
     drawSteps(context, frame, grid, cells);
+    pictureShown();
+    if (box.current) box.current.dataset["range"] = `${grid.steps[0] ?? ""}-${grid.facts.lastStep ?? ""}`;
     if (box.current) box.current.dataset["drawn"] = `${grid.facts.statistic}:${grid.facts.revision}:${grid.columns}x${grid.rows}`;
   }, [frame, picture, cells, dark]);
 

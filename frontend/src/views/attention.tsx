@@ -31,14 +31,15 @@ export function AttentionView({ run, about, params }: ViewProps) {
   const index = shape.length >= 4 ? shape.map((_, axis) => (axis === shape.length - 4 ? example : 0)).join(",") : null;
   const asked = { run: run.id, site: site?.name, step, field: group?.field, stack, index, size: 256 };
   const slice = useAnswer(group && site && shape.length >= 2 ? JSON.stringify(asked) : null, (signal) => askPacked<SliceFacts>("slice", asked, signal));
-  const tokens = useJson<{ tokens: string[] | null }>("tokens", group ? { run: run.id, step } : null).value?.tokens ?? null;
+  const told = useJson<{ tokens: string[] | null }>("tokens", group ? { run: run.id, step } : null);
+  const tokens = told.value?.tokens ?? null;
 
   useEffect(() => {
     if (!box.current) return;
     const watcher = new ResizeObserver(() => box.current && setSize({ width: box.current.clientWidth, height: box.current.clientHeight }));
     watcher.observe(box.current);
     return () => watcher.disconnect();
-  }, [slice.value === null]);
+  }, [slice.value === null, told.value === null && told.error === null]);
 
   useEffect(() => {
     const press = (event: KeyboardEvent) => {
@@ -81,7 +82,7 @@ export function AttentionView({ run, about, params }: ViewProps) {
         {colours && <span class="under"><span class="ramp" style={{ background: gradient(colours.lut) }} /> {show(colours.low)} to {show(colours.high)}, small weights stretched</span>}
       </div>
       {slice.error && <p class="alarm">{slice.error}</p>}
-      {slice.value && (
+      {slice.value && (told.value || told.error) && (
         <div class="two">
           <div class="heads" role="listbox" aria-label="Heads">
             {Array.from({ length: slice.value.facts.pictures }, (_, h) => (

@@ -117,15 +117,22 @@ function Verdict({ runs, given, params }: { runs: RunLine[]; given: boolean; par
   const first = result.value?.first ?? null;
   const at = first ? rows.findIndex((r) => r.site === first.site) : -1;
   const over = rows.filter((r) => r.status !== "equal" && r.status !== "within");
-  const name = (id: number) => runs.find((r) => r.id === id)?.name ?? "";
   return (
     <div class="panel">
-      <h2>Error along depth <span class="quiet">{result.value?.target ?? name(b)} against {result.value?.reference ?? name(a)}{result.value?.floor_basis ? `; noise floor: ${result.value.floor_basis}` : ""}</span></h2>
+      <h2>Error along depth 
+        {given
+          ? <span class="quiet">{last(result.value?.target)} against {last(result.value?.reference)}</span>
+          : <span class="tools inline">
+              <select aria-label="Target" value={b} onChange={(e) => adjust({ a, b: e.currentTarget.value })}>{runs.map((r) => <option key={r.id} value={r.id}>{r.name}</option>)}</select>
+              <span class="quiet">against</span>
+              <select aria-label="Reference" value={a} onChange={(e) => adjust({ b, a: e.currentTarget.value })}>{runs.map((r) => <option key={r.id} value={r.id}>{r.name}</option>)}</select>
+            </span>}
+        <span class="quiet">{result.value?.floor_basis ? `noise floor: ${result.value.floor_basis}` : ""}</span></h2>
       {result.busy && !result.value && <p class="quiet">Comparing …</p>}
       {result.error && <p class="quiet">{result.error}</p>}
       {result.value && <p class="verdict">{result.value.verdict}</p>}
       {first && at >= 0 && <p><b>First divergence</b> <a href={href("site", { run: 0, site: first.site })}>{first.site}</a> <span class="quiet">error {show(number(first.error))}{first.floor ? `, noise floor ${show(number(first.floor))}` : ""}</span></p>}
-      {rows.length > 0 && <Chart steps={drawn.steps} lines={drawn.lines} log height={260} xLabel={(v) => shortSite(rows[Math.round(v)]?.site, v)} mark={at >= 0 ? { x: at, text: "first divergence" } : null} />}
+      {rows.length > 0 && <Chart steps={drawn.steps} lines={drawn.lines} log height={260} xName="site" xLabel={(v) => shortSite(rows[Math.round(v)]?.site, v)} mark={at >= 0 ? { x: at, text: "first divergence" } : null} />}
       {over.length > 0 && (
         <div class="scroll"><table>
           <thead><tr><th>site</th><th>error</th><th>noise floor</th><th>status</th></tr></thead>
@@ -138,6 +145,8 @@ function Verdict({ runs, given, params }: { runs: RunLine[]; given: boolean; par
   );
 }
 
+const last = (path: string | undefined): string => path?.split(/[\\/]/).pop() ?? "";
+
 function number(value: number | string | null): number {
   if (typeof value === "number") return value;
   return value === "inf" ? Infinity : value === "-inf" ? -Infinity : NaN;
@@ -146,5 +155,5 @@ function number(value: number | string | null): number {
 function shortSite(name: string | undefined, at: number): string {
   if (name === undefined || !Number.isInteger(at)) return "";
   const path = name.slice(0, name.lastIndexOf(":")) || "(model)";
-  return path.length > 18 ? `…${path.slice(-17)}` : path;
+  return path.length > 13 ? `…${path.slice(-12)}` : path;
 }

@@ -77,6 +77,7 @@ export function SiteView({ run, about, findings, params }: ViewProps) {
     return <section class="site"><p class="quiet">{name ? <>This run has no site called <code>{name}</code>.</> : "Choose a site in the tree on the left."}</p></section>;
   }
   const its = findings.findings.filter((f) => f.sites.includes(name));
+  const origin = findings.findings.find((f) => f.kind === "nonfinite");
   const holds = about.tensors[name] ?? [];
   const restLog = (params["scale"] ?? usualScale(second[0] ?? "")) === "log";
   const step = params["step"] ? Number(params["step"]) : null;
@@ -95,6 +96,9 @@ export function SiteView({ run, about, findings, params }: ViewProps) {
         </p>
       </div>
       {its.map((f) => <p key={f.kind + f.site} class={`finding ${f.severity}`}><b>{FINDING_WORDS[f.kind] ?? f.kind}</b> {f.message}</p>)}
+      {its.length === 0 && findings.marks[name] === "spread" && origin && (
+        <p class="finding error"><b>NaN or infinity</b> from another place: the first was at <a href={href("site", { run: run.id, site: origin.site, step: origin.step })}>{origin.site}</a>, step {origin.step}</p>
+      )}
       {series.error && <p class="alarm">{series.error}</p>}
       {drawn && drawn.main.length > 0 && (
         <div class="panel">

@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap.diagnosis.grid import Place, places
 from torchtap.viewer.derived import DERIVED, derive
+from torchtap.viewer.downsample import extremes
 
 if TYPE_CHECKING:
     from torchtap.diagnosis.finding import Finding
     from torchtap.store.reader import Run
 
-__all__ = ["Catalog", "NumberGrid", "OpenRun", "Refused"]
+__all__ = ["BLOCK", "Catalog", "NumberGrid", "OpenRun", "Refused"]
 
+T = TypeVar("T")
+BLOCK = 4
 _GRID_BYTES = 768 << 20  # statistics of a run kept in memory, as float32
 _STRETCH = 1 << 21  # numbers read at a time
 _TENSOR_BYTES = 256 << 20
@@ -53,6 +56,14 @@ class NumberGrid:
         self.steps = steps
         self.values = values
         self.row = {site: row for row, site in enumerate(sites)}
+        self._blocks: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
+
+    def blocks(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """The least and the greatest of every `BLOCK` steps, computed once: a wide view needs no more."""
+        if self._blocks is None:
+            low, high, _, _ = extremes(self.values, len(self.sites), -1, stride=BLOCK)
+            self._blocks = (low, high)
+        return self._blocks
 
     def is_start_of(self, sites: list[str], steps: npt.NDArray[np.int64]) -> bool:
         """Whether a grid of these sites and steps begins with this one."""
@@ -67,11 +78,13 @@ class OpenRun:
         self.run = run
         self.name = name
         self.lock = threading.RLock()
+        self._diagnosing = threading.Lock()
         self.revision = 0
         self._seen = self._state()
         self._survey()
         self._grids: OrderedDict[str, tuple[int, NumberGrid]] = OrderedDict()
         self._tensors: OrderedDict[tuple[str, int | None, str], npt.NDArray[Any]] = OrderedDict()
+        self._remembered: dict[tuple[str, ...], Any] = {}
         self._findings: tuple[int, list[Finding]] | None = None
 
     def _state(self) -> tuple[int, int, str, int]:
@@ -135,6 +148,15 @@ class OpenRun:
                 numbers[:, start : start + len(part)] = self.run.matrix(statistic, sites, part).values
         return NumberGrid(sites, steps, numbers)
 
+    def remember(self, key: tuple[str, ...], compute: Callable[[], T]) -> T:
+        """``compute()``, once for each state of the run. Call it with the lock held."""
+        if self._remembered.get(("revision",)) != self.revision:
+            self._remembered = {("revision",): self.revision}
+        if key not in self._remembered:
+            self._remembered[key] = compute()
+        found: T = self._remembered[key]
+        return found
+
     def tensor(self, site: str, step: int | None, field: str) -> npt.NDArray[Any]:
         """A recorded tensor; the last few are kept, for the sliders of the page."""
         key = (site, step, field)
@@ -154,10 +176,13 @@ class OpenRun:
     def findings(self) -> list[Finding]:
         """What looks wrong in the run as it is now."""
         from torchtap.diagnosis.run import diagnose
+        from torchtap.store.reader import open_run
 
-        with self.lock:
-            if self._findings is None or self._findings[0] != self.revision:
-                self._findings = (self.revision, diagnose(self.run))
+        with self._diagnosing:
+            revision = self.revision
+            if self._findings is None or self._findings[0] != revision:
+                # A reader of its own: this takes a while, and maps and series are asked for meanwhile.
+                self._findings = (revision, diagnose(open_run(self.run.path)))
             return self._findings[1]
 
 

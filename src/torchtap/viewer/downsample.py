@@ -25,20 +25,28 @@ def buckets(length: int, most: int) -> npt.NDArray[np.int64]:
 
 
 def extremes(
-    values: npt.NDArray[np.floating], rows: int, columns: int
+    values: npt.NDArray[np.floating],
+    rows: int,
+    columns: int,
+    *,
+    highs: npt.NDArray[np.floating] | None = None,
+    stride: int | None = None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The least and the greatest value of each cell of a grid of at most ``rows`` × ``columns``.
 
     Also returns where each row and column of the new grid starts in the old one. NaN means "nothing here":
-    a cell is NaN only if all its values are.
+    a cell is NaN only if all its values are. ``highs`` are the greatest values where ``values`` are already
+    the least of something; ``stride`` makes columns of so many steps instead of a number of columns.
     """
     row_starts = buckets(values.shape[0], rows)
     column_starts = buckets(values.shape[1], columns)
+    if stride is not None:
+        column_starts = np.arange(0, values.shape[1], stride, dtype=np.int64)
     if not len(row_starts) or not len(column_starts):
         nothing = np.zeros((len(row_starts), len(column_starts)), dtype=np.float32)
         return nothing, nothing, row_starts, column_starts
     # fmin and fmax leave NaN out, which is what "nothing here" asks for.
-    low, high = values, values
+    low, high = values, values if highs is None else highs
     if len(column_starts) < values.shape[1]:
         low = np.fmin.reduceat(low, column_starts, axis=1)
         high = np.fmax.reduceat(high, column_starts, axis=1)

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.viewer.catalog import NumberGrid, OpenRun, Refused
+from torchtap.viewer.catalog import BLOCK, NumberGrid, OpenRun, Refused
 from torchtap.viewer.downsample import extremes
 from torchtap.viewer.wire import pack
 
@@ -56,10 +56,38 @@ def _quantiles(finite: npt.NDArray[np.float32]) -> list[float] | None:
     return [float(q) for q in quantiles]
 
 
-def _range_of(values: npt.NDArray[np.float32]) -> dict[str, Any]:
-    """What the page needs to choose colours: quantiles of the finite values, and of those above zero."""
+def _range(grid: NumberGrid, rows: list[int]) -> dict[str, Any]:
+    """What the page needs to choose colours: quantiles of the finite values, and of those above zero.
+
+    Of the whole map, not of the part that is looked at, so that colours keep their meaning in a zoom.
+    """
+    low, high = grid.blocks()
+    values = np.concatenate([plane[_as_slice(rows)].ravel() for plane in (low, high)])
     finite = values[np.isfinite(values)]
     return {"quantiles": _quantiles(finite), "positive": _quantiles(finite[finite > 0])}
+
+
+def _cells(
+    shown: OpenRun, grid: NumberGrid, rows: list[int], chosen: list[int], span: slice, window: MapWindow
+) -> tuple[
+    npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int64], int
+]:
+    """Least and greatest value of each cell, where rows start, the step each column starts at, all steps."""
+    steps = grid.steps[span]
+    picked = _as_slice(chosen)
+    if len(rows) == len(grid.sites) and len(steps) >= 2 * BLOCK * window.columns:
+        # A wide view is made of blocks that were computed once; it starts and ends with whole blocks.
+        blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
+        low, high = (plane[picked, blocks] for plane in grid.blocks())
+        low, high, row_starts, columns = extremes(low, window.rows, window.columns, highs=high)
+        return low, high, row_starts, grid.steps[(columns + blocks.start) * BLOCK], len(steps)
+    part = grid.values[picked, span]
+    if len(steps) and len(rows) < len(grid.sites):
+        there = _recorded_columns(shown, grid, chosen, part, span)
+        if not there.all():
+            part, steps = part[:, there], steps[there]
+    low, high, row_starts, columns = extremes(part, window.rows, window.columns)
+    return low, high, row_starts, steps[columns], len(steps)
 
 
 def _rows_of(grid: NumberGrid, window: MapWindow) -> list[int]:
@@ -85,23 +113,19 @@ def heat_map(shown: OpenRun, window: MapWindow) -> bytes:
         last = len(grid.steps)
         if window.last_step is not None:
             last = int(np.searchsorted(grid.steps, window.last_step, side="right"))
-        steps = grid.steps[first:last]
-        part = grid.values[_as_slice(chosen), first:last]
-        if len(steps) and len(rows) < len(grid.sites):
-            there = _recorded_columns(shown, grid, chosen, part, slice(first, last))
-            if not there.all():
-                part, steps = part[:, there], steps[there]
-        low, high, row_starts, column_starts = extremes(part, window.rows, window.columns)
+        low, high, row_starts, steps, count = _cells(shown, grid, rows, chosen, slice(first, last), window)
         facts = {
             "statistic": window.statistic,
             "rows": len(rows),
             "firstRow": window.first_row,
             "shownRows": len(chosen),
-            "shownSteps": len(steps),
-            "lastStep": int(steps[-1]) if len(steps) else None,
+            "shownSteps": count,
+            "lastStep": int(grid.steps[last - 1]) if last > first else None,
             "revision": shown.revision,
             "siteCount": len(shown.sites),
-            "range": _range_of(np.stack([low, high])),
+            "range": shown.remember(
+                ("range", window.statistic, window.kind, window.under), lambda: _range(grid, rows)
+            ),
         }
         members = np.array([shown.position[grid.sites[row]] for row in chosen], dtype=np.int32)
     # Where nothing had to be left out both are the same, and one is enough.
@@ -111,7 +135,7 @@ def heat_map(shown: OpenRun, window: MapWindow) -> bytes:
         {
             "low": low,
             **several,
-            "steps": steps[column_starts].astype(np.float64) if len(steps) else np.zeros(0),
+            "steps": steps.astype(np.float64),
             "rowStarts": row_starts.astype(np.int32),
             "members": members,
         },
