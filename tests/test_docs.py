@@ -18,6 +18,7 @@ PROGRAMS = [
     ROOT / "docs" / "forms.md",
     ROOT / "docs" / "monitor.md",
     ROOT / "docs" / "reductions.md",
+    ROOT / "docs" / "viewer.md",
 ]
 
 

@@ -107,10 +107,11 @@ export function Chart({ steps, lines, band, log = false, height = 210, mark = nu
     // With nobody pointing the legend tells the last values.
     const rest = () => plot.setLegend({ idx: steps.length - 1 });
     plot.over.addEventListener("mouseleave", rest);
-    rest();
+    const later = requestAnimationFrame(rest); // not before uPlot has drawn for the first time
     const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height }));
     watcher.observe(element);
     return () => {
+      cancelAnimationFrame(later);
       watcher.disconnect();
       plot.destroy();
     };

@@ -24,11 +24,16 @@ _MAP = ".heatmap[data-drawn]"
 
 # Name, address, what to wait for, dark or light.
 VIEWS: list[tuple[str, str, str, bool]] = [
-    ("map", "#/map?kind=output", _MAP, False),
-    ("map-gradients", "#/map?kind=grad_output", _MAP, True),
+    ("heatmap", "#/map?kind=output", _MAP, False),
+    ("heatmap-gradients", "#/map?kind=grad_output", _MAP, True),
     ("site", "#/site?site=blocks.2.mlp.down:output", "[data-testid=histograms]", False),
     ("tensor", "#/site?site=blocks.8:output&step=160", "[data-testid=picture]", False),
-    ("attention", "#/attention?site=blocks.5.attn:attention&step=160&head=1", "[data-testid=picture]", False),
+    (
+        "attention",
+        "#/attention?run=1&site=blocks.4.attn:attention&step=100&head=1",
+        "[data-testid=picture]",
+        False,
+    ),
     ("compare", "#/compare?a=1&b=2&with=1,2&run=1&site=blocks.8.mlp.down:output", ".verdict", False),
     ("findings", "#/findings", "article.finding", False),
 ]
@@ -38,9 +43,17 @@ def main() -> None:
     """Train, serve, photograph."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        shape = {"layers": 12, "width": 32, "length": 16, "rate": 1e-3}
+        shape = {"layers": 12, "width": 32, "length": 16}
         runs = [
-            train(Path(folder) / "deep-no-residual", steps=240, plain=3, breaks_at=205, dead=True, **shape),
+            train(
+                Path(folder) / "deep-no-residual",
+                steps=240,
+                plain=3,
+                breaks_at=205,
+                dead=True,
+                rate=1e-3,
+                **shape,
+            ),
             train(Path(folder) / "deep-residual", steps=120, **shape),
             train(Path(folder) / "deep-residual-gain", steps=120, gain=1.02, **shape),
         ]
@@ -54,15 +67,15 @@ def main() -> None:
                     page.wait_for_selector("[role=tree] .health")
                     _pose(page, name)
                     page.wait_for_timeout(700)
-                    page.screenshot(path=IMAGES / f"{name}-{width}.png")
+                    page.screenshot(path=IMAGES / f"{name}-{width}x{height}.png")
                     assert errors == [], (name, errors)
                     page.context.close()
-                    print(f"{name}-{width}.png", flush=True)
+                    print(f"{name}-{width}x{height}.png", flush=True)
 
 
 def _pose(page: Any, name: str) -> None:
     """What a picture is about goes into the middle of it."""
-    if name == "map-gradients":
+    if name == "heatmap-gradients":
         box = page.locator("[data-testid=map]").bounding_box()
         page.mouse.move(box["x"] + box["width"] * 0.35, box["y"] + box["height"] * 0.2)
     elif name == "tensor":
@@ -73,7 +86,7 @@ def _pose(page: Any, name: str) -> None:
         page.locator("[data-testid=picture]").hover(position={"x": 200, "y": 320})
     elif name == "compare":
         page.wait_for_selector(".uplot canvas")
-    if name != "compare":
+    if name not in ("compare", "attention"):
         page.wait_for_selector(".badge")
 
 
