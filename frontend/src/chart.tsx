@@ -86,7 +86,7 @@ export function Chart({ steps, lines, band, log = false, height = 210, mark = nu
       height,
       scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
       axes: [
-        { ...axis, size: 30, ...(xLabel ? { values: (_: uPlot, at: number[]) => at.map(xLabel) } : { values: (_: uPlot, at: number[]) => at.map((v) => (Number.isInteger(v) ? v.toLocaleString("en-US") : "")) }) },
+        { ...axis, size: 30, ...(xLabel ? { space: 96, values: (_: uPlot, at: number[]) => at.map(xLabel) } : { values: (_: uPlot, at: number[]) => at.map((v) => (Number.isInteger(v) ? v.toLocaleString("en-US") : "")) }) },
         { ...axis, ...(log ? powersOnly(axis) : {}), size: 64, values: (_, at) => at.map((v) => (v === null ? "" : show(v))) },
       ],
       legend: { live: true },
@@ -105,7 +105,9 @@ export function Chart({ steps, lines, band, log = false, height = 210, mark = nu
     const data = [Array.from(steps), ...lines.map((line) => plain(line.values, log))] as uPlot.AlignedData;
     const plot = new uPlot(options, data, element);
     // With nobody pointing the legend tells the last values.
-    const rest = () => plot.setLegend({ idx: steps.length - 1 });
+    let end = steps.length - 1;
+    while (end > 0 && !lines.some((line) => Number.isFinite(line.values[end]))) end--;
+    const rest = () => plot.setLegend({ idx: end });
     plot.over.addEventListener("mouseleave", rest);
     const later = requestAnimationFrame(rest); // not before uPlot has drawn for the first time
     const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height }));
