@@ -38,7 +38,7 @@ def test_measuring_and_merging_on_a_device_never_wait_for_it() -> None:
     value = torch.randn(5000, dtype=torch.float64)
     value[3], value[7], value[11] = torch.nan, torch.inf, 0.0
     with NoHostReads():
-        halves = [moments._measure_masked(half) for half in (value[:2000], value[2000:])]
+        halves = [moments.measure_masked(half) for half in (value[:2000], value[2000:])]
         state = merge_states(*halves)
         OctaveGrid(-8, 8, 2).places(value)
     found = finish(state.numpy().reshape(1, -1))[0]

@@ -100,6 +100,14 @@ class StatsBlock:
         self.measure(scratch, value)
         self.fold(row, scratch)
 
+    def fold_state(self, row: int, state: Tensor) -> None:
+        """Merge a state that was computed elsewhere, such as in a compiled graph, where `measure` was not needed."""
+        if state.device.type == "cpu":
+            _merge_into(self._rows, [row], state.detach().to(torch.float64).reshape(1, WIDTH).numpy())
+        else:
+            slots = self._slots_on(state.device)
+            slots.booked.append((row, slots.add(state)))
+
     def grow(self, rows: int) -> None:
         """Have at least ``rows`` rows; those there are stay as they are."""
         missing = rows - len(self._rows)

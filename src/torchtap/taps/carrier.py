@@ -20,6 +20,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from torchtap.sites import input_names
 from torchtap.taps import inside, op
+from torchtap.taps.fused import emit_measured, is_fused
 from torchtap.taps.leaves import input_leaves, leaves
 
 __all__ = [
@@ -69,15 +70,21 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._is_tracing() or is_fx_symbolic_tracing()
 
 
-def emit_leaves(address: str, kinds: tuple[str, ...], found: Iterable[tuple[str, Tensor]]) -> None:
-    """Hand tensors to the op, under their leaves' names."""
+def emit_leaves(
+    address: str, kinds: tuple[str, ...], found: Iterable[tuple[str, Tensor]], measured: tuple[str, ...] = ()
+) -> None:
+    """Hand tensors to the op, under their leaves' names. Of the ``measured`` kinds only statistics are wanted."""
     for leaf, tensor in found:
         ending = f".{leaf}" if leaf else ""
         for kind in kinds:
+            site = f"{address}:{kind}{ending}"
+            in_graph = kind in measured and torch.compiler.is_compiling() and is_fused(tensor)
             if kind.startswith("grad"):
-                torch.ops.torchtap.emit_grad.default(tensor, f"{address}:{kind}{ending}")
+                torch.ops.torchtap.emit_grad.default(tensor, site.replace("|", "!|", 1) if in_graph else site)
+            elif in_graph:
+                emit_measured(tensor, site)
             else:
-                torch.ops.torchtap.emit.default(tensor, f"{address}:{kind}{ending}")
+                torch.ops.torchtap.emit.default(tensor, site)
 
 
 class _Carrier:
@@ -87,6 +94,7 @@ class _Carrier:
         op.register()
         self.address = address
         self.kinds = kinds
+        self.measured: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Loader(type(self).__name__), self._state()
@@ -104,7 +112,7 @@ class OutputCarrier(_Carrier):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if _hears(self.address):
-            emit_leaves(self.address, self.kinds, leaves(output))
+            emit_leaves(self.address, self.kinds, leaves(output), self.measured)
 
 
 @final
@@ -117,7 +125,7 @@ class InputCarrier(_Carrier):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _hears(self.address):
-            emit_leaves(self.address, self.kinds, input_leaves(self.names, args, kwargs))
+            emit_leaves(self.address, self.kinds, input_leaves(self.names, args, kwargs), self.measured)
 
     def _state(self) -> tuple[Any, ...]:
         return self.address, self.kinds, self.names
@@ -162,7 +170,10 @@ class Carriers:
     """The carriers of some sites (path, module, kind) on a channel. They can be switched on and off again and again."""
 
     def __init__(
-        self, sites: Iterable[tuple[str, nn.Module, str]], ways: Iterable[tuple[str, nn.Module]] = ()
+        self,
+        sites: Iterable[tuple[str, nn.Module, str]],
+        ways: Iterable[tuple[str, nn.Module]] = (),
+        measured: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:
         op.register()
         self.channel = op.Channel()
@@ -174,7 +185,11 @@ class Carriers:
         for path, module, kind in sites:
             kinds_of.setdefault(path, (module, []))[1].append(kind)
         for path, (module, kinds) in kinds_of.items():
-            self._modules.append((module, *carriers_for(module, self.channel.prefix + path, kinds)))
+            carriers = carriers_for(module, self.channel.prefix + path, kinds)
+            for carrier in carriers:
+                if carrier is not None:
+                    carrier.measured = tuple(kind for kind in carrier.kinds if (path, kind) in measured)
+            self._modules.append((module, *carriers))
 
     def switch_on(self) -> None:
         """Have the modules emit."""

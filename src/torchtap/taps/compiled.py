@@ -22,6 +22,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from torchtap.errors import FormError
+from torchtap.reduce import Stats
 from torchtap.sites import unwrap
 from torchtap.taps import attention, inside
 from torchtap.taps.active import activate, deactivate
@@ -34,6 +35,7 @@ from torchtap.taps.carrier import (
     emit_leaves,
 )
 from torchtap.taps.forms import CarriedAttachment
+from torchtap.taps.fused import emit_measured
 from torchtap.taps.leaves import input_leaves, leaves
 from torchtap.taps.passes import PassHooks
 from torchtap.taps.receiver import Receiver
@@ -127,14 +129,24 @@ def _region_of(module: nn.Module) -> Region:
     return region
 
 
-_carriers: WeakKeyDictionary[nn.Module, dict[frozenset[tuple[str, str]], Carriers]] = WeakKeyDictionary()
+_carriers: WeakKeyDictionary[nn.Module, dict[frozenset[tuple[str, str, bool]], Carriers]] = (
+    WeakKeyDictionary()
+)
 
 
 def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
     """Put a plan on a compiled model, or on one with compiled parts."""
     _never_compile_alone()
     root = unwrap(model)
-    sites = frozenset((port.port.site.path, port.kind) for port in receiver.ports.values())
+    measured = frozenset(
+        (port.port.site.path, port.kind)
+        for port in receiver.ports.values()
+        if all(isinstance(receiver.plan.taps[index].keep, Stats) for index in port.port.taps)
+    )
+    sites = frozenset(
+        (port.port.site.path, port.kind, (port.port.site.path, port.kind) in measured)
+        for port in receiver.ports.values()
+    )
     looks_inside = receiver.listens_to("attention") or receiver.listens_to("value")
     known = _carriers.setdefault(root, {})
     carriers = known.get(sites)
@@ -146,6 +158,7 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
                 if port.port.site.module is not None
             ),
             ((place.path, place.module) for place in receiver.plan.places) if looks_inside else (),
+            measured,
         )
     number = carriers.channel.number
     switches = [Switch(region, number) for region in compiled_regions(model)]
@@ -166,6 +179,7 @@ def _never_compile_alone() -> None:
         EnterCarrier.__call__,
         LeaveCarrier.__call__,
         emit_leaves,
+        emit_measured,
         leaves,
         input_leaves,
     ):

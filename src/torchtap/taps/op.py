@@ -31,6 +31,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from torchtap.taps.fused import emit_measured, is_fused
 from torchtap.taps.receiver import Receiver
 
 __all__ = ["Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
@@ -41,8 +42,8 @@ _channels: dict[int, Receiver] = {}
 _listeners: tuple[Receiver, ...] = ()
 _numbers = itertools.count(1)
 _tickets = itertools.count(1)
-_booked: dict[int, int] = {}  # ticket -> the call that its gradient belongs to
-_ADDRESS = re.compile(r"(?:(\d+)\|)?(.*):([a-z_]+)(?:\.([^~]*))?(?:~(\d+))?", re.DOTALL)
+_booked: dict[str, int] = {}  # site with a ticket -> the call that its gradient belongs to
+_ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*):([a-z_]+)(?:\.([^~]*))?(?:~(\d+))?", re.DOTALL)
 
 # channel, module path, kind, leaf, ticket
 Address = tuple[int | None, str, str, str, int | None]
@@ -122,12 +123,17 @@ def _define() -> torch.library.Library:
         op = getattr(torch.ops.torchtap, name).default
         _register_effectful_op(op, _EffectType.ORDERED)
         torch.fx.node.has_side_effect(op)
+    library.define("emit_state(Tensor state, str site, SymInt[] shape) -> ()", alias_analysis="CONSERVATIVE")
+    library.impl("emit_state", _on_state, "CompositeExplicitAutograd")
+    torch.library.register_fake("torchtap::emit_state", _nothing, lib=library)
+    _register_effectful_op(torch.ops.torchtap.emit_state.default, _EffectType.ORDERED)
+    torch.fx.node.has_side_effect(torch.ops.torchtap.emit_state.default)
     # Above autograd, so that while AOT autograd traces, the tensor that gets the hook is the one it differentiates.
     library.impl("emit_grad", _on_awaited, "Autograd")
     return library
 
 
-def _nothing(value: Tensor, site: str) -> None:
+def _nothing(value: Tensor, site: str, shape: Any = None) -> None:
     return None
 
 
@@ -161,24 +167,41 @@ def _receivers(number: int | None) -> tuple[Receiver, ...]:
 def _on_value(value: Tensor, site: str) -> None:
     number, path, kind, leaf, ticket = address(site)
     receivers = _receivers(number)
-    if not receivers:
+    if not receivers or _is_repetition(kind):
         return
-    # A forward value while autograd is at work is a checkpoint's repetition.
-    if not kind.startswith("grad") and torch._C._current_graph_task_id() != -1:
-        return
-    call = None if ticket is None else _booked.get(ticket)
+    call = None if ticket is None else _booked.get(site)
+    # A new tensor object each time: a compiler writes new values into memory, and so into tensors, that it has used
+    # before, without a trace in their version.
+    value = value.detach()
     for receiver in receivers:
         if kind in ("attention", "value"):
-            receiver.take_from_inside(kind, path, leaf, value.detach())
+            receiver.take_from_inside(kind, path, leaf, value)
         else:
-            receiver.take_named(path, kind, leaf, value.detach(), call)
+            receiver.take_named(path, kind, leaf, value, call)
+
+
+def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
+    number, path, kind, leaf, ticket = address(site)
+    receivers = _receivers(number)
+    if not receivers or _is_repetition(kind):
+        return
+    call = None if ticket is None else _booked.get(site)
+    for receiver in receivers:
+        receiver.take_state(path, kind, leaf, state, shape, call)
+
+
+def _is_repetition(kind: str) -> bool:
+    """A forward value while autograd is at work is one that a checkpoint computes again."""
+    return not kind.startswith("grad") and torch._C._current_graph_task_id() != -1
 
 
 def _on_awaited(value: Tensor, site: str) -> None:
+    if isinstance(value, FakeTensor):  # a compiler tries out what it has traced
+        return
     number, path, kind, leaf, ticket = address(site)
     if ticket is not None:  # in the forward graph of a compiled model
         for receiver in _receivers(number):
-            _booked[ticket] = receiver.next_call(path, kind, leaf)
+            _booked[site] = receiver.next_call(path, kind, leaf)
         return
     wanted = value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, FunctionalTensor):
@@ -186,7 +209,7 @@ def _on_awaited(value: Tensor, site: str) -> None:
         # stays in the graph for whoever runs it with autograd, as an exported program may be.
         if wanted:
             site = f"{site}~{next(_tickets)}"
-            value.register_hook(lambda gradient: torch.ops.torchtap.emit(gradient, site))
+            value.register_hook(lambda gradient: _emit_gradient(gradient, site))
         with torch._C._AutoDispatchBelowAutograd():
             torch.ops.torchtap.emit_grad(value, site)
         return
@@ -194,7 +217,13 @@ def _on_awaited(value: Tensor, site: str) -> None:
         for receiver in _receivers(number):
             receiver.note(path, kind, "the value does not require grad")
         return
-    if isinstance(value, FakeTensor):
-        return
     for receiver in _receivers(number):
         receiver.await_gradient(path, kind, leaf, value)
+
+
+def _emit_gradient(gradient: Tensor, site: str) -> None:
+    """Emit a gradient into the backward graph that is being traced; a mark at the channel asks for statistics only."""
+    if "!|" in site and is_fused(gradient):
+        emit_measured(gradient, site)
+    else:
+        torch.ops.torchtap.emit.default(gradient, site)

@@ -224,6 +224,24 @@ class Receiver:
         if entry is not None:
             ask_for_gradient(tensor, partial(self._take_gradient, entry))
 
+    def take_state(
+        self, path: str, kind: str, leaf: str, state: Tensor, shape: Iterable[int], call: int | None = None
+    ) -> None:
+        """The statistics of a value that were computed where it was made; the value itself stays there."""
+        port = self.ports.get((path, kind, ""))
+        if port is None:
+            return
+        entry = self._entry(
+            port, leaf, port.next_leaf_call(self._pass_number, leaf) if call is None else call
+        )
+        if entry is None or not entry.measured:
+            return
+        if entry.shape is None:
+            entry.shape = tuple(shape)
+        row = entry.row if entry.row >= 0 else self.grid.add(entry)
+        self.grid.block.fold_state(row, state)
+        self.grid.arrived[row] = 1
+
     def take_from_inside(self, kind: str, owner: str | None, leaf: str, tensor: Tensor) -> None:
         """A value made in a module's code: it goes to the innermost enclosing module that each tap asks about."""
         for port in self.enclosing(kind, owner or ""):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import torchtap as tt
+from torchtap.taps import fused
 
 
 @pytest.fixture(autouse=True)
@@ -201,4 +202,24 @@ def test_emitted_values_and_attention_maps_leave_a_compiled_graph_without_a_brea
     assert set(seen) == set(eager)
     for name in eager:
         torch.testing.assert_close(seen[name], eager[name])
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_statistics_computed_inside_the_graph_are_those_of_the_values(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "everywhere", True)
+    model, x = Repeated(), torch.randn(3, 4)
+    kinds = ("*:output", "*:input", "*:grad_output")
+    with tt.capture(model, *kinds, keep=tt.Stats()) as eager:
+        model(x).square().sum().backward()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled(x)
+    with tt.capture(compiled, *kinds, keep=tt.Stats()) as seen:
+        compiled(x).square().sum().backward()
+    assert set(seen) == set(eager)
+    for site in eager:
+        assert seen[site] == pytest.approx(eager[site], rel=1e-5, abs=1e-7, nan_ok=True), site
+    assert graphs() == 2
     assert not counters["graph_break"]

@@ -1,0 +1,30 @@
+"""Statistics as a part of a compiled graph: torch ops that the compiler fuses with what made the value.
+
+Only the nine numbers of a state leave the graph, on the device where they are. Used wherever no native kernel
+reads the value: on every device but the CPU, where the kernel is several times faster than fused ops (measured,
+see docs/forms.md) and gets the value itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchtap.reduce.moments import measure_masked
+
+__all__ = ["emit_measured", "is_fused"]
+
+# Set by tests, which have a CPU only.
+everywhere = False
+
+
+def is_fused(value: Tensor) -> bool:
+    """Whether the statistics of this value are computed in the graph."""
+    return (everywhere or value.device.type != "cpu") and value.is_floating_point() and value.numel() > 0
+
+
+def emit_measured(value: Tensor, site: str) -> None:
+    """Emit the state of a value in place of the value."""
+    wide = torch.float32 if value.device.type == "mps" else torch.float64  # MPS has no float64
+    state = measure_masked(value.detach().reshape(-1).to(wide))
+    torch.ops.torchtap.emit_state.default(state, site, value.shape)
