@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("torchtap", deadline=None)
+settings.load_profile("torchtap")
 
 
 @pytest.fixture(autouse=True)

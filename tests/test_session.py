@@ -426,5 +426,5 @@ def test_the_only_tensor_of_a_structure_is_found_without_its_leaf() -> None:
         with tt.capture(model, ":output") as seen:
             model(torch.zeros(2))
         assert (":output" in seen) == found
-    with pytest.raises(LookupError, match="several leaves: :output.0, :output.1"):
+    with pytest.raises(LookupError, match=r"several leaves: :output\.0, :output\.1"):
         seen[":output"]

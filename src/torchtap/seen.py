@@ -73,7 +73,7 @@ class Seen(Mapping[str, Any]):
         return self._only_leaf(name)
 
     def _only_leaf(self, name: str) -> Entry | None:
-        """A value that came inside a structure, such as ``(hidden, None)``, is found without its leaf if it is alone."""
+        """A value that came inside a structure, such as ``(hidden, None)``, needs no leaf if it is alone."""
         path, _, kind = name.rpartition(":")
         if "." in kind or "#" in kind:
             return None
