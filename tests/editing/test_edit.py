@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models import GPT, Structured, Tagger, Thrice
+from tests.models import CNN, GPT, Structured, Tagger, Thrice
 from torch import Tensor, nn
 
 import torchtap as tt
@@ -173,6 +173,20 @@ def test_a_compiled_model_is_edited_too(model: GPT, tokens: Tensor) -> None:
         torch.testing.assert_close(changed, model(tokens))
     torch.testing.assert_close(compiled(tokens), plain)
     torch._dynamo.reset()
+
+
+def test_a_model_that_works_in_place_changes_neither_the_replacement_nor_the_rules() -> None:
+    model, x = CNN(inplace=True), torch.randn(2, 3, 6, 6)
+    replacement = torch.full((2, 6, 6, 6), -1.0, requires_grad=True)
+    with tt.edit(model, {"bn1:output": replacement}):
+        model(x).sum().backward()
+    assert replacement.grad is not None
+    assert torch.equal(replacement, torch.full((2, 6, 6, 6), -1.0))
+    model.zero_grad()
+    with tt.edit(model, {"bn1:grad_output": lambda gradient: gradient * 0}):
+        model(x).sum().backward()
+    assert not model.bn1.weight.grad.any()
+    assert model.fc.weight.grad.any()
 
 
 def test_leaving_takes_everything_off_even_if_the_body_raised(model: GPT, tokens: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections import namedtuple
@@ -464,6 +466,21 @@ def test_a_disk_that_fails_costs_the_file_and_not_the_training(tmp_path: Path) -
         monitor.save_single_outputs()
     assert len(monitor.lost) == 1
     monitor.remove_hooks()
+
+
+def test_files_are_written_even_if_a_script_ends_without_waiting(tmp_path: Path) -> None:
+    program = f"""
+import torch
+from torchtap import Monitor
+model = torch.nn.Sequential(torch.nn.Identity())
+monitor = Monitor(model, ["0"], [0], {str(tmp_path)!r}, [0], asynchronous=True)
+monitor.set_epoch(0)
+monitor.set_batch_idx(0)
+model(torch.zeros(4 << 20))
+monitor.save_single_outputs()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert torch.load(tmp_path / "0/epoch_0000/batch_000000.pt")["output"].numel() == 4 << 20
 
 
 def test_a_batch_that_is_set_twice_keeps_its_first_outputs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 It guarantees:
 - autograd goes through the change: a function's gradient flows on, a tensor that is put in gets its own;
 - a capture that was entered before the edit sees the value before it, one entered inside the edit sees it after;
+- a tensor that is put in stays as it is, whatever the model does in place;
 - leaving the block takes every change off, also when the body raised;
 - an edit that no value ever met is warned of.
 
@@ -168,7 +169,7 @@ class _ChangedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.change = change
-        return value.view_as(value)
+        return value.clone()  # not a view: the model may go on to change it in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -190,7 +191,7 @@ def _change_of(key: Selectable, change: Any) -> Callable[[Site, Tensor], Tensor]
 def _put_in(replacement: Tensor, site: Site, value: Tensor) -> Tensor:
     fitting = replacement.to(device=value.device, dtype=value.dtype)
     try:
-        return fitting if fitting.shape == value.shape else fitting.expand(value.shape).contiguous()
+        return fitting.expand(value.shape).clone()  # a copy, which the model may change in place
     except RuntimeError:
         raise PlanError(
             f"a tensor of shape {tuple(replacement.shape)} cannot take the place of {site.name}, which has shape "

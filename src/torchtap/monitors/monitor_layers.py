@@ -30,7 +30,7 @@ LayerConfig: TypeAlias = "Sequence[str] | Mapping[str, Mapping[str, Any] | None]
 
 # Classes of torch that hold modules and have no forward of their own.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 @final
@@ -79,12 +79,10 @@ def monitored_layers(model: nn.Module, asked: LayerConfig) -> tuple[MonitoredLay
 
 
 def _clean(name: str, paths: Mapping[str, str]) -> str:
-    """A layer's name without the prefixes that wrappers put into ``named_modules()``."""
+    """A layer's name without what wrappers put into ``named_modules()``."""
     if name in paths:
         return name
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _layer(name: str, options: Any, path: str) -> MonitoredLayer:

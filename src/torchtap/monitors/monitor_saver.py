@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class Saver:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="torchtap-monitor-saver", daemon=True)
             self._thread.start()
+            atexit.register(self.close)  # a script that ends without waiting has its files all the same
         with self._changed:
             self._waiting += 1
             self._pending_bytes += nbytes
@@ -53,11 +55,14 @@ class Saver:
 
     def close(self) -> None:
         """Finish, and let the thread go; a later job starts another."""
-        self.flush()
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
+        try:
+            self.flush()
+        finally:
+            atexit.unregister(self.close)
+            if self._thread is not None:
+                self._jobs.put(None)
+                self._thread.join()
+                self._thread = None
 
     def _work(self) -> None:
         while (told := self._jobs.get()) is not None:
