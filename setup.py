@@ -18,6 +18,14 @@ setup(
             optional=True,
         ),
         Extension(
+            "torchtap.comparison._distance",
+            sources=["src/torchtap/comparison/_distance.c"],
+            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            py_limited_api=True,
+            optional=True,
+        ),
+        Extension(
             "torchtap.store._checksum",
             sources=["src/torchtap/store/_checksum.c"],
             extra_compile_args=["-O3"],

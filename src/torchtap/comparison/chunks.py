@@ -20,7 +20,7 @@ from torchtap.errors import CompareError
 
 __all__ = ["CHUNK", "as_real", "pieces"]
 
-# Elements in a piece: with the float64 scratch of the measures this stays inside a core's second-level cache.
+# Elements in a piece: small enough that a few of them, widened to float64, stay in a core's second-level cache.
 CHUNK = 1 << 17
 
 

@@ -18,7 +18,7 @@ Definitions, with r the reference, t the target and d = |t - r| over the places 
     max_ulp, mean_ulp          d in units in the last place of r, at the coarser of the two dtypes
     within                     share of elements with d <= atol + rtol |r|
     histogram_distance         total variation between the two histograms of 64 bins over the common range,
-                               of at most 2^18 evenly spaced elements
+                               of at most 2^18 elements, in evenly spaced stretches
     mismatched                 share of elements that are not equal
 
 Not here: whether a distance matters (`floor`, `verdict`), where in the tensor it sits (`profile`).
@@ -27,20 +27,29 @@ Not here: whether a distance matters (`floor`, `verdict`), where in the tensor i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torchtap.comparison.chunks import CHUNK, as_real, pieces
+from torchtap.comparison.mapped import let_go
+from torchtap.comparison.sums import Sums, native
 from torchtap.errors import CompareError
 
 __all__ = ["Measures", "coarser", "measure", "resolution"]
 
 _HISTOGRAM_BINS = 64
 _HISTOGRAM_ELEMENTS = 1 << 18
-_RELATIVE_GUARD = 1e-8
+_HISTOGRAM_STRETCH = 1 << 12
+_PER_THREAD = 1 << 21  # elements that are worth a thread of their own
 
 
 @final
@@ -119,22 +128,45 @@ def measure(
         )
     digits = coarser(reference.dtype, target.dtype)
     step = resolution(digits)
-    walk = _Walk(
+    blank = partial(
+        Sums,
         ulp=_ulp_step(digits),
         atol=step if atol is None else atol,
         rtol=8 * step if rtol is None else rtol,
-        histogram=_Histogram(),
         brief=brief,
     )
     left, right = as_real(reference), as_real(target)
-    if left.device != right.device and left.numel() <= chunk:
-        left, right = left.cpu(), right.cpu()
-    stride = max(1, -(-left.numel() // _HISTOGRAM_ELEMENTS))
-    if left.numel() and not brief:
-        walk.histogram.fit(left, right, stride)
+    distance = 0.0 if brief or not left.numel() else _histogram_distance(left, right)
+    return _amount(_add_up(blank, left, right, chunk), left.shape, distance)
+
+
+def _add_up(blank: Callable[[], Sums], left: Tensor, right: Tensor, chunk: int) -> Sums:
+    """The sums of both, by as many threads as torch may use when there is enough for each."""
+    workers = min(torch.get_num_threads(), left.numel() // _PER_THREAD) if native is not None else 1
+    if workers < 2 or not (left.is_contiguous() and right.is_contiguous()):
+        return _add_range(blank(), left, right, 0, chunk)
+    flat_left, flat_right = left.view(-1), right.view(-1)
+    bounds = [n * left.numel() // workers for n in range(workers + 1)]
+    with ThreadPoolExecutor(workers) as pool:
+        parts = list(
+            pool.map(
+                lambda bound: _add_range(
+                    blank(), flat_left[bound[0] : bound[1]], flat_right[bound[0] : bound[1]], bound[0], chunk
+                ),
+                pairwise(bounds),
+            )
+        )
+    for part in parts[1:]:
+        parts[0].merge(part)
+    return parts[0]
+
+
+def _add_range(sums: Sums, left: Tensor, right: Tensor, start: int, chunk: int) -> Sums:
     for offset, (r, t) in pieces(left, right, chunk=chunk):
-        walk.take(offset, r, t)
-    return walk.result(left.shape, stride)
+        sums.add(start + offset, r, t)
+        let_go(r)
+        let_go(t)
+    return sums
 
 
 def _ulp_step(dtype: torch.dtype) -> tuple[float, float]:
@@ -147,182 +179,70 @@ def _ulp_step(dtype: torch.dtype) -> tuple[float, float]:
     return info.eps, max(info.smallest_normal * info.eps, 5e-324)
 
 
-class _Histogram:
-    """Two histograms over one range; the range comes from the sampled elements themselves."""
-
-    def __init__(self) -> None:
-        self.distance = 0.0
-
-    def fit(self, left: Tensor, right: Tensor, stride: int) -> None:
-        """Sample both sides at the same places and compare how their values are spread."""
-        r = _sample(left, stride)
-        t = _sample(right, stride)
-        if torch.equal(r, t):
-            return
-        both = torch.isfinite(r) & torch.isfinite(t)
-        r, t = r[both], t[both]
-        if not r.numel():
-            self.distance = math.nan
-            return
-        low = min(float(r.min()), float(t.min()))
-        high = max(float(r.max()), float(t.max()))
-        if low == high or not math.isfinite(high - low):
-            return
-        counts = [torch.histc((x - low) / (high - low), _HISTOGRAM_BINS, 0.0, 1.0) for x in (r, t)]
-        self.distance = float((counts[0] - counts[1]).abs().sum()) / (2 * r.numel())
+def _histogram_distance(left: Tensor, right: Tensor) -> float:
+    """How differently the values are spread, whatever their places: both sides sampled at the same elements."""
+    r, t = _sample(left), _sample(right)
+    both = np.isfinite(r) & np.isfinite(t)
+    r, t = r[both], t[both]
+    if not r.size:
+        return math.nan
+    low, high = float(min(r.min(), t.min())), float(max(r.max(), t.max()))
+    if low == high or not math.isfinite(high - low):
+        return 0.0
+    bins = [np.minimum((x - low) * (_HISTOGRAM_BINS / (high - low)), _HISTOGRAM_BINS - 1) for x in (r, t)]
+    counts = [np.bincount(places.astype(np.int64), minlength=_HISTOGRAM_BINS) for places in bins]
+    return float(np.abs(counts[0] - counts[1]).sum()) / (2 * r.size)
 
 
-def _sample(value: Tensor, stride: int) -> Tensor:
+def _sample(value: Tensor) -> npt.NDArray[np.float64]:
+    """At most so many elements, in evenly spaced stretches: few pages are touched however large the tensor is."""
+    total = value.numel()
+    if total <= _HISTOGRAM_ELEMENTS:
+        return value.reshape(-1).to("cpu", torch.float64).numpy()
+    stretches = _HISTOGRAM_ELEMENTS // _HISTOGRAM_STRETCH
+    starts = [n * (total - _HISTOGRAM_STRETCH) // (stretches - 1) for n in range(stretches)]
     if value.is_contiguous():
-        return value.view(-1)[::stride].to("cpu", torch.float64)
-    # A strided view has no flat form without a copy; index arithmetic picks the same logical elements.
-    flat = torch.arange(0, value.numel(), stride)
-    index = torch.unravel_index(flat, value.shape) if value.dim() else ()
-    return (value[index] if value.dim() else value.reshape(1)).to("cpu", torch.float64)
+        flat = value.view(-1)
+        parts = [flat[start : start + _HISTOGRAM_STRETCH] for start in starts]
+    else:  # a strided view has no flat form without a copy; index arithmetic finds the same elements
+        places = (torch.arange(start, start + _HISTOGRAM_STRETCH) for start in starts)
+        parts = [value[torch.unravel_index(place, value.shape)] for place in places]
+    # numpy, since torch would wake its threads for every one of these small steps.
+    return np.concatenate([part.to("cpu", torch.float64).numpy() for part in parts])
 
 
-class _Walk:
-    """The sums of one comparison. Scratch is allocated once, sized by the first piece."""
-
-    def __init__(
-        self, ulp: tuple[float, float], atol: float, rtol: float, histogram: _Histogram, brief: bool
-    ) -> None:
-        self.brief = brief
-        self.ulp_relative, self.ulp_smallest = ulp
-        self.atol, self.rtol = atol, rtol
-        self.histogram = histogram
-        self.count = self.compared = self.unequal = self.within = self.masks_differ = 0
-        self.nans, self.infs = [0, 0], [0, 0]
-        self.dd = self.rr = self.tt = self.tr = 0.0
-        self.sum_abs = self.sum_rel = self.sum_ulp = 0.0
-        self.max_rel = self.max_ulp = self.absmax = 0.0
-        self.max_abs = -1.0
-        self.worst = 0
-        self.worst_values = (math.nan, math.nan)
-        self.scratch: Tensor | None = None
-
-    def take(self, offset: int, reference: Tensor, target: Tensor) -> None:
-        size = reference.numel()
-        self.count += size
-        if self.scratch is None or self.scratch.shape[1] < size:
-            self.scratch = torch.empty(5, size, dtype=torch.float64)
-        r, t, d, a, b = (row[:size] for row in self.scratch)
-        r.copy_(reference)
-        t.copy_(target)
-        rr, tt = float(torch.dot(r, r)), float(torch.dot(t, t))
-        if not (math.isfinite(rr) and math.isfinite(tt)):
-            self._take_guarded(offset, r.clone(), t.clone())
-            return
-        self._take_finite(offset, r, t, d, a, b, rr, tt, None)
-
-    def _take_guarded(self, offset: int, r: Tensor, t: Tensor) -> None:
-        """A piece with NaN, infinities, or squares beyond float64: count the first two and leave them out."""
-        for side, value in enumerate((r, t)):
-            self.nans[side] += int(torch.isnan(value).sum())
-            self.infs[side] += int(torch.isinf(value).sum())
-        finite_r, finite_t = torch.isfinite(r), torch.isfinite(t)
-        both = finite_r & finite_t
-        same = (r == t) | (torch.isnan(r) & torch.isnan(t))
-        outside = ~both
-        differing = int((outside & ~same).sum())
-        self.masks_differ += differing
-        self.unequal += differing
-        keep = both.nonzero().squeeze(1)
-        if not keep.numel():
-            return
-        r, t = r[keep], t[keep]
-        rr, tt = float(torch.dot(r, r)), float(torch.dot(t, t))
-        scratch = torch.empty(3, r.numel(), dtype=torch.float64)
-        self._take_finite(offset, r, t, scratch[0], scratch[1], scratch[2], rr, tt, keep)
-
-    def _take_finite(
-        self,
-        offset: int,
-        r: Tensor,
-        t: Tensor,
-        d: Tensor,
-        a: Tensor,
-        b: Tensor,
-        rr: float,
-        tt: float,
-        places: Tensor | None,
-    ) -> None:
-        size = r.numel()
-        self.compared += size
-        self.rr += rr
-        self.tt += tt
-        torch.sub(t, r, out=d)
-        dd = float(torch.dot(d, d))
-        torch.abs(r, out=a)
-        self.absmax = max(self.absmax, float(a.max()))
-        if dd == 0.0 and not bool(d.any()):
-            self.tr += rr
-            self.within += size
-            if self.max_abs < 0.0:
-                self._note_worst(0.0, offset, 0, r, t, places)
-            return
-        self.dd += dd
-        self.tr += float(torch.dot(t, r))
-        d.abs_()
-        largest = d.max()
-        if float(largest) > self.max_abs:
-            self._note_worst(float(largest), offset, int(d.argmax()), r, t, places)
-        self.sum_abs += float(d.sum())
-        self.unequal += int(torch.count_nonzero(d))
-        if self.brief:
-            return
-        torch.mul(a, self.rtol, out=b).add_(self.atol)
-        self.within += int(torch.count_nonzero(torch.le(d, b)))
-        torch.add(a, _RELATIVE_GUARD, out=b)
-        torch.div(d, b, out=b)
-        self.max_rel = max(self.max_rel, float(b.max()))
-        self.sum_rel += float(b.sum())
-        # The exponent bits alone of a float64 are the power of two at or below it.
-        a.view(torch.int64).bitwise_and_(0x7FF0000000000000)
-        a.mul_(self.ulp_relative).clamp_(min=self.ulp_smallest)
-        torch.div(d, a, out=b)
-        self.max_ulp = max(self.max_ulp, float(b.max()))
-        self.sum_ulp += float(b.sum())
-
-    def _note_worst(
-        self, distance: float, offset: int, at: int, r: Tensor, t: Tensor, places: Tensor | None
-    ) -> None:
-        self.max_abs = distance
-        self.worst = offset + (at if places is None else int(places[at]))
-        self.worst_values = (float(r[at]), float(t[at]))
-
-    def result(self, shape: torch.Size, stride: int) -> Measures:
-        seen = self.compared
-        nan_if_brief = math.nan if self.brief else 0.0
-        max_abs = max(self.max_abs, 0.0) if seen else math.nan
-        reference_l2, difference_l2 = math.sqrt(self.rr), math.sqrt(self.dd)
-        return Measures(
-            count=self.count,
-            compared=seen,
-            identical=self.unequal == 0,
-            max_abs=max_abs,
-            mean_abs=_share(self.sum_abs, seen),
-            max_rel=self.max_rel + nan_if_brief if seen else math.nan,
-            mean_rel=_share(self.sum_rel, seen) + nan_if_brief,
-            rel_l2=_ratio(difference_l2, reference_l2) if seen else math.nan,
-            rel_linf=_ratio(max_abs, self.absmax) if seen else math.nan,
-            cosine=_cosine(self.tr, self.tt, self.rr, self.unequal == 0) if seen else math.nan,
-            cosine_scaled=_share(self.dd, self.tt + self.rr) if self.tt + self.rr else 0.0,
-            sqnr_db=_decibel(reference_l2, difference_l2) if seen else math.nan,
-            max_ulp=self.max_ulp + nan_if_brief if seen else math.nan,
-            mean_ulp=_share(self.sum_ulp, seen) + nan_if_brief,
-            within=_share(self.within, self.count) + nan_if_brief,
-            histogram_distance=self.histogram.distance + nan_if_brief,
-            mismatched=_share(self.unequal, self.count) if self.count else 0.0,
-            worst=_unravel(self.worst, shape) if seen else (),
-            worst_reference=self.worst_values[0],
-            worst_target=self.worst_values[1],
-            reference_l2=reference_l2,
-            reference_absmax=self.absmax,
-            nans=(self.nans[0], self.nans[1]),
-            infs=(self.infs[0], self.infs[1]),
-            masks_differ=self.masks_differ,
-        )
+def _amount(sums: Sums, shape: torch.Size, histogram_distance: float) -> Measures:
+    seen = sums.compared
+    nan_if_brief = math.nan if sums.brief else 0.0
+    max_abs = max(sums.max_abs, 0.0) if seen else math.nan
+    reference_l2, difference_l2 = math.sqrt(sums.rr), math.sqrt(sums.dd)
+    return Measures(
+        count=sums.count,
+        compared=seen,
+        identical=sums.unequal == 0,
+        max_abs=max_abs,
+        mean_abs=_share(sums.sum_abs, seen),
+        max_rel=sums.max_rel + nan_if_brief if seen else math.nan,
+        mean_rel=_share(sums.sum_rel, seen) + nan_if_brief,
+        rel_l2=_ratio(difference_l2, reference_l2) if seen else math.nan,
+        rel_linf=_ratio(max_abs, sums.absmax) if seen else math.nan,
+        cosine=_cosine(sums.tr, sums.tt, sums.rr, sums.unequal == 0) if seen else math.nan,
+        cosine_scaled=_share(sums.dd, sums.tt + sums.rr) if sums.tt + sums.rr else 0.0,
+        sqnr_db=_decibel(reference_l2, difference_l2) if seen else math.nan,
+        max_ulp=sums.max_ulp + nan_if_brief if seen else math.nan,
+        mean_ulp=_share(sums.sum_ulp, seen) + nan_if_brief,
+        within=_share(sums.within, sums.count) + nan_if_brief,
+        histogram_distance=histogram_distance + nan_if_brief,
+        mismatched=_share(sums.unequal, sums.count) if sums.count else 0.0,
+        worst=_unravel(sums.worst, shape) if seen else (),
+        worst_reference=sums.worst_values[0],
+        worst_target=sums.worst_values[1],
+        reference_l2=reference_l2,
+        reference_absmax=sums.absmax,
+        nans=(sums.nans[0], sums.nans[1]),
+        infs=(sums.infs[0], sums.infs[1]),
+        masks_differ=sums.masks_differ,
+    )
 
 
 def _share(part: float, whole: float) -> float:

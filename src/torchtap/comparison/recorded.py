@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -67,11 +68,12 @@ def compare_recordings(
     problems += [*reference.problems(), *target.problems()]
     work = _Work(reference, target, tuple(rules), list(harmless))
     seen: list[int] = []
-    for step in steps:
-        found = work.step(step)
-        seen.append(step)
-        if any(row.status == "diverged" for row in found):
-            break
+    with work.reader:
+        for step in steps:
+            found = work.step(step)
+            seen.append(step)
+            if any(row.status == "diverged" for row in found):
+                break
     rows = tuple(work.rows)
     if not any(row.status in COMPARED for row in rows):
         raise CompareError(_nothing(reference, target, work, rows))
@@ -153,6 +155,7 @@ class _Work:
     unaligned: list[Unaligned] = field(default_factory=list)
     used: dict[str, None] = field(default_factory=dict)
     current: int = 0
+    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "torchtap-compare"))
     _aligned: dict[object, Alignment] = field(default_factory=dict)
     _dtypes: tuple[dict[str, str | None], dict[str, str | None]] = ({}, {})
 
@@ -190,8 +193,10 @@ class _Work:
             how=pair.how,
         )
         try:
+            # Both sides at once: most of the time goes into reading and checking bytes.
+            coming = self.reader.submit(self.target.tensor, pair.target, step)
             left = self.reference.tensor(pair.reference, step)
-            right = self.target.tensor(pair.target, step)
+            right = coming.result()
             if left is None or right is None:
                 return self._by_statistics(blank, step, before)
             return self._by_elements(blank, pair, left, right, step, before)

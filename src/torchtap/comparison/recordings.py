@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchtap.comparison.align import KnownSite, split_site
+from torchtap.comparison.mapped import mapped
 from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "execution_order",
     "in_passing_order",
     "is_layer_folder",
+    "load_tensor",
 ]
 
 _LAYER_FILE = re.compile(r"layer_(\d+)_output\.pt$")
@@ -128,10 +130,14 @@ class FolderRecording:
             return self._passes[step - 1].sites(0)
         return [KnownSite(name) for name in self._files]
 
+    def file(self, site: str) -> Path:
+        """The file that holds a layer of the first pass."""
+        return self._files[site]
+
     def tensor(self, site: str, step: int) -> Tensor | None:
         if step:
             return self._passes[step - 1].tensor(site, 0)
-        return load_tensor(self._files[site])
+        return load_tensor(self._files[site], map_file=True)
 
     def statistics(self, name: str, step: int) -> dict[str, float]:
         return {}
@@ -258,24 +264,31 @@ def is_layer_folder(folder: Path) -> bool:
     )
 
 
-def load_tensor(path: Path) -> Tensor:
-    """Read one tensor from a ``.pt`` file without running any code that it may hold."""
+def load_tensor(path: Path, *, map_file: bool = False) -> Tensor:
+    """Read one tensor from a ``.pt`` file without running any code that it may hold.
+
+    With ``map_file`` its bytes are fetched as they are walked over and given back; nobody may change such a tensor.
+    """
     try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        loaded = _load(path, map_file)
     except FileNotFoundError as error:
         raise RunNotFoundError(f"there is no file {path}") from error
-    except RuntimeError:
-        try:  # files in the older format cannot be mapped
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise RunCorruptError(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
     except Exception as error:
         raise RunCorruptError(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
     if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
         loaded = loaded[0]
     if not isinstance(loaded, Tensor):
         raise RunCorruptError(f"{path} holds a {type(loaded).__name__} where a tensor was expected")
-    return loaded
+    return mapped(loaded) if map_file else loaded
+
+
+def _load(path: Path, map_file: bool) -> Any:
+    if map_file:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files in the older format cannot be mapped
+            pass
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _dtype_name(value: Tensor) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtap.comparison.adjacent import LayerChange, layer_changes
-from torchtap.comparison.recordings import FolderRecording
+from torchtap.comparison.recordings import FolderRecording, load_tensor
 from torchtap.errors import RunCorruptError, SelectionError
 
 __all__ = ["Layers", "layer_statistics", "open_layers", "write_layers"]
@@ -79,9 +79,7 @@ class Layers(Sequence[Tensor]):
             if index == len(self) or index < -len(self):
                 raise IndexError(index)
             raise SelectionError(f"{self.folder} has no layer {index}; it has {len(self)} layers")
-        value = self._recording.tensor(wanted, 0)
-        assert value is not None
-        return value
+        return load_tensor(self._recording.file(wanted))
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[n] for n in range(len(self)))

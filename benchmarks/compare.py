@@ -1,0 +1,145 @@
+"""Comparing two recordings: memory and speed beside plain reading, and the planted faults.
+
+The two recordings hold 64 whole tensors each, 4 GiB a side, in eight runs, and differ by rounding. Reading means the
+same files, read into one buffer, twice over. Runs are compared and read in turn, so that both meet the same machine.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchtap as tt
+from benchmarks.planted_faults import cases, judge
+from torchtap.store.record import StepRecord, TensorItem
+from torchtap.store.writer import RunWriter
+
+__all__ = ["run"]
+
+TENSORS = 64
+PARTS = 8
+
+
+def run(quick: bool = False) -> list[dict[str, Any]]:
+    """Rows of the large comparison, then of the planted faults."""
+    return [*_large(mebibytes=4 if quick else 64), *_planted(every=6 if quick else 1)]
+
+
+def _large(mebibytes: int) -> list[dict[str, Any]]:
+    reading = comparing = 0.0
+    grown = 0
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = [(Path(folder) / f"reference{n}", Path(folder) / f"target{n}") for n in range(PARTS)]
+        for n, (reference, target) in enumerate(pairs):
+            _write(reference, mebibytes, n, factor=1.0)
+            _write(target, mebibytes, n, factor=1.0 + 2.0**-22)
+        tt.compare(pairs[0][0], pairs[0][1], steps=[0])  # what is imported once does not count
+        with _PeakMemory() as memory:
+            for n, (reference, target) in enumerate(pairs):
+                files = [path for run in (reference, target) for path in sorted(run.rglob("tensors-*"))]
+                # Alternating, so that what slows the machine down for a while slows both.
+                for action in ("read", "compare") if n % 2 else ("compare", "read"):
+                    begin = time.perf_counter()
+                    if action == "read":
+                        _read_twice(files)
+                        reading += time.perf_counter() - begin
+                    else:
+                        result = tt.compare(reference, target)
+                        comparing += time.perf_counter() - begin
+                        assert len(result.steps) == TENSORS // PARTS
+            grown = memory.grown
+    size = 2 * TENSORS * mebibytes / 1024
+    return [
+        {
+            "case": f"two recordings, {size:.3g} GiB together: memory",
+            "measured": f"{grown / 2**20:.0f} MiB more at the peak",
+            "bar": "< 1024 MiB",
+            "holds": grown < 2**30,
+        },
+        {
+            "case": f"two recordings, {size:.3g} GiB together: speed",
+            "measured": f"{comparing:.1f} s; reading both twice {reading:.1f} s",
+            "bar": "at least half the speed of reading twice",
+            "holds": comparing <= 2 * reading,
+        },
+    ]
+
+
+def _write(folder: Path, mebibytes: int, part: int, factor: float) -> None:
+    with RunWriter(folder, manifest={"sites": []}) as writer:
+        for step in range(TENSORS // PARTS):
+            seed = torch.Generator().manual_seed(part * PARTS + step)
+            value = torch.randn(mebibytes << 18, generator=seed).mul_(factor)
+            item = TensorItem("layer:output", "value", "full", value)
+            writer.write(StepRecord(step, None, None, "eval", time.time(), (), (item,)))
+
+
+def _read_twice(files: list[Path]) -> None:
+    buffer = bytearray(64 << 20)
+    for _ in range(2):
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+
+class _PeakMemory:
+    """The largest resident size inside a block, beyond that at its beginning; looked at every few milliseconds."""
+
+    def __enter__(self) -> _PeakMemory:
+        self._done = threading.Event()
+        self._start = self._peak = _resident()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._done.wait(0.005):
+            self._peak = max(self._peak, _resident())
+
+    @property
+    def grown(self) -> int:
+        return self._peak - self._start
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _planted(every: int) -> list[dict[str, Any]]:
+    outcomes = [judge(case, tt.compare) for case in list(cases())[::every]]
+    faults = [outcome for outcome in outcomes if not outcome.case.harmless]
+    harmless = [outcome for outcome in outcomes if outcome.case.harmless]
+    found, alarms = sum(o.right for o in faults), sum(not o.right for o in harmless)
+    missed = ", ".join(outcome.case.name for outcome in outcomes if not outcome.right)
+    return [
+        {
+            "case": f"planted faults, {len(faults)} cases: first module right",
+            "measured": f"{found / len(faults):.1%}" + (f", missed: {missed}" if missed else ""),
+            "bar": "≥ 95 %",
+            "holds": found / len(faults) >= 0.95,
+        },
+        {
+            "case": f"harmless changes, {len(harmless)} cases: false alarms",
+            "measured": f"{alarms / len(harmless):.1%}",
+            "bar": "≤ 2 %",
+            "holds": alarms / len(harmless) <= 0.02,
+        },
+    ]
+
+
+if __name__ == "__main__":
+    from benchmarks.timing import table
+
+    print(table(run()))
