@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from torchtap import CompareError
+from torchtap.comparison import measures, sums
 from torchtap.comparison.measures import measure
+from torchtap.comparison.streams import Stream, measure_streams
 
 
 def pair(
@@ -49,6 +51,41 @@ def test_every_measure_is_its_formula(chunk: int) -> None:
     assert found.worst == tuple(int(i) for i in np.unravel_index(d.argmax(), reference.shape))
     assert found.worst_target == float(target[found.worst])
     assert 0.0 < found.histogram_distance < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32])
+def test_the_native_sums_are_those_of_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, target = pair(shape=(13, 1000))
+    reference, target = (reference * 100).to(dtype), (target * 100).to(dtype)
+    if dtype.is_floating_point:
+        reference[3, 5] = target[3, 5] = math.nan
+        target[4, 7] = math.inf
+        reference[0, 0] = 0.0
+    native = measure(reference, target).as_dict()
+    monkeypatch.setattr(sums, "native", None)
+    for name, value in measure(reference, target).as_dict().items():
+        assert native[name] == pytest.approx(value, rel=1e-12), name
+
+
+def test_threads_and_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, target = pair(shape=(300_000,))
+    whole = measure(reference, target).as_dict()
+    monkeypatch.setattr(measures, "_PER_THREAD", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for name, value in measure(reference, target).as_dict().items():
+        assert whole[name] == pytest.approx(value, rel=1e-12), name
+    streams = [
+        Stream(tuple(t.shape), t.dtype, iter(_pieces(t, size)))
+        for t, size in ((reference, 4096), (target, 3000))
+    ]
+    for name, value in measure_streams(*streams).as_dict().items():
+        if name != "histogram_distance":  # sampled at slightly other places
+            assert whole[name] == pytest.approx(value, rel=1e-12), name
+
+
+def _pieces(value: torch.Tensor, size: int) -> list[memoryview]:
+    raw = memoryview(value.numpy().tobytes())
+    return [memoryview(bytearray(raw[start : start + 4 * size])) for start in range(0, len(raw), 4 * size)]
 
 
 def test_strides_do_not_matter() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +222,69 @@ def test_a_corrupt_tensor_is_not_compared_and_not_called_equal(models: Any, tmp_
     damaged = [row for row in result.rows if row.status == "not compared"]
     assert damaged or result.problems
     assert "could not be compared" in result.verdict or result.problems
+
+
+def _large_run(folder: Path, value: torch.Tensor) -> Path:
+    from torchtap.store.record import StepRecord, TensorItem
+    from torchtap.store.writer import RunWriter
+
+    with RunWriter(folder, manifest={"sites": []}) as writer:
+        item = TensorItem("layer:output", "value", "full", value)
+        writer.write(StepRecord(0, None, None, "eval", 0.0, (), (item,)))
+    return folder
+
+
+def test_damage_in_a_large_tensor_is_noticed_though_it_is_read_in_pieces(tmp_path: Path) -> None:
+    value = torch.randn(2 << 20)
+    a, b = _large_run(tmp_path / "a", value), _large_run(tmp_path / "b", value)
+    assert tt.compare(a, b).row("layer:output").status == "equal"
+    segment = next(path for path in b.rglob("tensors-*") if path.is_file())
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0x01
+    segment.write_bytes(bytes(data))
+    with pytest.raises(tt.CompareError, match="checksum"):
+        tt.compare(a, b)
+
+
+def test_comparing_large_recordings_takes_little_memory(tmp_path: Path) -> None:
+    value = torch.randn(24 << 20)  # 96 MiB a side
+    a, b = _large_run(tmp_path / "a", value), _large_run(tmp_path / "b", value * 1.0000001)
+    program = f"""
+import resource, torch, torchtap as tt
+tt.compare({{"x:output": torch.ones(2)}}, {{"x:output": torch.ones(2)}})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+result = tt.compare({str(a)!r}, {str(b)!r})
+assert result.row("layer:output").status == "within", result
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 32 * 1024
+
+
+def test_layer_files_are_mapped_and_their_pages_given_back(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        torch.save(torch.ones(24 << 20), tmp_path / name / "layer_1_output.pt")
+    program = f"""
+import threading, torch, torchtap as tt
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+tt.compare({{"x:output": torch.ones(2)}}, {{"x:output": torch.ones(2)}})
+start, peak, done = resident(), [0], threading.Event()
+def look():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], resident())
+thread = threading.Thread(target=look)
+thread.start()
+assert tt.compare({str(tmp_path / "a")!r}, {str(tmp_path / "b")!r}).first is None
+done.set()
+thread.join()
+print((peak[0] - start) // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 64 * 1024
 
 
 def test_a_layer_file_that_is_damaged_is_named(tmp_path: Path) -> None:

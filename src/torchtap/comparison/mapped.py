@@ -2,7 +2,7 @@
 
 A mapped file costs no memory of its own, but every page that was touched counts as the process's until the kernel
 takes it back. It guarantees:
-- only memory that `mapped` was told of is ever given back, and only while that tensor's storage lives;
+- only memory that `mapped` was told of is ever given back, and only while that tensor lives;
 - what was given back is read from the file again when it is needed again.
 
 Without the system call (not Linux) nothing is given back, and nothing else changes.
@@ -22,7 +22,7 @@ from torch import Tensor
 __all__ = ["let_go", "mapped"]
 
 _DONT_NEED = 4
-# (address, end) of each living storage, by the storage's address.
+# Where the storage of each living mapped tensor ends, by where it begins.
 _ranges: dict[int, int] = {}
 
 
@@ -41,7 +41,7 @@ def mapped(value: Tensor) -> Tensor:
     start = storage.data_ptr()
     if start and start not in _ranges:
         _ranges[start] = start + storage.nbytes()
-        weakref.finalize(storage, _ranges.pop, start, None)
+        weakref.finalize(value, _ranges.pop, start, None)  # the storage has no Python object that lasts
     return value
 
 

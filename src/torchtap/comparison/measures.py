@@ -44,7 +44,7 @@ from torchtap.comparison.mapped import let_go
 from torchtap.comparison.sums import Sums, native
 from torchtap.errors import CompareError
 
-__all__ = ["Measures", "coarser", "measure", "resolution"]
+__all__ = ["Measures", "Tally", "coarser", "measure", "resolution"]
 
 _HISTOGRAM_BINS = 64
 _HISTOGRAM_ELEMENTS = 1 << 18
@@ -126,18 +126,48 @@ def measure(
             f"shapes differ: reference {tuple(reference.shape)}, target {tuple(target.shape)}; "
             "a rule with permute, slice or reshape can bring them together"
         )
-    digits = coarser(reference.dtype, target.dtype)
+    blank = partial(_blank, reference.dtype, target.dtype, atol, rtol, brief)
+    left, right = as_real(reference), as_real(target)
+    distance = 0.0 if brief or not left.numel() else _histogram_distance(_sample(left), _sample(right))
+    return _amount(_add_up(blank, left, right, chunk), left.shape, distance)
+
+
+def _blank(
+    reference: torch.dtype, target: torch.dtype, atol: float | None, rtol: float | None, brief: bool
+) -> Sums:
+    digits = coarser(reference, target)
     step = resolution(digits)
-    blank = partial(
-        Sums,
+    return Sums(
         ulp=_ulp_step(digits),
         atol=step if atol is None else atol,
         rtol=8 * step if rtol is None else rtol,
         brief=brief,
     )
-    left, right = as_real(reference), as_real(target)
-    distance = 0.0 if brief or not left.numel() else _histogram_distance(left, right)
-    return _amount(_add_up(blank, left, right, chunk), left.shape, distance)
+
+
+@final
+class Tally:
+    """Measures of tensors that come piece by piece: `add` each piece in order, then ask for the `result`."""
+
+    def __init__(self, shape: torch.Size, reference: torch.dtype, target: torch.dtype) -> None:
+        self._shape = shape
+        self._sums = _blank(reference, target, None, None, False)
+        self._starts = _stretches(shape.numel())
+        self._samples: tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]] = ([], [])
+
+    def add(self, offset: int, reference: Tensor, target: Tensor) -> None:
+        """Take the next piece: flat, ``offset`` elements after the beginning."""
+        self._sums.add(offset, reference, target)
+        end = offset + reference.numel()
+        while self._starts and self._starts[0] < end:
+            at = max(self._starts.pop(0) - offset, 0)
+            for kept, piece in zip(self._samples, (reference, target), strict=True):
+                kept.append(piece[at : at + _HISTOGRAM_STRETCH].to(torch.float64).numpy())
+
+    def result(self) -> Measures:
+        """What all pieces amount to."""
+        left, right = (np.concatenate(kept) if kept else np.empty(0) for kept in self._samples)
+        return _amount(self._sums, self._shape, _histogram_distance(left, right) if left.size else 0.0)
 
 
 def _add_up(blank: Callable[[], Sums], left: Tensor, right: Tensor, chunk: int) -> Sums:
@@ -179,9 +209,8 @@ def _ulp_step(dtype: torch.dtype) -> tuple[float, float]:
     return info.eps, max(info.smallest_normal * info.eps, 5e-324)
 
 
-def _histogram_distance(left: Tensor, right: Tensor) -> float:
+def _histogram_distance(r: npt.NDArray[np.float64], t: npt.NDArray[np.float64]) -> float:
     """How differently the values are spread, whatever their places: both sides sampled at the same elements."""
-    r, t = _sample(left), _sample(right)
     both = np.isfinite(r) & np.isfinite(t)
     r, t = r[both], t[both]
     if not r.size:
@@ -194,13 +223,20 @@ def _histogram_distance(left: Tensor, right: Tensor) -> float:
     return float(np.abs(counts[0] - counts[1]).sum()) / (2 * r.size)
 
 
+def _stretches(total: int) -> list[int]:
+    """Where the stretches begin that are sampled of so many elements."""
+    if total <= _HISTOGRAM_ELEMENTS:
+        return list(range(0, total, _HISTOGRAM_STRETCH))
+    stretches = _HISTOGRAM_ELEMENTS // _HISTOGRAM_STRETCH
+    return [n * (total - _HISTOGRAM_STRETCH) // (stretches - 1) for n in range(stretches)]
+
+
 def _sample(value: Tensor) -> npt.NDArray[np.float64]:
     """At most so many elements, in evenly spaced stretches: few pages are touched however large the tensor is."""
     total = value.numel()
     if total <= _HISTOGRAM_ELEMENTS:
         return value.reshape(-1).to("cpu", torch.float64).numpy()
-    stretches = _HISTOGRAM_ELEMENTS // _HISTOGRAM_STRETCH
-    starts = [n * (total - _HISTOGRAM_STRETCH) // (stretches - 1) for n in range(stretches)]
+    starts = _stretches(total)
     if value.is_contiguous():
         flat = value.view(-1)
         parts = [flat[start : start + _HISTOGRAM_STRETCH] for start in starts]

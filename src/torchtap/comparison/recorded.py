@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -28,9 +27,10 @@ from torchtap.comparison.align import Alignment, Pair, Unaligned, align, split_s
 from torchtap.comparison.floor import Floor, default_floor, floor_from
 from torchtap.comparison.measures import Measures, coarser, measure, resolution
 from torchtap.comparison.profile import Profile, locate
-from torchtap.comparison.recordings import Recording
+from torchtap.comparison.recordings import Recording, RunRecording
 from torchtap.comparison.result import COMPARED, Comparison, First, Row
 from torchtap.comparison.rules import Rule
+from torchtap.comparison.streams import measure_streams
 from torchtap.comparison.verdict import sentence, status_of
 from torchtap.errors import CompareError, TorchtapError
 
@@ -68,12 +68,11 @@ def compare_recordings(
     problems += [*reference.problems(), *target.problems()]
     work = _Work(reference, target, tuple(rules), list(harmless))
     seen: list[int] = []
-    with work.reader:
-        for step in steps:
-            found = work.step(step)
-            seen.append(step)
-            if any(row.status == "diverged" for row in found):
-                break
+    for step in steps:
+        found = work.step(step)
+        seen.append(step)
+        if any(row.status == "diverged" for row in found):
+            break
     rows = tuple(work.rows)
     if not any(row.status in COMPARED for row in rows):
         raise CompareError(_nothing(reference, target, work, rows))
@@ -155,7 +154,6 @@ class _Work:
     unaligned: list[Unaligned] = field(default_factory=list)
     used: dict[str, None] = field(default_factory=dict)
     current: int = 0
-    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "torchtap-compare"))
     _aligned: dict[object, Alignment] = field(default_factory=dict)
     _dtypes: tuple[dict[str, str | None], dict[str, str | None]] = ({}, {})
 
@@ -193,10 +191,12 @@ class _Work:
             how=pair.how,
         )
         try:
-            # Both sides at once: most of the time goes into reading and checking bytes.
-            coming = self.reader.submit(self.target.tensor, pair.target, step)
+            if pair.rule is None and not self.harmless:
+                streamed = self._by_pieces(blank, step, before)
+                if streamed is not None:
+                    return streamed
             left = self.reference.tensor(pair.reference, step)
-            right = coming.result()
+            right = self.target.tensor(pair.target, step)
             if left is None or right is None:
                 return self._by_statistics(blank, step, before)
             return self._by_elements(blank, pair, left, right, step, before)
@@ -210,9 +210,24 @@ class _Work:
             left, right = pair.rule.apply("reference", left), pair.rule.apply("target", right)
         measures = measure(left, right)
         floor = self._learnt(pair, left, right, step) or _default(coarser(left.dtype, right.dtype), before)
+        return self._judged(blank, measures, floor, left.dtype, right.dtype)
+
+    def _by_pieces(self, blank: Row, step: int, before: float) -> Row | None:
+        """Large stored values, never whole in memory; ``None`` when one of them cannot be read that way."""
+        if not (isinstance(self.reference, RunRecording) and isinstance(self.target, RunRecording)):
+            return None
+        left = self.reference.stream(blank.site, step)
+        right = None if left is None else self.target.stream(blank.target_site, step)
+        if left is None or right is None or left.shape != right.shape:
+            return None
+        floor = _default(coarser(left.dtype, right.dtype), before)
+        return self._judged(blank, measure_streams(left, right), floor, left.dtype, right.dtype)
+
+    def _judged(
+        self, blank: Row, measures: Measures, floor: Floor, reference: torch.dtype, target: torch.dtype
+    ) -> Row:
         self.used.update(dict.fromkeys(floor.sources))
         status, excess = status_of(measures, floor)
-        note = _note(measures, left.dtype, right.dtype)
         return replace(
             blank,
             status=status,
@@ -220,7 +235,7 @@ class _Work:
             floor=floor.l2,
             excess=excess,
             measures=measures,
-            note=note,
+            note=_note(measures, reference, target),
         )
 
     def _learnt(self, pair: Pair, left: Tensor, right: Tensor, step: int) -> Floor | None:

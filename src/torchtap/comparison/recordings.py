@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from torchtap.comparison.align import KnownSite, split_site
 from torchtap.comparison.mapped import mapped
+from torchtap.comparison.streams import PIECE_BYTES, Stream
 from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ __all__ = [
 _LAYER_FILE = re.compile(r"layer_(\d+)_output\.pt$")
 _EMBEDDING_FILE = "embedding_output.pt"
 _PASSES = ("decode_", "pass_")
+_STREAMED = 4 << 20  # bytes from which on a stored value is read piece by piece
 
 
 class Recording(Protocol):
@@ -184,6 +187,15 @@ class RunRecording:
         if site not in self._tensors.get(step, {}):
             return None
         return self.run.tensor(site, step)
+
+    def stream(self, site: str, step: int) -> Stream | None:
+        """A large value piece by piece; ``None`` when it is small, or stored in a way that has to be read whole."""
+        shape, name = self._tensors.get(step, {}).get(site, ((), ""))
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or dtype.is_complex or prod(shape) * dtype.itemsize < _STREAMED:
+            return None
+        found = self.run.tensor_pieces(site, step, size=PIECE_BYTES)
+        return None if found is None else Stream(shape, dtype, found[1])
 
     def statistics(self, name: str, step: int) -> dict[str, float]:
         if name not in self._kept:

@@ -343,6 +343,18 @@ class Run:
         """A stored tensor; without ``step`` the last one. Other reductions' parts have other ``field``s."""
         return self._steady(lambda: self._find(site, step, field, reduction).tensor())
 
+    def tensor_pieces(
+        self, site: str, step: int | None = None, *, size: int = 1 << 20
+    ) -> tuple[TensorRef, Iterator[memoryview]] | None:
+        """A stored whole tensor and its bytes in order, in pieces of about ``size``; None where it is packed.
+
+        A piece is overwritten by the next. The end raises `RunCorruptError` when the bytes were damaged, so nothing
+        that was made of them may be used before it is reached.
+        """
+        found = self._steady(lambda: self._find(site, step, "value", "full"))
+        pieces = found.pieces(size)
+        return None if pieces is None else (found.ref(), pieces)
+
     def array(
         self, site: str, step: int | None = None, field: str = "value", *, reduction: str | None = None
     ) -> npt.NDArray[Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError, RunFormatError
-from torchtap.store.checksum import parse_checksums, verify
+from torchtap.store.checksum import checksum, parse_checksums, verify
 from torchtap.store.folder import Folder, OpenFile
 from torchtap.store.header import Entry, Header, parse_header
 from torchtap.store.layout import FORMAT_VERSION, SegmentName
@@ -51,6 +51,29 @@ class Segment:
     def read(self, entry: Entry) -> bytearray:
         """All bytes of an entry, verified."""
         return self.read_ranges(entry, [(0, entry.nbytes)])[0]
+
+    def pieces(self, entry: Entry, size: int) -> Iterator[memoryview]:
+        """All bytes of an entry in order, ``size`` at a time, in one buffer that is used again.
+
+        What was read is known to be right only once all of it was: the end raises when it was not.
+        """
+        chunk, crcs = parse_checksums(self.header.facts(entry.name), entry.nbytes)
+        if len(crcs) > 1:
+            size = max(chunk, size // chunk * chunk)
+        buffer = memoryview(bytearray(min(size, entry.nbytes)))
+        current = 0
+        with self.open() as file:
+            for low in range(0, entry.nbytes, size):
+                part = buffer[: min(size, entry.nbytes - low)]
+                file.read_into(self.header.data_start + entry.start + low, part)
+                if len(crcs) > 1:
+                    for start in range(0, len(part), chunk):
+                        verify(part[start : start + chunk], crcs[(low + start) // chunk])
+                else:
+                    current = checksum(part, current)
+                yield part
+        if len(crcs) == 1 and f"{current:08x}" != crcs[0]:
+            raise RunCorruptError("its bytes are not those that were written (the checksum differs)")
 
     def array(self, entry: Entry, kind: str) -> npt.NDArray[Any]:
         """An entry as a numpy array of dtype ``kind``."""

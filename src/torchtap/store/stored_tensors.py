@@ -5,6 +5,7 @@ Reading checks everything a note claims against the entry it stands beside, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -57,6 +58,13 @@ class StoredTensor:
         if not about.packed:
             return raw
         return decompress(bytes(raw), about.type.size, prod(about.shape) * about.type.size)
+
+    def pieces(self, size: int) -> Iterator[memoryview] | None:
+        """The bytes in order, about ``size`` at a time in one buffer; None where they have to be read whole."""
+        about = _described(self.segment, self.entry)
+        if about.packed or about.dense_shape is not None:
+            return None
+        return self.segment.pieces(self.entry, size)
 
     def _indices(self, about: _Description) -> npt.NDArray[np.int64]:
         name = self.name
