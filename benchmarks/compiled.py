@@ -1,7 +1,9 @@
 """A watched training step of a ``torch.compile``d model beside the compiled step without torchtap.
 
 The model is that of `benchmarks.steps`. Compiling is not part of a step: both compilations, the user's and the one
-with taps in it, are made before the clock starts, and their times are given.
+with taps in it, are made before the clock starts, and their times are given. The last rows are why the statistics of
+a compiled model come from the native kernel, called by one op in the graph, and are not left to Inductor: GELU of
+(8, 128, 1536), and what it costs to have its statistics as well.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 import torchtap as tt
 from benchmarks.models import gpt_training
 from benchmarks.steps import NEVER, OUTPUTS, judged, watched
 from benchmarks.timing import case, compare, one_thread
+from torchtap.reduce import StatsBlock
 
 __all__ = ["run"]
 
@@ -54,4 +59,33 @@ def run(quick: bool = False, layers: int = 12) -> list[dict[str, Any]]:
             "holds": "",
         }
     )
-    return rows
+    return [*rows, *_fused(rounds=20 if quick else 60)]
+
+
+def _fused(rounds: int) -> list[dict[str, Any]]:
+    x = torch.randn(8, 128, 1536)
+    block = StatsBlock(1)
+    plain: Any = torch.compile(lambda x: F.gelu(x))
+    fused: Any = torch.compile(_with_statistics)
+    with one_thread(), torch.no_grad():
+        measured = compare(
+            {
+                "GELU": case(lambda: plain(x)),
+                "GELU, then the native kernel": case(lambda: block.measure_into(0, 0, plain(x))),
+                "GELU and its statistics, fused by Inductor": case(lambda: fused(x)),
+            },
+            base="GELU",
+            rounds=rounds,
+            repeats=3,
+        )
+    return judged("one op", measured, {})
+
+
+def _with_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain sums that statistics can be made of: less exact than the kernel's, and the least that it takes."""
+    y = F.gelu(x)
+    finite = y.isfinite()
+    safe = torch.where(finite, y, 0.0)
+    sums = [finite.sum().float(), safe.sum(), (safe * safe).sum(), safe.abs().sum()]
+    ends = [torch.where(finite, y, torch.inf).amin(), torch.where(finite, y, -torch.inf).amax()]
+    return y, torch.stack([*sums, *ends, (y == 0).sum().float(), y.isnan().sum().float()])
