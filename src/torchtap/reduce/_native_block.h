@@ -78,6 +78,42 @@
         for (int lane = 0; lane < half; lane++)                                                                   \
     (x)[lane] += (x)[lane + half]
 
+/* One look of `careful` at eight numbers or fewer. The loop for whole eights has a fixed length, for the compiler to
+ * turn it into vector instructions. */
+#define CAREFUL_LOOK(look)                                                                                        \
+    do {                                                                                                          \
+        for (size_t i = 0; i < whole; i += 8) {                                                                   \
+            const S *p = x + i;                                                                                   \
+            for (int lane = 0; lane < 8; lane++)                                                                  \
+                look;                                                                                             \
+        }                                                                                                         \
+        const S *p = x + whole;                                                                                   \
+        for (int lane = 0; lane < (int)(n - whole); lane++)                                                       \
+            look;                                                                                                 \
+    } while (0)
+#define LOOK_AT_VALUES                                                                                            \
+    {                                                                                                             \
+        const double v = (double)WIDEN(p[lane]), size = fabs(v);                                                  \
+        /* Comparisons are false for NaN. */                                                                      \
+        const double safe = size <= (double)LARGEST ? v : 0.0;                                                    \
+        const double under = size <= (double)LARGEST ? v : INFINITY;                                              \
+        const double over = size <= (double)LARGEST ? v : -INFINITY;                                              \
+        sum[lane] += safe * 0x1p-13; /* a block's sum may overflow where its mean does not */                     \
+        l1[lane] += fabs(safe);                                                                                   \
+        low[lane] = LESS(under, low[lane]);                                                                       \
+        high[lane] = MORE(over, high[lane]);                                                                      \
+        strange[lane] += size <= (double)LARGEST ? 0.0 : 1.0;                                                     \
+        nans[lane] += v != v ? 1.0 : 0.0;                                                                         \
+        zeros[lane] += v == 0.0 ? 1.0 : 0.0;                                                                      \
+    }
+#define LOOK_AT_DISTANCES                                                                                         \
+    {                                                                                                             \
+        const double v = (double)WIDEN(p[lane]);                                                                  \
+        const double d = fabs(v) <= (double)LARGEST ? v - center : 0.0;                                           \
+        drift[lane] += d;                                                                                         \
+        squares[lane] += d * d;                                                                                   \
+    }
+
 /* Any numbers at all: not finite, near the ends of the range, any count. In double throughout. */
 TARGET static void NAME(careful)(const S *x, size_t n, State *out)
 {
@@ -87,21 +123,7 @@ TARGET static void NAME(careful)(const S *x, size_t n, State *out)
         high[lane] = -INFINITY;
     }
     const size_t whole = n & ~(size_t)7;
-    for (size_t i = 0; i < n; i += 8) {
-        const int lanes = i < whole ? 8 : (int)(n - whole);
-        for (int lane = 0; lane < lanes; lane++) {
-            const double v = (double)WIDEN(x[i + lane]), size = v < 0 ? -v : v;
-            const int finite = size <= (double)LARGEST; /* false for NaN */
-            const double safe = finite ? v : 0.0;
-            sum[lane] += safe * 0x1p-13; /* a block's sum may overflow where its mean does not */
-            l1[lane] += finite ? size : 0.0;
-            low[lane] = finite && v < low[lane] ? v : low[lane];
-            high[lane] = finite && v > high[lane] ? v : high[lane];
-            strange[lane] += finite ? 0.0 : 1.0;
-            nans[lane] += v != v ? 1.0 : 0.0;
-            zeros[lane] += v == 0.0 ? 1.0 : 0.0;
-        }
-    }
+    CAREFUL_LOOK(LOOK_AT_VALUES);
     State s = {(double)n, 0, 0, 0, 0, 0, INFINITY, -INFINITY, 0};
     double total = 0, bad = 0;
     for (int lane = 0; lane < 8; lane++) {
@@ -119,15 +141,7 @@ TARGET static void NAME(careful)(const S *x, size_t n, State *out)
         /* Of one value only, the mean is that value and not what rounding makes of it. */
         const double center = s.low == s.high ? s.low : total / count * 0x1p13;
         double drift[8] = {0}, squares[8] = {0};
-        for (size_t i = 0; i < n; i += 8) {
-            const int lanes = i < whole ? 8 : (int)(n - whole);
-            for (int lane = 0; lane < lanes; lane++) {
-                const double v = (double)WIDEN(x[i + lane]), size = v < 0 ? -v : v;
-                const double d = size <= (double)LARGEST ? v - center : 0.0;
-                drift[lane] += d;
-                squares[lane] += d * d;
-            }
-        }
+        CAREFUL_LOOK(LOOK_AT_DISTANCES);
         double drifted = 0;
         for (int lane = 0; lane < 8; lane++) {
             drifted += drift[lane];
@@ -250,6 +264,9 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
 }
 
 #undef GROUP
+#undef CAREFUL_LOOK
+#undef LOOK_AT_VALUES
+#undef LOOK_AT_DISTANCES
 #undef TREE
 #undef LESS
 #undef MORE
