@@ -27,6 +27,7 @@ class MetricTable:
         self._scalar = scalar
         self._readings: dict[str, Reading] = {}
         self._bounds: dict[tuple[str, str], BoundMetrics] = {}
+        self.edition = 0  # grows with every metric: whoever keeps a binding sees that it is an old one
 
     def add(
         self,
@@ -49,6 +50,7 @@ class MetricTable:
         self.listed[name] = (compiled, function, aggregate)
         self._readings[name] = recognise(function, self._arguments)
         self._bounds.clear()
+        self.edition += 1
 
     def at(self, prefix: str, place: str, *spellings: str) -> BoundMetrics:
         """The metrics whose pattern matches one of the spellings, logged as ``prefix/place/metric``."""

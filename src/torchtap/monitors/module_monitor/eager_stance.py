@@ -9,7 +9,16 @@ from __future__ import annotations
 import sys
 from typing import Any, final
 
+import torch
+
 __all__ = ["EagerStance"]
+
+
+def _compiler_is_used() -> bool:
+    """Whether anything in this process was given to torch.compile. Optimizers load the compiler in any case."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    backends: dict[Any, Any] = getattr(frames, "cached_backends", {})
+    return any(backend is not None for backend in backends.values())
 
 
 @final
@@ -22,10 +31,8 @@ class EagerStance:
     def set(self, eager: bool) -> None:
         """Have compiled code run eagerly, or not."""
         if eager and self._held is None:
-            dynamo = sys.modules.get("torch._dynamo")
-            set_stance = getattr(dynamo, "set_stance", None)
-            if set_stance is not None:
-                self._held = set_stance("force_eager")
+            if _compiler_is_used():
+                self._held = torch.compiler.set_stance("force_eager")
         elif not eager and self._held is not None:
             held, self._held = self._held, None
             held.__exit__(None, None, None)

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Formula", "Reading", "recognise"]
+__all__ = ["Formula", "Reading", "l2", "recognise"]
 
 Columns = npt.NDArray[np.float64]  # (fields, rows): count nans infs zeros mean squares min max l1
 Formula = Callable[[Columns], npt.NDArray[np.float64]]
@@ -269,7 +269,7 @@ def _norm(value: _Value, function: Any, rest: list[Any], kwargs: dict[str, Any])
     if len(rest) > 1 or kwargs.keys() - {"p", "ord"} or matrix or value.kind not in ("x", "abs"):
         raise LookupError("norm")
     if order is None or order == 2 or (order == "fro" and function is not torch.linalg.vector_norm):
-        return _Value("number", _l2)
+        return _Value("number", l2)
     if order == 1:
         return _Value("number", lambda c: c[8])
     if order == math.inf:
@@ -320,7 +320,8 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def _l2(c: Columns) -> npt.NDArray[np.float64]:
+def l2(c: Columns) -> npt.NDArray[np.float64]:
+    """The Euclidean norm. Public, since torch can compute it of many tensors in one call."""
     return np.asarray(np.sqrt(c[5] + c[0] * c[4] * c[4]))
 
 

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from torchtap.errors import MetricError
-from torchtap.monitors.module_monitor.expressions import Formula, Reading
+from torchtap.monitors.module_monitor.expressions import Formula, Reading, l2
 from torchtap.monitors.module_monitor.storage import StorageManager, means
 from torchtap.reduce import kernel
 from torchtap.reduce.moments import WIDTH
+from torchtap.reduce.readable import PLAIN_TYPES
 
 __all__ = ["BoundMetrics", "Ledger", "Metric"]
 
@@ -50,7 +51,7 @@ class Metric:
 class BoundMetrics:
     """All metrics of one place. ``scalar``: results are single numbers, not tensors to be averaged."""
 
-    __slots__ = ("called", "metrics", "place", "read", "scalar", "subject")
+    __slots__ = ("called", "metrics", "place", "read", "scalar", "subject", "wants_norm_only")
 
     def __init__(self, place: str, subject: str, metrics: list[Metric], scalar: bool) -> None:
         self.place = place
@@ -60,6 +61,7 @@ class BoundMetrics:
         known = [metric for metric in metrics if metric.reading.formula is not None]
         self.read = tuple(known)
         self.called = tuple(metric for metric in metrics if metric.reading.formula is None)
+        self.wants_norm_only = bool(known) and not self.called and all(m.reading.formula is l2 for m in known)
 
 
 @final
@@ -74,6 +76,7 @@ class Ledger:
         self._bounds: list[BoundMetrics] = []  # beside _bound_rows: who wants what of which row
         self._bound_rows: list[int] = []
         self._results: list[tuple[BoundMetrics, Metric, Tensor]] = []
+        self._norms: list[tuple[list[BoundMetrics], Tensor]] = []
         self._last: Tensor | None = None  # the value measured last, its version and its row
         self._last_version = -1
         self._last_row = -1
@@ -88,7 +91,15 @@ class Ledger:
     def take(self, bound: BoundMetrics, value: Tensor) -> None:
         """All metrics of a place on one value."""
         if bound.read:
-            row = self._row_of(value)
+            # The same tensor again, and nobody has written to it: a container returns what its last child did.
+            if value is self._last and value._version == self._last_version:
+                row = self._last_row
+            else:
+                row = self._measure(value)
+                if value.is_inference():  # keeps no version, so nothing would prove it unchanged
+                    self._last = None
+                else:
+                    self._last, self._last_version, self._last_row = value, value._version, row
             if row >= 0:
                 self._bounds.append(bound)
                 self._bound_rows.append(row)
@@ -96,6 +107,32 @@ class Ledger:
                 self.call(bound, bound.read, value)
         if bound.called:
             self.call(bound, bound.called, value)
+
+    def take_all(self, bounds: list[BoundMetrics], values: list[Tensor]) -> None:
+        """Many values at once. Where only the norm is wanted, torch has one call for all of them."""
+        if not all(bound.wants_norm_only for bound in bounds) or not PLAIN_TYPES.issuperset(
+            map(type, values)
+        ):
+            for bound, value in zip(bounds, values, strict=True):
+                self.take(bound, value)
+            return
+        batches: dict[Any, tuple[list[BoundMetrics], list[Tensor]]] = {}
+        if len({(value.dtype, value.device) for value in values}) == 1:
+            batches[values[0].dtype] = (bounds, values)
+        else:
+            for bound, value in zip(bounds, values, strict=True):
+                some, their = batches.setdefault((value.dtype, value.device), ([], []))
+                some.append(bound)
+                their.append(value)
+        with torch.no_grad():
+            for some, their in batches.values():
+                dtype = their[0].dtype
+                if dtype not in _FLOATS:
+                    for bound, value in zip(some, their, strict=True):
+                        self.take(bound, value)
+                    continue
+                wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+                self._norms.append((some, torch.stack(torch._foreach_norm(their, 2, dtype=wide))))
 
     def take_pair(self, bound: BoundMetrics, value: Tensor, reference: Tensor) -> None:
         """All metrics of a place on a value and its reference."""
@@ -145,17 +182,6 @@ class Ledger:
             f"{bound.subject} of module {bound.place} (activation shape {shape}): {said}"
         )
 
-    def _row_of(self, value: Tensor) -> int:
-        """The row of this value's moments; -1 where formulas do not hold or its memory cannot be read."""
-        if value is self._last and value._version == self._last_version:
-            return self._last_row
-        row = self._measure(value)
-        if value.is_inference():  # keeps no version, so nothing would prove it unchanged
-            self._last = None
-        else:
-            self._last, self._last_version, self._last_row = value, value._version, row
-        return row
-
     def _measure(self, value: Tensor) -> int:
         native = self._native
         if native is None or value.dtype not in _FLOATS:
@@ -176,7 +202,7 @@ class Ledger:
 
     def is_empty(self) -> bool:
         """Whether nothing was measured since the last `finish` or `drain`."""
-        return not self._bounds and not self._results
+        return not self._bounds and not self._results and not self._norms
 
     def let_go(self) -> None:
         """Do not keep the last value alive any longer."""
@@ -198,6 +224,10 @@ class Ledger:
                         torch.tensor([number], dtype=torch.float64).float(),
                         metric.aggregate,
                     )
+        for bounds, norms in self._norms:
+            for bound, norm in zip(bounds, norms.tolist(), strict=True):
+                for metric in bound.read:
+                    storage.log_scalar(step, metric.key, norm)
         for bound, metric, result in self._results:
             if bound.scalar:
                 storage.log_scalar(step, metric.key, result)
@@ -208,24 +238,44 @@ class Ledger:
     def finish(self, storage: StorageManager, step: int, into: dict[str, Any]) -> None:
         """Put the step's numbers into ``into``; what needs aggregating of its own goes through the storage."""
         layout = self._current_layout()
-        if layout is None or self._needs_care(layout, into):
+        norms = self._norms_by_key()
+        if norms is None or self._needs_care(layout, into, norms):
             self.drain(storage, step)
             return
         into.update(zip(layout.keys, layout.averaged(self._evaluate(layout)).tolist(), strict=True))
+        into.update(norms)
         if self._results:
             keys = [metric.key for _, metric, _ in self._results]
             into.update(zip(keys, means([[result] for _, _, result in self._results]), strict=True))
         self._forget()
 
-    def _current_layout(self) -> _Layout | None:
+    def _norms_by_key(self) -> dict[str, float] | None:
+        """The norms that came in batches, read together; None where a key came more than once."""
+        found: dict[str, float] = {}
+        count = 0
+        by_device: dict[torch.device, list[tuple[list[BoundMetrics], Tensor]]] = {}
+        for bounds, norms in self._norms:
+            by_device.setdefault(norms.device, []).append((bounds, norms))
+        for batches in by_device.values():
+            joined = torch.cat([norms.to(torch.float64) for _, norms in batches]).tolist()
+            metrics = [bound.read for bounds, _ in batches for bound in bounds]
+            for wanted, norm in zip(metrics, joined, strict=True):
+                for metric in wanted:
+                    found[metric.key] = norm
+                    count += 1
+        return found if count == len(found) else None
+
+    def _current_layout(self) -> _Layout:
         """How the rows become numbers: the same from step to step as long as the same values arrive."""
         layout = self._layout
         if layout is None or layout.rows != self._bound_rows or layout.bounds != self._bounds:
             layout = self._layout = _Layout(list(self._bounds), list(self._bound_rows))
         return layout
 
-    def _needs_care(self, layout: _Layout, into: dict[str, Any]) -> bool:
+    def _needs_care(self, layout: _Layout, into: dict[str, Any], norms: dict[str, float]) -> bool:
         if not layout.plain or not into.keys().isdisjoint(layout.keys):
+            return True
+        if norms and not (norms.keys().isdisjoint(into) and norms.keys().isdisjoint(layout.keys)):
             return True
         if not self._results:
             return False
@@ -236,6 +286,7 @@ class Ledger:
             or len(together) < len(keys)
             or not together.isdisjoint(layout.keys)
             or not together.isdisjoint(into)
+            or not together.isdisjoint(norms)
         )
 
     def _evaluate(self, layout: _Layout) -> npt.NDArray[np.float64]:
@@ -251,6 +302,7 @@ class Ledger:
         self._bounds.clear()
         self._bound_rows.clear()
         self._results.clear()
+        self._norms.clear()
         self._used = 0
         self._last = None
 

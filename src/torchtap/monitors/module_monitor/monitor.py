@@ -28,14 +28,14 @@ from torchtap.monitors.module_monitor.attention_patch import AttentionPatch
 from torchtap.monitors.module_monitor.binding import Listed, MetricTable
 from torchtap.monitors.module_monitor.eager_stance import EagerStance
 from torchtap.monitors.module_monitor.hooks import HooksManager, LiveHook
-from torchtap.monitors.module_monitor.ledger import Ledger
+from torchtap.monitors.module_monitor.ledger import BoundMetrics, Ledger
 from torchtap.monitors.module_monitor.mixin import MonitorMixin
 from torchtap.monitors.module_monitor.naming import (
     default_format_module_name_fn,
     leaf_name,
     named_modules,
-    named_parameters,
 )
+from torchtap.monitors.module_monitor.parameters import ParameterList
 from torchtap.monitors.module_monitor.records import StepKeeper
 from torchtap.monitors.module_monitor.reference import ReferenceActivations
 from torchtap.monitors.module_monitor.storage import StorageManager
@@ -106,7 +106,7 @@ class ModuleMonitor:
         self._calls: dict[str, int] = {}  # of the monitored module's parts, in the current pass
         self._pass_hooks: list[Any] = []
         self._companions: list[Callable[[bool], None]] = []  # told whether the step that begins is monitored
-        self._named_parameters: list[tuple[str, nn.Parameter]] | None = None
+        self._own_parameters: ParameterList | None = None
         self._silenced = 0
         self._stance = EagerStance()
         self._attention = AttentionPatch(self, attention) if attention else None
@@ -182,6 +182,7 @@ class ModuleMonitor:
         if self.module is not None:
             raise MonitorError("Module has already been set! Make another ModuleMonitor for another module.")
         self.module = module
+        self._own_parameters = ParameterList(module, self.format_module_name_fn)
         for name, part, is_wrapper in named_modules(module):
             formatted = self.module_names[part] = self.format_module_name_fn(name)
             if self._is_excluded(formatted):
@@ -285,7 +286,6 @@ class ModuleMonitor:
         self._settle()  # a step before that was never ended
         self._reference.forget()
         self._calls.clear()
-        self._named_parameters = None
         monitored = bool(self.is_step_monitored(step))
         if monitored and self.module is None:
             raise MonitorError("No module to monitor. Please set the module first.")
@@ -461,9 +461,9 @@ class ModuleMonitor:
             )
             return
         for leaf, value in leaves(output):
-            copied = value.detach().cpu() if self.cpu_offload else value.detach()
-            if copied.data_ptr() == value.data_ptr():
-                copied = copied.clone()
+            copied = self._reference.copies.of(value)
+            if self.cpu_offload:
+                copied = copied.cpu()
             try:
                 self._reference.keep(
                     leaf_name(name, leaf), copied, quiet=self._silenced > 0, step=self.current_step
@@ -486,57 +486,32 @@ class ModuleMonitor:
 
     def monitor_gradients(self, before_clip: bool = False) -> None:
         """Take the gradients of all parameters. Call it after backward, before the optimizer's step."""
-        if not self.within_monitoring_window:
+        if not self.within_monitoring_window or self._own_parameters is None:
             return
         prefix = "gradient_before_clip" if before_clip else "gradient"
-        for name, parameter in self._parameter_list():
-            gradient = parameter.grad
-            if gradient is None:
-                self.logger.warning(
-                    "Step %s: Found a parameter where the gradient is None: %s", self.current_step, name
-                )
-                continue
-            bound = self._gradients.at(prefix, self.format_module_name_fn(name), *self._spellings(name))
-            if bound.metrics:
-                self._ledger.take(bound, gradient)
+        self._own_parameters.take(
+            self._ledger, prefix, self._gradients, lambda parameter: parameter.grad, self._warn_no_gradient
+        )
+
+    def _warn_no_gradient(self, name: str) -> None:
+        self.logger.warning(
+            "Step %s: Found a parameter where the gradient is None: %s", self.current_step, name
+        )
 
     def monitor_parameters(self) -> None:
         """Take all parameters, and compare them with the reference's."""
-        if not self.within_monitoring_window:
+        own = self._own_parameters
+        if not self.within_monitoring_window or own is None:
             return
-        others: dict[str, nn.Parameter] | None = None
+        own.take(self._ledger, "parameter", self._parameters, lambda parameter: parameter)
         if self.reference_module is not None and self.parameter_difference_metrics:
-            others = {
-                self.format_module_name_fn(name): parameter
-                for name, parameter in named_parameters(self.reference_module)
-            }
-        for name, parameter in self._parameter_list():
-            formatted = self.format_module_name_fn(name)
-            bound = self._parameters.at("parameter", formatted, *self._spellings(name))
-            if bound.metrics:
-                self._ledger.take(bound, parameter)
-            if others is None:
-                continue
-            other = others.get(formatted)
-            if other is None:
-                self.logger.warning(
-                    "Step %s: Parameter %s not found in the reference module.", self.current_step, name
-                )
-                continue
-            bound = self._parameter_differences.at("parameter_difference", formatted, *self._spellings(name))
-            if bound.metrics:
-                self._ledger.take_pair(bound, parameter, other)
+            others = ParameterList(self.reference_module, self.format_module_name_fn).by_formatted_name()
+            own.compare(self._ledger, self._parameter_differences, others, self._warn_no_counterpart)
 
-    def _parameter_list(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters as they are in this step: modules may come and go between steps."""
-        if self._named_parameters is None:
-            assert self.module is not None
-            self._named_parameters = named_parameters(self.module)
-        return self._named_parameters
-
-    def _spellings(self, name: str) -> tuple[str, ...]:
-        clean = default_format_module_name_fn(name)
-        return (name,) if clean == name else (name, clean)
+    def _warn_no_counterpart(self, name: str) -> None:
+        self.logger.warning(
+            "Step %s: Parameter %s not found in the reference module.", self.current_step, name
+        )
 
     # -- names --------------------------------------------------------------------------------------------
 
@@ -563,11 +538,23 @@ class _OutputHook(LiveHook):
     def __init__(self, monitor: ModuleMonitor, name: str) -> None:
         self._monitor = monitor
         self._name = name
+        self._bound: BoundMetrics | None = None
+        self._edition = -1
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         monitor = self._monitor
-        if monitor.within_monitoring_window and _graph_task() == -1:
+        if not monitor.within_monitoring_window or _graph_task() != -1:
+            return
+        if monitor.reference_module is not None or type(output) is not Tensor:
             monitor._take_output(self._name, output)
+            return
+        table = monitor._activations
+        if self._edition != table.edition:
+            self._bound = table.at("activation", self._name)
+            self._edition = table.edition
+        bound = self._bound
+        if bound is not None and bound.metrics:
+            monitor._ledger.take(bound, output)
 
 
 class _ReferenceHook(LiveHook):

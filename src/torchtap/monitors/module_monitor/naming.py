@@ -9,7 +9,13 @@ from torch import nn
 
 from torchtap.sites import unwrap
 
-__all__ = ["ROOT", "default_format_module_name_fn", "leaf_name", "named_modules", "named_parameters"]
+__all__ = [
+    "ROOT",
+    "default_format_module_name_fn",
+    "leaf_name",
+    "named_modules",
+    "named_parameters",
+]
 
 ROOT = "[root module]"
 

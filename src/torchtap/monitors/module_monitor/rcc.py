@@ -4,7 +4,7 @@ With W_0 and x_0 of the reference and W_t and x_t of the monitored module, ``W_t
 ``(W_t - W_0) x_t`` and ``W_0 (x_t - x_0)`` (arXiv 2505.22491). Each term is logged as the mean of its rows' norms.
 It guarantees:
 - the extra forward passes of the reference draw no random number that the training would have got;
-- where several checks need the same part of the reference on the same input, it runs once.
+- a part of the reference that several checks need on the same input runs once (`replay`).
 
 Not here: the plot over widths (`torchtap rcc`).
 """
@@ -23,6 +23,8 @@ from torchtap.errors import MonitorError
 from torchtap.monitors.module_monitor.hooks import HooksManager, LiveHook
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 from torchtap.monitors.module_monitor.naming import ROOT, leaf_name, named_modules
+from torchtap.monitors.module_monitor.reference import Copies
+from torchtap.monitors.module_monitor.replay import Replay
 from torchtap.taps.leaves import leaves
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
@@ -56,7 +58,7 @@ class RefinedCoordinateCheck:
         self.reference_module_inputs: dict[str, tuple[Any, ...]] = {}
         self._keywords: dict[str, dict[str, Any]] = {}
         self._reference_outputs: dict[str, Any] = {}
-        self._copies = _Copies()
+        self._copies = Copies()
 
         self.rcc_forward_hooks = HooksManager()
         self.rcc_reference_forward_hooks = HooksManager()
@@ -87,10 +89,11 @@ class RefinedCoordinateCheck:
     def _on_forward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self.monitor.within_monitoring_window:
             return
-        self.module_inputs[name] = tuple(self._keep(each) for each in args)
-        self.module_outputs[name] = self._keep(output)
+        copies = self._copies
+        self.module_inputs[name] = self._keep(args, copies)
+        self.module_outputs[name] = self._keep(output, copies)
         if kwargs:
-            self._keywords[name] = {key: self._keep(value) for key, value in kwargs.items()}
+            self._keywords[name] = self._keep(kwargs, copies)
         else:
             self._keywords.pop(name, None)
 
@@ -100,18 +103,19 @@ class RefinedCoordinateCheck:
         monitor = self.monitor
         if not monitor.current_step_monitored or monitor.ignore_reference_module_activations:
             return
-        self.reference_module_inputs[name] = tuple(self._keep(each) for each in args)
-        self._reference_outputs[name] = self._keep(output)
+        copies = monitor._reference.copies
+        self.reference_module_inputs[name] = self._keep(args, copies)
+        self._reference_outputs[name] = self._keep(output, copies)
 
-    def _keep(self, value: Any) -> Any:
+    def _keep(self, value: Any, copies: Copies) -> Any:
         """A value as it is now: tensors are copied, once however often they show up."""
         if isinstance(value, Tensor):
-            kept = self._copies.of(value)
+            kept = copies.of(value)
             return kept.cpu() if self.cpu_offload else kept
         if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-            return type(value)(self._keep(each) for each in value)
+            return type(value)([self._keep(each, copies) for each in value])
         if type(value) is dict:
-            return {key: self._keep(each) for key, each in value.items()}
+            return {key: self._keep(each, copies) for key, each in value.items()}
         return value
 
     # -- the check ----------------------------------------------------------------------------------------
@@ -126,35 +130,41 @@ class RefinedCoordinateCheck:
                 "No inputs found for the monitored module. Perform a forward pass before calling "
                 "refined_coordinate_check."
             )
-        device = next(self.module.parameters()).device
-        with torch.no_grad(), self._undisturbed(), _Memo(self._references.values()) as memo:
+        if self.cpu_offload:
+            self._bring_back(next(self.module.parameters()).device)
+        calls = {
+            self._reference_of(name): (inputs, self._keywords.get(name, {}))
+            for name, inputs in self.module_inputs.items()
+            if name != ROOT
+        }
+        with torch.no_grad(), self._undisturbed(), Replay(calls) as replay:
             for name, module in self._modules.items():
-                if name == ROOT or name not in self.module_inputs:
-                    continue
-                reference = self._references.get(name)
-                if reference is None or name not in self.reference_module_inputs:
-                    raise MonitorError(
-                        f"Step {monitor.current_step}: module {name} ran, but the reference's did not. Run the "
-                        "reference module on the same batch before calling refined_coordinate_check."
-                    )
-                inputs = _to(self.module_inputs[name], device)
-                before = memo.run(reference, inputs, _to(self._keywords.get(name, {}), device))
-                self._check_module(
-                    name,
-                    module,
-                    reference,
-                    _to(inputs, device),
-                    _to(self.reference_module_inputs[name], device),
-                    _to(self.module_outputs[name], device),
-                    before,
-                    _to(self._reference_outputs[name], device),
-                )
+                if name != ROOT and name in self.module_inputs:
+                    reference = self._references[name]
+                    self._check_module(name, module, reference, replay.output_of(reference))
+        self._forget()
+
+    def _reference_of(self, name: str) -> nn.Module:
+        reference = self._references.get(name)
+        if reference is None or name not in self.reference_module_inputs:
+            raise MonitorError(
+                f"Step {self.monitor.current_step}: module {name} ran, but the reference's did not. Run the "
+                "reference module on the same batch before calling refined_coordinate_check."
+            )
+        return reference
+
+    def _bring_back(self, device: torch.device) -> None:
+        for kept in (self.module_inputs, self.module_outputs, self.reference_module_inputs, self._keywords):
+            kept.update({name: _to(value, device) for name, value in kept.items()})
+        self._reference_outputs = _to(self._reference_outputs, device)
+
+    def _forget(self) -> None:
         self.module_inputs = {}
         self.module_outputs = {}
         self.reference_module_inputs = {}
         self._reference_outputs = {}
         self._keywords = {}
-        self._copies = _Copies()
+        self._copies.forget()
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -167,50 +177,38 @@ class RefinedCoordinateCheck:
         finally:
             self.monitor.ignore_reference_module_activations = False
 
-    def _check_module(
-        self,
-        name: str,
-        module: nn.Module,
-        reference: nn.Module,
-        inputs: tuple[Any, ...],
-        reference_inputs: tuple[Any, ...],
-        output: Any,
-        between: Any,
-        reference_output: Any,
-    ) -> None:
-        """``output`` is W_t x_t, ``between`` W_0 x_t and ``reference_output`` W_0 x_0."""
-        outputs, betweens = dict(leaves(output)), dict(leaves(between))
-        references = dict(leaves(reference_output))
-        for leaf in outputs:
-            if leaf in betweens and leaf in references and outputs[leaf].shape == references[leaf].shape:
-                self._check_output(
-                    leaf_name(name, leaf), module, outputs[leaf], betweens[leaf], references[leaf]
-                )
+    def _check_module(self, name: str, module: nn.Module, reference: nn.Module, between: Any) -> None:
+        """``output`` is W_t x_t, ``between`` W_0 x_t and ``start`` W_0 x_0."""
+        output, start = self.module_outputs[name], self._reference_outputs[name]
+        if isinstance(output, Tensor):
+            self._check_output(name, module, output, between, start)
+        else:
+            betweens, starts = dict(leaves(between)), dict(leaves(start))
+            for leaf, value in leaves(output):
+                if leaf in betweens and leaf in starts and value.shape == starts[leaf].shape:
+                    self._check_output(leaf_name(name, leaf), module, value, betweens[leaf], starts[leaf])
         if isinstance(module, nn.Embedding):
             return  # its input is an index
-        first, first_reference = (each[0] if each else None for each in (inputs, reference_inputs))
-        if isinstance(first, Tensor):
-            first, first_reference = self._check_input(name, first, first_reference)
+        inputs, reference_inputs = self.module_inputs[name], self.reference_module_inputs[name]
+        first = inputs[0] if inputs else None
+        first_reference = reference_inputs[0] if reference_inputs else None
+        if isinstance(first, Tensor) and first.is_floating_point():
+            self._log(f"RCC x_t/{name}/l2norm", first)
+            if isinstance(first_reference, Tensor) and first_reference.shape == first.shape:
+                self._log(f"RCC (x_t-x_0)/{name}/l2norm", first - first_reference)
         if isinstance(module, (nn.Linear, nn.LayerNorm)):
-            self._check_weight(name, module, reference, output, between, reference_output)
-        if isinstance(module, nn.LayerNorm) and isinstance(first_reference, Tensor):
-            self._check_normalised(name, module, first, first_reference)
-        if isinstance(module, nn.MultiheadAttention) and isinstance(reference, nn.MultiheadAttention):
+            self._check_weight(name, module, reference, output, between, start)
+            if isinstance(module, nn.LayerNorm):
+                self._check_normalised(name, module, first, first_reference)
+        elif isinstance(module, nn.MultiheadAttention) and isinstance(reference, nn.MultiheadAttention):
             self._check_projections(name, module, reference, inputs, reference_inputs)
 
     def _check_output(
-        self, name: str, module: nn.Module, output: Tensor, between: Tensor, reference: Tensor
+        self, name: str, module: nn.Module, output: Tensor, between: Tensor, start: Tensor
     ) -> None:
         self._log(f"RCC (W_t-W_0)x_t/{name}/l2norm", output - between)
         if not isinstance(module, nn.Embedding):
-            self._log(f"RCC W_0(x_t-x_0)/{name}/l2norm", between - reference)
-
-    def _check_input(self, name: str, first: Tensor, reference: Any) -> tuple[Tensor, Any]:
-        if first.is_floating_point():
-            self._log(f"RCC x_t/{name}/l2norm", first)
-            if isinstance(reference, Tensor) and reference.shape == first.shape:
-                self._log(f"RCC (x_t-x_0)/{name}/l2norm", first - reference)
-        return first, reference
+            self._log(f"RCC W_0(x_t-x_0)/{name}/l2norm", between - start)
 
     def _check_weight(
         self, name: str, module: Any, reference: Any, output: Tensor, between: Tensor, start: Tensor
@@ -225,7 +223,7 @@ class RefinedCoordinateCheck:
         self._log(f"RCC (W_t-W_0)x_t/{name}.weight/W_t x_t/l2norm", output)
         self._log(f"RCC W_0(x_t-x_0)/{name}.weight/W_0 x_0/l2norm", start)
 
-    def _check_normalised(self, name: str, module: nn.LayerNorm, first: Any, reference: Tensor) -> None:
+    def _check_normalised(self, name: str, module: nn.LayerNorm, first: Any, reference: Any) -> None:
         """What a layer norm's weight is multiplied with: its normalised input."""
         shape, epsilon = module.normalized_shape, module.eps
         now = functional.layer_norm(first, shape, None, None, epsilon)
@@ -266,9 +264,9 @@ def _projection(module: nn.MultiheadAttention, part: str, index: int) -> Tensor:
 
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
-        return value if value.device == device else value.to(device)
+        return value.to(device)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_to(each, device) for each in value)
+        return type(value)([_to(each, device) for each in value])
     if type(value) is dict:
         return {key: _to(each, device) for key, each in value.items()}
     return value
@@ -285,40 +283,3 @@ class _CallHook(LiveHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if _graph_task() == -1:
             self._take(self._name, args, kwargs, output)
-
-
-@final
-class _Copies:
-    """Copies of tensors as they were. What one module gives the next is given: one copy serves both."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
-
-    def of(self, value: Tensor) -> Tensor:
-        version = -1 if value.is_inference() else value._version
-        known = self._known.get(id(value))
-        if known is not None and known[0] is value and known[1] == version >= 0:
-            return known[2]
-        copy = value.detach().clone()
-        self._known[id(value)] = (value, version, copy)  # the value is kept, so that its id stays its own
-        return copy
-
-
-@final
-class _Memo:
-    """Runs parts of the reference; a part that ran on the very same inputs before is not run again.
-
-    A container's first child gets the container's own input, so its answer is there already, or will be.
-    """
-
-    def __init__(self, modules: Any) -> None:
-        self._modules = list(modules)
-
-    def __enter__(self) -> _Memo:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._modules = []
-
-    def run(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return module(*inputs, **keywords)

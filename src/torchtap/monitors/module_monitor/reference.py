@@ -14,7 +14,29 @@ from torch import Tensor
 
 from torchtap.errors import MonitorError
 
-__all__ = ["ReferenceActivations"]
+__all__ = ["Copies", "ReferenceActivations"]
+
+
+@final
+class Copies:
+    """Copies of tensors as they were. What one module gives the next is given: one copy serves both."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def of(self, value: Tensor) -> Tensor:
+        """A copy of this value that nobody changes."""
+        version = -1 if value.is_inference() else value._version
+        known = self._known.get(id(value))
+        if known is not None and known[0] is value and known[1] == version >= 0:
+            return known[2]
+        copy = value.detach().clone()
+        self._known[id(value)] = (value, version, copy)  # the value is kept, so that its id stays its own
+        return copy
+
+    def forget(self) -> None:
+        """Let go of all of them."""
+        self._known.clear()
 
 
 @final
@@ -23,6 +45,7 @@ class ReferenceActivations:
 
     def __init__(self) -> None:
         self.first: dict[str, Tensor] = {}
+        self.copies = Copies()
         self._further: dict[tuple[str, int], Tensor] = {}
         self._calls: dict[str, int] = {}
         self._pass_of: dict[
@@ -44,6 +67,7 @@ class ReferenceActivations:
     def forget(self) -> None:
         """A new micro-batch begins. What was handed out stays as it is."""
         self.first = {}
+        self.copies.forget()
         self._further.clear()
         self._calls.clear()
         self._pass_of.clear()
