@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchtap.errors import MetricError
 from torchtap.monitors.module_monitor.expressions import Formula, Reading, l2
-from torchtap.monitors.module_monitor.storage import StorageManager, means
+from torchtap.monitors.module_monitor.storage import StorageManager, means, sums
 from torchtap.reduce import kernel
 from torchtap.reduce.moments import WIDTH
 from torchtap.reduce.readable import PLAIN_TYPES
@@ -77,6 +77,7 @@ class Ledger:
         self._bound_rows: list[int] = []
         self._results: list[tuple[BoundMetrics, Metric, Tensor]] = []
         self._norms: list[tuple[list[BoundMetrics], Tensor]] = []
+        self._added: dict[str, tuple[float, int]] = {}  # sum and count of what was added under a key
         self._last: Tensor | None = None  # the value measured last, its version and its row
         self._last_version = -1
         self._last_row = -1
@@ -133,6 +134,13 @@ class Ledger:
                     continue
                 wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
                 self._norms.append((some, torch.stack(torch._foreach_norm(their, 2, dtype=wide))))
+
+    def add(self, keys: list[str], tensors: list[Tensor]) -> None:
+        """Tensors to be averaged under keys of their own. They are read now, all together."""
+        filled = [(key, each.detach()) for key, each in zip(keys, tensors, strict=True) if each.numel()]
+        for (key, tensor), total in zip(filled, sums([tensor for _, tensor in filled]), strict=True):
+            known, count = self._added.get(key, (0.0, 0))
+            self._added[key] = (known + total, count + tensor.numel())
 
     def take_pair(self, bound: BoundMetrics, value: Tensor, reference: Tensor) -> None:
         """All metrics of a place on a value and its reference."""
@@ -202,7 +210,7 @@ class Ledger:
 
     def is_empty(self) -> bool:
         """Whether nothing was measured since the last `finish` or `drain`."""
-        return not self._bounds and not self._results and not self._norms
+        return not (self._bounds or self._results or self._norms or self._added)
 
     def let_go(self) -> None:
         """Do not keep the last value alive any longer."""
@@ -228,6 +236,8 @@ class Ledger:
             for bound, norm in zip(bounds, norms.tolist(), strict=True):
                 for metric in bound.read:
                     storage.log_scalar(step, metric.key, norm)
+        for key, (total, count) in self._added.items():
+            storage.log_tensor(step, key, torch.tensor(total / count, dtype=torch.float64).expand(count))
         for bound, metric, result in self._results:
             if bound.scalar:
                 storage.log_scalar(step, metric.key, result)
@@ -244,6 +254,7 @@ class Ledger:
             return
         into.update(zip(layout.keys, layout.averaged(self._evaluate(layout)).tolist(), strict=True))
         into.update(norms)
+        into.update({key: total / count for key, (total, count) in self._added.items()})
         if self._results:
             keys = [metric.key for _, metric, _ in self._results]
             into.update(zip(keys, means([[result] for _, _, result in self._results]), strict=True))
@@ -275,8 +286,9 @@ class Ledger:
     def _needs_care(self, layout: _Layout, into: dict[str, Any], norms: dict[str, float]) -> bool:
         if not layout.plain or not into.keys().isdisjoint(layout.keys):
             return True
-        if norms and not (norms.keys().isdisjoint(into) and norms.keys().isdisjoint(layout.keys)):
-            return True
+        for found in (norms, self._added):
+            if found and not (found.keys().isdisjoint(into) and found.keys().isdisjoint(layout.keys)):
+                return True
         if not self._results:
             return False
         keys = [metric.key for _, metric, _ in self._results]
@@ -303,6 +315,7 @@ class Ledger:
         self._bound_rows.clear()
         self._results.clear()
         self._norms.clear()
+        self._added = {}
         self._used = 0
         self._last = None
 

@@ -66,6 +66,12 @@ class RefinedCoordinateCheck:
         self._references = self._listed(
             self.reference_module, self.rcc_reference_forward_hooks, self._on_reference_forward
         )
+        self._in_place = {
+            module
+            for module in self._references.values()
+            if any(getattr(part, "inplace", False) for part in module.modules())
+        }
+        self._norms: list[tuple[str, Tensor]] = []
         monitor._companions.append(self._arm)
 
     def _listed(self, model: nn.Module, hooks: HooksManager, take: Any) -> dict[str, nn.Module]:
@@ -137,12 +143,14 @@ class RefinedCoordinateCheck:
             for name, inputs in self.module_inputs.items()
             if name != ROOT
         }
-        with torch.no_grad(), self._undisturbed(), Replay(calls) as replay:
+        with torch.no_grad(), self._undisturbed(), Replay(calls, self._in_place) as replay:
             for name, module in self._modules.items():
                 if name != ROOT and name in self.module_inputs:
                     reference = self._references[name]
                     self._check_module(name, module, reference, replay.output_of(reference))
         self._forget()
+        norms, self._norms = self._norms, []
+        monitor._ledger.add([key for key, _ in norms], [norm for _, norm in norms])
 
     def _reference_of(self, name: str) -> nn.Module:
         reference = self._references.get(name)
@@ -251,7 +259,7 @@ class RefinedCoordinateCheck:
             self._log(f"RCC W_0(x_t-x_0)/{place}/l2norm", between - functional.linear(start, before))
 
     def _log(self, key: str, value: Tensor) -> None:
-        self.monitor._log_own(key, l2_norm(value))
+        self._norms.append((key, l2_norm(value)))
 
 
 def _projection(module: nn.MultiheadAttention, part: str, index: int) -> Tensor:

@@ -8,7 +8,7 @@ again. While a `Replay` is open, each part remembers its answer to the one call 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self, final
 
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 class Replay:
     """The parts with the positional and keyword arguments that each is wanted for."""
 
-    def __init__(self, calls: Mapping[nn.Module, Call]) -> None:
+    def __init__(self, calls: Mapping[nn.Module, Call], in_place: Collection[nn.Module]) -> None:
         self._calls = calls
+        self._in_place = in_place  # parts that may write into their input
         self._answers: dict[nn.Module, tuple[Any, int]] = {}
         self._shadowed: dict[nn.Module, Any] = {}
 
@@ -47,7 +48,7 @@ class Replay:
     def output_of(self, module: nn.Module) -> Any:
         """What a part answers to the call it is wanted for. Nobody else gets this answer: it may be changed."""
         args, kwargs = self._calls[module]
-        if any(getattr(each, "inplace", False) for each in module.modules()):
+        if module in self._in_place:
             return module(*(each.clone() if isinstance(each, Tensor) else each for each in args), **kwargs)
         return module(*args, **kwargs)
 
