@@ -239,7 +239,12 @@ def _sample(value: Tensor) -> npt.NDArray[np.float64]:
     starts = _stretches(total)
     if value.is_contiguous():
         flat = value.view(-1)
-        parts = [flat[start : start + _HISTOGRAM_STRETCH] for start in starts]
+        parts = []
+        for start in starts:
+            parts.append(flat[start : start + _HISTOGRAM_STRETCH].to("cpu", torch.float64))
+            let_go(
+                flat[max(0, start - CHUNK * 8) : start + CHUNK * 8]
+            )  # the system fetches a good deal around it
     else:  # a strided view has no flat form without a copy; index arithmetic finds the same elements
         places = (torch.arange(start, start + _HISTOGRAM_STRETCH) for start in starts)
         parts = [value[torch.unravel_index(place, value.shape)] for place in places]
