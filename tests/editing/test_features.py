@@ -106,6 +106,13 @@ def test_it_scripts_and_the_script_is_differentiable(model: GPT, tokens: Tensor,
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_one_leaf_of_a_tuple_is_scripted_by_its_name() -> None:
+    model, x = Tagger(), torch.randn(2, 5, 8)
+    _, values = torch.jit.script(tt.features(model, ["lstm:output.0", "fc:input"]))(x)
+    assert_same(values, expected(model, x, "lstm:output.0", "fc:input"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_until_stops_there_in_every_form(model: GPT, tokens: Tensor) -> None:
     torch._dynamo.reset()
     cut = tt.features(model, "blocks.0:output", until="blocks.0:output")

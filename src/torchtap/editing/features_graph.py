@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, final, get_type_hints
 
 from torch import fx, nn
@@ -9,7 +10,7 @@ from torch import fx, nn
 from torchtap.errors import FormError
 from torchtap.plan import Plan, Port
 from torchtap.sites import Site, input_names
-from torchtap.taps.leaves import _children
+from torchtap.taps.leaves import children
 
 __all__ = ["graph_with_values"]
 
@@ -88,31 +89,23 @@ class _Tracer(fx.Tracer):
             if index == self._stop:
                 continue
             for name, value in values.items():
-                for leaf, proxy in self._leaves(value, name, index):
+                for leaf, proxy in _leaves(value, name, "" if name else self._leaf_asked_for(index)):
                     site = Site(port.site.path, port.site.kind, leaf, call, module=port.site.module)
                     if self._plan.taps[index].wants((site,)):
                         self.found[site.name] = proxy
 
-    def _leaves(self, value: Any, prefix: str, index: int) -> list[tuple[str, fx.Proxy]]:
-        if isinstance(value, fx.Proxy):
-            # What a leaf module returns shows no structure here; the name that was asked for says where to look.
-            asked = self._plan.taps[index].selectors[0].text.rpartition(":")[2].partition("#")[0]
-            _, _, leaf = asked.partition(".")
-            parts = leaf.split(".") if leaf and not prefix else []
-            inner: Any = value
-            for part in parts:
-                inner = inner[int(part) if part.isdigit() else part]
-            return [(leaf if parts else prefix, inner)]
-        found: list[tuple[str, fx.Proxy]] = []
-        for key, child in _children(value):
-            found += self._leaves_of_structure(child, f"{prefix}.{key}" if prefix else str(key))
-        return found
+    def _leaf_asked_for(self, index: int) -> str:
+        text = self._plan.taps[index].selectors[0].text
+        return text.rpartition(":")[2].partition("#")[0].partition(".")[2]
 
-    def _leaves_of_structure(self, value: Any, name: str) -> list[tuple[str, fx.Proxy]]:
-        if isinstance(value, fx.Proxy):
-            return [(name, value)]
-        return [
-            leaf
-            for key, child in _children(value)
-            for leaf in self._leaves_of_structure(child, f"{name}.{key}")
-        ]
+
+def _leaves(value: Any, name: str, asked: str = "") -> Iterator[tuple[str, fx.Proxy]]:
+    """Proxies by name. What a leaf module returns shows no structure: there ``asked`` says where to look."""
+    if isinstance(value, fx.Proxy):
+        inner: Any = value
+        for part in asked.split(".") if asked else ():
+            inner = inner[int(part) if part.isdigit() else part]
+        yield asked or name, inner
+        return
+    for key, child in children(value):
+        yield from _leaves(child, f"{name}.{key}" if name else str(key))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.utils import _pytree as pytree
 
-__all__ = ["input_leaves", "leaves"]
+__all__ = ["children", "input_leaves", "leaves"]
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -21,11 +21,12 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, (Tensor, Proxy)):
         yield prefix, tree  # type: ignore[misc]
         return
-    for key, child in _children(tree):
+    for key, child in children(tree):
         yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
+def children(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """The parts of a structure by key; nothing for what is none."""
     if tree is None or isinstance(tree, (str, bytes, int, float)):
         return
     if isinstance(tree, Mapping):
