@@ -1,6 +1,7 @@
 """``python -m benchmarks``: measure everything and write ``benchmarks/RESULTS.md``.
 
-    python -m benchmarks                    every table; about a quarter of an hour on two cores
+    python -m benchmarks                    what torchtap itself costs; under a quarter of an hour on two cores
+    python -m benchmarks --all              the parts built on it as well
     python -m benchmarks --only steps       one table (again, to be given for several); the others stay as they are
     python -m benchmarks --quick            fewer rounds: a glance, not a result
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import platform
@@ -28,8 +30,8 @@ __all__ = ["TABLES", "main"]
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
-# The file of each table and its heading, in the order of the report.
-TABLES = {
+# The file of each table and its heading, in the order of the report: the core, then the parts built on it.
+CORE = {
     "steps": "Training steps",
     "compiled": "Training steps of a compiled model",
     "capture": "Capturing tensors",
@@ -37,6 +39,9 @@ TABLES = {
     "storage": "Writing and reading runs",
     "growth": "Growth",
     "startup": "Starting",
+}
+TABLES = {
+    **CORE,
     "module_monitor": "Module monitor",
     "monitor": "Monitor",
     "compare": "Comparing",
@@ -59,6 +64,7 @@ _VERSIONS = (
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what torchtap costs.")
     parser.add_argument("--only", action="append", choices=TABLES, help="measure this table; may be repeated")
+    parser.add_argument("--all", action="store_true", help="measure every table")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--print", dest="child", choices=TABLES, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -66,9 +72,7 @@ def main() -> int:
         _measure_here(asked.child, asked.quick)
         return 0
     failed = 0
-    for name in asked.only or TABLES:
-        if not RESULTS.with_name(f"{name}.py").exists():
-            continue
+    for name in asked.only or (TABLES if asked.all else CORE):
         begin = time.perf_counter()
         text = _measure(name, asked.quick)
         minutes = (time.perf_counter() - begin) / 60
@@ -81,7 +85,9 @@ def main() -> int:
 
 def _measure_here(name: str, quick: bool) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
-    rows = module.run(quick=quick)
+    takes_quick = "quick" in inspect.signature(module.run).parameters
+    rows = module.run(quick=quick) if takes_quick else module.run()
+    rows = [rows] if isinstance(rows, dict) else rows
     about = " ".join((module.__doc__ or "").split())
     print(_MARK + json.dumps({"about": about, "rows": rows}, default=str))
 
