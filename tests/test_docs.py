@@ -14,6 +14,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose Python blocks, one after the other, form a program.
 PROGRAMS = [
     ROOT / "README.md",
+    ROOT / "docs" / "compare.md",
     ROOT / "docs" / "editing.md",
     ROOT / "docs" / "forms.md",
     ROOT / "docs" / "monitor.md",
