@@ -1,0 +1,188 @@
+"""The refined coordinate check over widths: how each term grows when a model is made wider.
+
+In a parametrisation that is right, the size of a coordinate of ``(W_t - W_0) x_t`` does not depend on the width:
+its exponent is 0 in every layer. `check_widths` trains the same model at several widths for a few steps and fits
+the exponents; `plot_widths` draws them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchtap.errors import MissingExtraError, MonitorError
+from torchtap.monitors.module_monitor.monitor import ModuleMonitor
+from torchtap.monitors.module_monitor.rcc import RefinedCoordinateCheck
+
+__all__ = ["TERMS", "Setup", "WidthCheck", "check_widths", "plot_widths"]
+
+TERMS = ("(W_t-W_0)x_t", "W_0(x_t-x_0)")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A model of some width, how it is trained, and on what. ``loss`` gets what the model gives and the target."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    batches: Iterable[tuple[Any, Any]]
+    loss: Callable[[Any, Any], Tensor] = field(default=nn.functional.cross_entropy)
+
+
+@final
+@dataclass(frozen=True)
+class WidthCheck:
+    """What came out: ``sizes[term][layer]`` has the root mean square of a coordinate at each width."""
+
+    name: str
+    widths: tuple[int, ...]
+    steps: int
+    sizes: Mapping[str, Mapping[str, tuple[float, ...]]]
+
+    def exponents(self, term: str = TERMS[0]) -> dict[str, float]:
+        """For each layer the power of the width that the term's size grows with; nan where it is always 0."""
+        return {layer: _slope(self.widths, sizes) for layer, sizes in self.sizes[term].items()}
+
+    def worst(self, term: str = TERMS[0]) -> tuple[str, float]:
+        """The layer that depends on the width most, and its exponent."""
+        found = {layer: slope for layer, slope in self.exponents(term).items() if not math.isnan(slope)}
+        if not found:
+            return "", math.nan
+        layer = max(found, key=lambda each: abs(found[each]))
+        return layer, found[layer]
+
+
+def check_widths(
+    build: Callable[[int], Setup], widths: Sequence[int], *, steps: int = 5, name: str = "", seed: int = 0
+) -> WidthCheck:
+    """Train ``build(width)`` for a few steps at each width, and measure each layer's terms after the last."""
+    if len(set(widths)) < 2 or min(widths) < 1:
+        raise MonitorError(f"widths {list(widths)}: a growth takes two different widths at least, from 1 on")
+    if steps < 1:
+        raise MonitorError(f"steps={steps}: at step 0 nothing has changed yet; give 1 or more")
+    found: dict[str, dict[str, list[float]]] = {term: {} for term in TERMS}
+    for width in widths:
+        torch.manual_seed(seed)
+        for term, layers in _train(build(width), steps).items():
+            for layer, size in layers.items():
+                found[term].setdefault(layer, []).append(size)
+    complete = {
+        term: {layer: tuple(sizes) for layer, sizes in layers.items() if len(sizes) == len(widths)}
+        for term, layers in found.items()
+    }
+    return WidthCheck(name or getattr(build, "__name__", "model"), tuple(widths), steps, complete)
+
+
+def _train(setup: Setup, steps: int) -> dict[str, dict[str, float]]:
+    model = setup.model
+    reference = copy.deepcopy(model)
+    monitor = ModuleMonitor(monitor_step_fn=lambda step: step == steps)
+    monitor.set_module(model)
+    monitor.set_reference_module(reference)
+    check = RefinedCoordinateCheck(monitor)
+    coordinates: dict[str, int] = {}
+    batches = iter(setup.batches)
+    for step in range(steps + 1):
+        try:
+            inputs, targets = next(batches)
+        except StopIteration:
+            raise MonitorError(
+                f"batches ended after {step}; {steps + 1} are needed for steps={steps}"
+            ) from None
+        monitor.begin_step(step)
+        if step == steps:
+            with torch.no_grad():
+                reference(inputs)
+        loss = setup.loss(model(inputs), targets)
+        if step == steps:
+            coordinates = {
+                n: out.shape[-1] for n, out in check.module_outputs.items() if isinstance(out, Tensor)
+            }
+            check.refined_coordinate_check()
+        setup.optimizer.zero_grad()
+        loss.backward()
+        setup.optimizer.step()
+        monitor.end_step()
+    return _sizes(monitor.storage.get_step_metrics(steps), model, coordinates)
+
+
+def _sizes(
+    metrics: Mapping[str, float], model: nn.Module, coordinates: Mapping[str, int]
+) -> dict[str, dict[str, float]]:
+    """Root mean squares of the layers that have weights of their own."""
+    weighted = {
+        name
+        for name, module in model.named_modules()
+        if not list(module.children()) and any(True for _ in module.parameters(recurse=False))
+    }
+    return {
+        term: {
+            layer: metrics[key] / math.sqrt(size)
+            for layer, size in coordinates.items()
+            if layer in weighted and (key := f"RCC {term}/{layer}/l2norm") in metrics
+        }
+        for term in TERMS
+    }
+
+
+def _slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
+    positive = [(math.log(w), math.log(s)) for w, s in zip(widths, sizes, strict=True) if s > 0]
+    if len(positive) < 2:
+        return math.nan
+    x, y = np.array(positive).T
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def plot_widths(checks: Sequence[WidthCheck], path: str | os.PathLike[str]) -> None:
+    """Draw the checks side by side, on shared axes: flat lines are right, rising ones are not."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise MissingExtraError(
+            "the plot needs matplotlib: pip install 'torchtap[plot]'", extra="plot"
+        ) from None
+    figure, axes = plt.subplots(
+        len(TERMS), len(checks), figsize=(4.6 * len(checks), 7), sharex=True, sharey="row", squeeze=False
+    )
+    layers = list(dict.fromkeys(layer for check in checks for layer in check.sizes[TERMS[0]]))
+    colors = {layer: f"C{place % 10}" for place, layer in enumerate(layers)}
+    for column, check in enumerate(checks):
+        for row, term in enumerate(TERMS):
+            axis = axes[row][column]
+            slopes = check.exponents(term)
+            for layer, sizes in check.sizes[term].items():
+                if max(sizes) > 0:
+                    label = f"{layer}   width$^{{{slopes[layer]:+.2f}}}$"
+                    axis.plot(check.widths, sizes, marker="o", color=colors.get(layer), label=label)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xticks(check.widths, [str(width) for width in check.widths])
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
+            if row == 0:
+                axis.set_title(check.name)
+            if row == len(TERMS) - 1:
+                axis.set_xlabel("width")
+            if column == 0:
+                axis.set_ylabel(f"size of a coordinate of ${term.replace('(x_t-x_0)', ' (x_t-x_0)')}$")
+    for row in range(len(TERMS)):  # room for the legends above the lines
+        low, high = axes[row][0].get_ylim()
+        axes[row][0].set_ylim(low, high * (high / low) ** 0.3)
+    figure.suptitle(f"Refined coordinate check after {checks[0].steps} steps: flat is right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
