@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
@@ -43,11 +44,21 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
         elif port.kind in ("param", "param_grad", "buffer"):
             yield Missing(site, "no step ended while it was live")
         elif not port.called:
-            yield Missing(site, "module not called")
+            yield Missing(site, _why_not_called(receiver))
         elif port.kind.startswith("grad"):
             yield Missing(site, "no backward pass reached it")
         else:
             yield Missing(site, "none of its leaves is one that the selector picks")
+
+
+def _why_not_called(receiver: Receiver) -> str:
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if receiver.passes == 0 and compiler is not None and compiler.FRAME_COUNTER:
+        return (
+            "module not called, or called in code that torch.compile made before these taps were on: "
+            "give torchtap the compiled model, or call torch.compiler.reset() after putting taps on"
+        )
+    return "module not called"
 
 
 def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:

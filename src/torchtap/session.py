@@ -106,13 +106,14 @@ def watch(
     passes of the model in the other mode are not taken: a validation in between does not get into it.
     """
     asked = [taps] if isinstance(taps, (Tap, str, type, Selector)) or callable(taps) else list(taps)
-    bound = bind(tree_of(model), [each if isinstance(each, Tap) else tap(each) for each in asked])
+    tree = tree_of(model)
+    bound = bind(tree, [each if isinstance(each, Tap) else tap(each) for each in asked])
     consumers = list(sinks)
     if run is not None:
         described = environment()
         writer = RunWriter(
             run,
-            manifest=_manifest(model, bound, described, labels or {}),
+            manifest=_manifest(tree, bound, described, labels or {}),
             rank=described["rank"],
             world=described["world_size"],
             strict=strict,
@@ -134,7 +135,9 @@ def list_sites(model: Any, *kinds: Kind) -> list[str]:
     return [names[0].name for names in listed]
 
 
-def _manifest(model: Any, plan: Plan, described: dict[str, Any], labels: dict[str, Any]) -> dict[str, Any]:
+def _manifest(
+    tree: nn.Module, plan: Plan, described: dict[str, Any], labels: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(),
         "sites": [
@@ -150,7 +153,7 @@ def _manifest(model: Any, plan: Plan, described: dict[str, Any], labels: dict[st
         "aliases": plan.aliases,
         "other_names": plan.other_names,
         "plan": plan.spec(),
-        "model": model_tree(model) if isinstance(model, nn.Module) else None,
+        "model": model_tree(tree),
         "environment": described,
         "labels": labels,
     }

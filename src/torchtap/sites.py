@@ -176,6 +176,8 @@ def source_of(module: nn.Module) -> str | None:
             if line is not None:
                 return f"{line[1]}:{line[2]}"
         return None
+    if type(module).forward is nn.Module.forward:  # a stand-in, or a module that has none
+        return None
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 

@@ -173,6 +173,19 @@ def test_dynamic_shapes_do_not_recompile_for_each_shape() -> None:
     assert graphs() == 1
 
 
+def test_taps_that_come_after_a_compiled_function_are_told_why_they_get_nothing() -> None:
+    model, x = UsesTensor(), torch.randn(3, 4)
+    step = torch.compile(lambda value: model(value).sum(), backend="eager")
+    step(x)
+    with tt.capture(model, "head:output") as seen:
+        step(x)
+    assert "torch.compile made before these taps" in seen.coverage()[0].reason
+    torch.compiler.reset()
+    with tt.capture(model, "head:output") as seen:
+        step(x)
+    assert list(seen) == ["head:output"]
+
+
 class Router(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +224,7 @@ def test_statistics_computed_inside_the_graph_are_those_of_the_values(
 ) -> None:
     monkeypatch.setattr(fused, "everywhere", True)
     model, x = Repeated(), torch.randn(3, 4)
-    kinds = ("*:output", "*:input", "*:grad_output")
+    kinds = ("made:output", "made:grad_output", "head:input")
     with tt.capture(model, *kinds, keep=tt.Stats()) as eager:
         model(x).square().sum().backward()
     compiled = torch.compile(model, backend=backend, fullgraph=True)

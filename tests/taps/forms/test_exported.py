@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.taps.forms.making import saved_program
+from tests.taps.forms.making import FORMS, saved_program
 from tests.taps.forms.structures import Repeated, UsesDict, UsesTensor
 from torch import nn
 
@@ -116,3 +116,21 @@ def test_an_onnx_file_with_extra_outputs_keeps_the_signature_and_feeds_the_sessi
     assert set(seen) == set(eager)
     for name in eager:
         torch.testing.assert_close(seen[name], eager[name])
+
+
+@pytest.mark.parametrize(
+    "form", ["script, only loaded", "FX", "export, only loaded", "extra outputs, traced"]
+)
+def test_a_watch_records_a_form_into_a_run_like_any_other_model(form: str, tmp_path: Path) -> None:
+    model, x = UsesTensor(), torch.randn(3, 4)
+    subject = FORMS[form](model, x)
+    taps = [tt.tap("*:output", every=2), tt.tap("head:output", keep=tt.Full(), steps=[2])]
+    with tt.watch(subject, tmp_path / "run", taps) as watch:
+        for _ in range(3):
+            with watch.step():
+                output = subject(x)
+    run = tt.open(tmp_path / "run")
+    assert list(run.series("made.linear:output", "mean").steps) == [0, 2]
+    assert torch.equal(run.tensor("head:output", 2), output.detach())
+    assert run.coverage()["missing"] == []
+    assert {site["name"] for site in run.manifest["sites"]} >= {":output", "made:output", "made.norm:output"}
