@@ -5,7 +5,7 @@ All statistics of a device come over in one read, all other numbers of a device 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from torchtap.taps.receiver import Receiver
 
 __all__ = ["Collector", "result_of"]
 
+Rows: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
+
 
 class Collector:
     """Empties a receiver step by step; remembers the shape of each grid, so that equal steps share their names."""
@@ -26,7 +28,7 @@ class Collector:
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._rows: dict[frozenset[int], tuple[int, list[int], tuple[str, ...]]] = {}
+        self._rows: dict[frozenset[int], tuple[int, Rows, tuple[str, ...]]] = {}
 
     def collect(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...]]:
         """Everything since the last call; afterwards the receiver holds nothing."""
@@ -63,15 +65,16 @@ class Collector:
         present = arrived[rows]
         return ScalarBlock(sites, STATISTICS, values[rows], None if present.all() else present)
 
-    def _rows_of(self, grid: Grid) -> tuple[list[int], tuple[str, ...]]:
+    def _rows_of(self, grid: Grid) -> tuple[Rows, tuple[str, ...]]:
         """The rows that live taps want statistics of, and their sites: one set a schedule, growing with new sites."""
         live = self._receiver.live
-        count, rows, sites = self._rows.get(live, (-1, [], ()))
-        if count != len(grid.entries):
-            rows = [e.row for e in grid.entries if self._receiver.wants_statistics(e)]
-            sites = self._same(tuple(grid.entries[row].name for row in rows))
-            self._rows[live] = (len(grid.entries), rows, sites)
-        return rows, sites
+        known = self._rows.get(live)
+        if known is None or known[0] != len(grid.entries):
+            wanted = [entry for entry in grid.entries if self._receiver.wants_statistics(entry)]
+            rows = np.array([entry.row for entry in wanted], dtype=np.intp)
+            sites = self._same(tuple(entry.name for entry in wanted))
+            known = self._rows[live] = (len(grid.entries), rows, sites)
+        return known[1:]
 
     def _same(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """One object for equal tuples: consumers cache by identity."""

@@ -1,0 +1,76 @@
+"""The benchmarks' own arithmetic, with a clock that only work moves; no test measures time."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from benchmarks.__main__ import TABLES
+from benchmarks.timing import case, compare, quartiles, table
+
+_FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_ratio_is_that_of_the_same_round() -> None:
+    clock, rounds = _Clock(), iter(range(1000))
+
+    def drifting(factor: float) -> None:
+        # The machine gets slower and slower; both cases meet it in each round.
+        clock.work(factor * (1 + next(rounds) // 2))
+
+    measured = compare(
+        {"plain": case(lambda: drifting(1.0)), "twice": case(lambda: drifting(2.0))},
+        base="plain",
+        rounds=9,
+        warm_up=0,
+        clock=clock,
+    )
+    assert measured["twice"].ratio == 2.0
+    assert measured["plain"].ratio == measured["plain"].low == measured["plain"].high == 1.0
+
+
+def test_warming_up_and_entering_are_not_timed() -> None:
+    clock, calls = _Clock(), iter([100.0, 1.0, 1.0])
+    measured = compare(
+        {"plain": case(lambda: clock.work(next(calls)))},
+        base="plain",
+        rounds=1,
+        repeats=2,
+        warm_up=1,
+        clock=clock,
+    )
+    assert measured["plain"].seconds == 1.0
+
+
+def test_quartiles_of_one_value_are_that_value() -> None:
+    assert quartiles([3.0]) == (3.0, 3.0, 3.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
+
+
+def test_a_table_is_markdown_with_one_line_a_row() -> None:
+    lines = table([{"case": "a", "ms": 1234.5, "holds": True}, {"case": "b", "ms": 0.5, "holds": False}])
+    assert lines.splitlines() == [
+        "| case | ms | holds |",
+        "| --- | --- | --- |",
+        "| a | 1,234 | yes |",
+        "| b | 0.5 | no |",
+    ]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_has_a_file_that_says_what_it_measures_and_can_be_run(name: str) -> None:
+    tree = ast.parse((_FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree)
+    assert any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body)
