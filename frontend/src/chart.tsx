@@ -106,7 +106,7 @@ export function Chart({ steps, lines, band, log = false, height = 210, mark = nu
     const plot = new uPlot(options, data, element);
     // With nobody pointing the legend tells the last values.
     let end = steps.length - 1;
-    while (end > 0 && !lines.some((line) => Number.isFinite(line.values[end]))) end--;
+    while (end > 0 && !Number.isFinite(lines[0]?.values[end])) end--;
     const rest = () => plot.setLegend({ idx: end });
     plot.over.addEventListener("mouseleave", rest);
     const later = requestAnimationFrame(rest); // not before uPlot has drawn for the first time

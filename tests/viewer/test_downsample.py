@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtap.viewer.downsample import buckets, extremes, keep_points
+from torchtap.viewer.downsample import block_extremes, buckets, extremes, keep_points
 
 
 def test_one_spike_among_ten_thousand_steps_survives_both_ways_up_and_down() -> None:
@@ -57,3 +57,13 @@ def test_the_step_where_a_series_stops_being_finite_is_kept() -> None:
     values[3333:] = np.nan
     kept = keep_points([values], 40)
     assert 3333 in kept.tolist()
+
+
+def test_blocks_hold_the_extremes_of_their_columns_also_where_they_do_not_divide() -> None:
+    values = np.random.default_rng(0).standard_normal((3, 11)).astype(np.float32)
+    values[1, 4:8] = np.nan
+    low, high = block_extremes(values, 4)
+    assert low.shape == (3, 3)
+    assert low[0, 1] == values[0, 4:8].min()
+    assert high[2, 2] == values[2, 8:].max()
+    assert np.isnan(low[1, 1])

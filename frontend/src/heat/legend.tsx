@@ -3,7 +3,9 @@ import { brief } from "../numbers";
 import type { Scale } from "../scale";
 
 export function Legend({ scale, marked }: { scale: Scale; marked: boolean }) {
-  const places = [0, 0.25, 0.5, 0.75, 1];
+  const all = [0, 0.25, 0.5, 0.75, 1];
+  const long = all.some((p) => brief(scale.value(p)).length > 5) && window.innerWidth < 1200;
+  const places = long ? [0, 0.5, 1] : all;
   return (
     <div class="legend" aria-label="Colours">
       <div class="bar">

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from torchtap.diagnosis.grid import Place, places
 from torchtap.viewer.derived import DERIVED, derive
-from torchtap.viewer.downsample import extremes
+from torchtap.viewer.downsample import block_extremes
 
 if TYPE_CHECKING:
     from torchtap.diagnosis.finding import Finding
@@ -61,8 +61,7 @@ class NumberGrid:
     def blocks(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """The least and the greatest of every `BLOCK` steps, computed once: a wide view needs no more."""
         if self._blocks is None:
-            low, high, _, _ = extremes(self.values, len(self.sites), -1, stride=BLOCK)
-            self._blocks = (low, high)
+            self._blocks = block_extremes(self.values, BLOCK)
         return self._blocks
 
     def is_start_of(self, sites: list[str], steps: npt.NDArray[np.int64]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["buckets", "extremes", "keep_points"]
+__all__ = ["block_extremes", "buckets", "extremes", "keep_points"]
 
 
 def buckets(length: int, most: int) -> npt.NDArray[np.int64]:
@@ -30,18 +30,15 @@ def extremes(
     columns: int,
     *,
     highs: npt.NDArray[np.floating] | None = None,
-    stride: int | None = None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The least and the greatest value of each cell of a grid of at most ``rows`` × ``columns``.
 
     Also returns where each row and column of the new grid starts in the old one. NaN means "nothing here":
     a cell is NaN only if all its values are. ``highs`` are the greatest values where ``values`` are already
-    the least of something; ``stride`` makes columns of so many steps instead of a number of columns.
+    the least of something.
     """
     row_starts = buckets(values.shape[0], rows)
     column_starts = buckets(values.shape[1], columns)
-    if stride is not None:
-        column_starts = np.arange(0, values.shape[1], stride, dtype=np.int64)
     if not len(row_starts) or not len(column_starts):
         nothing = np.zeros((len(row_starts), len(column_starts)), dtype=np.float32)
         return nothing, nothing, row_starts, column_starts
@@ -55,6 +52,22 @@ def extremes(
         high = np.fmax.reduceat(high, row_starts, axis=0)
     with np.errstate(over="ignore"):
         return low.astype(np.float32), high.astype(np.float32), row_starts, column_starts
+
+
+def block_extremes(
+    values: npt.NDArray[np.float32], size: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """The least and the greatest of every ``size`` columns; the last block may be shorter."""
+    whole = values.shape[1] // size * size
+    low, high = values[:, 0:whole:size], values[:, 0:whole:size]
+    for offset in range(1, size):
+        column = values[:, offset:whole:size]
+        low, high = np.fmin(low, column), np.fmax(high, column)
+    if whole < values.shape[1]:
+        rest = values[:, whole:]
+        low = np.concatenate([low, np.fmin.reduce(rest, axis=1, keepdims=True)], axis=1)
+        high = np.concatenate([high, np.fmax.reduce(rest, axis=1, keepdims=True)], axis=1)
+    return np.ascontiguousarray(low), np.ascontiguousarray(high)
 
 
 def keep_points(columns: list[npt.NDArray[np.floating]], points: int) -> npt.NDArray[np.int64]:

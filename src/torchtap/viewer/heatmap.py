@@ -18,6 +18,7 @@ from torchtap.viewer.wire import pack
 
 __all__ = ["MapWindow", "heat_map", "kind_of"]
 
+_SAMPLE = 200_000
 _QUANTILES = (0.0, 0.01, 0.05, 0.5, 0.95, 0.99, 1.0)
 
 
@@ -47,24 +48,42 @@ def _inside(site: str, module: str) -> bool:
     return path == module or path.startswith(module + ".")
 
 
-def _quantiles(finite: npt.NDArray[np.float32]) -> list[float] | None:
+def _quantiles(finite: npt.NDArray[np.float32], least: float, greatest: float) -> list[float] | None:
     if not len(finite):
         return None
-    # A fixed stride bounds the work; the two ends come from all values.
-    quantiles = np.quantile(finite[:: max(1, len(finite) // 200_000)].astype(np.float64), _QUANTILES)
-    quantiles[0], quantiles[-1] = finite.min(), finite.max()
+    quantiles = np.quantile(finite.astype(np.float64), _QUANTILES)
+    quantiles[0], quantiles[-1] = min(quantiles[0], least), max(quantiles[-1], greatest)
     return [float(q) for q in quantiles]
 
 
 def _range(grid: NumberGrid, rows: list[int]) -> dict[str, Any]:
     """What the page needs to choose colours: quantiles of the finite values, and of those above zero.
 
-    Of the whole map, not of the part that is looked at, so that colours keep their meaning in a zoom.
+    Of the whole map, not of the part that is looked at, so that colours keep their meaning in a zoom. The
+    quantiles come from a sample, the two ends from every value.
     """
-    low, high = grid.blocks()
-    values = np.concatenate([plane[_as_slice(rows)].ravel() for plane in (low, high)])
-    finite = values[np.isfinite(values)]
-    return {"quantiles": _quantiles(finite), "positive": _quantiles(finite[finite > 0])}
+    low, high = (plane[_as_slice(rows)] for plane in grid.blocks())
+    stride = max(1, low.size // _SAMPLE)
+    sample = np.concatenate([np.ravel(plane)[::stride] for plane in (low, high)])
+    sample = sample[np.isfinite(sample)]
+    least, greatest = (float(f(plane)) for f, plane in ((_least, low), (_greatest, high)))
+    above = least if least > 0 else float("inf")
+    return {
+        "quantiles": _quantiles(sample, least, greatest),
+        "positive": _quantiles(sample[sample > 0], above, greatest),
+    }
+
+
+def _least(plane: npt.NDArray[np.float32]) -> float:
+    found = float(np.fmin.reduce(plane, axis=None)) if plane.size else float("nan")
+    if np.isfinite(found):
+        return found
+    finite = plane[np.isfinite(plane)]
+    return float(finite.min()) if len(finite) else float("inf")
+
+
+def _greatest(plane: npt.NDArray[np.float32]) -> float:
+    return -_least(-plane)
 
 
 def _cells(
