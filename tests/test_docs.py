@@ -17,6 +17,7 @@ PROGRAMS = [
     ROOT / "docs" / "compare.md",
     ROOT / "docs" / "editing.md",
     ROOT / "docs" / "forms.md",
+    ROOT / "docs" / "module-monitor.md",
     ROOT / "docs" / "monitor.md",
     ROOT / "docs" / "reductions.md",
     ROOT / "docs" / "viewer.md",

@@ -756,3 +756,56 @@ def test_the_coordinate_check_covers_what_the_peer_cannot_run() -> None:
     assert got["RCC (W_t-W_0)x_t/attention.q_proj.weight/l2norm"] == pytest.approx(moved, rel=1e-4)
     assert got["RCC (W_t-W_0)x_t/attention.k_proj.weight/l2norm"] == 0
     assert got["RCC W_0(x_t-x_0)/lstm[0]/l2norm"] > 0
+
+
+# -- sinks and import names ----------------------------------------------------------------------------------
+
+
+def test_the_projects_own_sinks_take_a_monitors_steps(tmp_path: Path) -> None:
+    from torchtap.sinks.json_lines import JsonLinesSink
+    from torchtap.sinks.tensorboard import TensorBoardSink
+
+    model = mlp()
+    sinks = [TensorBoardSink(tmp_path / "board"), JsonLinesSink(tmp_path / "lines.jsonl")]
+    monitor = watching(model, sinks=sinks)
+    monitor.begin_step(3)
+    model(torch.randn(2, 7))
+    monitor.end_step()
+    monitor.close()
+    assert "2:output" in (tmp_path / "lines.jsonl").read_text()
+    assert any(file.stat().st_size > 100 for file in (tmp_path / "board").rglob("events*"))
+
+
+def test_weights_and_biases_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from torchtap.sinks.wandb import WandbSink
+
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    model = mlp()
+    monitor = watching(model, sinks=[WandbSink("torchtap-test", mode="offline")])
+    monitor.begin_step(0)
+    model(torch.randn(2, 7))
+    monitor.end_step()
+    monitor.close()
+    assert list(tmp_path.rglob("*.wandb"))
+
+
+def test_torchtap_stands_in_for_the_peers_import_names() -> None:
+    program = """
+from torchtap.monitors.torch_module_monitor import stand_in
+stand_in()
+import torch_module_monitor, torchtap
+from torch_module_monitor import ModuleMonitor, MonitorMixin, RefinedCoordinateCheck
+from torch_module_monitor.hooks import HooksManager
+from torch_module_monitor.monitor import ModuleMonitor as Same, default_format_module_name_fn
+from torch_module_monitor.refined_coordinate_check import l2_norm
+from torch_module_monitor.storage import StorageManager
+from torch_module_monitor.attention import monitor_scaled_dot_product_attention
+assert Same is ModuleMonitor is torchtap.ModuleMonitor
+assert isinstance(ModuleMonitor().storage, StorageManager)
+assert isinstance(ModuleMonitor().activation_hooks, HooksManager)
+assert default_format_module_name_fn("_orig_mod.fc") == "fc"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
