@@ -321,3 +321,15 @@ def test_a_layer_file_cannot_run_code(tmp_path: Path) -> None:
 def test_what_cannot_be_compared_says_what_can(what: Any) -> None:
     with pytest.raises(tt.TorchtapError):
         tt.compare(what, {"x:output": torch.ones(2)})
+
+
+def test_a_difference_that_stays_inside_a_module_is_said_to(tmp_path: Path) -> None:
+    from benchmarks.planted_faults import folded_norm
+
+    reference, inputs = build("CNN")
+    target = copy.deepcopy(reference)
+    folded_norm(target, "blocks.2")
+    result = tt.compare(recorded(reference, inputs, tmp_path / "a"), recorded(target, inputs, tmp_path / "b"))
+    assert result.first is not None
+    assert result.first.contained == "blocks.2"
+    assert "does not leave `blocks.2`" in result.verdict

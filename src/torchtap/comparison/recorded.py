@@ -337,6 +337,7 @@ class _Work:
             where=self._where(row),
             evidence="its inputs agree" if local and row.kind != "input" else "",
             after=None if agreed is None else agreed.site,
+            contained=_container_that_agrees(row, rows),
         )
 
     def _where(self, row: Row) -> Profile | None:
@@ -378,6 +379,17 @@ def _note(measures: Measures, reference: torch.dtype, target: torch.dtype) -> st
     if reference != target:
         notes.append(f"{str(reference).removeprefix('torch.')} and {str(target).removeprefix('torch.')}")
     return "; ".join(notes)
+
+
+def _container_that_agrees(row: Row, rows: tuple[Row, ...]) -> str | None:
+    """The smallest module around a site whose outputs all agree: the difference inside it cancels out or dies."""
+    parts = row.module.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        outer = ".".join(parts[:depth])
+        outputs = [r for r in rows if r.module == outer and r.kind == "output" and r.status in COMPARED]
+        if row.module and outputs and all(r.status != "diverged" for r in outputs):
+            return outer
+    return None
 
 
 def _author(row: Row, rows: tuple[Row, ...]) -> str:

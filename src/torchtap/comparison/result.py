@@ -77,6 +77,7 @@ class First:
     healed: bool | None = None  # whether the rest agrees with the reference's value in place; None: not tried
     others: tuple[str, ...] = ()  # further modules that are wrong on their own
     after: str | None = None  # the last site before it that agrees
+    contained: str | None = None  # the smallest module around it whose output agrees all the same
     evidence: str = ""  # what "local" rests on, in words
 
     def as_dict(self) -> dict[str, Any]:

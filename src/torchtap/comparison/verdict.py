@@ -261,6 +261,9 @@ def sentence(
             text += f"; {first.after} before it still agrees"
     if first.parameters:
         text += f"; {', '.join(first.parameters[:3])}"
+    if first.contained is not None:
+        inside = f"`{first.contained}`" if first.contained else "the model"
+        text += f"; the difference does not leave {inside}, whose output agrees"
     if first.healed and not first.others:
         text += "; with the reference's value in its place everything after it agrees"
     elif first.others:
