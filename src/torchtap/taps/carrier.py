@@ -178,7 +178,6 @@ class Carriers:
         op.register()
         self.channel = op.Channel()
         self._ways = [(module, self.channel.prefix + path) for path, module in ways]
-        self.in_use = False
         self._handles: list[Any] = []
         self._modules: list[tuple[nn.Module, InputCarrier | None, OutputCarrier | None]] = []
         kinds_of: dict[str, tuple[nn.Module, list[str]]] = {}

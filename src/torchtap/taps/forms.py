@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, final
 
 from torchtap.errors import SessionError
-from torchtap.taps.op import Channel, listen, stop_listening
+from torchtap.taps.op import Channel
 from torchtap.taps.receiver import Receiver
 from torchtap.taps.state import StateReader
 
@@ -60,16 +60,13 @@ class ForwardRoute:
 
 @final
 class CarriedAttachment:
-    """A plan on a model that emits. ``hears_strangers``: also what came with the model, without a channel."""
+    """A plan on a model that emits on a channel, or in a way of its own."""
 
-    def __init__(
-        self, receiver: Receiver, channel: Channel | None, routes: list[Any], *, hears_strangers: bool = False
-    ) -> None:
+    def __init__(self, receiver: Receiver, channel: Channel | None, routes: list[Any]) -> None:
         self._receiver = receiver
         self._channel = channel
         self._routes: list[Route] = routes
         self._state = StateReader(receiver)
-        self._hears_strangers = hears_strangers
         self._on: list[Route] | None = None
 
     def arm(self, live: frozenset[int]) -> None:
@@ -83,8 +80,6 @@ class CarriedAttachment:
         try:
             if self._channel is not None:
                 self._channel.open(self._receiver)
-            if self._hears_strangers:
-                listen(self._receiver)
             for route in self._routes:
                 route.switch_on()
                 self._on.append(route)
@@ -101,10 +96,8 @@ class CarriedAttachment:
         routes, self._on = self._on, None
         for route in reversed(routes or []):
             route.switch_off()
-        if routes is not None:
-            stop_listening(self._receiver)
-            if self._channel is not None:
-                self._channel.close()
+        if routes is not None and self._channel is not None:
+            self._channel.close()
 
     def detach(self) -> None:
         self.disarm()

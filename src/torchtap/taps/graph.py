@@ -8,6 +8,7 @@ from a copy of the graph, which runs while a tap is live.
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any, final
 
 from torch import fx, nn
@@ -80,8 +81,9 @@ def attach_graph(model: fx.GraphModule, receiver: Receiver) -> CarriedAttachment
             port.note = "no operation of its own is left in the graph: a pass-through, folded, or fused away"
         if port.kind in ("attention", "value"):
             port.note = f"a graph gives no {port.kind}: capture it before the model is traced"
-    tapped = fx.GraphModule(model, graph)
-    routes: list[Any] = [ForwardRoute(model, tapped.forward), carriers, PassHooks(model, receiver)]
+    # The tapped code runs on the model itself, so that it always has the model's present attributes.
+    forward = types.MethodType(type(fx.GraphModule(model, graph)).forward, model)
+    routes: list[Any] = [ForwardRoute(model, forward), carriers, PassHooks(model, receiver)]
     return CarriedAttachment(receiver, carriers.channel, routes)
 
 

@@ -11,7 +11,6 @@ the output; where several do, they are numbered in the order in which they were 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -19,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import fx
 
-__all__ = ["Region", "module_regions", "outermost_class", "source_of_node"]
+__all__ = ["Region", "module_regions", "outermost_class"]
 
 
 # Operations that return what they are given when there is nothing to change.
@@ -122,9 +121,3 @@ def _plain(path: str) -> str:
 def _numbered(found: dict[fx.Node, None]) -> list[tuple[str, fx.Node]]:
     nodes = list(found)
     return [("" if len(nodes) == 1 else str(position), node) for position, node in enumerate(nodes)]
-
-
-def source_of_node(node: fx.Node) -> str | None:
-    """``file.py:line`` of the Python line that made a node."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
-    return f"{lines[-1][0]}:{lines[-1][1]}" if lines else None

@@ -6,16 +6,16 @@ While a tap is live, calls of the model go to a tapped copy of it that has the s
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, final
 
-import torch
 from torch import nn
 
 from torchtap.taps.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.op import Channel, address, register
 from torchtap.taps.passes import in_pass
 from torchtap.taps.receiver import Receiver
-from torchtap.taps.script_graph import constant_sites, script_modules, tapped_copy
+from torchtap.taps.script_graph import assigned_attributes, constant_sites, script_modules, tapped_copy
 from torchtap.taps.skeleton import skeleton
 
 __all__ = ["attach_script", "script_tree"]
@@ -44,10 +44,11 @@ def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
     constant = {address(site)[1] for site in constant_sites(model)}
     copy = tapped_copy(model, kinds_of, channel.prefix)
     copies = dict(copy.named_modules())
+    shared = _SharedState(model, copy)
     routes = []
     for path, module in model.named_modules():
         if module._c._has_method("forward") and path in copies:
-            forward = copies[path].forward
+            forward = shared.around(copies[path].forward)
             routes.append(ForwardRoute(module, in_pass(receiver, model, forward) if path == "" else forward))
     absent = set(kinds_of) - set(script_modules(model)) - constant
     for port in receiver.ports.values():
@@ -56,6 +57,35 @@ def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
     return CarriedAttachment(receiver, channel, routes)
 
 
-def is_script(model: Any) -> bool:
-    """Whether a model is TorchScript."""
-    return isinstance(model, torch.jit.ScriptModule)
+@final
+class _SharedState:
+    """Attributes that are no tensors, kept the same in a model and its copy.
+
+    ``train`` and ``eval`` change the model, and a forward may assign to attributes of its module.
+    """
+
+    def __init__(self, model: Any, copy: Any) -> None:
+        copies = script_modules(copy)
+        self._kept = [
+            (instance, copies[path], assigned_attributes(instance))
+            for path, instance in script_modules(model).items()
+            if path in copies
+        ]
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of the copy that finds the model's attributes and leaves its own in the model."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for original, copy, names in self._kept:
+                if original.hasattr("training"):
+                    copy.setattr("training", original.getattr("training"))
+                for name in names:
+                    copy.setattr(name, original.getattr(name))
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for original, copy, names in self._kept:
+                    for name in names:
+                        original.setattr(name, copy.getattr(name))
+
+        return call

@@ -22,7 +22,14 @@ import torch
 from torchtap.taps import op
 from torchtap.taps.script_types import can_hold_tensors, emit_lines, field_names
 
-__all__ = ["PATH_ATTRIBUTE", "constant_sites", "inputs_of", "script_modules", "tapped_copy"]
+__all__ = [
+    "PATH_ATTRIBUTE",
+    "assigned_attributes",
+    "constant_sites",
+    "inputs_of",
+    "script_modules",
+    "tapped_copy",
+]
 
 # Where an instance keeps its path; what a graph emits starts with it.
 PATH_ATTRIBUTE = "_torchtap_path"
@@ -92,6 +99,18 @@ def constant_sites(module: Any) -> dict[str, list[Any]]:
                     if source.kind() == "prim::Constant":
                         found.setdefault(source.s("value"), []).append(source)
     return found
+
+
+def assigned_attributes(instance: Any) -> tuple[str, ...]:
+    """The attributes that a module's own methods assign to."""
+    found: dict[str, None] = {}
+    for name in instance._method_names():
+        graph = instance._get_method(name).graph
+        itself = next(graph.inputs())
+        for node in graph.findAllNodes("prim::SetAttr"):
+            if node.inputsAt(0).debugName() == itself.debugName():
+                found[node.s("name")] = None
+    return tuple(found)
 
 
 def _forwards(instance: Any) -> list[Any]:

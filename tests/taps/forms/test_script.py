@@ -88,6 +88,35 @@ def test_training_through_a_tapped_copy_trains_the_model_itself() -> None:
     assert int(model.made.norm.num_batches_tracked) == 1
 
 
+class Counting(nn.Module):
+    """Keeps state in attributes that its forward assigns to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.calls = 0
+        self.register_buffer("latest", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.latest = x.sum().reshape(1)
+        return self.dropout(x)
+
+
+def test_attributes_and_the_training_mode_stay_the_same_in_the_model_and_its_tapped_copy() -> None:
+    model, x = torch.jit.script(Counting()), torch.ones(3, 4)
+    model(x)
+    watch = tt.watch(model, None, "*:output")
+    with watch.step():
+        model(x)
+    model.eval()
+    with watch.step():
+        assert torch.equal(model(2 * x), 2 * x)  # no dropout
+    watch.close()
+    assert model.calls == 3
+    assert float(model.latest) == 24
+
+
 def test_a_saved_artefact_is_switched_on_and_off_without_scripting_again() -> None:
     model, x = UsesKeywords(), torch.randn(3, 4)
     artefact = saved_script(torch.jit.script(tt.instrument(model, "made:output", "made:input")))
