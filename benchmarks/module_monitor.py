@@ -31,7 +31,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
     with one_thread():
         return [
             *_rows("MLP 50 × 256", mlp_training(), rounds=11 if quick else 41, repeats=3),
-            *_rows("GPT 12 × 384", gpt_training(), rounds=2 if quick else 7, repeats=1),
+            *_rows("GPT 12 × 384", gpt_training(), rounds=2 if quick else 5, repeats=1),
         ]
 
 
@@ -66,7 +66,7 @@ def _rows(model: str, training: Training, rounds: int, repeats: int) -> list[dic
             "torchtap": _monitored(training, torchtap_monitor, 10),
         },
         base="plain",
-        rounds=max(3, rounds // 4),
+        rounds=max(2, rounds // 4),
         repeats=10,
         warm_up=0,
     )

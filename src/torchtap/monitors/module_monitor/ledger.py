@@ -137,10 +137,12 @@ class Ledger:
 
     def add(self, keys: list[str], tensors: list[Tensor]) -> None:
         """Tensors to be averaged under keys of their own. They are read now, all together."""
-        filled = [(key, each.detach()) for key, each in zip(keys, tensors, strict=True) if each.numel()]
-        for (key, tensor), total in zip(filled, sums([tensor for _, tensor in filled]), strict=True):
-            known, count = self._added.get(key, (0.0, 0))
-            self._added[key] = (known + total, count + tensor.numel())
+        flat = [each if each.dim() == 1 else each.flatten() for each in tensors]
+        sizes = [each.shape[0] for each in flat]
+        for key, size, total in zip(keys, sizes, sums(flat, sizes), strict=True):
+            if size:
+                known, count = self._added.get(key, (0.0, 0))
+                self._added[key] = (known + total, count + size)
 
     def take_pair(self, bound: BoundMetrics, value: Tensor, reference: Tensor) -> None:
         """All metrics of a place on a value and its reference."""

@@ -460,7 +460,8 @@ class ModuleMonitor:
                 name,
             )
             return
-        for leaf, value in leaves(output):
+        found = ((("", output),)) if isinstance(output, Tensor) else leaves(output)
+        for leaf, value in found:
             copied = self._reference.copies.of(value)
             if self.cpu_offload:
                 copied = copied.cpu()

@@ -72,6 +72,7 @@ class RefinedCoordinateCheck:
             if any(getattr(part, "inplace", False) for part in module.modules())
         }
         self._norms: list[tuple[str, Tensor]] = []
+        self._input_norms: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         monitor._companions.append(self._arm)
 
     def _listed(self, model: nn.Module, hooks: HooksManager, take: Any) -> dict[str, nn.Module]:
@@ -148,6 +149,7 @@ class RefinedCoordinateCheck:
                 if name != ROOT and name in self.module_inputs:
                     reference = self._references[name]
                     self._check_module(name, module, reference, replay.output_of(reference))
+        self._input_norms = {}
         self._forget()
         norms, self._norms = self._norms, []
         monitor._ledger.add([key for key, _ in norms], [norm for _, norm in norms])
@@ -201,15 +203,24 @@ class RefinedCoordinateCheck:
         first = inputs[0] if inputs else None
         first_reference = reference_inputs[0] if reference_inputs else None
         if isinstance(first, Tensor) and first.is_floating_point():
-            self._log(f"RCC x_t/{name}/l2norm", first)
-            if isinstance(first_reference, Tensor) and first_reference.shape == first.shape:
-                self._log(f"RCC (x_t-x_0)/{name}/l2norm", first - first_reference)
+            self._check_input(name, first, first_reference)
         if isinstance(module, (nn.Linear, nn.LayerNorm)):
             self._check_weight(name, module, reference, output, between, start)
             if isinstance(module, nn.LayerNorm):
                 self._check_normalised(name, module, first, first_reference)
         elif isinstance(module, nn.MultiheadAttention) and isinstance(reference, nn.MultiheadAttention):
             self._check_projections(name, module, reference, inputs, reference_inputs)
+
+    def _check_input(self, name: str, first: Tensor, reference: Any) -> None:
+        # A container's input is its first child's, too: the copies are kept until the check is over.
+        key = (id(first), id(reference))
+        known = self._input_norms.get(key)
+        if known is None:
+            moved = isinstance(reference, Tensor) and reference.shape == first.shape
+            known = self._input_norms[key] = (l2_norm(first), l2_norm(first - reference) if moved else None)
+        self._norms.append((f"RCC x_t/{name}/l2norm", known[0]))
+        if known[1] is not None:
+            self._norms.append((f"RCC (x_t-x_0)/{name}/l2norm", known[1]))
 
     def _check_output(
         self, name: str, module: nn.Module, output: Tensor, between: Tensor, start: Tensor

@@ -205,24 +205,34 @@ class StorageManager:
         return hdf5.load(filename)
 
 
-def sums(tensors: list[Tensor]) -> list[float]:
-    """The sum over all elements of each tensor, with one read for each device."""
+@torch.no_grad()
+def sums(flat: list[Tensor], sizes: list[int]) -> list[float]:
+    """The sum over each of these one-dimensional tensors, with one read for each device."""
+    if not flat:
+        return []
+    if len({each.device for each in flat}) == 1 and flat[0].is_cpu:
+        return _section_sums(torch.cat(flat), sizes)
     by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(flat):
         by_device.setdefault(tensor.device, []).append(index)
-    answers = [0.0] * len(tensors)
-    for device, indices in by_device.items():
-        if device.type == "cpu":
-            some = [tensors[index].flatten() for index in indices]
-            sizes = np.array([len(each) for each in some])
-            joined = torch.cat(some).numpy().astype(np.float64)
-            starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-            found = np.add.reduceat(joined, starts).tolist()
-        else:
-            found = torch.stack([tensors[index].sum() for index in indices]).tolist()
-        for index, number in zip(indices, found, strict=True):
+    answers = [0.0] * len(flat)
+    for indices in by_device.values():
+        read = torch.stack([flat[index].sum() for index in indices]).tolist()
+        for index, number in zip(indices, read, strict=True):
             answers[index] = number
     return answers
+
+
+def _section_sums(joined: Tensor, sizes: list[int]) -> list[float]:
+    """Sums of consecutive sections of a tensor on the CPU, in double precision; 0 for an empty one."""
+    ends = np.cumsum(sizes)
+    filled = np.array(sizes) > 0
+    found = np.zeros(len(sizes))
+    if filled.any():
+        starts = (ends - np.array(sizes))[filled]
+        with np.errstate(invalid="ignore", over="ignore"):
+            found[filled] = np.add.reduceat(joined.detach().numpy().astype(np.float64), starts)
+    return found.tolist()
 
 
 def means(groups: list[list[Tensor]]) -> list[float]:
@@ -253,15 +263,9 @@ def _host_means(groups: list[list[Tensor]]) -> list[float]:
     pieces = [each.detach().flatten() for group in groups for each in group]
     if any(piece.dtype != torch.float32 for piece in pieces):
         pieces = [_wide(piece) for piece in pieces]
-    joined = torch.cat(pieces).numpy().astype(np.float64)
-    sizes = np.array([sum(each.numel() for each in group) for group in groups])
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    filled = sizes > 0
-    answers = np.full(len(groups), np.nan)  # the mean of nothing
-    if filled.any():
-        with np.errstate(invalid="ignore", over="ignore"):
-            answers[filled] = np.add.reduceat(joined, starts[filled]) / sizes[filled]
-    return answers.tolist()
+    sizes = [sum(each.numel() for each in group) for group in groups]
+    totals = _section_sums(torch.cat(pieces), sizes)
+    return [total / size if size else float("nan") for total, size in zip(totals, sizes, strict=True)]
 
 
 def _wide(piece: Tensor) -> Tensor:
