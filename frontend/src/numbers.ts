@@ -20,10 +20,14 @@ export function brief(value: number): string {
   return show(value === 0 ? 0 : Number(value.toPrecision(2)));
 }
 
-// All digits, for the value under the cursor.
-export function exactly(value: number): string {
+// All digits that tell the number from its neighbours, for the value under the cursor.
+export function exactly(value: number, single: boolean): string {
   if (Number.isNaN(value)) return "NaN";
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
+  for (let digits = 6; single && digits < 10; digits++) {
+    const short = Number(value.toPrecision(digits));
+    if (Math.fround(short) === value) return String(short);
+  }
   return String(value);
 }
 

@@ -140,7 +140,8 @@ export function Picture({ slice, picture = 0, colours, width, height, rowLabels,
     const firstRow = slice.facts.firstRow + Math.floor((r * rows) / cellRows);
     const firstColumn = slice.facts.firstColumn + Math.floor((c * columns) / cellColumns);
     const place = describe ? describe(firstRow, firstColumn) : `[${firstRow}, ${firstColumn}]`;
-    said?.(high === undefined || high === low ? `${place} = ${exactly(low)}` : `${place} … from ${exactly(low)} to ${exactly(high)}`);
+    const single = slice.arrays["low"] instanceof Float32Array;
+    said?.(high === undefined || high === low ? `${place} = ${exactly(low, single)}` : `${place} … from ${exactly(low, single)} to ${exactly(high, single)}`);
   };
   return (
     <canvas

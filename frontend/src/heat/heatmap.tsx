@@ -6,7 +6,7 @@ import { pictureShown } from "../data";
 import { grouped, show } from "../numbers";
 import type { Scale } from "../scale";
 import { ink } from "../theme";
-import { context2d, drawCells, drawNames, drawProfile, drawSeries, drawSteps, frameFor, type Frame, type Spot } from "./draw";
+import { context2d, drawCells, drawNames, drawProfile, drawSeries, drawSteps, FONT, frameFor, type Frame, type Spot } from "./draw";
 import { paint, type Cells, type Grid, type Part } from "./grid";
 
 export interface Flag {
@@ -44,8 +44,9 @@ export function HeatMap(props: Props) {
   const cells = useMemo(() => grid.under(part), [grid, part.from, part.to, part.top, part.bottom]);
   const frame = useMemo(() => {
     const probe = document.createElement("canvas").getContext("2d");
+    if (probe) probe.font = FONT;
     const widest = Math.max(60, ...names.map((name) => (probe ? probe.measureText(name).width : name.length * 6)));
-    return frameFor(size.width, size.height, Math.min(widest * 1.12 + 18, Math.max(120, size.width * 0.24)));
+    return frameFor(size.width, size.height, Math.min(widest + 20, Math.max(120, size.width * 0.24)));
   }, [size, names]);
   const shown = spot ?? resting(grid, cells, flags);
 
@@ -58,7 +59,8 @@ export function HeatMap(props: Props) {
     return () => watcher.disconnect();
   }, []);
 
-  useEffect(() => {
+  // At once with the new size: a canvas that waits for the next frame is stretched until then.
+  useLayoutEffect(() => {
     const context = base.current && context2d(base.current, size.width, size.height);
     if (!context || size.width === 0) return;
     drawCells(context, frame, picture, cells);
@@ -69,7 +71,7 @@ export function HeatMap(props: Props) {
     if (box.current) box.current.dataset["drawn"] = `${grid.facts.statistic}:${grid.facts.revision}:${grid.columns}x${grid.rows}`;
   }, [frame, picture, cells, dark]);
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     const context = over.current && context2d(over.current, size.width, size.height);
     if (!context || size.width === 0) return;
     const colour = lines(dark)[0] ?? "";
