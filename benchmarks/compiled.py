@@ -44,7 +44,7 @@ def run(quick: bool = False, layers: int = 12) -> list[dict[str, Any]]:
                 "armed, off schedule": watched(training, NEVER, model),
             },
             base="plain",
-            rounds=3 if quick else 9,
+            rounds=3 if quick else 7,
         )
     name = f"compiled GPT {layers} × 384"
     rows = judged(name, measured, {"all outputs": 1.02, "armed, off schedule": 1.005})
