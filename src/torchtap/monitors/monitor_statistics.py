@@ -11,7 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from torchtap.reduce import Stats
+from torchtap.reduce.moments import STATISTICS, WIDTH, finish, measure_with_torch, merge_states
+from torchtap.reduce.readable import readable_real
 
 __all__ = ["EpochStatistics"]
 
@@ -23,7 +24,6 @@ class EpochStatistics:
     """Of one tensor a batch: over all elements, and for each position over the first dimension."""
 
     def __init__(self) -> None:
-        self._stats = Stats()
         self._state: Tensor | None = None
         self._over_first: _OverFirst | None = None
         self._one_shape = True
@@ -32,7 +32,9 @@ class EpochStatistics:
 
     def add(self, value: Tensor) -> None:
         """One batch more."""
-        self._state = self._stats.update(self._state, value)
+        # In float64 throughout: what is kept of an epoch is to be what two passes over it would give.
+        seen = measure_with_torch(readable_real(value)).to("cpu", torch.float64)
+        self._state = seen if self._state is None else merge_states(self._state, seen)
         if value.dim() == 0 or value.is_complex():
             self._one_shape = False
         elif self._one_shape:
@@ -50,7 +52,8 @@ class EpochStatistics:
         if self._state is None:
             return {}
         each = self._over_first.result() if self._over_first is not None else None
-        return {**self._stats.result(self._state), "over_first_dimension": each}
+        numbers = finish(self._state.reshape(1, WIDTH).numpy())[0].tolist()
+        return {**dict(zip(STATISTICS, numbers, strict=True)), "over_first_dimension": each}
 
 
 @final
