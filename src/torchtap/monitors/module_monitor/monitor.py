@@ -25,12 +25,13 @@ from torch import Tensor, nn
 
 from torchtap.errors import MetricError, MonitorError
 from torchtap.monitors.module_monitor.attention_patch import AttentionPatch
-from torchtap.monitors.module_monitor.binding import Listed, MetricTable
 from torchtap.monitors.module_monitor.eager_stance import EagerStance
 from torchtap.monitors.module_monitor.hooks import HooksManager, LiveHook
 from torchtap.monitors.module_monitor.ledger import BoundMetrics, Ledger
+from torchtap.monitors.module_monitor.metrics import MetricRegistry
 from torchtap.monitors.module_monitor.mixin import MonitorMixin
 from torchtap.monitors.module_monitor.naming import (
+    check_same_structure,
     default_format_module_name_fn,
     leaf_name,
     named_modules,
@@ -50,7 +51,7 @@ _graph_task: Callable[[], int] = (
 )  # -1 unless autograd is at work in this thread
 
 
-class ModuleMonitor:
+class ModuleMonitor(MetricRegistry):
     """Monitors the training of a module; see ``docs/module-monitor.md``.
 
     ``monitor_step_fn`` says which steps are monitored (None: all). ``excluded_modules_regex`` is matched against
@@ -71,6 +72,7 @@ class ModuleMonitor:
         run: str | os.PathLike[str] | None = None,
         sinks: Sequence[Consumer | Callable[[int, dict[str, Any]], None]] = (),
     ) -> None:
+        super().__init__()
         self.monitor_step_fn = monitor_step_fn
         self.format_module_name_fn = format_module_name_fn
         self.excluded_modules_compiled_re = re.compile(excluded_modules_regex)
@@ -87,16 +89,6 @@ class ModuleMonitor:
         self.current_step_monitored = False
         self.within_monitoring_window = False
 
-        self._activations = MetricTable("Activation metric", "activations")
-        self._activation_differences = MetricTable(
-            "Activation difference metric", "activation differences", arguments=2
-        )
-        self._parameters = MetricTable("Parameter metric", "parameter", scalar=True)
-        self._parameter_differences = MetricTable(
-            "Parameter difference metric", "parameter difference", arguments=2, scalar=True
-        )
-        self._gradients = MetricTable("Gradient metric", "gradient of", scalar=True)
-
         self.activation_hooks = HooksManager()
         self.reference_activation_hooks = HooksManager()
         self.storage = StorageManager(self.logger)
@@ -111,67 +103,6 @@ class ModuleMonitor:
         self._stance = EagerStance()
         self._attention = AttentionPatch(self, attention) if attention else None
         self._keeper = StepKeeper(run, sinks) if run is not None or sinks else None
-
-    # -- metrics ------------------------------------------------------------------------------------------
-
-    @property
-    def activation_metrics(self) -> Listed:
-        """Name to ``(pattern, function, aggregation)``; so are the four others."""
-        return self._activations.listed
-
-    @property
-    def activation_difference_metrics(self) -> Listed:
-        return self._activation_differences.listed
-
-    @property
-    def parameter_metrics(self) -> Listed:
-        return self._parameters.listed
-
-    @property
-    def parameter_difference_metrics(self) -> Listed:
-        return self._parameter_differences.listed
-
-    @property
-    def gradient_metrics(self) -> Listed:
-        return self._gradients.listed
-
-    def add_activation_metric(
-        self,
-        metric_name: str,
-        metric_fn: Callable[[Tensor], Any],
-        metric_regex: str = ".*",
-        metric_aggregation_fn: Callable[[Tensor], Any] | None = None,
-    ) -> None:
-        """A metric of module outputs, logged as ``activation/{module}/{metric}``."""
-        self._activations.add(metric_name, metric_fn, metric_regex, metric_aggregation_fn)
-
-    def add_activation_difference_metric(
-        self,
-        metric_name: str,
-        metric_fn: Callable[[Tensor, Tensor], Any],
-        metric_regex: str = ".*",
-        metric_aggregation_fn: Callable[[Tensor], Any] | None = None,
-    ) -> None:
-        """A metric of an output and the reference's, logged as ``activation_difference/{module}/{metric}``."""
-        self._activation_differences.add(metric_name, metric_fn, metric_regex, metric_aggregation_fn)
-
-    def add_parameter_metric(
-        self, metric_name: str, metric_fn: Callable[[Tensor], Any], metric_regex: str = ".*"
-    ) -> None:
-        """A metric of parameters, logged as ``parameter/{parameter}/{metric}``."""
-        self._parameters.add(metric_name, metric_fn, metric_regex)
-
-    def add_parameter_difference_metric(
-        self, metric_name: str, metric_fn: Callable[[Tensor, Tensor], Any], metric_regex: str = ".*"
-    ) -> None:
-        """A metric of a parameter and the reference's, logged as ``parameter_difference/{parameter}/{metric}``."""
-        self._parameter_differences.add(metric_name, metric_fn, metric_regex)
-
-    def add_gradient_metric(
-        self, metric_name: str, metric_fn: Callable[[Tensor], Any], metric_regex: str = ".*"
-    ) -> None:
-        """A metric of gradients, logged as ``gradient/{parameter}/{metric}``."""
-        self._gradients.add(metric_name, metric_fn, metric_regex)
 
     # -- the module and its reference ---------------------------------------------------------------------
 
@@ -205,7 +136,7 @@ class ModuleMonitor:
             (self.format_module_name_fn(name), part, is_wrapper)
             for name, part, is_wrapper in named_modules(module)
         ]
-        self._check_structure({name for name, _, _ in parts})
+        check_same_structure(set(self.module_names.values()), {name for name, _, _ in parts})
         self.reference_module = module
         self.reference_activation_hooks = HooksManager()
         for name, part, is_wrapper in parts:
@@ -224,19 +155,6 @@ class ModuleMonitor:
             reference.register_forward_hook(LiveHook(self._on_reference_pass_end), always_call=True),
             model.register_forward_pre_hook(LiveHook(self._on_pass), prepend=True),
         ]
-
-    def _check_structure(self, names: set[str]) -> None:
-        own = set(self.module_names.values())
-        if names == own:
-            return
-        differing = sorted(names ^ own)
-        shown = ", ".join(
-            f"{name!r} (only in the {'reference' if name in names else 'module'})" for name in differing[:5]
-        )
-        raise MonitorError(
-            "The reference module must have the same structure as the monitored module (there are modules with "
-            f"different names): {shown}{' …' if len(differing) > 5 else ''}"
-        )
 
     def has_reference_module(self) -> bool:
         """Whether there is a reference."""

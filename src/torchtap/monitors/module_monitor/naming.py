@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from torchtap.errors import MonitorError
 from torchtap.sites import unwrap
 
 __all__ = [
     "ROOT",
+    "check_same_structure",
     "default_format_module_name_fn",
     "leaf_name",
     "named_modules",
@@ -66,6 +68,20 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 seen.add(id(parameter))
                 found.append((f"{name}.{leaf}" if name else leaf, parameter))
     return found
+
+
+def check_same_structure(own: set[str], reference: set[str]) -> None:
+    """A reference has to have modules of the same names."""
+    if reference == own:
+        return
+    differing = sorted(reference ^ own)
+    shown = ", ".join(
+        f"{name!r} (only in the {'reference' if name in reference else 'module'})" for name in differing[:5]
+    )
+    raise MonitorError(
+        "The reference module must have the same structure as the monitored module (there are modules with different "
+        f"names): {shown}{' …' if len(differing) > 5 else ''}"
+    )
 
 
 def leaf_name(module_name: str, leaf: str) -> str:
