@@ -43,7 +43,6 @@ export interface About {
   model: Module | null;
   environment: Record<string, string>;
   ranks: number[];
-  epochs: [number, number][];
 }
 
 export type Mark = "nan" | "spread" | "warning"; // where a NaN began, where it went, anything else

@@ -33,7 +33,7 @@ const STATISTIC_WORDS: Record<string, string> = {
 
 export const statisticWord = (name: string): string => STATISTIC_WORDS[name] ?? name;
 
-// A statistic's name where it has to be short.
+// What a finding is called.
 export const FINDING_WORDS: Record<string, string> = {
   nonfinite: "NaN or infinity",
   dead: "Dead units",

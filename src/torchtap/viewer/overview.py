@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from torchtap.viewer.catalog import Catalog, OpenRun
 from torchtap.viewer.derived import derived_of
 from torchtap.viewer.wire import encode_json
@@ -80,7 +78,7 @@ def _module(node: Any, depth: int = 0) -> dict[str, Any] | None:
 
 
 def about_run(shown: OpenRun) -> bytes:
-    """Sites in execution order with what is known of each, the tree of modules, the clock."""
+    """Sites in execution order with what is known of each, the tree of modules."""
     with shown.lock:
         run = shown.run
         # Most sites have the same statistics: send each distinct list once.
@@ -124,26 +122,8 @@ def about_run(shown: OpenRun) -> bytes:
                     for key, value in (environment.items() if isinstance(environment, Mapping) else ())
                 },
                 "ranks": [int(rank) for rank in run.ranks],
-                "epochs": _epochs(shown),
             }
         )
-
-
-def _epochs(shown: OpenRun) -> list[list[int]]:
-    """The first step of each epoch, where the run knows epochs."""
-    try:
-        clock = shown.run.clock()
-        steps, epochs = np.asarray(clock["step"]), np.asarray(clock["epoch"])
-    except (KeyError, IndexError, ValueError, TypeError):
-        return []
-    if not len(steps) or epochs.dtype.kind not in "iuf":
-        return []
-    known = epochs >= 0
-    steps, epochs = steps[known], epochs[known]
-    if not len(steps):
-        return []
-    starts = np.flatnonzero(np.diff(epochs, prepend=epochs[0] - 1))
-    return [[int(epochs[i]), int(steps[i])] for i in starts[:500]]
 
 
 def findings_of(shown: OpenRun) -> bytes:

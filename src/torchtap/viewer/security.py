@@ -65,12 +65,13 @@ class Policy:
     @classmethod
     def of(cls, host: str, *, extra: tuple[str, ...] = ()) -> Policy:
         """Loopback: no token. Anything else: a fresh one."""
+        extra = tuple(name.lower() for name in extra)
         if is_loopback(host):
             return cls(
                 host, None, frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower(), *extra})
             )
         names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
-        return cls(host, secrets.token_urlsafe(24), frozenset({*names, *(name.lower() for name in extra)}))
+        return cls(host, secrets.token_urlsafe(24), frozenset({*names, *extra}))
 
     def knows(self, host: str) -> bool:
         """Whether a Host header names this viewer. Rebinding needs a name, so beyond loopback any plain
