@@ -270,6 +270,8 @@ def test_a_mixin_without_a_monitor_is_not_monitoring() -> None:
     class First(MonitorMixin, nn.Linear):
         pass
 
+    assert First(3, 2)(torch.ones(3)).shape == (2,)
+    assert not First(3, 2).is_monitoring
     assert Scaled()(torch.ones(2)).tolist() == [1.0, 2.0]
     assert Scaled().get_module_monitor() is None
     assert not Scaled().is_monitoring

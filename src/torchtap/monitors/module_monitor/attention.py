@@ -53,7 +53,7 @@ def monitor_scaled_dot_product_attention(
         return
     name = monitor._get_module_name(module, is_reference)
     if is_causal and attn_mask is not None:
-        raise MonitorError(f"{name}: an attention is either causal or has a mask; both were given")
+        raise _ContradictionError(f"{name}: an attention is either causal or has a mask; both were given")
     if not _is_self_attention(query, key, value, enable_gqa):
         monitor.logger.warning(
             f"Step {monitor.current_step}: monitor_scaled_dot_product_attention assumes that S == L and that the "
@@ -73,6 +73,10 @@ def monitor_scaled_dot_product_attention(
         activation=activation,
         is_reference=is_reference,
     )
+
+
+class _ContradictionError(MonitorError, AssertionError):
+    """Arguments that torch's own attention asserts not to get together."""
 
 
 def _is_self_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:

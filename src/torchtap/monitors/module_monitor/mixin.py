@@ -41,10 +41,11 @@ _NO_LINK = _Link()
 class MonitorMixin:
     """A module that subclasses this may log values of its own: ``if self.is_monitoring: ...``."""
 
-    def __init__(self) -> None:
-        # Named before nn.Module among the bases, this is the initialiser that runs.
-        if isinstance(self, nn.Module) and "_parameters" not in self.__dict__:
-            nn.Module.__init__(self)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Named before nn.Module among the bases, this is the initialiser that runs; named after it, it may be called
+        # once more on a module that is complete.
+        if not isinstance(self, nn.Module) or "_parameters" not in self.__dict__:
+            super().__init__(*args, **kwargs)
 
     def set_module_monitor(
         self, monitor: ModuleMonitor | None = None, is_reference_module: bool = False

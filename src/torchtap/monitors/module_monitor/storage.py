@@ -147,11 +147,9 @@ class StorageManager:
             joined = torch.cat(values) if isinstance(values[0], Tensor) else values
             self._put(metrics, key, self.aggregation_fns.get(key, np.mean)(joined))
         if self.logger is not None:
+            size = sys.getsizeof(self._log_dict) / 1024
             self.logger.info(
-                "Logged %d keys at step %s. Total size of log data: %.2f KB",
-                len(metrics),
-                step,
-                sys.getsizeof(self._log_dict) / 1024,
+                f"Logged {len(metrics)} keys at step {step}. Total size of log data: {size:.2f} KB"
             )
 
     @staticmethod

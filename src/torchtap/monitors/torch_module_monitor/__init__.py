@@ -7,7 +7,6 @@ torchtap, in this process. Every name here is the very object that ``torchtap`` 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 
 from torchtap.monitors.module_monitor import (
     HooksManager,
@@ -17,6 +16,13 @@ from torchtap.monitors.module_monitor import (
     StorageManager,
     monitor_scaled_dot_product_attention,
 )
+from torchtap.monitors.torch_module_monitor import (
+    attention,
+    hooks,
+    monitor,
+    refined_coordinate_check,
+    storage,
+)
 
 __all__ = [
     "HooksManager",
@@ -24,17 +30,22 @@ __all__ = [
     "MonitorMixin",
     "RefinedCoordinateCheck",
     "StorageManager",
+    "attention",
+    "hooks",
+    "monitor",
     "monitor_scaled_dot_product_attention",
+    "refined_coordinate_check",
     "stand_in",
+    "storage",
 ]
 
 __version__ = "0.1.0"  # of the package whose names these are
 
-_SUBMODULES = ("attention", "hooks", "monitor", "refined_coordinate_check", "storage")
+_SUBMODULES = (attention, hooks, monitor, refined_coordinate_check, storage)
 
 
 def stand_in() -> None:
     """From now on ``torch_module_monitor`` is torchtap, in this process."""
     sys.modules["torch_module_monitor"] = sys.modules[__name__]
-    for name in _SUBMODULES:
-        sys.modules[f"torch_module_monitor.{name}"] = import_module(f"{__name__}.{name}")
+    for module in _SUBMODULES:
+        sys.modules[f"torch_module_monitor.{module.__name__.rpartition('.')[2]}"] = module
