@@ -68,7 +68,7 @@ def _rows(model: str, training: Training, rounds: int, repeats: int) -> list[dic
         base="plain",
         rounds=max(2, rounds // 4),
         repeats=10,
-        warm_up=0,
+        warm_up=10,  # what is found out at the first monitored step is kept
     )
     check = compare(
         {
