@@ -12,6 +12,7 @@ from tests.models import GPT
 from torch import Tensor, nn
 from torch.nn import functional
 
+import torchtap as tt
 from torchtap import ModuleMonitor, MonitorMixin, monitor_scaled_dot_product_attention
 from torchtap.monitors.module_monitor import attention
 from torchtap.monitors.module_monitor.attention import head_entropy
@@ -216,3 +217,20 @@ def test_keys_of_another_length_are_warned_about_in_a_modules_own_call(
     monitor.end_step()
     assert "assumes that S == L" in caplog.text
     assert monitor.get_step_metrics() == {}
+
+
+def test_a_capture_of_attention_in_the_same_step_disturbs_nothing() -> None:
+    model, original = GPT(layers=1), functional.scaled_dot_product_attention
+    tokens = torch.randint(0, 11, (2, 6))
+    monitor = watching(model, attention=True)
+    for outer in (True, False):
+        with tt.capture(model, "blocks.0.attn:attention") as seen:
+            monitor.begin_step(0 if outer else 1)
+            model(tokens)
+            if outer:
+                monitor.end_step()
+        if not outer:
+            monitor.end_step()
+        assert functional.scaled_dot_product_attention is original
+        assert len(seen) == 1
+        assert "attention_entropy/blocks.0.attn.head_3" in monitor.get_step_metrics()

@@ -31,6 +31,7 @@ __all__ = ["AttentionPatch"]
 _lock = threading.Lock()
 _open: tuple[AttentionPatch, ...] = ()
 _originals: dict[str, Callable[..., Any]] = {}
+_wrappers: dict[str, Callable[..., Any]] = {}
 _inside = threading.local()
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
@@ -106,18 +107,19 @@ class AttentionPatch:
 
 
 def _wrap() -> None:
-    _originals["scaled_dot_product_attention"] = functional.scaled_dot_product_attention
-    _originals["multi_head_attention_forward"] = functional.multi_head_attention_forward
-    functional.scaled_dot_product_attention = _wrapper(functional.scaled_dot_product_attention, _of_sdpa)
-    functional.multi_head_attention_forward = _wrapper(
-        functional.multi_head_attention_forward, _of_multi_head
-    )
+    for name, parts_of in _PARTS.items():
+        original = getattr(functional, name)
+        _originals[name] = original
+        _wrappers[name] = _wrapper(original, parts_of)
+        setattr(functional, name, _wrappers[name])
 
 
 def _unwrap() -> None:
-    for name, original in _originals.items():
-        setattr(functional, name, original)
-    _originals.clear()
+    for name, wrapper in _wrappers.items():
+        # Somebody who has wrapped ours meanwhile keeps it, and it does nothing any more.
+        if getattr(functional, name) is wrapper:
+            setattr(functional, name, _originals[name])
+    _wrappers.clear()
 
 
 def _wrapper(original: Callable[..., Any], parts_of: Callable[..., tuple[tuple[Any, ...], Any]]) -> Any:
@@ -204,3 +206,9 @@ def _joined_mask(mask: Tensor | None, padding: Tensor | None, query: Tensor, add
             added_mask = added_mask.reshape(query.shape[0], -1, *added_mask.shape[1:])
         joined = added_mask if joined is None else joined + added_mask
     return joined
+
+
+_PARTS: dict[str, Callable[..., tuple[tuple[Any, ...], Any]]] = {
+    "scaled_dot_product_attention": _of_sdpa,
+    "multi_head_attention_forward": _of_multi_head,
+}
