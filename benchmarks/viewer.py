@@ -91,13 +91,14 @@ def record(folder: Path, sites: int, steps: int) -> Path:
 
 
 def _first_map(browser: Any, path: Path) -> tuple[float, float]:
+    page, _, _ = open_page(browser)
+    page.set_default_timeout(60_000)
     start, used = time.perf_counter(), time.process_time()
     with ViewerServer(Catalog.open([path])) as server:
-        page, _, _ = open_page(browser)
-        page.set_default_timeout(60_000)
         page.goto(server.address)
         page.wait_for_selector(".heatmap[data-drawn]")
         spent, used = time.perf_counter() - start, time.process_time() - used
+        page.wait_for_load_state("networkidle")  # the findings, which would slow the next round
         page.context.close()
     return spent, used
 
