@@ -30,6 +30,7 @@ from torchtap.reduce.readable import PLAIN_TYPES
 
 __all__ = ["BoundMetrics", "Ledger", "Metric"]
 
+_HALVES = frozenset({torch.float16, torch.bfloat16})
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _ROW_BYTES = WIDTH * 8
 
@@ -105,7 +106,8 @@ class Ledger:
                 self._bounds.append(bound)
                 self._bound_rows.append(row)
             else:
-                self.call(bound, bound.read, value)
+                # Without the kernel too a norm is the norm itself, not what half precision can hold of it.
+                self.call(bound, bound.read, value.double() if value.dtype in _HALVES else value)
         if bound.called:
             self.call(bound, bound.called, value)
 
