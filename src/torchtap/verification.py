@@ -57,17 +57,19 @@ class Verification:
 
 def verify(
     model: Any,
-    *args: Any,
+    *inputs: Any,
     taps: tuple[Tap | Selectable, ...] = (),
     backward: bool | None = None,
     file: IO[str] | None = None,
     **kwargs: Any,
 ) -> Verification:
-    """Run ``model(*args, **kwargs)`` without and with taps; print a table; raise if a single bit differs.
+    """Run a model without and with taps; print a table; raise if a single bit differs.
 
-    ``taps`` are all inputs, outputs and their gradients unless given. ``backward`` says whether to run autograd;
+    ``inputs`` are given as to `torchtap.compare`: one value, a tuple of arguments, or a mapping of keywords; several
+    values and further keywords are arguments as they stand. ``taps`` are all inputs, outputs and their gradients unless given. ``backward`` says whether to run autograd;
     None does where an output requires grad.
     """
+    args, kwargs = _arguments(inputs, kwargs)
     before = _snapshot(model)
     # Twice more than needed: TorchScript changes its code after the first runs of a graph.
     runs = [_run(model, args, kwargs, backward, before) for _ in range(4)]
@@ -172,3 +174,11 @@ def _same_bits(left: Tensor | None, right: Tensor | None) -> bool:
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)) or (
         left.numel() == 0
     )
+
+
+def _arguments(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(inputs) != 1:
+        return inputs, kwargs
+    if isinstance(inputs[0], Mapping):
+        return (), {**inputs[0], **kwargs}
+    return (inputs[0] if isinstance(inputs[0], tuple) else inputs), kwargs

@@ -118,6 +118,17 @@ def test_verify_proves_that_taps_change_nothing_and_notices_when_they_do() -> No
         tt.verify(nn.Sequential(Nosy(4, 4)), x, file=io.StringIO())
 
 
+def test_verify_takes_its_inputs_as_compare_does() -> None:
+    class Sum(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a + b
+
+    one, two = torch.ones(2), torch.ones(2)
+    for inputs in ((one, two), ((one, two),), ({"a": one, "b": two},)):
+        assert tt.verify(Sum(), *inputs, file=io.StringIO()).identical
+    assert tt.verify(nn.Identity(), one, file=io.StringIO()).identical
+
+
 def test_a_form_that_cannot_be_tapped_is_named_with_the_nearest_way_that_works() -> None:
     @torch.jit.script
     def scripted(x: Tensor) -> Tensor:
