@@ -66,8 +66,8 @@ def verify(
     """Run a model without and with taps; print a table; raise if a single bit differs.
 
     ``inputs`` are given as to `torchtap.compare`: one value, a tuple of arguments, or a mapping of keywords; several
-    values and further keywords are arguments as they stand. ``taps`` are all inputs, outputs and their gradients unless given. ``backward`` says whether to run autograd;
-    None does where an output requires grad.
+    values and further keywords are arguments as they stand. ``taps`` are all inputs, outputs and their gradients
+    unless given. ``backward`` says whether to run autograd; None does where an output requires grad.
     """
     args, kwargs = _arguments(inputs, kwargs)
     before = _snapshot(model)
