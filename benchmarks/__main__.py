@@ -33,6 +33,7 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 # The file of each table and its heading, in the order of the report: the core, then the parts built on it.
 CORE = {
     "steps": "Training steps",
+    "share": "The share of a step",
     "compiled": "Training steps of a compiled model",
     "capture": "Capturing tensors",
     "kernel": "Statistics of one tensor",
@@ -141,8 +142,9 @@ def _heading() -> str:
     return (
         "# What torchtap costs\n\n"
         "Written by `make bench`. A ratio is the median of paired ratios to the same work without torchtap, all "
-        "cases interleaved in random order in one process; brackets hold the quartiles. `holds` compares the "
-        "median with the bar. What the numbers mean is told in `docs/speed.md`.\n\n"
+        "cases interleaved in random order in one process; brackets hold the quartiles. `holds` is undecided where "
+        "twice the standard error of the median reaches over the bar: the machine was not quiet enough to tell. What "
+        "the numbers mean is told in `docs/speed.md`.\n\n"
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; "
         f"{versions}.\n"
     )

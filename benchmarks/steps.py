@@ -125,7 +125,7 @@ def judged(model: str, measured: dict[str, Ratio], bars: dict[str, float]) -> li
             "with / without": str(ratio),
             "ms": f"{ratio.seconds * 1e3:,.2f}",
             "bar": f"≤ {bars[name]}" if name in bars else "",
-            "holds": round(ratio.ratio, 3) <= bars[name] if name in bars else "",
+            "holds": ratio.verdict(bars[name]) if name in bars else "",
         }
         for name, ratio in measured.items()
     ]

@@ -10,6 +10,7 @@ The clock is the process's CPU time, which other processes disturb least; `wall`
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import time
@@ -36,6 +37,17 @@ class Ratio:
     high: float
     seconds: float
     rounds: int
+
+    @property
+    def error(self) -> float:
+        """Twice the standard error of the median, as far as the quartiles tell."""
+        return 2 * 0.93 * (self.high - self.low) / math.sqrt(self.rounds)
+
+    def verdict(self, bar: float) -> str:
+        """Whether the ratio is at most ``bar``; "undecided" where the noise is larger than the distance to it."""
+        if self.ratio + self.error <= bar:
+            return "yes"
+        return "no" if self.ratio - self.error > bar else f"undecided (± {self.error:.3f})"
 
     def __str__(self) -> str:
         return f"{self.ratio:.3f} [{self.low:.3f}–{self.high:.3f}]"

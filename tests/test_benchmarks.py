@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.__main__ import TABLES
-from benchmarks.timing import case, compare, quartiles, table
+from benchmarks.timing import Ratio, case, compare, quartiles, table
 
 _FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -52,6 +52,13 @@ def test_warming_up_and_entering_are_not_timed() -> None:
         clock=clock,
     )
     assert measured["plain"].seconds == 1.0
+
+
+def test_a_bar_within_the_noise_is_neither_held_nor_broken() -> None:
+    quiet, noisy = Ratio(1.02, 1.019, 1.021, 1.0, 25), Ratio(1.02, 0.95, 1.09, 1.0, 25)
+    assert quiet.verdict(1.03) == "yes"
+    assert quiet.verdict(1.01) == "no"
+    assert noisy.verdict(1.03) == noisy.verdict(1.01) == "undecided (± 0.052)"
 
 
 def test_quartiles_of_one_value_are_that_value() -> None:
