@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -198,6 +199,10 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     sink.close()
     files = list(tmp_path.rglob("*.wandb"))
     assert len(files) == 1
+    # W&B's own process writes the file, and goes on for a moment after the run has ended.
+    until = time.monotonic() + 60
+    while b"output.mean/blocks.0" not in files[0].read_bytes() and time.monotonic() < until:
+        time.sleep(0.2)
     assert b"output.mean/blocks.0" in files[0].read_bytes()
 
 
