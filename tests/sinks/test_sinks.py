@@ -197,9 +197,11 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     sink = WandbSink("toy", folder=tmp_path, statistics=["mean"])
     sink.write(SinkContract().record(3))
     sink.close()
+    import wandb
+
+    wandb.teardown()  # W&B's own process writes the file, and goes on for a moment after the run has ended
     files = list(tmp_path.rglob("*.wandb"))
     assert len(files) == 1
-    # W&B's own process writes the file, and goes on for a moment after the run has ended.
     until = time.monotonic() + 60
     while b"output.mean/blocks.0" not in files[0].read_bytes() and time.monotonic() < until:
         time.sleep(0.2)
