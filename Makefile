@@ -58,7 +58,7 @@ browser:
 	  echo "no Chromium and no way to install one: the browser tests will be skipped"
 
 clean:
-	rm -rf $(VENV) build dist demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo-run demo-run.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The web viewer's page.
 -include frontend.mk

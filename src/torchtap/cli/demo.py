@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,9 @@ def _show(console: Console, folder: Path) -> None:
     if len(findings) > 5:
         console.print(f"  … and {len(findings) - 5} more; the report has them all")
     _write_report(console, folder)
-    console.print(f"\nLook further:\n  torchtap show {folder}\n  torchtap view {folder}", markup=False)
+    # From a checkout the command is in the environment that make has set up, which may not be on the path.
+    name = "torchtap" if shutil.which("torchtap") else sys.argv[0]
+    console.print(f"\nLook further:\n  {name} show {folder}\n  {name} view {folder}", markup=False)
 
 
 def _write_report(console: Console, folder: Path) -> None:
