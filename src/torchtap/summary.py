@@ -10,6 +10,7 @@ from rich.table import Table
 
 from torchtap.coverage import Missing
 from torchtap.store.record import ScalarBlock
+from torchtap.store.show import compact
 
 __all__ = ["print_summary"]
 
@@ -60,4 +61,4 @@ def _newest(blocks: Iterable[ScalarBlock]) -> dict[str, dict[str, float]]:
 
 
 def _number(name: str, value: float) -> str:
-    return f"{value:.0%}" if name == "zeros" else f"{value:.3g}"
+    return f"{value:.0%}" if name == "zeros" else compact(value)

@@ -232,3 +232,20 @@ def test_a_replaced_manifest_is_seen_and_an_unchanged_one_is_not_parsed_again(
         assert run.manifest["plan"] == 2
         monkeypatch.setattr("torchtap.store.part.load_json", lambda text: pytest.fail("parsed again"))
         run.refresh()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.01812, "0.0181"),
+        (267.0, "267"),
+        (-2.4e-05, "-2.4e-5"),
+        (-3.88e-105, "-3.9e-105"),
+        (1e12, "1e+12"),
+        (0.0, "0"),
+    ],
+)
+def test_a_number_in_a_column_is_short(value: float, text: str) -> None:
+    from torchtap.store.show import compact
+
+    assert compact(value) == text

@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from torchtap.store.reader import Run, open_run
+from torchtap.store.show import compact
 
 __all__ = ["command"]
 
 _COLUMNS = ("mean", "std", "absmax", "l2", "zeros")
+_NARROW_COLUMNS = ("mean", "std", "absmax", "zeros")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -67,10 +69,14 @@ def _facts(run: Run) -> dict[str, Any]:
 def _print_statistics(console: Console, run: Run, pattern: str, statistic: str, rows: int) -> None:
     chosen = [site for site in run.sites() if fnmatch.fnmatchcase(site, pattern) or pattern in site]
     table = Table(title=f"newest statistics, and {statistic} over time", title_justify="left")
-    table.add_column("site", no_wrap=True, overflow="ellipsis")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True, min_width=7)
-    table.add_column(statistic, no_wrap=True, min_width=16)
+    columns = _COLUMNS if console.width >= 100 else _NARROW_COLUMNS
+    # What the other columns leave; rich would rather cut off the last one.
+    table.add_column(
+        "site", no_wrap=True, overflow="ellipsis", max_width=console.width - 10 * len(columns) - 18
+    )
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True, min_width=5 if name == "zeros" else 7)
+    table.add_column(statistic, no_wrap=True, min_width=12)
     shown = 0
     for site in chosen:
         names = run.statistics(site)
@@ -80,7 +86,7 @@ def _print_statistics(console: Console, run: Run, pattern: str, statistic: str, 
             break
         shown += 1
         followed = statistic if statistic in names else names[0]
-        newest = [_newest(run, site, name) if name in names else "" for name in _COLUMNS]
+        newest = [_newest(run, site, name) if name in names else "" for name in columns]
         table.add_row(site, *newest, sparkline(run.series(site, followed).values.tolist()))
     console.print(table)
     if len(chosen) > shown:
@@ -94,10 +100,10 @@ def _newest(run: Run, site: str, name: str) -> str:
     if not len(values):
         return ""
     value = float(values[-1])
-    return f"{value:.0%}" if name == "zeros" else f"{value:.3g}"
+    return f"{value:.0%}" if name == "zeros" else compact(value)
 
 
-def sparkline(values: list[float], width: int = 16) -> str:
+def sparkline(values: list[float], width: int = 12) -> str:
     """A series in a few characters: each shows the largest magnitude of its stretch, ``!`` what is not finite."""
     if not values:
         return ""

@@ -17,12 +17,16 @@ from torchtap.reduce.readable import PLAIN_TYPES
 __all__ = ["DTYPE_CODES", "MANY", "count", "measure", "native"]
 
 
+_FUNCTIONS = ("count", "fold", "measure", "measure_fold", "measure_strided")
+
+
 def _load() -> ModuleType | None:
     try:
         from torchtap.reduce import _native  # type: ignore[attr-defined]
     except ImportError:
         return None
-    return _native  # type: ignore[no-any-return]
+    # A checkout may still hold the build of an older source: it is as good as none.
+    return _native if all(hasattr(_native, name) for name in _FUNCTIONS) else None
 
 
 native = _load()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchtap.store.reader import Run
 
-__all__ = ["run_text"]
+__all__ = ["compact", "run_text"]
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -30,3 +30,11 @@ def run_text(run: Run) -> str:
     """One line."""
     facts = _facts(run)
     return f"<Run {run.path}: " + "; ".join(f"{name} {fact}" for name, fact in facts.items()) + ">"
+
+
+def compact(value: float) -> str:
+    """A number in at most seven characters, for a column of them: 0.0181, 267, -2.4e-5."""
+    text = f"{value:.3g}"
+    return (
+        text if len(text) <= 7 else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+    )
