@@ -197,33 +197,31 @@ def _first_drift(rows: list[Row], events: dict[str, Event], settled: set[str]) -
     far = next(
         (r for r in rows if r.status == "diverged" and r.excess > DRIFT and r.site not in settled), None
     )
-    if settled:  # values between two compensated modules differ as they must
+    if settled or far is None:  # values between two compensated modules differ as they must
         return None
-    if far is None:
-        return None
-    return First(
-        site=far.site,
-        module=events[far.site].author or far.module,
-        index=far.index,
-        error=far.error,
-        floor=far.floor,
-        origin="accumulated",
-        sure="possible",
-    )
+    return _first_at(far, events, "accumulated", "possible")
 
 
 def _first_free(rows: list[Row], events: dict[str, Event]) -> First | None:
     row = next((row for row in rows if row.status == "diverged"), None)
     if row is None:
         return None
-    sure: Literal["likely", "possible"] = "likely" if row.excess > 4 else "possible"
+    return _first_at(row, events, "unknown", "likely" if row.excess > 4 else "possible")
+
+
+def _first_at(
+    row: Row,
+    events: dict[str, Event],
+    origin: Literal["accumulated", "unknown"],
+    sure: Literal["likely", "possible"],
+) -> First:
     return First(
         site=row.site,
         module=events[row.site].author or row.module,
         index=row.index,
         error=row.error,
         floor=row.floor,
-        origin="unknown",
+        origin=origin,
         sure=sure,
     )
 
