@@ -131,7 +131,7 @@ def _sections() -> dict[str, str]:
     pieces = re.split(r"^(?=## )", RESULTS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     by_title = {title: name for name, title in TABLES.items()}
     return {
-        by_title[title]: piece
+        by_title[title]: f"{piece.strip()}\n"
         for piece in pieces
         if (title := piece.partition("\n")[0].removeprefix("## ")) in by_title
     }

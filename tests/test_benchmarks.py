@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import benchmarks.__main__ as writing
 import pytest
 from benchmarks.__main__ import TABLES
 from benchmarks.timing import Ratio, case, compare, quartiles, table
@@ -74,6 +75,20 @@ def test_a_table_is_markdown_with_one_line_a_row() -> None:
         "| a | 1,234 | yes |",
         "| b | 0.5 | no |",
     ]
+
+
+def test_a_table_that_is_measured_again_changes_nothing_else_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "RESULTS.md"
+    monkeypatch.setattr(writing, "RESULTS", report)
+    for name in ("kernel", "steps", "viewer"):
+        writing._write(name, f"About {name}.\n\n| a |\n| --- |\n| 1 |", 1.0, quick=False)
+    once = report.read_text(encoding="utf-8")
+    for name in ("viewer", "kernel"):
+        writing._write(name, f"About {name}.\n\n| a |\n| --- |\n| 1 |", 1.0, quick=False)
+    assert report.read_text(encoding="utf-8") == once
+    assert "\n\n\n" not in once
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,13 @@ SELF_ATTENTION = "transformer.encoder.layers.0.self_attn"
 CROSS_ATTENTION = "transformer.encoder.layers.0.cross_attn"
 WEIGHTS = "transformer.encoder.layers.0.attention.weights"
 
+# Layers of both record types, each under an alias.
+MIXED = {
+    SELF_ATTENTION: {"alias": "attention", "record_type": "single"},
+    WEIGHTS: {"alias": "maps", "record_type": "single"},
+    FFN: {"alias": "ffn", "record_type": "epoch_full"},
+}
+
 
 def setting(batches: int = 4, batch_size: int = 3) -> SimpleNamespace:
     """A model, its data and optimizer; the same each time."""
@@ -96,3 +104,14 @@ def train(
             loss.backward()
             training.optimizer.step()
         yield epoch
+
+
+def outputs_of(layer: str, epoch: int) -> list[Any]:
+    """The layer's outputs in that epoch of the same training, by a plain hook."""
+    training, found = setting(), []
+    handle = training.model.get_submodule(layer).register_forward_hook(lambda *a: found.append(a[2]))
+    for done in train(training, epoch):
+        if done < epoch:
+            found.clear()
+    handle.remove()
+    return found

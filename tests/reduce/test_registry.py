@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtap import registry
 from torchtap.errors import ReductionError
-from torchtap.reduce import Histogram, Reduction, Result, reduction_from_spec, registry
-from torchtap.reduce.registry import reduction_class, reduction_names
+from torchtap.reduce import Histogram, Reduction, Result, reduction_from_spec
+from torchtap.reduce.registry import REDUCTIONS, reduction_class
 
 
 class Product(Reduction[Tensor]):
@@ -34,9 +35,9 @@ class Product(Reduction[Tensor]):
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     points = EntryPoints(
         [
-            EntryPoint("product", f"{__name__}:Product", registry.GROUP),
-            EntryPoint("gone", "no_such_package_anywhere:Thing", registry.GROUP),
-            EntryPoint("odd", "math:pi", registry.GROUP),
+            EntryPoint("product", f"{__name__}:Product", REDUCTIONS.group),
+            EntryPoint("gone", "no_such_package_anywhere:Thing", REDUCTIONS.group),
+            EntryPoint("odd", "math:pi", REDUCTIONS.group),
         ]
     )
     monkeypatch.setattr(registry, "entry_points", lambda **asked: points.select(**asked))
@@ -47,14 +48,14 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_reduction_of_another_package_is_found_by_its_entry_point() -> None:
-    assert "product" in reduction_names()
+    assert "product" in REDUCTIONS.names()
     made = reduction_from_spec({"reduction": "product"})
     assert made.result(made.update(None, torch.tensor([2.0, 3.0]))) == {"product": 6.0}
 
 
 @pytest.mark.usefixtures("installed")
 def test_an_entry_point_that_fails_is_named_only_when_it_is_asked_for() -> None:
-    assert "gone" in reduction_names()
+    assert "gone" in REDUCTIONS.names()
     with pytest.raises(ReductionError, match="no_such_package_anywhere"):
         reduction_class("gone")
     with pytest.raises(ReductionError, match="no Reduction"):
@@ -62,7 +63,7 @@ def test_an_entry_point_that_fails_is_named_only_when_it_is_asked_for() -> None:
 
 
 def test_every_built_in_is_found_under_its_own_name() -> None:
-    for name in reduction_names():
+    for name in REDUCTIONS.names():
         assert reduction_class(name).name == name
 
 

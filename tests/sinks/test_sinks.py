@@ -269,6 +269,8 @@ def test_sinks_are_made_from_text(tmp_path: Path) -> None:
         make_sink("tensorbord:x")
     with pytest.raises(PlanError, match="needs a place"):
         make_sink("jsonl")
+    with pytest.raises(PlanError, match=r"'memory:many'.*how many records"):
+        make_sink("memory:many")
 
 
 def test_attention_pictures_tile_the_heads_and_thin_long_sequences() -> None:

@@ -1,65 +1,46 @@
 """Reductions by name: from a spec back to the reduction, the built-in ones and those of installed packages.
 
 A package adds its own by an entry point in the group ``torchtap.reductions`` whose name is the reduction's
-name and whose value is its class; nothing of it is imported before it is asked for. A class is made from a
-spec by its keyword parameters, or by a classmethod ``from_spec(parameters)`` if it has one.
+name and whose value is its class. A class is made from a spec by its keyword parameters, or by a classmethod
+``from_spec(parameters)`` if it has one.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction
+from torchtap.registry import Registry
 
-__all__ = ["GROUP", "reduction_class", "reduction_from_spec", "reduction_names"]
+__all__ = ["REDUCTIONS", "reduction_class", "reduction_from_spec"]
 
-GROUP = "torchtap.reductions"
-
-_BUILT_IN = {
-    "entropy": "torchtap.reduce.entropy:Entropy",
-    "full": "torchtap.reduce.full:Full",
-    "gram": "torchtap.reduce.gram:Gram",
-    "histogram": "torchtap.reduce.histogram:Histogram",
-    "metric": "torchtap.reduce.metric:Metric",
-    "quantiles": "torchtap.reduce.quantiles:Quantiles",
-    "sample": "torchtap.reduce.sample:Sample",
-    "stats": "torchtap.reduce.stats:Stats",
-    "topk": "torchtap.reduce.top_k:TopK",
-}
-
-
-def reduction_names() -> list[str]:
-    """The names of all reductions there are, without importing them."""
-    return sorted({*_BUILT_IN, *(entry.name for entry in entry_points(group=GROUP))})
+REDUCTIONS = Registry(
+    what="reduction",
+    group="torchtap.reductions",
+    built_in={
+        "entropy": "torchtap.reduce.entropy:Entropy",
+        "full": "torchtap.reduce.full:Full",
+        "gram": "torchtap.reduce.gram:Gram",
+        "histogram": "torchtap.reduce.histogram:Histogram",
+        "metric": "torchtap.reduce.metric:Metric",
+        "quantiles": "torchtap.reduce.quantiles:Quantiles",
+        "sample": "torchtap.reduce.sample:Sample",
+        "stats": "torchtap.reduce.stats:Stats",
+        "topk": "torchtap.reduce.top_k:TopK",
+    },
+    error=ReductionError,
+)
 
 
 def reduction_class(name: str) -> type[Reduction[Any]]:
     """The class that goes by ``name``."""
-    if name in _BUILT_IN:
-        module, _, attribute = _BUILT_IN[name].partition(":")
-        found = getattr(import_module(module), attribute)
-    else:
-        entries = list(entry_points(group=GROUP, name=name))
-        if not entries:
-            known = reduction_names()
-            near = difflib.get_close_matches(name, known, n=1) or known
-            raise ReductionError(
-                f"there is no reduction {name!r}; known are {', '.join(near)}. A package adds its own by an "
-                f"entry point in the group {GROUP!r}"
-            )
-        try:
-            found = entries[0].load()
-        except Exception as error:
-            raise ReductionError(
-                f"the reduction {name!r} of {entries[0].value!r} cannot be imported: {error!r}"
-            ) from error
+    found = REDUCTIONS.load(name)
     if not (isinstance(found, type) and issubclass(found, Reduction)):
-        raise ReductionError(f"the entry point {name!r} in {GROUP!r} is {found!r}, which is no Reduction")
+        raise ReductionError(
+            f"the entry point {name!r} in {REDUCTIONS.group!r} is {found!r}, which is no Reduction"
+        )
     return found
 
 

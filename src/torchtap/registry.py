@@ -1,0 +1,52 @@
+"""Things that are asked for by name: the built-in ones, and those of installed packages by their entry points.
+
+Nothing is imported before it is asked for. What is found is handed over as it is: whether it is of use, the
+caller judges.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, final
+
+from torchtap.errors import TorchtapError
+
+__all__ = ["Registry"]
+
+
+@final
+@dataclass(frozen=True)
+class Registry:
+    """Names of one sort of thing (``what``) to where they are, ``"package.module:attribute"``."""
+
+    what: str
+    group: str  # of entry points
+    built_in: Mapping[str, str]
+    error: type[TorchtapError]
+
+    def names(self) -> list[str]:
+        """All names there are, without importing anything."""
+        return sorted({*self.built_in, *(entry.name for entry in entry_points(group=self.group))})
+
+    def load(self, name: str) -> Any:
+        """What goes by ``name``."""
+        if name in self.built_in:
+            module, _, attribute = self.built_in[name].partition(":")
+            return getattr(import_module(module), attribute)
+        for entry in entry_points(group=self.group, name=name):
+            try:
+                return entry.load()
+            except Exception as error:
+                raise self.error(
+                    f"the {self.what} {name!r} of {entry.value!r} cannot be imported: {error!r}"
+                ) from error
+        known = self.names()
+        near = difflib.get_close_matches(name, known, n=1) or known
+        raise self.error(
+            f"there is no {self.what} {name!r}; known are {', '.join(near)}. A package adds its own by an entry "
+            f"point in the group {self.group!r}"
+        )
