@@ -102,6 +102,22 @@ def test_captures_nest_on_one_model() -> None:
     assert not torch.equal(outer["0:output"], inner["0:output"])
 
 
+def test_a_second_capture_takes_memory_that_the_first_has_left_and_none_that_is_still_held() -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(7, 256), torch.nn.Tanh()), torch.randn(512, 7)
+
+    def captured() -> dict[str, torch.Tensor]:
+        with tt.capture(model, "0:output", "1:output") as seen:
+            model(x)
+        return dict(seen)
+
+    first = captured()
+    left = first.pop("0:output").data_ptr()
+    second = captured()
+    assert left in {value.data_ptr() for value in second.values()}
+    assert torch.equal(first["1:output"], model(x))
+    assert first["1:output"].data_ptr() not in {value.data_ptr() for value in second.values()}
+
+
 def test_two_sessions_in_two_threads_see_their_own_values_only() -> None:
     model = mlp()
     barrier = threading.Barrier(2)

@@ -22,6 +22,7 @@ from torchtap.reduce import Full, Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Kind, Selectable, Selector, places, source_of
+from torchtap.store.pool import pool_of
 from torchtap.store.record import Consumer
 from torchtap.store.writer import RunWriter
 from torchtap.taps.attach import attach, tree_of
@@ -40,7 +41,8 @@ class Capture:
         self, model: Any, plan: Plan, *, merge: bool, any_thread: bool, strict: bool, via: Via = "hook"
     ) -> None:
         self.plan = plan
-        self.seen = Seen(Receiver(plan, fold_passes=merge, strict=strict))
+        copy = pool_of(tree_of(model)).copy
+        self.seen = Seen(Receiver(plan, fold_passes=merge, strict=strict, copy=copy))
         self._receiver = self.seen._receiver
         self._attachment = attach(model, self._receiver, via)
         self._any_thread = any_thread

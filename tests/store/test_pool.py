@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from torchtap.store import pool as pool_module
 from torchtap.store.dtypes import BY_NAME
-from torchtap.store.pool import HostPool
+from torchtap.store.pool import HostPool, pool_of
 from torchtap.store.reader import open_run
 from torchtap.store.record import StepRecord, TensorItem
 from torchtap.store.writer import RunWriter
 
 
+@pytest.mark.parametrize("past_cache", [False, True])
 @pytest.mark.parametrize("dtype", [name for name in BY_NAME if hasattr(torch, name)])
-def test_a_copy_has_the_same_bits_and_its_own_memory(dtype: str) -> None:
-    pool = HostPool()
+def test_a_copy_has_the_same_bits_and_its_own_memory(dtype: str, past_cache: bool) -> None:
+    pool = HostPool(past_cache=past_cache)
     kind = getattr(torch, dtype)
     source = torch.randint(0, 2, (2**20,), dtype=torch.uint8)
     value = source.view(kind) if not kind.is_complex else source.view(torch.float32)
@@ -27,12 +32,14 @@ def test_a_copy_has_the_same_bits_and_its_own_memory(dtype: str) -> None:
     assert copied.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
 
 
-def test_complex_strided_small_empty_sparse_and_gradient_carrying_values_are_copied() -> None:
-    pool = HostPool()
+@pytest.mark.parametrize("past_cache", [False, True])
+def test_complex_strided_small_empty_sparse_and_gradient_carrying_values_are_copied(past_cache: bool) -> None:
+    pool = HostPool(past_cache=past_cache)
     complex_value = torch.randn(300, 300, dtype=torch.complex64)
     for value in (
         complex_value,
         complex_value.conj(),
+        complex_value.conj().imag,  # a negation that is only noted
         torch.randn(400, 300).T,
         torch.ones(3),
         torch.empty(0, 4),
@@ -42,6 +49,23 @@ def test_complex_strided_small_empty_sparse_and_gradient_carrying_values_are_cop
         assert copied.is_contiguous()
     assert torch.equal(pool.copy(torch.eye(300).to_sparse()).to_dense(), torch.eye(300))
     assert not pool.copy(torch.ones(300, 300, requires_grad=True)).requires_grad
+
+
+@given(start=st.integers(0, 70), size=st.integers(70 << 10, 71 << 10))
+def test_a_copy_past_the_cache_begins_and_ends_where_it_should(start: int, size: int) -> None:
+    source = torch.arange(72 << 10).to(torch.uint8)
+    copied = HostPool(past_cache=True).copy(source[start : start + size])
+    assert torch.equal(copied, source[start : start + size])
+
+
+@pytest.mark.skipif(pool_module._streamed is None, reason="not built, or a processor without the instruction")
+@given(target=st.integers(0, 70), size=st.integers(0, 400))
+def test_a_copy_past_the_cache_writes_nothing_beside_its_target(target: int, size: int) -> None:
+    assert pool_module._streamed is not None
+    source, memory = torch.full((400,), 7, dtype=torch.uint8), torch.zeros(600, dtype=torch.uint8)
+    pool_module._streamed(memory.data_ptr() + target, source.data_ptr(), size)
+    assert memory[target : target + size].eq(7).all()
+    assert memory.count_nonzero() == size
 
 
 def test_memory_is_used_again_once_a_copy_is_gone() -> None:
@@ -112,3 +136,13 @@ def test_the_writer_gives_buffers_back_and_what_it_wrote_is_right(tmp_path: Path
     run = open_run(tmp_path)
     for step in range(100):
         assert set(run.array("a:output", step).tolist()) == {float(step)}
+
+
+def test_a_model_has_one_pool_that_goes_with_it() -> None:
+    model = torch.nn.Linear(2, 2)
+    pool = weakref.ref(pool_of(model))
+    assert pool_of(model) is pool()
+    assert pool_of(torch.nn.Linear(2, 2)) is not pool()
+    del model
+    gc.collect()
+    assert pool() is None

@@ -5,20 +5,30 @@ copy itself. `HostPool.copy` copies into memory that was used before. A buffer c
 last tensor that looks at it is gone, whoever held it: the writer after writing, a sink, a user. So it is
 always safe to keep a copy; it only means that the pool has less to give, and past its bound it makes
 ordinary copies.
+
+A pool may copy ``past_cache``: what it writes is then not in the processor's cache afterwards, but what the
+model needs next still is. That is for copies that nobody reads before the model is done.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["HostPool"]
+__all__ = ["HostPool", "pool_of"]
+
+_streamed: Callable[[int, int, int], None] | None  # (target, source, bytes)
+try:
+    from torchtap.store._copy import copy as _streamed
+except ImportError:  # not built, or a processor without the instruction: torch copies, through the cache
+    _streamed = None
 
 _SMALL = 64 << 10  # below this, the allocator itself uses memory again
 _SLAB = 16 << 20
@@ -32,8 +42,9 @@ class HostPool:
     The bound should be above the writer's ``queue_bytes``, or the pool is empty just when the disk is slow.
     """
 
-    def __init__(self, limit: int = 384 << 20) -> None:
+    def __init__(self, limit: int = 384 << 20, *, past_cache: bool = False) -> None:
         self._limit = limit
+        self._streamed = _streamed if past_cache else None
         self._made = 0  # bytes of all buffers, free or lent
         self._free: dict[int, deque[npt.NDArray[np.uint8]]] = {}
         self._lent: dict[int, weakref.ref[Any]] = {}
@@ -61,7 +72,10 @@ class HostPool:
 
         self._lent[key] = weakref.ref(lease, give_back)
         copied = torch.from_numpy(lease).view(value.dtype).view(value.shape)
-        copied.copy_(value)
+        if self._streamed is not None and _lies_as_it_reads(value):
+            self._streamed(copied.data_ptr(), value.data_ptr(), value.nbytes)
+        else:
+            copied.copy_(value)
         return copied
 
     def _take(self, room: int) -> npt.NDArray[np.uint8] | None:
@@ -89,6 +103,22 @@ class HostPool:
                 self._made -= room * len(free)
                 return True
         return False
+
+
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, HostPool] = weakref.WeakKeyDictionary()
+
+
+def pool_of(model: nn.Module) -> HostPool:
+    """The pool for looking inside this model: the second look uses the memory of the first. It goes with the model."""
+    pool = _OF_MODELS.get(model)
+    if pool is None:
+        pool = _OF_MODELS[model] = HostPool(past_cache=True)
+    return pool
+
+
+def _lies_as_it_reads(value: Tensor) -> bool:
+    """Whether the value's bytes, as they lie in the host's memory, are those of its contiguous copy."""
+    return value.is_cpu and value.is_contiguous() and not (value.is_conj() or value.is_neg())
 
 
 def _room(nbytes: int) -> int:
