@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -39,6 +40,7 @@ class _Around:
     before: list[Action] = field(default_factory=list)
     after: list[Action] = field(default_factory=list)
     always: list[Action] = field(default_factory=list)
+    take_off: Callable[[], None] = lambda: None  # once nothing is left to run
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = None
@@ -53,9 +55,9 @@ class _Around:
                 action(module, args, output)
         return output
 
-    def put(self, place: list[Action], action: Action, take_off: Callable[[], None], first: bool) -> Handle:
+    def put(self, place: list[Action], action: Action, first: bool = False) -> Handle:
         place.insert(0 if first else len(place), action)
-        return _Removal(self, place, action, take_off)
+        return _Removal(self, place, action)
 
     @property
     def empty(self) -> bool:
@@ -70,13 +72,39 @@ class _Removal:
     around: _Around
     place: list[Action]
     action: Action
-    take_off: Callable[[], None]
 
     def remove(self) -> None:
         if self.action in self.place:
             self.place.remove(self.action)
             if self.around.empty:
-                self.take_off()
+                self.around.take_off()
+
+
+class _Fitting(ABC):
+    """Puts something of ours around each module that has something to run around it."""
+
+    def __init__(self) -> None:
+        self._arounds: dict[int, _Around] = {}
+
+    def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
+        around = self._around(module)
+        return around.put(around.before, action, first)
+
+    def after(self, module: nn.Module, action: Action, *, always: bool = False) -> Handle:
+        around = self._around(module)
+        return around.put(around.always if always else around.after, action)
+
+    def _around(self, module: nn.Module) -> _Around:
+        around = self._arounds.get(id(module))
+        if around is None or around.empty:
+            around = _Around()
+            around.take_off = self._put_on(module, around)
+            self._arounds[id(module)] = around
+        return around
+
+    @abstractmethod
+    def _put_on(self, module: nn.Module, around: _Around) -> Callable[[], None]:
+        """Let ``around`` run the module's calls; returns what undoes it."""
 
 
 # -- via="forward" ---------------------------------------------------------------------------------------------
@@ -141,29 +169,16 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], 
     return stand_in.take_off
 
 
+def _run_around(module: nn.Module, around: _Around) -> Callable[[], None]:
+    return replace_forward(module, lambda plain, args, kwargs: around.run(module, plain, args, kwargs))
+
+
 @final
-class ForwardFitting:
-    """Replaces the forward of each module that has something to run around it."""
+class ForwardFitting(_Fitting):
+    """Replaces the forward of each module."""
 
-    def __init__(self) -> None:
-        self._arounds: dict[int, tuple[_Around, Callable[[], None]]] = {}
-
-    def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
-        around, take_off = self._around(module)
-        return around.put(around.before, action, take_off, first)
-
-    def after(self, module: nn.Module, action: Action, *, always: bool = False) -> Handle:
-        around, take_off = self._around(module)
-        return around.put(around.always if always else around.after, action, take_off, False)
-
-    def _around(self, module: nn.Module) -> tuple[_Around, Callable[[], None]]:
-        known = self._arounds.get(id(module))
-        if known is not None and not known[0].empty:
-            return known
-        around = _Around()
-        undo = replace_forward(module, lambda plain, args, kwargs: around.run(module, plain, args, kwargs))
-        self._arounds[id(module)] = around, undo
-        return around, undo
+    def _put_on(self, module: nn.Module, around: _Around) -> Callable[[], None]:
+        return _run_around(module, around)
 
 
 # -- via="wrap" ------------------------------------------------------------------------------------------------
@@ -229,31 +244,16 @@ def _is_wrapper(module: Any) -> bool:
 
 
 @final
-class WrapFitting:
+class WrapFitting(_Fitting):
     """Replaces modules in their parents by wrappers that hold them."""
 
     def __init__(self, root: nn.Module) -> None:
+        super().__init__()
         self._root = root
-        self._of_root = ForwardFitting()
-        self._arounds: dict[int, tuple[_Around, Callable[[], None]]] = {}
 
-    def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
+    def _put_on(self, module: nn.Module, around: _Around) -> Callable[[], None]:
         if _same(module, self._root):
-            return self._of_root.before(module, action, first=first)
-        around, take_off = self._around(module)
-        return around.put(around.before, action, take_off, first)
-
-    def after(self, module: nn.Module, action: Action, *, always: bool = False) -> Handle:
-        if _same(module, self._root):
-            return self._of_root.after(module, action, always=always)
-        around, take_off = self._around(module)
-        return around.put(around.always if always else around.after, action, take_off, False)
-
-    def _around(self, module: nn.Module) -> tuple[_Around, Callable[[], None]]:
-        known = self._arounds.get(id(module))
-        if known is not None and not known[0].empty:
-            return known
-        around = _Around()
+            return _run_around(module, around)
         wrappers: list[tuple[dict[str, Any], str, Any]] = []
         for parent in _modules_of(self._root):
             children = parent._modules
@@ -264,8 +264,7 @@ class WrapFitting:
                     wrappers.append((children, name, wrapper))
         if not wrappers:
             raise FormError(f"a {type(module).__name__} is in no module of this model and cannot be wrapped")
-        self._arounds[id(module)] = around, lambda: _put_back(wrappers)
-        return self._arounds[id(module)]
+        return lambda: _put_back(wrappers)
 
 
 def _same(left: nn.Module, right: nn.Module) -> bool:
