@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtap.budget import Budget as Budget
     from torchtap.comparison.adjacent import layer_changes as layer_changes
     from torchtap.comparison.bisection import Bisection as Bisection
     from torchtap.comparison.bisection import bisect as bisect
@@ -111,6 +112,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Always": "torchtap.schedule",
     "Bisection": "torchtap.comparison.bisection",
+    "Budget": "torchtap.budget",
     "CallbackSink": "torchtap.sinks",
     "Catcher": "torchtap.editing.catcher",
     "CompareError": "torchtap.errors",
@@ -206,6 +208,7 @@ _HOME = {
 __all__ = [
     "Always",
     "Bisection",
+    "Budget",
     "CallbackSink",
     "Catcher",
     "CompareError",

@@ -63,7 +63,7 @@ def _why_not_called(receiver: Receiver) -> str:
 
 def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
     """Attention maps and named values come from somewhere inside: a tap is content with any of its modules."""
-    for index, tap in enumerate(receiver.plan.taps):
+    for index, tap in enumerate(receiver.plan.asked):
         ports = [
             port
             for port in receiver.ports.values()

@@ -7,16 +7,17 @@ and inspected before anything runs. No hook is set here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
 
 from torch import nn
 
+from torchtap.budget import Budget, lesser
 from torchtap.errors import PlanError
 from torchtap.reduce import Full, Reduction, Stats
-from torchtap.schedule import Always, Moment, Schedule, schedule_of
+from torchtap.schedule import Always, Moment, Never, Schedule, schedule_of
 from torchtap.sites import KINDS, Kind, Place, Selectable, Selector, Site, no_such_site, places, selectors_of
 
 __all__ = ["Plan", "Port", "Tap", "bind", "candidates", "tap"]
@@ -35,6 +36,7 @@ class Tap:
     schedule: Schedule = field(default_factory=Always)
     exclude: tuple[Selector, ...] = ()
     alias: str | None = None
+    budget: Budget | None = None
 
     def wants(self, names: Iterable[Site]) -> bool:
         """Whether a site, its leaf and call known, is one of the tap's. ``names`` are all the names it has."""
@@ -61,6 +63,7 @@ class Tap:
             "keep": self.keep.spec(),
             "schedule": self.schedule.spec(),
             "alias": self.alias,
+            "budget": None if self.budget is None else self.budget.spec(),
         }
 
 
@@ -79,6 +82,7 @@ def tap(
     phase: str | None = None,
     exclude: Selectable | Sequence[Selectable] | None = None,
     alias: str | None = None,
+    budget: Budget | None = None,
 ) -> Tap:
     """A tap in one line: ``tap("blocks.*:output", keep=Stats(), every=10)``. Statistics are kept by default."""
     if kind not in KINDS:
@@ -87,6 +91,10 @@ def tap(
         keep = keep()
     if keep is not None and not isinstance(keep, Reduction):
         raise PlanError(f"keep={keep!r}: give a reduction, e.g. keep=Stats() or keep=Full()")
+    if budget is not None and not isinstance(budget, Budget):
+        raise PlanError(
+            f"budget={budget!r}: give a Budget, e.g. Budget(bytes=10 << 30) or Budget(share=0.05)"
+        )
     selectors = selectors_of(selector, kind)
     if not selectors:
         raise PlanError("a tap needs at least one selector")
@@ -105,6 +113,7 @@ def tap(
         ),
         exclude=selectors_of(exclude, kind),
         alias=alias,
+        budget=budget,
     )
 
 
@@ -127,11 +136,21 @@ class Port:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """Taps bound to one model."""
+    """Taps bound to one model.
+
+    After the taps that were asked for come those that take their place when a budget is spent; no clock makes
+    them live. ``fallbacks`` has them by the tap that has the budget, the dearest first.
+    """
 
     taps: tuple[Tap, ...]
     ports: tuple[Port, ...]
     places: tuple[Place, ...] = field(repr=False)
+    fallbacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def asked(self) -> tuple[Tap, ...]:
+        """The taps that were asked for."""
+        return self.taps[: len(self.taps) - sum(map(len, self.fallbacks.values()))]
 
     def live(self, moment: Moment) -> frozenset[int]:
         """Indices of the taps that are live at a moment."""
@@ -164,14 +183,15 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        lines = [f"plan: {len(self.taps)} taps on {len(self.ports)} places"]
-        for index, each in enumerate(self.taps):
+        lines = [f"plan: {len(self.asked)} taps on {len(self.ports)} places"]
+        for index, each in enumerate(self.asked):
             places_of_tap = [port.site.name for port in self.ports if index in port.taps]
             shown = ", ".join(places_of_tap[:4]) + (
                 f" … ({len(places_of_tap)})" if len(places_of_tap) > 4 else ""
             )
             chosen = " ".join(str(s) for s in each.selectors)
-            lines.append(f"  {index}: {chosen}  keep {each.keep.spec()}  when {each.schedule.spec()}")
+            within = "" if each.budget is None else f"  within {each.budget.spec()}"
+            lines.append(f"  {index}: {chosen}  keep {each.keep.spec()}  when {each.schedule.spec()}{within}")
             lines.append(f"     {shown}")
         return "\n".join(lines)
 
@@ -182,6 +202,7 @@ def bind(model: nn.Module, taps: Iterable[Tap | Selectable], keep: Reduction[Any
     bound = tuple(each if isinstance(each, Tap) else tap(each, default) for each in taps)
     if not bound:
         raise PlanError("a plan needs at least one tap, e.g. tap('*:output')")
+    below, fallbacks = _fallbacks(bound)
     found_places = tuple(places(model))
     wanted_by: dict[tuple[Site, ...], list[int]] = {}
     for index, each in enumerate(bound):
@@ -202,13 +223,26 @@ def bind(model: nn.Module, taps: Iterable[Tap | Selectable], keep: Reduction[Any
                 f"{shown} …; use a narrower selector or no alias"
             )
         for names in matched:
-            wanted_by.setdefault(names, []).append(index)
+            wanted_by.setdefault(names, []).extend((index, *fallbacks.get(index, ())))
     aliases = [each.alias for each in bound if each.alias]
     if repeated := {alias for alias in aliases if aliases.count(alias) > 1}:
         raise PlanError(
             f"alias {sorted(repeated)[0]!r} is used by more than one tap; an alias has to be unique"
         )
-    return Plan(bound, tuple(Port(names, tuple(taps)) for names, taps in wanted_by.items()), found_places)
+    ports = tuple(Port(names, tuple(taps)) for names, taps in wanted_by.items())
+    return Plan((*bound, *below), ports, found_places, fallbacks)
+
+
+def _fallbacks(asked: Sequence[Tap]) -> tuple[list[Tap], dict[int, tuple[int, ...]]]:
+    """The taps that take the place of those whose budget is spent, and where they will stand in the plan."""
+    taps: list[Tap] = []
+    standing: dict[int, tuple[int, ...]] = {}
+    for index, each in enumerate(asked):
+        if each.budget is not None:
+            first = len(asked) + len(taps)
+            taps += [replace(each, keep=keep, schedule=Never(), budget=None) for keep in lesser(each.keep)]
+            standing[index] = tuple(range(first, len(asked) + len(taps)))
+    return taps, standing
 
 
 def candidates(

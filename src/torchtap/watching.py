@@ -5,6 +5,7 @@ It guarantees:
   model within a step fold into one record;
 - on a step that no tap asked for, the model carries no hook;
 - a sink or a reduction that fails costs its own values, never the training (unless ``strict``);
+- a tap that is over its budget keeps less;
 - `close` leaves the model as it was found.
 """
 
@@ -14,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, Any, Self, final
 
@@ -26,6 +27,7 @@ from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import RecordingLostError, SessionError
 from torchtap.plan import Plan
 from torchtap.schedule import Moment
+from torchtap.spending import Spending
 from torchtap.store.pool import HostPool
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 from torchtap.taps.attach import attach
@@ -59,6 +61,7 @@ class Watch:
             plan, strict=strict, on_lost=self._note_loss, one_mode=one_mode, copy=HostPool().copy
         )
         self._collector = Collector(self._receiver)
+        self._spending = Spending(plan, self._receiver, self._note_spent) if plan.fallbacks else None
         self._attachment = attach(model, self._receiver, via)
         self._clock = Clock()
         self._moment: Moment | None = None  # the step that is open
@@ -146,6 +149,8 @@ class Watch:
         training = getattr(self._model, "training", True)
         self._moment = self._clock.moment("train" if training else "eval")
         live = self.plan.live(self._moment)
+        if self._spending is not None:
+            live = self._spending.begin_step(live)
         # Values of other threads belong to other sessions. Until the clock has moved, any thread may start.
         self._receiver.begin_step(live, None if self._implicit else threading.get_ident())
         self._attachment.arm(live)
@@ -162,6 +167,8 @@ class Watch:
             if not idle:
                 self._attachment.finish_step()
             scalars, tensors = self._collector.collect()
+            if self._spending is not None:
+                tensors = self._spending.end_step(moment.step, tensors)
         finally:
             # Hooks stay where they are, since the next step most often wants them again; they hear nothing.
             self._receiver.end_step()
@@ -307,8 +314,21 @@ class Watch:
         if self._strict:
             raise RecordingLostError(message)
         if not self.lost:
-            warnings.warn(f"torchtap lost a value and goes on: {message}", RuntimeWarning, stacklevel=3)
+            _warn(f"torchtap lost a value and goes on: {message}")
         # A failure tends to repeat with every step: it is told once, and the list stays short.
         if message not in self.lost and len(self.lost) < 1000:
-            self.lost.append(message)
-            self._tell("lost", message=message)
+            self._write_down(message)
+
+    def _note_spent(self, message: str) -> None:
+        """A budget is there to be reached: that is told like a loss, and is no error to the strictest."""
+        _warn(f"torchtap: {message}")
+        self._write_down(message)
+
+    def _write_down(self, message: str) -> None:
+        self.lost.append(message)
+        self._tell("lost", message=message)
+
+
+def _warn(message: str) -> None:
+    with suppress(RuntimeWarning):  # where warnings are errors, this one must still not end a training
+        warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -21,12 +21,13 @@ class Fold:
     Equal reductions have equal keys.
     """
 
-    __slots__ = ("key", "reduction", "state")
+    __slots__ = ("key", "reduction", "seconds", "state")
 
     def __init__(self, key: str, reduction: Reduction[Any]) -> None:
         self.key = key
         self.reduction = reduction
         self.state: Any = None
+        self.seconds = 0.0  # that it has taken, where somebody asks
 
 
 @final

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any, final
 
 import torch
@@ -59,6 +60,7 @@ class Receiver:
         self.thread: int | None = _NO_THREAD  # the one that is heard; None hears every thread
         self._open = False
         self.used = False  # whether the model ran, or anything came, in this step
+        self.timed = False  # whether folds are to know how long they took
         self._fold_passes = fold_passes
         self._one_mode = one_mode  # a step's first pass decides whether it is of training or of evaluation
         self._mode: bool | None = None
@@ -69,7 +71,7 @@ class Receiver:
         self._on_lost = on_lost
         self._paths = {id(place.module): place.path for place in plan.places}
         self._kinds = {port.site.kind for port in plan.ports}
-        self._keys = [repr(each.keep) for each in plan.taps]
+        self.keys = [repr(each.keep) for each in plan.taps]
         self._whole = [each.whole for each in plan.taps]
         self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
         self.entries: list[Entry] = []  # in the order of first arrival, which is the order of execution
@@ -276,7 +278,9 @@ class Receiver:
                 for piece in pieces():
                     self._measure(entry, piece)
             for fold in entry.live_folds:
+                began = perf_counter()
                 fold.state = fold.reduction.update_pieces(fold.state, pieces())
+                fold.seconds += perf_counter() - began
         except Exception as error:
             self.lose(entry, error)
 
@@ -307,7 +311,12 @@ class Receiver:
             if entry.measured:
                 self._measure(entry, tensor)
             for fold in entry.live_folds:
-                self._update(fold, tensor)
+                if self.timed:
+                    began = perf_counter()
+                    self._update(fold, tensor)
+                    fold.seconds += perf_counter() - began
+                else:
+                    self._update(fold, tensor)
         except Exception as error:
             self.lose(entry, error)
 
@@ -366,7 +375,7 @@ class Receiver:
             reduction = self.plan.taps[index].keep
             if index not in self.live or isinstance(reduction, Stats):
                 continue
-            key = self._keys[index]
+            key = self.keys[index]
             fold = entry.folds.get(key)
             if fold is None:
                 fold = entry.folds[key] = Fold(key, reduction)

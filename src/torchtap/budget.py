@@ -1,0 +1,51 @@
+"""What a tap may cost, and what it keeps instead once that is spent.
+
+A rule only, frozen and pure. `plan` binds the lesser taps beside the one that was asked for; `spending` does the
+accounts while the model runs and decides which of them is live.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from torchtap.errors import PlanError
+from torchtap.reduce import Full, Reduction, Sample, Stats
+
+__all__ = ["Budget", "lesser"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A limit for one tap. Over it, whole tensors become samples and samples become statistics, for good.
+
+    bytes: of tensors in the whole run, as they are in memory; never exceeded. share: of the time of the steps in
+    which the tap is live, for what it takes from the thread that trains.
+    """
+
+    bytes: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bytes is None and self.share is None:
+            raise PlanError("Budget() limits nothing: give bytes=, share= or both")
+        if self.bytes is not None and (not isinstance(self.bytes, int) or self.bytes < 0):
+            raise PlanError(f"Budget(bytes={self.bytes!r}): give a whole number of bytes, e.g. 10 << 30")
+        if self.share is not None and not 0 < self.share < 1:
+            raise PlanError(
+                f"Budget(share={self.share!r}): a share of a step's time lies between 0 and 1, e.g. 0.05"
+            )
+
+    def spec(self) -> dict[str, Any]:
+        """The budget as JSON."""
+        return {"bytes": self.bytes, "share": self.share}
+
+
+def lesser(keep: Reduction[Any]) -> tuple[Reduction[Any], ...]:
+    """What takes the place of a reduction that has become too dear, one after the other."""
+    if isinstance(keep, Stats):
+        raise PlanError(
+            "statistics are the least that a tap keeps: a budget needs another keep=, e.g. Full()"
+        )
+    return (Sample(), Stats()) if isinstance(keep, Full) else (Stats(),)
