@@ -8,12 +8,12 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtap.errors import PlanError
 from torchtap.model_tree import environment, model_tree
@@ -38,10 +38,17 @@ class Capture:
     """Made by `capture`: entering puts the taps on, leaving takes them off, whatever happened in between."""
 
     def __init__(
-        self, model: Any, plan: Plan, *, merge: bool, any_thread: bool, strict: bool, via: Via = "hook"
+        self,
+        model: Any,
+        plan: Plan,
+        *,
+        merge: bool,
+        any_thread: bool,
+        strict: bool,
+        copy: Callable[[Tensor], Tensor],
+        via: Via = "hook",
     ) -> None:
         self.plan = plan
-        copy = pool_of(tree_of(model)).copy
         self.seen = Seen(Receiver(plan, fold_passes=merge, strict=strict, copy=copy))
         self._receiver = self.seen._receiver
         self._attachment = attach(model, self._receiver, via)
@@ -82,10 +89,13 @@ def capture(
     ``any_thread`` is set. ``via`` is how taps are put on an eager model: by hooks, by wrapping modules
     (``"wrap"``), or by replacing their forward (``"forward"``).
     """
-    bound = bind(tree_of(model), taps or ("*:output",), keep)
+    tree = tree_of(model)
+    bound = bind(tree, taps or ("*:output",), keep)
     if merge is None:
         merge = not any(isinstance(tap.keep, Full) for tap in bound.taps)
-    return Capture(model, bound, merge=merge, any_thread=any_thread, strict=strict, via=via)
+    return Capture(
+        model, bound, merge=merge, any_thread=any_thread, strict=strict, copy=pool_of(tree).copy, via=via
+    )
 
 
 def watch(

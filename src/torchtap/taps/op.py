@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, final
 
@@ -113,6 +114,8 @@ def _define() -> torch.library.Library:
     # Only now: a user of eager models never pays for these imports.
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
+    for kernel in (_on_value, _on_awaited, _on_state):
+        _leave_to_python(kernel)
     library = torch.library.Library("torchtap", "DEF")
     for name, kernel in (("emit", _on_value), ("emit_grad", _on_awaited)):
         # CONSERVATIVE is what keeps TorchScript from dropping or moving a call that returns nothing.
@@ -131,6 +134,14 @@ def _define() -> torch.library.Library:
     # Above autograd, so that while AOT autograd traces, the tensor that gets the hook is the one it differentiates.
     library.impl("emit_grad", _on_awaited, "Autograd")
     return library
+
+
+def _leave_to_python(function: Callable[..., None]) -> None:
+    """Keep Dynamo from compiling this function and what it calls, where an op is called between two of its graphs."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skipped)
 
 
 def _nothing(value: Tensor, site: str, shape: Any = None) -> None:

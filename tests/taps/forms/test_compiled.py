@@ -9,10 +9,12 @@ import torch
 from tests.models import GPT, make
 from tests.taps.forms.structures import Repeated, UsesTensor, UsesTuple
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
 import torchtap as tt
-from torchtap.taps import fused
+from torchtap.taps import fused, op
+from torchtap.taps.receiver import Receiver
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +164,16 @@ def test_calls_are_counted_over_a_graph_break() -> None:
     assert set(seen) == set(eager)
     for name in eager:
         torch.testing.assert_close(seen[name], eager[name])
+
+
+def test_between_two_graphs_nothing_of_torchtap_is_compiled() -> None:
+    case = make("lstm")  # the compiler leaves an LSTM to eager mode
+    compiled = torch.compile(case.model, backend="eager")
+    with tt.capture(compiled, "*:output") as seen:
+        compiled(*case.args, **case.kwargs)
+    assert seen
+    assert not _debug_get_cache_entry_list(op._on_value.__code__)
+    assert not _debug_get_cache_entry_list(Receiver.take_named.__code__)
 
 
 def test_dynamic_shapes_do_not_recompile_for_each_shape() -> None:
