@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.models import GPT, Structured, Thrice, make
-from torch import nn
+from torch import Tensor, nn
 
 import torchtap as tt
 from torchtap.errors import PlanError, SelectionError
@@ -193,3 +193,24 @@ def test_modules_that_are_never_called_are_told() -> None:
     assert [(m.site, m.reason) for m in seen.coverage()] == [("never:output", "module not called")]
     with pytest.raises(SelectionError, match="module not called"):
         seen["never:output"]
+
+
+def test_a_container_without_a_forward_is_told_apart_from_a_module_that_was_passed_over() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Identity()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with tt.capture(model := Held(), "blocks*:output", "0:output") as seen:
+        model(torch.ones(1))
+    container, block = (missing.reason for missing in seen.coverage())
+    assert container == "a ModuleList has no forward: it holds modules and is not called itself"
+    assert block == "module not called"
+
+
+def test_a_kind_that_a_model_does_not_have_is_named() -> None:
+    with pytest.raises(SelectionError, match=r"'\*:buffer' matches nothing: this model has no buffer"):
+        tt.bind(nn.Linear(2, 2), ["*:buffer"])

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
+from torch import nn
+
 from torchtap.taps.entries import LivePort
 from torchtap.taps.receiver import Receiver
 
@@ -44,14 +46,17 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
         elif port.kind in ("param", "param_grad", "buffer"):
             yield Missing(site, "no step ended while it was live")
         elif not port.called:
-            yield Missing(site, _why_not_called(receiver))
+            yield Missing(site, _why_not_called(receiver, port))
         elif port.kind.startswith("grad"):
             yield Missing(site, "no backward pass reached it")
         else:
             yield Missing(site, "none of its leaves is one that the selector picks")
 
 
-def _why_not_called(receiver: Receiver) -> str:
+def _why_not_called(receiver: Receiver, port: LivePort) -> str:
+    module = port.port.site.module
+    if module is not None and type(module).forward is nn.Module.forward:
+        return f"a {type(module).__name__} has no forward: it holds modules and is not called itself"
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     if receiver.passes == 0 and compiler is not None and compiler.FRAME_COUNTER:
         return (

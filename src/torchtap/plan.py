@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import nn
 
 from torchtap.budget import Budget, lesser
-from torchtap.errors import PlanError
+from torchtap.errors import PlanError, SelectionError
 from torchtap.reduce import Full, Reduction, Stats
 from torchtap.schedule import Always, Moment, Never, Schedule, schedule_of
 from torchtap.sites import KINDS, Kind, Place, Selectable, Selector, Site, no_such_site, places, selectors_of
@@ -210,9 +210,13 @@ def bind(model: nn.Module, taps: Iterable[Tap | Selectable], keep: Reduction[Any
         matched = [names for names in candidates(found_places, kinds) if each.may_want(names)]
         for selector in each.selectors:
             if not any(selector.picks_port(site) for names in matched for site in names):
+                known = [site.name for names in candidates(found_places, selector.kinds) for site in names]
+                if not known:
+                    kinds_of = " or ".join(sorted(selector.kinds))
+                    raise SelectionError(f"{str(selector)!r} matches nothing: this model has no {kinds_of}")
                 raise no_such_site(
                     str(selector),
-                    [site.name for names in candidates(found_places, selector.kinds) for site in names],
+                    known,
                     "this model's",
                     "`torchtap sites` or tt.list_sites(model) lists them all.",
                 )

@@ -171,9 +171,11 @@ def _same_bits(left: Tensor | None, right: Tensor | None) -> bool:
     if not left.dtype.is_floating_point:
         return torch.equal(left, right)
     # NaN equals itself here, and 0 is not -0.
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)) or (
-        left.numel() == 0
-    )
+    return torch.equal(_bytes_of(left), _bytes_of(right))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)  # a number of no dimension has no bytes to view
 
 
 def _arguments(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.models import CASES, CNN, GPT, Case, make, tensors_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
 
@@ -198,9 +199,9 @@ def test_a_checkpointed_value_is_taken_once_and_its_gradient_too(how: str) -> No
         torch.manual_seed(5)
         model = GPT(checkpointed=checkpointed).train()
         tokens = torch.randint(0, 11, (2, 6))
-        with tt.capture(model, "*:output", "*:grad_output") as seen:
+        with tt.capture(model, "*:output", "*:grad_output", "*:grad_input") as seen:
             model(tokens).pow(2).mean().backward()
-        with tt.capture(model, "*:output", "*:attention", keep=tt.Stats()) as counted:
+        with tt.capture(model, "*:output", "*:attention", "*:grad_input", keep=tt.Stats()) as counted:
             model(tokens).pow(2).mean().backward()
         return dict(seen), dict(counted)
 
@@ -210,6 +211,27 @@ def test_a_checkpointed_value_is_taken_once_and_its_gradient_too(how: str) -> No
     assert all(torch.allclose(plain[site], again[site], atol=1e-7) for site in plain)
     assert plain_counts.keys() == again_counts.keys()
     assert all(plain_counts[site]["count"] == again_counts[site]["count"] for site in plain_counts)
+
+
+def test_a_value_that_passes_through_a_checkpoint_has_its_gradient_taken_once() -> None:
+    class Biased(nn.Module):
+        def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            return (x + bias).relu(), bias
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(3, 3), Biased()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x, bias = checkpoint(self.block, x, x.mean(0, keepdim=True), use_reentrant=False)
+            return x + bias
+
+    with tt.capture(model := Net(), "block:grad_output", "block:grad_input") as seen:
+        model(torch.randn(4, 3)).sum().backward()
+    assert seen["block:grad_output.1"].shape == seen["block:grad_input.bias"].shape == (1, 3)
+    assert seen["block:grad_input.x"].shape == (4, 3)
 
 
 def test_values_under_autocast_have_the_dtype_that_the_model_gave_them() -> None:

@@ -231,7 +231,7 @@ def test_findings_lead_to_the_map_and_the_site(visit: Visit) -> None:
     first = page.locator("article.finding").first
     assert "NaN" in first.inner_text()
     assert "blocks.1.mlp.down:output" in first.inner_text()
-    page.wait_for_selector("text=module not called")
+    page.wait_for_selector("text=it holds modules and is not called itself")
     first.get_by_text("show on the map").click()
     visit.drawn("nans")
     page.go_back()

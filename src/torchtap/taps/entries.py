@@ -35,6 +35,7 @@ class Entry:
     """A site that was seen: who wants it, and what has been folded so far."""
 
     __slots__ = (
+        "asked",
         "dtype",
         "folds",
         "generation",
@@ -53,6 +54,7 @@ class Entry:
         self.taps = taps
         self.generation = -1
         self.measured = False  # whether statistics are wanted in this generation
+        self.asked = False  # whether the newest call, repetitions apart, asked for its gradient
         self.row = -1  # its row in the grid of statistics, once it has one
         self.folds: dict[str, Fold] = {}
         self.live_folds: tuple[Fold, ...] = ()

@@ -178,15 +178,23 @@ class Receiver:
     def take_gradients(
         self, port: LivePort, found: Iterable[tuple[str, Tensor]], recomputed: bool = False
     ) -> None:
-        """Ask autograd for the gradients of these values, which a module was given or gave."""
+        """Ask autograd for the gradients of these values, which a module was given or gave.
+
+        A checkpoint's repetition asks only where the call that it repeats could not: the values that came into the
+        checkpoint were there both times.
+        """
         call = port.next_recall() if recomputed else port.next_call(self._pass_number)
         for leaf, tensor in found:
-            if tensor.requires_grad:
-                entry = self._entry(port, leaf, call)
-                if entry is not None:
-                    ask_for_gradient(tensor, partial(self._take_gradient, entry))
-            else:
+            if not tensor.requires_grad:
                 port.note = "the value does not require grad"
+                known = port.entries.get((leaf, call))
+                if known is not None:
+                    known.asked = False
+                continue
+            entry = self._entry(port, leaf, call)
+            if entry is not None and not (recomputed and entry.asked):
+                entry.asked = not recomputed
+                ask_for_gradient(tensor, partial(self._take_gradient, entry))
 
     def _take_gradient(self, entry: Entry, gradient: Tensor) -> None:
         # A backward that comes after its step has ended has nowhere to put its values.

@@ -129,6 +129,16 @@ def test_verify_takes_its_inputs_as_compare_does() -> None:
     assert tt.verify(nn.Identity(), one, file=io.StringIO()).identical
 
 
+def test_verify_compares_a_loss_and_an_empty_output() -> None:
+    class Loss(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x).sum(), x[:0]
+
+    result = tt.verify(Loss(3, 3), torch.randn(2, 3), file=io.StringIO())
+    assert result.identical
+    assert result.compared["outputs"] == 2
+
+
 def test_a_form_that_cannot_be_tapped_is_named_with_the_nearest_way_that_works() -> None:
     @torch.jit.script
     def scripted(x: Tensor) -> Tensor:
