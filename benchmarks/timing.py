@@ -1,8 +1,8 @@
 """Compare ways of doing the same work, fairly on a machine that is not quiet.
 
-All cases run in one process, in rounds: every case once in each round, in random order. A case's ratio is the
-median over rounds of its time divided by the base's time in the same round, so that what slows the machine down
-for a while slows both. The spread is the range between the quartiles of those ratios.
+All cases run in one process, in rounds: every case once in each round, in random order, and the base right before
+or right after it, so that what slows the machine down for a while slows both. A case's ratio is the median over rounds
+of its time divided by that neighbour's. The spread is the range between the quartiles of those ratios.
 
 The clock is the process's CPU time, which other processes disturb least; `wall` is for cases that wait.
 """
@@ -73,21 +73,28 @@ def compare(
     clock: Callable[[], float] = time.process_time,
     seed: int = 0,
 ) -> dict[str, Ratio]:
-    """The time of each case beside that of ``base``: ``repeats`` calls timed together, in each of ``rounds``."""
+    """The time of each case beside that of ``base``: ``repeats`` calls timed together, in each of ``rounds``.
+
+    ``warm_up`` calls of a case come first each time; the base, which is called so much more often, needs none.
+    """
     # What exists now stays: without this, collecting garbage would take longer than most of the work.
     gc.collect()
     gc.freeze()
-    order = list(cases)
-    shuffle = random.Random(seed).shuffle
-    seconds: dict[str, list[float]] = {name: [] for name in order}
+    choice = random.Random(seed)
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases if name != base}
     for _ in range(rounds):
-        shuffle(order)
-        for name in order:
-            with cases[name]() as work:
-                for _ in range(warm_up):
-                    work()
-                seconds[name].append(_timed(work, repeats, clock))
-    return {name: _ratio(seconds[name], seconds[base]) for name in cases}
+        for name in choice.sample(list(pairs), len(pairs)):
+            seconds = {}
+            for each in choice.sample((name, base), 2):
+                with cases[each]() as work:
+                    for _ in range(0 if each == base else warm_up):
+                        work()
+                    seconds[each] = _timed(work, repeats, clock)
+            pairs[name].append((seconds[name], seconds[base]))
+    alone = [of_base for each in pairs.values() for _, of_base in each]
+    return {base: _ratio(list(zip(alone, alone, strict=True)))} | {
+        name: _ratio(pairs[name]) for name in pairs
+    }
 
 
 def _timed(work: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> float:
@@ -103,10 +110,9 @@ def _timed(work: Callable[[], Any], repeats: int, clock: Callable[[], float]) ->
         gc.enable()
 
 
-def _ratio(seconds: list[float], base: list[float]) -> Ratio:
-    ratios = [mine / other for mine, other in zip(seconds, base, strict=True)]
-    low, middle, high = quartiles(ratios)
-    return Ratio(middle, low, high, statistics.median(seconds), len(ratios))
+def _ratio(pairs: list[tuple[float, float]]) -> Ratio:
+    low, middle, high = quartiles([mine / other for mine, other in pairs])
+    return Ratio(middle, low, high, statistics.median(mine for mine, _ in pairs), len(pairs))
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
