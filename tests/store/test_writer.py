@@ -48,6 +48,16 @@ def test_flush_syncs_every_file_and_the_folder(tmp_path: Path, monkeypatch: pyte
     writer.close()
 
 
+def test_a_tensor_that_is_written_in_pieces_comes_back_verified(tmp_path: Path) -> None:
+    values = [np.random.default_rng(step).bytes((9 << 20) + step) for step in range(3)]
+    with RunWriter(tmp_path, manifest={}) as writer:
+        for step, value in enumerate(values):
+            item = TensorItem("a:output", "value", "full", np.frombuffer(value, np.uint8))  # type: ignore[arg-type]
+            writer.write(StepRecord(step, None, None, "train", 0.0, (), (item,)))
+    run = open_run(tmp_path)
+    assert [run.array("a:output", step).tobytes() for step in range(3)] == values
+
+
 def test_numbers_become_visible_without_a_flush(tmp_path: Path) -> None:
     with RunWriter(tmp_path, manifest={}, flush_seconds=0.01) as writer:
         writer.write(record(0))

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, final
 
+from torchtap.store.allocate import allocate
 from torchtap.store.folder import Folder, LocalFolder
 from torchtap.store.layout import LOCK, TEMPORARY, attempt_folder, parse_attempt, rank_folder
 
 __all__ = ["LocalPlace", "LocalStream", "Place", "Stream"]
 
 _BUFFERS_A_CALL = 512  # well below IOV_MAX
+_ROOM = 16 << 20  # asked for at once by a growing file
 
 
 class Stream(Protocol):
@@ -76,6 +79,8 @@ class LocalStream:
         self._place = place
         self._temporary = temporary
         self._reserve = reserve
+        self._end = reserve
+        self._allocated = 0  # where the room ends that the file system has set aside
         self._descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             os.lseek(self._descriptor, reserve, os.SEEK_SET)
@@ -84,6 +89,11 @@ class LocalStream:
             raise
 
     def append(self, buffer: memoryview) -> None:
+        self._end += len(buffer)
+        if self._end > self._allocated:
+            room = max(_ROOM, self._end - self._allocated)
+            done = allocate(self._descriptor, self._allocated, room)
+            self._allocated = self._allocated + room if done else sys.maxsize  # then never asked again
         while len(buffer):
             buffer = buffer[os.write(self._descriptor, buffer) :]
 
@@ -92,6 +102,7 @@ class LocalStream:
             raise ValueError(f"{self._reserve} bytes are reserved for the head, not {len(head)}")
         if os.pwrite(self._descriptor, head, 0) != len(head):
             raise OSError(f"could not write the head of {name}")
+        os.ftruncate(self._descriptor, self._end)  # gives back the room that was not needed
         os.close(self._descriptor)
         self._descriptor = -1
         self._place.appear(self._temporary, name)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, final
 
-from torchtap.store.checksum_thread import ChecksumThread
 from torchtap.store.compress import Compressor
 from torchtap.store.launch import launch_facts
 from torchtap.store.layout import CLOSED, FORMAT_NAME, FORMAT_VERSION, MANIFEST, SegmentName
@@ -63,7 +62,6 @@ class Recorder:
         self._flush_seconds = flush_seconds
         self._segment_bytes = segment_bytes
         self._compressor = compressor
-        self._checksums = ChecksumThread()
         self._scalars = ScalarBuffer()
         self._next_scalars = self._next_events = 0
         self._lock = threading.Lock()
@@ -86,7 +84,6 @@ class Recorder:
             place,
             segment_bytes=self._segment_bytes,
             compressor=self._compressor,
-            checksum_of=self._checksums,
             appeared=self._merger.appeared,
         )
 
@@ -254,5 +251,4 @@ class Recorder:
         except OSError as error:
             self.losses.add(Loss(f"what was written may not be safe on disk: {error.strerror or error}"))
         if last:
-            self._checksums.close()
             place.release()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -34,9 +33,7 @@ MOST_ENTRIES = 2048  # of a segment: to find one tensor, the head of its segment
 ENTRY_COST = 16 << 10  # so many bytes of data are as much of a burden to a reader as one more entry
 _SMALLEST_RESERVE = 64 << 10
 _INDICES = "@indices"
-_UNKNOWN = "????????"  # stands for a checksum that is still being computed
-_PLAIN_NOTE = json.dumps({"crc32": _UNKNOWN}, separators=(",", ":"))
-_MOST_AWAITED = 4  # each holds on to its tensor's memory
+_PIECE = 4 << 20  # still in the cache when it is written, after its checksum was taken
 
 
 def segment_note(kind: str, **facts: Any) -> str:
@@ -101,13 +98,11 @@ class TensorSegments:
         *,
         segment_bytes: int = 64 << 20,
         compressor: Compressor | None = None,
-        checksum_of: Callable[[memoryview], Callable[[], int]] | None = None,
         appeared: Callable[[SegmentName, int], None] = lambda name, nbytes: None,
     ) -> None:
         self._place = place
         self._segment_bytes = segment_bytes
         self._compressor = compressor
-        self._checksum_of = checksum_of or _checksum_now
         self._appeared = appeared
         self._next = 0
         self._stream: Stream | None = None
@@ -118,7 +113,6 @@ class TensorSegments:
         self._entries: list[Entry] = []
         self._notes: dict[str, str] = {}
         self._held: list[memoryview] = []
-        self._awaited: deque[tuple[str, Callable[[], int]]] = deque()  # checksums that are being computed
         self._nbytes = 0
         self._head_size = 256  # estimate of the JSON's length
         self._steps: list[int] = []
@@ -181,16 +175,9 @@ class TensorSegments:
         if packed is not None:
             facts = facts | {"codec": "zstd", "dtype": stored.name, "stored_shape": list(payload.shape)}
             code, shape, buffer = "U8", (len(packed),), memoryview(packed)
-        crc = self._checksum_of(buffer)
-        if self._stream is not None:
-            self._stream.append(buffer)
-        else:
-            self._held.append(buffer)
-        note = json.dumps(facts | {"crc32": _UNKNOWN}, separators=(",", ":")) if facts else _PLAIN_NOTE
+        crc = f"{self._pass_on(buffer):08x}"
+        note = json.dumps(facts | {"crc32": crc}, separators=(",", ":")) if facts else f'{{"crc32":"{crc}"}}'
         self._notes[name] = note
-        self._awaited.append((name, crc))
-        if len(self._awaited) > _MOST_AWAITED:
-            self._resolve()
         entry = Entry(name, code, shape, self._nbytes, self._nbytes + len(buffer))
         self._entries.append(entry)
         self._nbytes += len(buffer)
@@ -199,10 +186,17 @@ class TensorSegments:
         if self._stream is None and self._nbytes > SPILL:
             self._spill()
 
-    def _resolve(self) -> None:
-        """Put the oldest checksum that was begun into its note."""
-        name, crc = self._awaited.popleft()
-        self._notes[name] = self._notes[name].replace(_UNKNOWN, f"{crc():08x}")
+    def _pass_on(self, buffer: memoryview) -> int:
+        """Write the bytes, or hold them for later; returns their checksum."""
+        if self._stream is None:
+            self._held.append(buffer)
+            return checksum(buffer)
+        crc = 0
+        for start in range(0, len(buffer), _PIECE):
+            piece = buffer[start : start + _PIECE]
+            crc = checksum(piece, crc)
+            self._stream.append(piece)
+        return crc
 
     def _spill(self) -> None:
         # room for as many entries as the segment will have if it goes on like this
@@ -216,8 +210,6 @@ class TensorSegments:
 
     def _commit(self) -> None:
         name = SegmentName("tensors", self._next, self._next, min(self._steps), max(self._steps))
-        while self._awaited:
-            self._resolve()
         metadata = {"torchtap": segment_note("tensors"), **self._notes}
         if self._stream is None:
             self._place.put(name.file, [encode_header(self._entries, metadata), *self._held])
@@ -244,8 +236,3 @@ def _room_for(name: TensorName, payload: Payload) -> int:
     """No entry's part of the head is longer than this: a character takes at most six bytes in JSON."""
     letters = len(name.site) + 3 * (len(name.reduction) + len(name.field)) + 40
     return 12 * letters + 128 * len(payload.shape) + 1024
-
-
-def _checksum_now(buffer: memoryview) -> Callable[[], int]:
-    value = checksum(buffer)
-    return lambda: value
