@@ -20,10 +20,17 @@ from torchtap.store.record import StepRecord, TensorItem
 from torchtap.store.writer import RunWriter
 
 
-@pytest.mark.parametrize("past_cache", [False, True])
+@pytest.fixture(params=["past the cache", "by torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test twice: as it is, and as if the native copy had not been built."""
+    if request.param == "by torch":
+        monkeypatch.setattr(pool_module, "_streamed", None)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [name for name in BY_NAME if hasattr(torch, name)])
-def test_a_copy_has_the_same_bits_and_its_own_memory(dtype: str, past_cache: bool) -> None:
-    pool = HostPool(past_cache=past_cache)
+def test_a_copy_has_the_same_bits_and_its_own_memory(dtype: str) -> None:
+    pool = HostPool()
     kind = getattr(torch, dtype)
     source = torch.randint(0, 2, (2**20,), dtype=torch.uint8)
     value = source.view(kind) if not kind.is_complex else source.view(torch.float32)
@@ -32,9 +39,9 @@ def test_a_copy_has_the_same_bits_and_its_own_memory(dtype: str, past_cache: boo
     assert copied.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("past_cache", [False, True])
-def test_complex_strided_small_empty_sparse_and_gradient_carrying_values_are_copied(past_cache: bool) -> None:
-    pool = HostPool(past_cache=past_cache)
+@pytest.mark.usefixtures("way")
+def test_complex_strided_small_empty_sparse_and_gradient_carrying_values_are_copied() -> None:
+    pool = HostPool()
     complex_value = torch.randn(300, 300, dtype=torch.complex64)
     for value in (
         complex_value,
@@ -54,7 +61,7 @@ def test_complex_strided_small_empty_sparse_and_gradient_carrying_values_are_cop
 @given(start=st.integers(0, 70), size=st.integers(70 << 10, 71 << 10))
 def test_a_copy_past_the_cache_begins_and_ends_where_it_should(start: int, size: int) -> None:
     source = torch.arange(72 << 10).to(torch.uint8)
-    copied = HostPool(past_cache=True).copy(source[start : start + size])
+    copied = HostPool().copy(source[start : start + size])
     assert torch.equal(copied, source[start : start + size])
 
 
