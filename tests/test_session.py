@@ -444,3 +444,13 @@ def test_the_only_tensor_of_a_structure_is_found_without_its_leaf() -> None:
         assert (":output" in seen) == found
     with pytest.raises(LookupError, match=r"several leaves: :output\.0, :output\.1"):
         seen[":output"]
+
+
+def test_a_capture_that_is_not_strict_says_what_it_could_not_keep() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with tt.capture(model, ":output", keep=tt.Stats(), strict=False) as seen:
+        model(torch.empty(1, 2, device="meta"))
+    assert seen.lost[0].startswith(":output: ReductionError: a Tensor on meta has no values")
+    with pytest.raises(tt.SelectionError, match=r"':output' came, but nothing of it could be kept: .*meta"):
+        seen[":output"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -214,3 +216,19 @@ def test_a_container_without_a_forward_is_told_apart_from_a_module_that_was_pass
 def test_a_kind_that_a_model_does_not_have_is_named() -> None:
     with pytest.raises(SelectionError, match=r"'\*:buffer' matches nothing: this model has no buffer"):
         tt.bind(nn.Linear(2, 2), ["*:buffer"])
+
+
+def test_a_module_whose_name_looks_like_a_pattern_is_picked_by_its_name() -> None:
+    model = nn.Sequential()
+    model.add_module("[0]", nn.Sequential())
+    model[0].add_module("a?", nn.Identity())
+    for name in ("[0]:output", "[0].a?:output"):
+        assert [port.site.name for port in tt.bind(model, [name]).ports] == [name]
+
+
+def test_taps_travel_to_other_processes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    taps = [tt.tap("0", kind="input"), tt.tap("re:.*:output"), tt.tap(nn.ReLU, tt.Full(), every=2)]
+    arrived = pickle.loads(pickle.dumps(taps))
+    assert arrived == taps
+    assert tt.bind(model, arrived).ports == tt.bind(model, taps).ports

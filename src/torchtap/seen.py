@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 from torchtap.coverage import Missing, missing_sites
+from torchtap.errors import SelectionError
 from torchtap.sites import Site, input_names, no_such_site
 from torchtap.taps.collect import result_of
 from torchtap.taps.entries import Entry
@@ -21,7 +22,8 @@ class Seen(Mapping[str, Any]):
     A name may also be an alias, a further name of a shared module or tied parameter, or an input by position.
     """
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, lost: list[str]) -> None:
+        self.lost = lost  # what could not be kept, a sentence each; a strict capture raises instead
         self._receiver = receiver
         self._by_name: dict[str, Entry] = {}
 
@@ -30,7 +32,11 @@ class Seen(Mapping[str, Any]):
         if entry is None:
             reason = self._why_not(name)
             raise no_such_site(name, list(self), "the captured", reason)
-        return result_of(self._receiver, entry)
+        result = result_of(self._receiver, entry)
+        if isinstance(result, dict) and not result:
+            reasons = [message for message in self.lost if message.startswith(f"{entry.name}: ")]
+            raise SelectionError(f"{name!r} came, but nothing of it could be kept: {', '.join(reasons)}")
+        return result
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._find(name) is not None

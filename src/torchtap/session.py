@@ -49,8 +49,9 @@ class Capture:
         via: Via = "hook",
     ) -> None:
         self.plan = plan
-        self.seen = Seen(Receiver(plan, fold_passes=merge, strict=strict, copy=copy))
-        self._receiver = self.seen._receiver
+        lost: list[str] = []
+        self._receiver = Receiver(plan, fold_passes=merge, strict=strict, copy=copy, on_lost=lost.append)
+        self.seen = Seen(self._receiver, lost)
         self._attachment = attach(model, self._receiver, via)
         self._any_thread = any_thread
 

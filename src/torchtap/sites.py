@@ -14,8 +14,8 @@ import fnmatch
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, final, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, final, get_args
 
 from torch import nn
 
@@ -196,6 +196,13 @@ class Selector:
     picks_leaf: Callable[[Site], bool] = field(compare=False, repr=False)
     kinds: frozenset[Kind] = frozenset(KINDS)  # no other kind needs to be asked about
     whole: bool = True  # picks a port with all its leaves and calls, or none of them
+    made_of: tuple[Selectable, Kind] = field(default=("", "output"), compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (
+            Selector.of,
+            self.made_of,
+        )  # for processes that are spawned: what it was made of travels, not its rules
 
     def picks(self, site: Site) -> bool:
         """Whether this site, its leaf and call known, is picked."""
@@ -207,19 +214,17 @@ class Selector:
         if isinstance(selectable, Selector):
             return selectable
         if isinstance(selectable, str):
-            return _from_regex(selectable) if selectable.startswith("re:") else _from_glob(selectable, kind)
-        if isinstance(selectable, type) and issubclass(selectable, nn.Module):
-            module_type = selectable
-            return cls(
-                f"{module_type.__qualname__}:{kind}",
-                lambda site: site.kind == kind and isinstance(site.module, module_type),
-                _always,
-                kinds=frozenset((kind,)),
-            )
-        if callable(selectable) and not isinstance(selectable, type):
+            made = _from_regex(selectable) if selectable.startswith("re:") else _from_glob(selectable, kind)
+        elif isinstance(selectable, type) and issubclass(selectable, nn.Module):
+            made = _from_type(selectable, kind)
+        elif callable(selectable) and not isinstance(selectable, type):
             name = getattr(selectable, "__qualname__", repr(selectable))
-            return cls(f"<{name}>", selectable, selectable, whole=False)
-        raise PlanError(f"a selector is text, an nn.Module type or a predicate on sites; got {selectable!r}")
+            made = cls(f"<{name}>", selectable, selectable, whole=False)
+        else:
+            raise PlanError(
+                f"a selector is text, an nn.Module type or a predicate on sites; got {selectable!r}"
+            )
+        return replace(made, made_of=(selectable, kind))
 
     def __str__(self) -> str:
         return self.text
@@ -227,6 +232,15 @@ class Selector:
 
 def _always(_: Site) -> bool:
     return True
+
+
+def _from_type(module_type: type[nn.Module], kind: Kind) -> Selector:
+    return Selector(
+        f"{module_type.__qualname__}:{kind}",
+        lambda site: site.kind == kind and isinstance(site.module, module_type),
+        _always,
+        kinds=frozenset((kind,)),
+    )
 
 
 def _from_regex(text: str) -> Selector:
@@ -303,7 +317,9 @@ def _path_pattern(text: str) -> Callable[[str], bool]:
     if text in ("*", "**"):
         return lambda path: True
     if "." not in text:
-        return lambda path: fnmatch.fnmatchcase(path.rpartition(".")[2], text) and path != ""
+        return lambda path: (
+            path != "" and (path == text or fnmatch.fnmatchcase(path.rpartition(".")[2], text))
+        )
     pieces: list[str] = []
     components = text.split(".")
     for position, component in enumerate(components):
@@ -319,7 +335,8 @@ def _path_pattern(text: str) -> Callable[[str], bool]:
             if not last:
                 pieces.append(r"\.")
     pattern = re.compile("".join(pieces))
-    return lambda path: pattern.fullmatch(path) is not None
+    # A module may be called "[0]" or "a?": what a listing shows can be asked for as it stands.
+    return lambda path: path == text or pattern.fullmatch(path) is not None
 
 
 def nearest_names(asked: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch._dynamo.eval_frame import innermost_backend
 
 from torchtap.errors import FormError
 from torchtap.reduce import Stats
@@ -87,7 +88,32 @@ class Region:
 
         # Dynamo keeps compiled code with the code object; its own one makes this a separate compilation.
         tapped.__code__ = tapped.__code__.replace(co_name=f"tapped_{type(inner).__name__}")
-        return _settings_of(module)(tapped)  # type: ignore[no-any-return]
+        settings = _settings_of(module)
+        if settings.fullgraph:
+            return settings(tapped)  # type: ignore[no-any-return]
+        backend = _OwnBackend(innermost_backend(settings.callback))
+        compiled: Callable[..., Any] = torch.compile(tapped, backend=backend, dynamic=settings._dynamic)
+        return compiled
+
+
+@final
+class _OwnBackend:
+    """The user's backend under another identity.
+
+    After a graph break Dynamo compiles the model's own functions one by one and keeps each with its code object, which
+    the user's compilation has as well; it takes one for the other unless their backends differ.
+    """
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self._backend = backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._backend(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_backend":  # asked for before it is set: by copying
+            raise AttributeError(name)
+        return getattr(self._backend, name)  # its context, its settings
 
 
 def _settings_of(module: nn.Module) -> Any:

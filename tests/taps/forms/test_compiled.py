@@ -166,6 +166,24 @@ def test_calls_are_counted_over_a_graph_break() -> None:
         torch.testing.assert_close(seen[name], eager[name])
 
 
+@pytest.mark.parametrize("ran_before", [True, False])
+def test_a_model_with_graph_breaks_has_taps_in_its_live_steps_and_in_no_others(ran_before: bool) -> None:
+    x = torch.randn(2, 4)
+    compiled = torch.compile(Broken(), backend="aot_eager")
+    if ran_before:
+        compiled(x)
+    for _ in range(2):
+        with tt.capture(compiled, "*:output") as seen:
+            compiled(x)
+        assert list(seen) == ["shared:output", "shared:output#1", ":output"]
+    compiled(x)
+    known = graphs()
+    with torch.autograd.profiler.profile() as profile:
+        compiled(x)
+    assert not [event.name for event in profile.function_events if "torchtap" in event.name]
+    assert graphs() == known
+
+
 def test_between_two_graphs_nothing_of_torchtap_is_compiled() -> None:
     case = make("lstm")  # the compiler leaves an LSTM to eager mode
     compiled = torch.compile(case.model, backend="eager")
