@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,3 +73,12 @@ def test_keywords_of_a_tap_all_have_to_agree() -> None:
 def test_what_cannot_be_meant_is_refused(bad: dict[str, object]) -> None:
     with pytest.raises(PlanError):
         schedule_of(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"every": True}, {"every": 2.5}, {"first": 0}, {"first": -1}, {"epochs": 3}, {"batches": 0}]
+)
+def test_a_number_that_makes_no_schedule_is_refused_by_its_name(wrong: dict[str, Any]) -> None:
+    (name, value), *_ = wrong.items()
+    with pytest.raises(PlanError, match=f"{name}={value!r}"):
+        schedule_of(**wrong)

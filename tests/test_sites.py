@@ -226,6 +226,18 @@ def test_a_module_whose_name_looks_like_a_pattern_is_picked_by_its_name() -> Non
         assert [port.site.name for port in tt.bind(model, [name]).ports] == [name]
 
 
+def test_a_module_picks_itself() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    assert [port.site.name for port in tt.bind(model, [model[1], tt.tap(model[0], kind="input")]).ports] == [
+        "1:output",
+        "0:input",
+    ]
+    with tt.watch(model, None, model[1]) as watch:
+        assert [port.site.name for port in watch.plan.ports] == ["1:output"]
+    with pytest.raises(SelectionError, match="'<this Linear>:output' matches none of this model's 4 sites"):
+        tt.bind(model, [nn.Linear(2, 2)])
+
+
 def test_taps_travel_to_other_processes() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     taps = [tt.tap("0", kind="input"), tt.tap("re:.*:output"), tt.tap(nn.ReLU, tt.Full(), every=2)]

@@ -87,8 +87,9 @@ def test_a_full_disk_costs_values_and_is_told(plain: list[float], small_disk: Pa
 
 def test_a_folder_that_cannot_be_made_costs_the_run_only(plain: list[float], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    losses, _watch = train(lambda model: tt.watch(model, tmp_path / "file" / "run", TAPS))
+    losses, watch = train(lambda model: tt.watch(model, tmp_path / "file" / "run", TAPS))
     assert losses == plain
+    assert any("cannot begin a run" in text for text in watch.lost)
 
 
 def test_strict_makes_an_unusable_folder_an_error(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Every(Schedule):
     offset: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.n, int) or self.n < 1:
+        if not isinstance(self.n, int) or isinstance(self.n, bool) or self.n < 1:
             raise PlanError(f"every={self.n!r}: the interval has to be a whole number from 1 on")
 
     def live(self, moment: Moment) -> bool:
@@ -138,6 +138,9 @@ class Epochs(Schedule):
     batches: frozenset[int] | None
 
     def __init__(self, epochs: Collection[int] | None = None, batches: Collection[int] | None = None) -> None:
+        for name, given in (("epochs", epochs), ("batches", batches)):
+            if isinstance(given, int):
+                raise PlanError(f"{name}={given!r}: give a list or a range, e.g. {name}=[{given}]")
         object.__setattr__(self, "epochs", None if epochs is None else frozenset(epochs))
         object.__setattr__(self, "batches", None if batches is None else frozenset(batches))
 
@@ -159,6 +162,10 @@ class First(Schedule):
     """The first ``n`` steps, counted from step 0."""
 
     n: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, int) or isinstance(self.n, bool) or self.n < 1:
+            raise PlanError(f"first={self.n!r}: the number of steps has to be a whole number from 1 on")
 
     def live(self, moment: Moment) -> bool:
         return moment.step < self.n

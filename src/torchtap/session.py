@@ -21,7 +21,7 @@ from torchtap.plan import Plan, Tap, bind, candidates, tap
 from torchtap.reduce import Full, Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
-from torchtap.sites import Kind, Selectable, Selector, places, source_of
+from torchtap.sites import Kind, Selectable, places, source_of
 from torchtap.store.pool import pool_of
 from torchtap.store.record import Consumer
 from torchtap.store.writer import RunWriter
@@ -118,7 +118,14 @@ def watch(
     `capture`. With ``one_mode`` a step's first pass says whether the step is of training or of evaluation, and
     passes of the model in the other mode are not taken: a validation in between does not get into it.
     """
-    asked = [taps] if isinstance(taps, (Tap, str, type, Selector)) or callable(taps) else list(taps)
+    if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
+        raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
+    if not isinstance(sinks, Sequence) or not all(hasattr(each, "write") for each in sinks):
+        raise PlanError(
+            f"sinks={sinks!r}: give a list of things with write(record) and close(); CallbackSink makes one of a "
+            "function, make_sink of a text"
+        )
+    asked = list(taps) if isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module)) else [taps]
     tree = tree_of(model)
     bound = bind(tree, [each if isinstance(each, Tap) else tap(each) for each in asked])
     consumers = list(sinks)

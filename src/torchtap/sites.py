@@ -183,7 +183,7 @@ def source_of(module: nn.Module) -> str | None:
 
 
 Predicate: TypeAlias = Callable[[Site], bool]
-Selectable: TypeAlias = "str | type[nn.Module] | Predicate | Selector"
+Selectable: TypeAlias = "str | nn.Module | type[nn.Module] | Predicate | Selector"
 
 
 @final
@@ -210,19 +210,21 @@ class Selector:
 
     @classmethod
     def of(cls, selectable: Selectable, kind: Kind = "output") -> Selector:
-        """A selector from text, a module type or a predicate; ``kind`` is meant where none is written."""
+        """A selector from text, a module, a module type or a predicate; ``kind`` is meant where none is written."""
         if isinstance(selectable, Selector):
             return selectable
         if isinstance(selectable, str):
             made = _from_regex(selectable) if selectable.startswith("re:") else _from_glob(selectable, kind)
         elif isinstance(selectable, type) and issubclass(selectable, nn.Module):
             made = _from_type(selectable, kind)
+        elif isinstance(selectable, nn.Module):
+            made = _from_module(selectable, kind)
         elif callable(selectable) and not isinstance(selectable, type):
             name = getattr(selectable, "__qualname__", repr(selectable))
             made = cls(f"<{name}>", selectable, selectable, whole=False)
         else:
             raise PlanError(
-                f"a selector is text, an nn.Module type or a predicate on sites; got {selectable!r}"
+                f"a selector is text, a module or its type, or a predicate on sites; got {selectable!r}"
             )
         return replace(made, made_of=(selectable, kind))
 
@@ -238,6 +240,16 @@ def _from_type(module_type: type[nn.Module], kind: Kind) -> Selector:
     return Selector(
         f"{module_type.__qualname__}:{kind}",
         lambda site: site.kind == kind and isinstance(site.module, module_type),
+        _always,
+        kinds=frozenset((kind,)),
+    )
+
+
+def _from_module(module: nn.Module, kind: Kind) -> Selector:
+    one = unwrap(module)
+    return Selector(
+        f"<this {type(one).__qualname__}>:{kind}",
+        lambda site: site.kind == kind and site.module is one,
         _always,
         kinds=frozenset((kind,)),
     )
@@ -364,6 +376,6 @@ def selectors_of(
     """One selectable or a sequence of them, as selectors."""
     if value is None:
         return ()
-    if isinstance(value, (str, type, Selector)) or callable(value):
-        return (Selector.of(value, kind),)
-    return tuple(Selector.of(each, kind) for each in value)
+    if isinstance(value, Iterable) and not isinstance(value, (str, nn.Module)):
+        return tuple(Selector.of(each, kind) for each in value)
+    return (Selector.of(value, kind),)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import IO, Any, Self, final
+from typing import IO, Any, Self, cast, final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from torchtap.clock import Clock
@@ -53,7 +54,7 @@ class Watch:
         one_mode: bool = False,
     ) -> None:
         self.plan = plan
-        self.lost: list[str] = []  # what could not be kept, a sentence each
+        self._lost: list[str] = []
         self._model = model
         self._consumers = list(consumers)
         self._strict = strict
@@ -119,6 +120,10 @@ class Watch:
 
     def follow(self, optimizer: Any) -> None:
         """Let an optimizer be the clock: each of its updates ends a step, however many backward passes led to it."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise SessionError(
+                f"follow({optimizer!r}): give a torch.optim.Optimizer, whose updates end the steps"
+            )
         handle = optimizer.register_step_post_hook(lambda *_: self._advance(None, None, None))
         self._handles.append(handle)
         if self._moment is None:
@@ -187,21 +192,30 @@ class Watch:
     # -- what comes out -----------------------------------------------------------------------------------
 
     def log(
-        self, name: str | None = None, value: float | Tensor | None = None, **numbers: float | Tensor
+        self,
+        name: str | Mapping[str, float | Tensor] | None = None,
+        value: float | Tensor | None = None,
+        **numbers: float | Tensor,
     ) -> None:
-        """Numbers of the training's own: ``watch.log("loss", loss)`` or ``watch.log(loss=loss, lr=lr)``.
+        """Numbers of the training's own: ``watch.log("loss", loss)``, ``watch.log(loss=loss)``, or a mapping.
 
         A tensor is read when the step ends, together with everything else. One with more than one element is
         kept whole. A name with a colon is a full site name, any other becomes ``:value.<name>``.
         """
-        if name is not None and value is not None:
-            numbers[name] = value
+        self._check_open()
+        if name is not None:
+            numbers |= name if isinstance(name, Mapping) else {name: cast("float", value)}
         for key, number in numbers.items():
             site = key if ":" in key else f":value.{key}"
             if isinstance(number, Tensor) and number.numel() != 1:
                 self._logged_tensors[site] = number.detach().clone()
+            elif isinstance(number, Tensor) and not number.is_complex():
+                self._logged[site] = number.detach()
             else:
-                self._logged[site] = number.detach() if isinstance(number, Tensor) else float(number)
+                try:
+                    self._logged[site] = float(number)
+                except (TypeError, ValueError, RuntimeError):
+                    raise SessionError(f"log: {key!r} is {number!r}, which is no number") from None
 
     def _take_logged(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...]]:
         logged, self._logged = self._logged, {}
@@ -211,6 +225,14 @@ class Watch:
             return (), tensors
         values = np.array([[float(number)] for number in logged.values()], dtype=np.float64)
         return (ScalarBlock(tuple(logged), ("value",), values),), tensors
+
+    @property
+    def lost(self) -> list[str]:
+        """What could not be kept, a sentence each: by the watch, by the run's writer, by the sinks."""
+        return [
+            *self._lost,
+            *(text for consumer in self._consumers for text in getattr(consumer, "lost", ())),
+        ]
 
     @property
     def passes(self) -> int:
@@ -313,10 +335,10 @@ class Watch:
     def _note_loss(self, message: str) -> None:
         if self._strict:
             raise RecordingLostError(message)
-        if not self.lost:
+        if not self._lost:
             _warn(f"torchtap lost a value and goes on: {message}")
         # A failure tends to repeat with every step: it is told once, and the list stays short.
-        if message not in self.lost and len(self.lost) < 1000:
+        if message not in self._lost and len(self._lost) < 1000:
             self._write_down(message)
 
     def _note_spent(self, message: str) -> None:
@@ -325,7 +347,7 @@ class Watch:
         self._write_down(message)
 
     def _write_down(self, message: str) -> None:
-        self.lost.append(message)
+        self._lost.append(message)
         self._tell("lost", message=message)
 
 

@@ -112,6 +112,7 @@ def test_sites_of_a_factory_a_script_and_a_file(
         (["show", "nowhere"], "there is no run at nowhere"),
         (["sites", "nothing"], "names no model"),
         (["sites", "no.such.module:f"], "cannot import"),
+        (["sites", "torch.nn:Linear"], "cannot be called without arguments"),
         (["sites", "missing.pt"], "there is no file"),
         (["bogus"], "No such command"),
         (["export", "nowhere", "--to", "csv"], "there is no run"),

@@ -70,7 +70,13 @@ def load_model(text: str, *, unsafe: bool = False) -> Any:
         raise FormError(f"{source!r} has no {name!r}")
     from torch import nn
 
-    model = made() if callable(made) and not isinstance(made, nn.Module) else made
+    try:
+        model = made() if callable(made) and not isinstance(made, nn.Module) else made
+    except TypeError as error:
+        raise FormError(
+            f"{text!r} cannot be called without arguments ({error}): name a function that takes none and makes "
+            "the model"
+        ) from error
     if not isinstance(model, nn.Module):
         raise FormError(f"{text!r} gave a {type(model).__name__}, not an nn.Module")
     return model

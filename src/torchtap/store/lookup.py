@@ -44,7 +44,8 @@ def no_such_tensor(site: str, step: int | None, field: str, stored: Sequence[Ten
     fields = sorted({ref.field for ref in stored})
     steps = sorted({ref.step for ref in stored if ref.field == field})
     if not steps:
-        has = f"the fields {', '.join(fields)}" if fields else "numbers only: record it with keep=Full()"
+        keep = "Histogram" if field in ("counts", "edges") else "Full"
+        has = f"the fields {', '.join(fields)}" if fields else f"numbers only: record it with keep={keep}()"
         return SelectionError(f"{site!r} has no stored tensor with the field {field!r}; it has {has}")
     near = [str(other) for other in sorted(steps, key=lambda other: abs(other - (step or 0)))[:3]]
     return SelectionError(
@@ -54,7 +55,8 @@ def no_such_tensor(site: str, step: int | None, field: str, stored: Sequence[Ten
 
 
 def no_such_site(site: str, known: Collection[str]) -> SelectionError:
-    near = tuple(difflib.get_close_matches(site, known, n=3, cutoff=0.3))
+    of_module = tuple(name for name in known if name.startswith(f"{site}:"))[:3]
+    near = of_module or tuple(difflib.get_close_matches(site, known, n=3, cutoff=0.3))
     hint = f"the nearest are {', '.join(map(repr, near))}" if near else "run.sites() lists them"
     return SelectionError(f"the run has no site {site!r} among its {len(known)}; {hint}", nearest=near)
 
