@@ -33,10 +33,17 @@ $(VENV)/.bench: $(INSTALLED) | $(VENV)/bin/python
 	$(PIP) -e ".[dev,bench]"
 	@touch $@
 
+# Triton's interpreter and compilers, for the tests of its kernel. In a folder of their own, because torch loads Triton
+# wherever it finds it, and everything else is to be tested as it runs without. (Nor is it in constraints.txt: builds of
+# torch for GPUs ask for a version of their own.)
+$(VENV)/.triton: Makefile | $(VENV)/bin/python
+	[ "$$(uname)" != Linux ] || $(PIP) --no-deps --upgrade --target $(VENV)/triton triton==3.9.0
+	@touch $@
+
 demo: $(VENV)/.core
 	$(BIN)/torchtap demo
 
-test: $(VENV)/.dev browser
+test: $(VENV)/.dev $(VENV)/.triton browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 check: $(VENV)/.dev

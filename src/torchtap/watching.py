@@ -4,6 +4,9 @@ It guarantees:
 - what the clock says (`step`, `set_step`, `set_batch`, `follow`) decides when a step ends; passes over the
   model within a step fold into one record;
 - on a step that no tap asked for, the model carries no hook;
+- the host does not wait at a step's end for numbers of a device that copies by itself: such a step's record is handed
+  on when they are there, at the latest when the next step ends or when anyone asks (`latest`, `summary`, `end_step`,
+  `flush`, `close`). Records keep their order;
 - a sink or a reduction that fails costs its own values, never the training (unless ``strict``);
 - a tap that is over its budget keeps less;
 - `close` leaves the model as it was found.
@@ -19,7 +22,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, Any, Self, cast, final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ from torchtap.spending import Spending
 from torchtap.store.pool import HostPool
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 from torchtap.taps.attach import attach
-from torchtap.taps.collect import Collector
+from torchtap.taps.collect import Collector, Coming, numbers_on_host
 from torchtap.taps.fitting import Via
 from torchtap.taps.receiver import Receiver
 
@@ -70,6 +72,7 @@ class Watch:
         self._logged: dict[str, Any] = {}
         self._logged_tensors: dict[str, Tensor] = {}
         self._latest: dict[tuple[str, ...], ScalarBlock] = {}
+        self._waiting: tuple[StepRecord, list[Coming]] | None = None  # a step whose numbers are on their way
         self._sites_told = 0
         self._handles: list[Any] = []
         self._in_block = False
@@ -111,6 +114,7 @@ class Watch:
     def end_step(self) -> None:
         """The open step is over, and what came in it is handed on; nothing is taken until the next begins."""
         self._finish_open()
+        self._settle()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -150,6 +154,8 @@ class Watch:
         self._implicit = False
 
     def _begin(self, step: int | None = None) -> None:
+        if self._waiting is not None and all(coming.done() for coming in self._waiting[1]):
+            self._settle()
         self._clock.next_step(step)
         training = getattr(self._model, "training", True)
         self._moment = self._clock.moment("train" if training else "eval")
@@ -171,23 +177,33 @@ class Watch:
         try:
             if not idle:
                 self._attachment.finish_step()
-            scalars, tensors = self._collector.collect()
+            scalars, tensors, coming = self._collector.collect()
             if self._spending is not None:
                 tensors = self._spending.end_step(moment.step, tensors)
         finally:
             # Hooks stay where they are, since the next step most often wants them again; they hear nothing.
             self._receiver.end_step()
-        logged, logged_tensors = self._take_logged()
+        logged, logged_tensors = self._take_logged(coming)
         scalars, tensors = (*scalars, *logged), (*tensors, *logged_tensors)
+        self._settle()
         if not scalars and not tensors:
             return False
-        for block in scalars:
-            self._latest.pop(block.sites, None)  # the newest last
-            self._latest[block.sites] = block
-        self._hand_on(
-            StepRecord(moment.step, moment.epoch, moment.batch, moment.phase, time.time(), scalars, tensors)
+        record = StepRecord(
+            moment.step, moment.epoch, moment.batch, moment.phase, time.time(), scalars, tensors
         )
+        if coming:
+            self._waiting = record, coming
+        else:
+            self._hand_on(record)
         return True
+
+    def _settle(self) -> None:
+        """Hand on the step that was waiting for its numbers, if there is one."""
+        if self._waiting is not None:
+            (record, owed), self._waiting = self._waiting, None
+            for coming in owed:
+                coming.fill()
+            self._hand_on(record)
 
     # -- what comes out -----------------------------------------------------------------------------------
 
@@ -217,13 +233,17 @@ class Watch:
                 except (TypeError, ValueError, RuntimeError):
                     raise SessionError(f"log: {key!r} is {number!r}, which is no number") from None
 
-    def _take_logged(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...]]:
+    def _take_logged(self, coming: list[Coming]) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...]]:
         logged, self._logged = self._logged, {}
         whole, self._logged_tensors = self._logged_tensors, {}
         tensors = tuple(TensorItem(site, "value", "full", tensor.cpu()) for site, tensor in whole.items())
         if not logged:
             return (), tensors
-        values = np.array([[float(number)] for number in logged.values()], dtype=np.float64)
+        rows: list[list[Any]] = [
+            [number.reshape(()) if isinstance(number, Tensor) and not number.is_cpu else float(number)]
+            for number in logged.values()
+        ]
+        values = numbers_on_host(rows, coming)
         return (ScalarBlock(tuple(logged), ("value",), values),), tensors
 
     @property
@@ -245,6 +265,9 @@ class Watch:
         return None if port is None else port.structure
 
     def _hand_on(self, record: StepRecord) -> None:
+        for block in record.scalars:
+            self._latest.pop(block.sites, None)  # the newest last
+            self._latest[block.sites] = block
         entries = self._receiver.entries
         # Once at the start and then each time they have doubled: a model may have a new site every step.
         if len(entries) >= 2 * self._sites_told and entries:
@@ -272,10 +295,12 @@ class Watch:
         """Print the newest statistics of each site as a table."""
         from torchtap.summary import print_summary
 
+        self._settle()
         print_summary(self._latest.values(), self.coverage(), self.lost, file)
 
     def latest(self, site: str, statistic: str = "value") -> float:
         """The newest number of a site."""
+        self._settle()
         for block in reversed(list(self._latest.values())):
             if site in block.sites and statistic in block.statistics:
                 return float(block.values[block.sites.index(site), block.statistics.index(statistic)])
@@ -283,6 +308,7 @@ class Watch:
 
     def flush(self) -> None:
         """Have everything so far on disk and visible to readers."""
+        self._settle()
         for consumer in self._consumers:
             flush: Callable[[], None] | None = getattr(consumer, "flush", None)
             if flush is not None:
@@ -296,6 +322,7 @@ class Watch:
             return
         try:
             self._finish_open()
+            self._settle()
         finally:
             self._closed = True
             self._attachment.detach()

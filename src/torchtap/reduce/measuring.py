@@ -5,10 +5,12 @@ Sparse tensors are measured by the values they store; the zeros they leave out a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from torchtap.reduce import kernel
+from torchtap.reduce import device_kernel, kernel
 from torchtap.reduce.moments import WIDTH, measure_with_torch, merge_states
 from torchtap.reduce.readable import PLAIN_TYPES, holds_values, readable_real
 from torchtap.reduce.transforms import outside_transforms
@@ -17,8 +19,11 @@ __all__ = ["measure"]
 
 
 @outside_transforms
-def measure(value: Tensor) -> Tensor:
-    """The state of ``value``, as a tensor where the value is."""
+def measure(value: Tensor, room: Callable[[torch.device], Tensor] | None = None) -> Tensor:
+    """The state of ``value``, as a tensor where the value is.
+
+    ``room`` has memory for a state on a device. The answer may be there or not.
+    """
     if (
         type(value) in PLAIN_TYPES
         and not value.is_mkldnn
@@ -30,6 +35,11 @@ def measure(value: Tensor) -> Tensor:
     if kernel.native is not None:
         state = torch.empty(WIDTH, dtype=torch.float64)
         if kernel.measure(kernel.native, state.data_ptr(), plain):
+            return state
+    if device_kernel.reads(plain):
+        device = plain.device
+        state = torch.empty(WIDTH, dtype=torch.float64, device=device) if room is None else room(device)
+        if device_kernel.measure(state, plain):
             return state
     return measure_with_torch(plain)
 

@@ -3,8 +3,8 @@
 ``measure`` reads a value once into a scratch slot, ``fold`` merges that slot into a row; a value that is seen
 at several sites is measured once and folded several times. It guarantees:
 - a CPU value is read where it lies, by the native kernel where there is one;
-- a value on another device is measured there, into a preallocated slot; ``results`` fetches all slots in one
-  copy;
+- a value on another device is measured there, into a preallocated slot; all slots come to the host in one copy, for
+  which ``results`` waits and ``hand_over`` does not;
 - rows hold what `moments` defines, so that they merge over ranks through ``states`` and ``load``.
 
 Not thread-safe: whoever shares a block between threads brings the lock.
@@ -12,6 +12,7 @@ Not thread-safe: whoever shares a block between threads brings the lock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -24,9 +25,10 @@ from torchtap.reduce.kernel import DTYPE_CODES
 from torchtap.reduce.measuring import measure
 from torchtap.reduce.moments import WIDTH, blank_states, finish, merge_states
 from torchtap.reduce.readable import PLAIN_TYPES
+from torchtap.reduce.slots import DeviceSlots, SlotSet
 from torchtap.reduce.transforms import outside_transforms
 
-__all__ = ["StatsBlock"]
+__all__ = ["Arriving", "StatsBlock"]
 
 _ROW_BYTES = WIDTH * 8
 _read_by_kernel = kernel.measure
@@ -42,8 +44,8 @@ class StatsBlock:
         self._scratch = blank_states(scratch)
         # Where a scratch slot's state is as long as it has not come to the host; None when it is in
         # `_scratch`.
-        self._remote: list[tuple[_Slots, int] | None] = [None] * scratch
-        self._slots: dict[torch.device, _Slots] = {}
+        self._remote: list[tuple[SlotSet, int] | None] = [None] * scratch
+        self._slots: dict[torch.device, DeviceSlots] = {}
         self._note_addresses()
         place = torch.device(device)
         if place.type not in ("cpu", "meta"):
@@ -66,7 +68,12 @@ class StatsBlock:
         """Merge a scratch slot into a row; the slot stays as it is."""
         remote = self._remote[scratch]
         if remote is not None:
-            remote[0].booked.append((row, remote[1]))
+            slots, slot = remote
+            current = self._slots[slots.device].current
+            if slots is not current:  # measured before the last hand-over: on the device it is still at hand
+                slot = current.add(slots.slot(slot))
+                self._remote[scratch] = (current, slot)
+            current.booked.append((row, slot))
         elif self._native is not None:
             self._native.fold(
                 self._row_address + row * _ROW_BYTES, self._scratch_address + scratch * _ROW_BYTES
@@ -105,7 +112,7 @@ class StatsBlock:
         if state.device.type == "cpu":
             _merge_into(self._rows, [row], state.detach().to(torch.float64).reshape(1, WIDTH).numpy())
         else:
-            slots = self._slots_on(state.device)
+            slots = self._slots_on(state.device).current
             slots.booked.append((row, slots.add(state)))
 
     def grow(self, rows: int) -> None:
@@ -125,6 +132,18 @@ class StatsBlock:
         """The twelve statistics of each row, (rows, 12), in the order of ``moments.STATISTICS``."""
         self._fetch()
         return finish(self._rows)
+
+    def hand_over(self) -> Arriving | None:
+        """Send what is on other devices to the host, without waiting; None where nothing is. Rows are left as they are.
+
+        What was sent counts in the answer's results alone, not in later ones of this block.
+        """
+        turning = [slots for slots in self._slots.values() if slots.current.used]
+        if not turning:
+            return None
+        arriving = Arriving(self._rows.copy(), self._receive)
+        arriving.sets = tuple(slots.turn(arriving.results) for slots in turning)
+        return arriving
 
     def result(self, row: int) -> npt.NDArray[np.float64]:
         """The twelve statistics of one row."""
@@ -148,70 +167,74 @@ class StatsBlock:
 
     @outside_transforms
     def _measure_with_care(self, scratch: int, value: Tensor) -> None:
-        state = measure(value)
+        state = measure(value, self._next_slot)
         if self._native is not None and state.device.type == "cpu":
             self._scratch[scratch] = state.numpy()
             self._remote[scratch] = None
         else:
-            slots = self._slots_on(state.device)
+            slots = self._slots_on(state.device).current
             self._remote[scratch] = (slots, slots.add(state))
 
-    def _slots_on(self, device: torch.device) -> _Slots:
+    def _next_slot(self, device: torch.device) -> Tensor:
+        slots = self._slots_on(device).current
+        return slots.slot(slots.used)
+
+    def _slots_on(self, device: torch.device) -> DeviceSlots:
         slots = self._slots.get(device)
         if slots is None:
-            slots = self._slots[device] = _Slots(device)
+            slots = self._slots[device] = DeviceSlots(device)
         return slots
 
-    @outside_transforms
     def _fetch(self) -> None:
         """Bring everything that was measured elsewhere to the host and fold it: one copy for each device."""
         for slots in self._slots.values():
-            if not slots.used:
-                continue
-            host = slots.take()
-            for scratch, remote in enumerate(self._remote):
-                if remote is not None and remote[0] is slots:
-                    self._scratch[scratch] = host[remote[1]]
-                    self._remote[scratch] = None
-            booked, slots.booked = slots.booked, []
-            while booked:  # one round for each time that a row occurs, in the order of arrival
-                rows: dict[int, int] = {}
-                later = []
-                for row, slot in booked:
-                    if row in rows:
-                        later.append((row, slot))
-                    else:
-                        rows[row] = slot
-                _merge_into(self._rows, list(rows), host[list(rows.values())])
-                booked = later
+            if slots.current.used:
+                slots.current.send()
+                self._receive(self._rows, slots.current)
+
+    @outside_transforms
+    def _receive(self, rows: npt.NDArray[np.float64], slots: SlotSet) -> None:
+        """Fold what a set brings into ``rows``; scratch slots that were in it are on the host then."""
+        host, booked = slots.receive()
+        for scratch, remote in enumerate(self._remote):
+            if remote is not None and remote[0] is slots:
+                self._scratch[scratch] = host[remote[1]]
+                self._remote[scratch] = None
+        while booked:  # one round for each time that a row occurs, in the order of arrival
+            chosen: dict[int, int] = {}
+            later = []
+            for row, slot in booked:
+                if row in chosen:
+                    later.append((row, slot))
+                else:
+                    chosen[row] = slot
+            _merge_into(rows, list(chosen), host[list(chosen.values())])
+            booked = later
 
 
 @final
-class _Slots:
-    """States that wait on one device. Memory is made in pieces and kept from step to step."""
+class Arriving:
+    """The statistics of all rows as they were at a hand-over, of which some are on their way to the host."""
 
-    _PIECE = 1024
+    def __init__(
+        self,
+        rows: npt.NDArray[np.float64],
+        receive: Callable[[npt.NDArray[np.float64], SlotSet], None],
+    ) -> None:
+        self.sets: tuple[SlotSet, ...] = ()
+        self._rows = rows
+        self._receive = receive
 
-    def __init__(self, device: torch.device) -> None:
-        self.booked: list[tuple[int, int]] = []  # (row, slot)
-        self.used = 0
-        self._device = device
-        self._pieces: list[Tensor] = []
+    def done(self) -> bool:
+        """Whether they are there; ``results`` would not wait."""
+        return all(slots.arrived() for slots in self.sets)
 
-    def add(self, state: Tensor) -> int:
-        slot = self.used
-        if slot == len(self._pieces) * self._PIECE:
-            self._pieces.append(torch.empty(self._PIECE, WIDTH, dtype=state.dtype, device=self._device))
-        self._pieces[slot // self._PIECE][slot % self._PIECE].copy_(state, non_blocking=True)
-        self.used = slot + 1
-        return slot
-
-    def take(self) -> npt.NDArray[np.float64]:
-        pieces = self._pieces[: -(-self.used // self._PIECE)]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        host = whole[: self.used].to("cpu").to(torch.float64, copy=True).numpy()
-        self.used = 0
-        return host
+    def results(self) -> npt.NDArray[np.float64]:
+        """The twelve statistics of each row. The first call waits for them."""
+        sets, self.sets = self.sets, ()
+        for slots in sets:
+            self._receive(self._rows, slots)
+        return finish(self._rows)
 
 
 def _merge_into(rows: npt.NDArray[np.float64], chosen: list[int], states: npt.NDArray[np.float64]) -> None:

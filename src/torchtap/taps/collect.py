@@ -1,25 +1,41 @@
 """At the end of a step: what a receiver holds, as numbers and tensors on the host.
 
-All statistics of a device come over in one read, all other numbers of a device in one more.
+All statistics of a device come over in one read, all other numbers of a device in one more. Nothing waits for these
+where the device can copy by itself: the blocks of numbers are there at once, and `Coming` says when they are filled.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchtap.reduce import Full
+from torchtap.reduce.crossing import Crossing
 from torchtap.reduce.moments import STATISTICS
+from torchtap.reduce.stats_block import Arriving
 from torchtap.store.record import ScalarBlock, TensorItem
 from torchtap.taps.entries import Entry, Fold, Grid
 from torchtap.taps.receiver import Receiver
 
-__all__ = ["Collector", "result_of"]
+__all__ = ["Collector", "Coming", "numbers_on_host", "result_of"]
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Numbers of a block that are still on their way from a device."""
+
+    done: Callable[[], bool]
+    fill: Callable[[], None]  # waits for them, and puts them into the block
 
 
 class Collector:
@@ -30,9 +46,10 @@ class Collector:
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._rows: dict[frozenset[int], tuple[int, Rows, tuple[str, ...]]] = {}
 
-    def collect(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...]]:
-        """Everything since the last call; afterwards the receiver holds nothing."""
-        statistics = self._statistics(self._receiver.grid)
+    def collect(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
+        """Everything since the last call, and what of it is still to come; afterwards the receiver holds nothing."""
+        coming: list[Coming] = []
+        statistics = self._statistics(self._receiver.grid, coming)
         scalars = [] if statistics is None else [statistics]
         tensors: list[TensorItem] = []
         numbers: dict[tuple[str, ...], tuple[list[str], list[list[Any]]]] = {}
@@ -52,18 +69,24 @@ class Collector:
                     if isinstance(value, Tensor) and not _is_number(value)
                 )
         for names, (sites, rows) in numbers.items():
-            scalars.append(ScalarBlock(self._same(tuple(sites)), self._same(names), _to_host(rows)))
-        return tuple(scalars), tuple(tensors)
+            values = numbers_on_host(rows, coming)
+            scalars.append(ScalarBlock(self._same(tuple(sites)), self._same(names), values))
+        return tuple(scalars), tuple(tensors), coming
 
-    def _statistics(self, grid: Grid) -> ScalarBlock | None:
+    def _statistics(self, grid: Grid, coming: list[Coming]) -> ScalarBlock | None:
         arrived = np.frombuffer(grid.arrived, dtype=np.bool_)[: len(grid.entries)].copy()
         if not arrived.any():
             return None
-        values = grid.block.results()
-        grid.clear()
         rows, sites = self._rows_of(grid)
+        arriving = grid.block.hand_over()
+        if arriving is None:
+            values = grid.block.results()[rows]
+        else:
+            values = np.empty((len(rows), len(STATISTICS)))
+            coming.append(Coming(arriving.done, partial(_fill_statistics, values, arriving, rows)))
+        grid.clear()
         present = arrived[rows]
-        return ScalarBlock(sites, STATISTICS, values[rows], None if present.all() else present)
+        return ScalarBlock(sites, STATISTICS, values, None if present.all() else present)
 
     def _rows_of(self, grid: Grid) -> tuple[Rows, tuple[str, ...]]:
         """The rows that live taps want statistics of, and their sites: one set a schedule, growing with new sites."""
@@ -112,8 +135,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
-def _to_host(rows: list[list[Any]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Rows of floats and 0-dim tensors as one array, with one read for each device."""
+def numbers_on_host(rows: list[list[Any]], coming: list[Coming]) -> Numbers:
+    """Rows of floats and 0-dim tensors as one array, with one read for each device; some may be ``coming``."""
     values = np.empty((len(rows), len(rows[0])), dtype=np.float64)
     waiting: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
     for i, row in enumerate(rows):
@@ -122,8 +145,21 @@ def _to_host(rows: list[list[Any]]) -> np.ndarray[Any, np.dtype[np.float64]]:
                 waiting.setdefault(value.device, []).append((i, j, value))
             else:
                 values[i, j] = value
-    for cells in waiting.values():
-        read = torch.stack([value.detach().to(torch.float64) for _, _, value in cells]).tolist()
-        for (i, j, _), number in zip(cells, read, strict=True):
-            values[i, j] = number
+    for device, cells in waiting.items():
+        wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        crossing = Crossing([torch.stack([value.detach().to(wide) for _, _, value in cells])])
+        fill = partial(_fill_cells, values, crossing, [(i, j) for i, j, _ in cells])
+        if crossing.done():
+            fill()
+        else:
+            coming.append(Coming(crossing.done, fill))
     return values
+
+
+def _fill_statistics(values: Numbers, arriving: Arriving, rows: Rows) -> None:
+    values[...] = arriving.results()[rows]
+
+
+def _fill_cells(values: Numbers, crossing: Crossing, cells: list[tuple[int, int]]) -> None:
+    for (i, j), number in zip(cells, crossing.wait()[0].tolist(), strict=True):
+        values[i, j] = number
