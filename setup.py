@@ -18,6 +18,15 @@ setup(
             optional=True,
         ),
         Extension(
+            "torchtap.reduce._rows",
+            sources=["src/torchtap/reduce/_rows.c"],
+            depends=["src/torchtap/reduce/_rows_isa.h"],
+            extra_compile_args=FLAGS,
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            py_limited_api=True,
+            optional=True,
+        ),
+        Extension(
             "torchtap.comparison._distance",
             sources=["src/torchtap/comparison/_distance.c"],
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],

@@ -33,6 +33,7 @@ except ImportError:  # not built, or a processor without the instruction: torch 
 _SMALL = 64 << 10  # below this, the allocator itself uses memory again
 _SLAB = 16 << 20
 _AT_ONCE = 16
+_ALIGNMENT = 64
 
 
 @final
@@ -89,7 +90,7 @@ class HostPool:
                 return None
         # Several buffers from one large piece of memory, which the system can back with large pages.
         count = max(1, min(_SLAB // room, _AT_ONCE, (self._limit - self._made) // room))
-        slab = np.empty(count * room, np.uint8)
+        slab = _aligned(count * room)
         self._made += slab.nbytes
         buffers = [slab[start : start + room] for start in range(0, slab.nbytes, room)]
         self._free.setdefault(room, deque()).extend(buffers[1:])
@@ -124,6 +125,13 @@ def _room(nbytes: int) -> int:
     """The size of the buffer for so many bytes: at most an eighth more, so that nearby sizes share buffers."""
     grain = 1 << max(12, nbytes.bit_length() - 4)
     return -(-nbytes // grain) * grain
+
+
+def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that begins where torch's own does: what is computed from it may depend on that in its last digits."""
+    whole = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -whole.ctypes.data % _ALIGNMENT
+    return whole[start : start + nbytes]
 
 
 def _plain_copy(value: Tensor) -> Tensor:

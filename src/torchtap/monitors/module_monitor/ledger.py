@@ -12,7 +12,7 @@ Not here: recognising formulas (`expressions`), keys and steps (`storage`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchtap.errors import MetricError
 from torchtap.monitors.module_monitor.expressions import Formula, Reading, l2
-from torchtap.monitors.module_monitor.storage import StorageManager, means, sums
+from torchtap.monitors.module_monitor.storage import StorageManager, means
 from torchtap.reduce import kernel
 from torchtap.reduce.moments import WIDTH
 from torchtap.reduce.readable import PLAIN_TYPES
@@ -137,14 +137,12 @@ class Ledger:
                 wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
                 self._norms.append((some, torch.stack(torch._foreach_norm(their, 2, dtype=wide))))
 
-    def add(self, keys: list[str], tensors: list[Tensor]) -> None:
-        """Tensors to be averaged under keys of their own. They are read now, all together."""
-        flat = [each if each.dim() == 1 else each.flatten() for each in tensors]
-        sizes = [each.shape[0] for each in flat]
-        for key, size, total in zip(keys, sizes, sums(flat, sizes), strict=True):
-            if size:
-                known, count = self._added.get(key, (0.0, 0))
-                self._added[key] = (known + total, count + size)
+    def add(self, keys: Sequence[str], totals: Sequence[float], count: int) -> None:
+        """Sums over so many numbers, each to be averaged under its key."""
+        added = self._added
+        for key, total in zip(keys, totals, strict=True):
+            known = added.get(key)
+            added[key] = (total, count) if known is None else (known[0] + total, known[1] + count)
 
     def take_pair(self, bound: BoundMetrics, value: Tensor, reference: Tensor) -> None:
         """All metrics of a place on a value and its reference."""

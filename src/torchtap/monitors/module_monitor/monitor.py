@@ -46,9 +46,8 @@ from torchtap.taps.leaves import leaves
 
 __all__ = ["ModuleMonitor"]
 
-_graph_task: Callable[[], int] = (
-    torch._C._current_graph_task_id
-)  # -1 unless autograd is at work in this thread
+# -1 unless autograd is at work in this thread
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class ModuleMonitor(MetricRegistry):
@@ -97,7 +96,8 @@ class ModuleMonitor(MetricRegistry):
         self._reference = ReferenceActivations()
         self._calls: dict[str, int] = {}  # of the monitored module's parts, in the current pass
         self._pass_hooks: list[Any] = []
-        self._companions: list[Callable[[bool], None]] = []  # told whether the step that begins is monitored
+        # Told whether the step that begins is monitored.
+        self._companions: list[Callable[[bool], None]] = [self._reference.arm]
         self._own_parameters: ParameterList | None = None
         self._silenced = 0
         self._stance = EagerStance()
@@ -464,6 +464,8 @@ class _OutputHook(LiveHook):
         monitor = self._monitor
         if not monitor.within_monitoring_window or _graph_task() != -1:
             return
+        if not (monitor._activations.listed or monitor._activation_differences.listed):
+            return
         if monitor.reference_module is not None or type(output) is not Tensor:
             monitor._take_output(self._name, output)
             return
@@ -486,7 +488,8 @@ class _ReferenceHook(LiveHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         monitor = self._monitor
         # Under no_monitor, too: that is where a reference is run.
-        if monitor.current_step_monitored and _graph_task() == -1:
+        wanted = monitor.current_step_monitored and not monitor.ignore_reference_module_activations
+        if wanted and _graph_task() == -1:
             monitor._take_reference_output(self._name, output)
 
 

@@ -2,11 +2,16 @@
 
 With W_0 and x_0 of the reference and W_t and x_t of the monitored module, ``W_t x_t - W_0 x_0`` is the sum of
 ``(W_t - W_0) x_t`` and ``W_0 (x_t - x_0)`` (arXiv 2505.22491). Each term is logged as the mean of its rows' norms.
-It guarantees:
-- the extra forward passes of the reference draw no random number that the training would have got;
-- a part of the reference that several checks need on the same input runs once (`replay`).
 
-Not here: the plot over widths (`torchtap rcc`).
+A module's call is either kept, as copies, until `refined_coordinate_check` takes it, or taken where it happens, which
+needs no copies and finds the values in the cache. The latter is done where the reference has run before, and once
+the check has been asked for in the monitored step before this one: nothing is computed for a check that never comes.
+It guarantees:
+- the extra passes of the reference draw no random number that the training would have got, and change no value of
+  the model's;
+- a part of the reference that several terms need on the same input runs once (`replay`).
+
+Not here: the terms and their keys (`coordinate_terms`), the plot over widths (`torchtap rcc`).
 """
 
 from __future__ import annotations
@@ -17,15 +22,15 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from torchtap.errors import MonitorError
+from torchtap.monitors.module_monitor.coordinate_terms import Measured, Terms
 from torchtap.monitors.module_monitor.hooks import HooksManager, LiveHook
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
-from torchtap.monitors.module_monitor.naming import ROOT, leaf_name, named_modules
+from torchtap.monitors.module_monitor.naming import ROOT, named_modules
 from torchtap.monitors.module_monitor.reference import Copies
-from torchtap.monitors.module_monitor.replay import Replay
-from torchtap.taps.leaves import leaves
+from torchtap.monitors.module_monitor.replay import Replay, is_function
+from torchtap.reduce import row_norms
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
 
@@ -53,26 +58,37 @@ class RefinedCoordinateCheck:
         self.format_module_name_fn = monitor.format_module_name_fn
         self.cpu_offload = monitor.cpu_offload
 
+        # What is kept of the calls in this micro-batch, by module name.
         self.module_inputs: dict[str, tuple[Any, ...]] = {}
         self.module_outputs: dict[str, Any] = {}
         self.reference_module_inputs: dict[str, tuple[Any, ...]] = {}
         self._keywords: dict[str, dict[str, Any]] = {}
         self._reference_outputs: dict[str, Any] = {}
         self._copies = Copies()
+        self._measured: dict[str, list[Measured]] = {}
+
+        # Whether calls are taken where they happen, whether the check was asked for in this step, and the modules
+        # whose reference has run while they themselves have not yet.
+        self._at_once = False
+        self._was_asked = False
+        self._awaited: set[str] = set()
+
+        self._replay = Replay()
+        self._generators = [torch.default_generator]
+        devices = {p.device.index or 0 for p in self.module.parameters() if p.is_cuda}
+        self._generators += [torch.cuda.default_generators[device] for device in sorted(devices)]
 
         self.rcc_forward_hooks = HooksManager()
         self.rcc_reference_forward_hooks = HooksManager()
-        self._modules = self._listed(self.module, self.rcc_forward_hooks, self._on_forward)
-        self._references = self._listed(
+        modules = self._listed(self.module, self.rcc_forward_hooks, self._on_forward)
+        references = self._listed(
             self.reference_module, self.rcc_reference_forward_hooks, self._on_reference_forward
         )
-        self._in_place = {
-            module
-            for module in self._references.values()
-            if any(getattr(part, "inplace", False) for part in module.modules())
+        self._places = {
+            name: _Place(name, module, references[name])
+            for name, module in modules.items()
+            if name in references
         }
-        self._norms: list[tuple[str, Tensor]] = []
-        self._input_norms: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         monitor._companions.append(self._arm)
 
     def _listed(self, model: nn.Module, hooks: HooksManager, take: Any) -> dict[str, nn.Module]:
@@ -88,15 +104,30 @@ class RefinedCoordinateCheck:
         return found
 
     def _arm(self, monitored: bool) -> None:
+        """A step begins."""
         for hooks in (self.rcc_forward_hooks, self.rcc_reference_forward_hooks):
             hooks.resume() if monitored else hooks.pause()
+        self._awaited.clear()
+        self._replay.forget()
+        if monitored:
+            self._at_once = self._was_asked and not self.cpu_offload
+            self._was_asked = False
+        else:
+            self._copies.release()
 
     # -- both forwards ------------------------------------------------------------------------------------
 
     def _on_forward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self.monitor.within_monitoring_window:
             return
+        if self._at_once and name in self._awaited:
+            self._awaited.discard(name)
+            self.module_inputs.pop(name, None)
+            if name != ROOT:
+                self._measured[name] = self._terms_of(self._places[name], args, kwargs, output)
+            return
         copies = self._copies
+        self._measured.pop(name, None)
         self.module_inputs[name] = self._keep(args, copies)
         self.module_outputs[name] = self._keep(output, copies)
         if kwargs:
@@ -113,6 +144,7 @@ class RefinedCoordinateCheck:
         copies = monitor._reference.copies
         self.reference_module_inputs[name] = self._keep(args, copies)
         self._reference_outputs[name] = self._keep(output, copies)
+        self._awaited.add(name)
 
     def _keep(self, value: Any, copies: Copies) -> Any:
         """A value as it is now: tensors are copied, once however often they show up."""
@@ -132,36 +164,68 @@ class RefinedCoordinateCheck:
         monitor = self.monitor
         if not monitor.is_monitoring():
             return
-        if not self.module_inputs:
+        if not self.module_inputs and not self._measured:
             raise MonitorError(
                 "No inputs found for the monitored module. Perform a forward pass before calling "
                 "refined_coordinate_check."
             )
+        self._was_asked = True
         if self.cpu_offload:
             self._bring_back(next(self.module.parameters()).device)
-        calls = {
-            self._reference_of(name): (inputs, self._keywords.get(name, {}))
-            for name, inputs in self.module_inputs.items()
-            if name != ROOT
-        }
-        with torch.no_grad(), self._undisturbed(), Replay(calls, self._in_place) as replay:
-            for name, module in self._modules.items():
-                if name != ROOT and name in self.module_inputs:
-                    reference = self._references[name]
-                    self._check_module(name, module, reference, replay.output_of(reference))
-        self._input_norms = {}
+        self._take_kept()
+        found = [each for name in self._places for each in self._measured.get(name, ())]
         self._forget()
-        norms, self._norms = self._norms, []
-        monitor._ledger.add([key for key, _ in norms], [norm for _, norm in norms])
+        for (keys, indices, _, rows), sums in zip(
+            found, row_norms.read([norms for _, _, norms, _ in found]), strict=True
+        ):
+            if rows:
+                monitor._ledger.add(keys, [sums[index] for index in indices], rows)
 
-    def _reference_of(self, name: str) -> nn.Module:
-        reference = self._references.get(name)
-        if reference is None or name not in self.reference_module_inputs:
+    def _take_kept(self) -> None:
+        """The terms of the calls that were kept: from the inside out, as the hooks were called."""
+        places = [self._place_of(name) for name in self.module_inputs if name != ROOT]
+        for place in places:
+            place.shares = self._shares_its_input(place)
+        for place in places:
+            name = place.name
+            self._measured[name] = self._terms_of(
+                place, self.module_inputs[name], self._keywords.get(name, {}), self.module_outputs[name]
+            )
+
+    def _place_of(self, name: str) -> _Place:
+        place = self._places.get(name)
+        if place is None or name not in self.reference_module_inputs:
             raise MonitorError(
                 f"Step {self.monitor.current_step}: module {name} ran, but the reference's did not. Run the "
                 "reference module on the same batch before calling refined_coordinate_check."
             )
-        return reference
+        return place
+
+    def _shares_its_input(self, place: _Place) -> bool:
+        """Whether a container of this place was given the same value: its copy is then the same, too."""
+        inputs = self.module_inputs[place.name]
+        if not inputs or not isinstance(inputs[0], Tensor):
+            return False
+        return any(
+            inputs[0] is other[0] for name in place.containers if (other := self.module_inputs.get(name))
+        )
+
+    def _terms_of(
+        self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> list[Measured]:
+        if place.is_function:
+            between = output
+        else:
+            part = place.reference
+            with torch.no_grad(), self._undisturbed(draws=not self._replay.is_calm(part)):
+                between = self._replay.output_of(part, args, kwargs, remember=place.shares)
+        return place.terms.of(
+            args,
+            output,
+            between,
+            self.reference_module_inputs[place.name],
+            self._reference_outputs[place.name],
+        )
 
     def _bring_back(self, device: torch.device) -> None:
         for kept in (self.module_inputs, self.module_outputs, self.reference_module_inputs, self._keywords):
@@ -174,111 +238,36 @@ class RefinedCoordinateCheck:
         self.reference_module_inputs = {}
         self._reference_outputs = {}
         self._keywords = {}
+        self._measured = {}
+        self._awaited.clear()
+        self._replay.forget()
         self._copies.forget()
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
+    def _undisturbed(self, draws: bool) -> Iterator[None]:
         """The reference runs once more without being taken for its own pass, and without using up randomness."""
         self.monitor.ignore_reference_module_activations = True
-        devices = sorted({p.device.index or 0 for p in self.module.parameters() if p.is_cuda})
+        states = [generator.get_state() for generator in self._generators] if draws else []
         try:
-            with torch.random.fork_rng(devices=devices):
-                yield
+            yield
         finally:
+            for generator, state in zip(self._generators, states, strict=False):
+                generator.set_state(state)
             self.monitor.ignore_reference_module_activations = False
 
-    def _check_module(self, name: str, module: nn.Module, reference: nn.Module, between: Any) -> None:
-        """``output`` is W_t x_t, ``between`` W_0 x_t and ``start`` W_0 x_0."""
-        output, start = self.module_outputs[name], self._reference_outputs[name]
-        if isinstance(output, Tensor):
-            self._check_output(name, module, output, between, start)
-        else:
-            betweens, starts = dict(leaves(between)), dict(leaves(start))
-            for leaf, value in leaves(output):
-                if leaf in betweens and leaf in starts and value.shape == starts[leaf].shape:
-                    self._check_output(leaf_name(name, leaf), module, value, betweens[leaf], starts[leaf])
-        if isinstance(module, nn.Embedding):
-            return  # its input is an index
-        inputs, reference_inputs = self.module_inputs[name], self.reference_module_inputs[name]
-        first = inputs[0] if inputs else None
-        first_reference = reference_inputs[0] if reference_inputs else None
-        if isinstance(first, Tensor) and first.is_floating_point():
-            self._check_input(name, first, first_reference)
-        if isinstance(module, (nn.Linear, nn.LayerNorm)):
-            self._check_weight(name, module, reference, output, between, start)
-            if isinstance(module, nn.LayerNorm):
-                self._check_normalised(name, module, first, first_reference)
-        elif isinstance(module, nn.MultiheadAttention) and isinstance(reference, nn.MultiheadAttention):
-            self._check_projections(name, module, reference, inputs, reference_inputs)
 
-    def _check_input(self, name: str, first: Tensor, reference: Any) -> None:
-        # A container's input is its first child's, too: the copies are kept until the check is over.
-        key = (id(first), id(reference))
-        known = self._input_norms.get(key)
-        if known is None:
-            moved = isinstance(reference, Tensor) and reference.shape == first.shape
-            known = self._input_norms[key] = (l2_norm(first), l2_norm(first - reference) if moved else None)
-        self._norms.append((f"RCC x_t/{name}/l2norm", known[0]))
-        if known[1] is not None:
-            self._norms.append((f"RCC (x_t-x_0)/{name}/l2norm", known[1]))
+@final
+class _Place:
+    """A module and its counterpart in the reference."""
 
-    def _check_output(
-        self, name: str, module: nn.Module, output: Tensor, between: Tensor, start: Tensor
-    ) -> None:
-        self._log(f"RCC (W_t-W_0)x_t/{name}/l2norm", output - between)
-        if not isinstance(module, nn.Embedding):
-            self._log(f"RCC W_0(x_t-x_0)/{name}/l2norm", between - start)
-
-    def _check_weight(
-        self, name: str, module: Any, reference: Any, output: Tensor, between: Tensor, start: Tensor
-    ) -> None:
-        """The same terms without the bias: those of the weight alone."""
-        if module.bias is not None:
-            output = output - module.bias
-            between = between - reference.bias
-            start = start - reference.bias
-        self._log(f"RCC (W_t-W_0)x_t/{name}.weight/l2norm", output - between)
-        self._log(f"RCC W_0(x_t-x_0)/{name}.weight/l2norm", between - start)
-        self._log(f"RCC (W_t-W_0)x_t/{name}.weight/W_t x_t/l2norm", output)
-        self._log(f"RCC W_0(x_t-x_0)/{name}.weight/W_0 x_0/l2norm", start)
-
-    def _check_normalised(self, name: str, module: nn.LayerNorm, first: Any, reference: Any) -> None:
-        """What a layer norm's weight is multiplied with: its normalised input."""
-        shape, epsilon = module.normalized_shape, module.eps
-        now = functional.layer_norm(first, shape, None, None, epsilon)
-        then = functional.layer_norm(reference, shape, None, None, epsilon)
-        self._log(f"RCC (W_t-W_0)x_t/{name}.weight/x_t/l2norm", now)
-        self._log(f"RCC W_0(x_t-x_0)/{name}.weight/x_t-x_0/l2norm", now - then)
-
-    def _check_projections(
-        self,
-        name: str,
-        module: nn.MultiheadAttention,
-        reference: nn.MultiheadAttention,
-        inputs: tuple[Any, ...],
-        reference_inputs: tuple[Any, ...],
-    ) -> None:
-        """The projections of query, key and value, which are no modules of their own."""
-        for index, part in enumerate(("q", "k", "v")):
-            if index >= len(inputs) or not isinstance(inputs[index], Tensor):
-                continue
-            now, before = _projection(module, part, index), _projection(reference, part, index)
-            value, start = inputs[index], reference_inputs[index]
-            between = functional.linear(value, before)
-            place = f"{name}.{part}_proj.weight"
-            self._log(f"RCC (W_t-W_0)x_t/{place}/l2norm", functional.linear(value, now) - between)
-            self._log(f"RCC W_0(x_t-x_0)/{place}/l2norm", between - functional.linear(start, before))
-
-    def _log(self, key: str, value: Tensor) -> None:
-        self._norms.append((key, l2_norm(value)))
-
-
-def _projection(module: nn.MultiheadAttention, part: str, index: int) -> Tensor:
-    packed: Tensor | None = module._parameters["in_proj_weight"]
-    if packed is None:
-        own: Tensor = getattr(module, f"{part}_proj_weight")
-        return own
-    return packed[index * module.embed_dim : (index + 1) * module.embed_dim]
+    def __init__(self, name: str, module: nn.Module, reference: nn.Module) -> None:
+        self.name = name
+        self.reference = reference
+        self.terms = Terms(name, module, reference)
+        self.is_function = is_function(module, reference)
+        parts = name.split(".")
+        self.containers = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+        self.shares = False  # whether a container is going to run it on the same value
 
 
 def _to(value: Any, device: torch.device) -> Any:

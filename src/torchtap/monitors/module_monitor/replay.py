@@ -1,70 +1,188 @@
-"""Run parts of a model on given inputs, each part once, although containers run their children, too.
+"""Run parts of the reference on the model's own values, each on the same value once.
 
-A container's first child is given the container's own input: what it answers there is what it would be run for
-again. While a `Replay` is open, each part remembers its answer to the one call that it is wanted for. It guarantees:
-- the parts are as before when it closes, whatever happened;
-- a remembered answer is used only if nobody has changed it in place.
+A container's first child is given the container's own input: what it answered there is what it would be run for
+again. Parts come from the inside out; an answer that is to be remembered is used by the next container that asks for
+it. It guarantees:
+- values that a part is run on are as before: a part that might write into its input is given a copy;
+- a remembered answer is used only for the very same value, and only if nobody has changed either in place;
+- a part is as before when it has run, whatever happened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Self, final
+from typing import Any, final
 
 from torch import Tensor, nn
+from torch.nn.modules import activation, batchnorm, conv, normalization, pooling
 
-__all__ = ["Replay"]
+from torchtap.monitors.module_monitor.reference import pooled_copy
+from torchtap.store.pool import HostPool
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+__all__ = ["Replay", "is_function"]
+
+# Modules of torch that answer with the same function of their input whatever was learned ...
+_FUNCTIONS = frozenset(
+    {
+        *(
+            getattr(activation, name)
+            for name in ("ELU", "GELU", "Hardswish", "LeakyReLU", "Mish", "ReLU", "ReLU6")
+        ),
+        *(getattr(activation, name) for name in ("SiLU", "Sigmoid", "Softmax", "Softplus", "Tanh")),
+        *(
+            pooling.MaxPool1d,
+            pooling.MaxPool2d,
+            pooling.AvgPool1d,
+            pooling.AvgPool2d,
+            pooling.AdaptiveAvgPool2d,
+        ),
+        *(nn.Flatten, nn.Identity),
+    }
+)
+# ... and those that neither write into it, nor hand it on for others to write into, nor draw random numbers.
+_CALM = _FUNCTIONS - {nn.Flatten, nn.Identity} | {
+    *(nn.Linear, nn.Embedding, conv.Conv1d, conv.Conv2d, conv.Conv3d),
+    *(batchnorm.BatchNorm1d, batchnorm.BatchNorm2d, batchnorm.BatchNorm3d),
+    *(normalization.LayerNorm, normalization.GroupNorm, normalization.RMSNorm),
+}
+
+
+def is_function(module: nn.Module, reference: nn.Module) -> bool:
+    """Whether both give the same answer to the same value, always."""
+    return (
+        type(module) in _FUNCTIONS
+        and type(reference) is type(module)
+        and not getattr(module, "inplace", False)
+        and "forward" not in reference.__dict__
+        and repr(module) == repr(reference)
+    )
+
+
+def _is_calm(module: nn.Module) -> bool:
+    if "forward" in module.__dict__ or getattr(module, "inplace", False):
+        return False
+    if type(module) is nn.Sequential:
+        return all(_is_calm(part) for part in module)
+    return type(module) in _CALM
+
+
+@final
+class _Answer:
+    """What a part answered to which arguments, and how old all of these were."""
+
+    __slots__ = ("args", "output", "output_version", "versions")
+
+    def __init__(self, args: tuple[Any, ...], output: Tensor) -> None:
+        self.args = args
+        self.versions = [_version(each) for each in args]
+        self.output = output
+        self.output_version = _version(output)
+
+    def is_to(self, args: list[Any]) -> bool:
+        """Whether it is the answer to these arguments."""
+        return len(args) == len(self.args) and all(a is b for a, b in zip(args, self.args, strict=True))
+
+    def is_unchanged(self) -> bool:
+        """Whether nobody has written into it or into what it is an answer to."""
+        versions = [_version(each) for each in self.args]
+        return versions == self.versions and _version(self.output) == self.output_version
 
 
 @final
 class Replay:
-    """The parts with the positional and keyword arguments that each is wanted for."""
+    """Runs parts of a reference, and keeps the answers that a container is going to ask for."""
 
-    def __init__(self, calls: Mapping[nn.Module, Call], in_place: Collection[nn.Module]) -> None:
-        self._calls = calls
-        self._in_place = in_place  # parts that may write into their input
-        self._answers: dict[nn.Module, tuple[Any, int]] = {}
-        self._shadowed: dict[nn.Module, Any] = {}
+    def __init__(self) -> None:
+        self._answers: dict[nn.Module, _Answer] = {}
+        self._calm: dict[nn.Module, bool] = {}
+        # By id: a copy that is given in place of a value, its version when it was made, and the value.
+        self._stand_ins: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._pool = HostPool(limit=64 << 20)
 
-    def __enter__(self) -> Self:
-        for module, call in self._calls.items():
-            own = module.__dict__
-            if "forward" in own:
-                self._shadowed[module] = own["forward"]
-            # Put beside nn.Module.__setattr__, which would look for parameters and buffers.
-            own["forward"] = self._remembering(module, module.forward, call)
-        return self
+    def is_calm(self, part: nn.Module) -> bool:
+        """Whether a part writes into no input and draws no random number, as far as its code is known."""
+        calm = self._calm.get(part)
+        if calm is None:
+            calm = self._calm[part] = _is_calm(part)
+        return calm
 
-    def __exit__(self, *_: object) -> None:
-        for module in self._calls:
-            if module in self._shadowed:
-                module.__dict__["forward"] = self._shadowed[module]
-            else:
-                module.__dict__.pop("forward", None)
+    def output_of(
+        self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, remember: bool
+    ) -> Any:
+        """What a part answers to a call. ``remember`` it where a container gets the same arguments."""
+        calm = self.is_calm(part)
+        if calm and not (self._answers and part._modules):
+            output = part(*args, **kwargs)
+        elif calm:
+            output = self._run_container(part, args, kwargs)
+        else:
+            output = self._run_container(part, self._stand_in(args), self._stand_in(kwargs))
+        if remember and not kwargs and isinstance(output, Tensor) and not _is_ageless((*args, output)):
+            self._answers[part] = _Answer(args, output)
+        return output
+
+    def forget(self) -> None:
+        """Let go of all answers."""
         self._answers.clear()
 
-    def output_of(self, module: nn.Module) -> Any:
-        """What a part answers to the call it is wanted for. Nobody else gets this answer: it may be changed."""
-        args, kwargs = self._calls[module]
-        if module in self._in_place:
-            return module(*(each.clone() if isinstance(each, Tensor) else each for each in args), **kwargs)
-        return module(*args, **kwargs)
+    def _run_container(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shadowed = [(each, each.__dict__.get("forward")) for each in self._answers if each is not part]
+        for each, _ in shadowed:
+            # Put beside nn.Module.__setattr__, which would look for parameters and buffers.
+            each.__dict__["forward"] = _Remembering(self, each, each.forward)
+        try:
+            return part(*args, **kwargs)
+        finally:
+            for each, own in shadowed:
+                if own is None:
+                    del each.__dict__["forward"]
+                else:
+                    each.__dict__["forward"] = own
+            self._stand_ins.clear()
 
-    def _remembering(self, module: nn.Module, forward: Any, call: Call) -> Any:
-        wanted, keywords = call
+    def _stand_in(self, value: Any) -> Any:
+        """The same arguments with copies in them that may be written into."""
+        if isinstance(value, Tensor):
+            copy = pooled_copy(self._pool, value)
+            self._stand_ins[id(copy)] = (copy, _version(copy), value)
+            return copy
+        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+            return type(value)([self._stand_in(each) for each in value])
+        if type(value) is dict:
+            return {key: self._stand_in(each) for key, each in value.items()}
+        return value
 
-        def replayed(*args: Any, **kwargs: Any) -> Any:
-            same = len(args) == len(wanted) and all(a is b for a, b in zip(args, wanted, strict=True))
-            if not same or kwargs or keywords:
-                return forward(*args, **kwargs)
-            known = self._answers.pop(module, None)
-            if known is not None and known[0]._version == known[1]:
-                return known[0]
-            output = forward(*args)
-            if isinstance(output, Tensor) and not output.is_inference():
-                self._answers[module] = (output, output._version)
-            return output
+    def _remembered(self, part: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
+        """What a part answered to these arguments. It is handed out once: whoever gets it may change it."""
+        answer = self._answers.get(part)
+        if answer is None or not answer.is_to([self._original(each) for each in args]):
+            return None
+        del self._answers[part]
+        return answer.output if answer.is_unchanged() else None
 
-        return replayed
+    def _original(self, value: Any) -> Any:
+        """The value that a copy stands in for, if nobody has written into the copy."""
+        known = self._stand_ins.get(id(value))
+        return known[2] if known is not None and known[1] == _version(known[0]) else value
+
+
+@final
+class _Remembering:
+    """In place of a part's forward while a container of it runs."""
+
+    def __init__(self, replay: Replay, part: nn.Module, forward: Any) -> None:
+        self._replay = replay
+        self._part = part
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        known = None if kwargs else self._replay._remembered(self._part, args)
+        return self._forward(*args, **kwargs) if known is None else known
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
+
+
+def _is_ageless(values: tuple[Any, ...]) -> bool:
+    """Whether one of these keeps no version, so that nothing would prove it unchanged."""
+    return any(isinstance(each, Tensor) and each.is_inference() for each in values)

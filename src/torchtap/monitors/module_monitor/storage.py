@@ -203,24 +203,6 @@ class StorageManager:
         return hdf5.load(filename)
 
 
-@torch.no_grad()
-def sums(flat: list[Tensor], sizes: list[int]) -> list[float]:
-    """The sum over each of these one-dimensional tensors, with one read for each device."""
-    if not flat:
-        return []
-    if len({each.device for each in flat}) == 1 and flat[0].is_cpu:
-        return _section_sums(torch.cat(flat), sizes)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(flat):
-        by_device.setdefault(tensor.device, []).append(index)
-    answers = [0.0] * len(flat)
-    for indices in by_device.values():
-        read = torch.stack([flat[index].sum() for index in indices]).tolist()
-        for index, number in zip(indices, read, strict=True):
-            answers[index] = number
-    return answers
-
-
 def _section_sums(joined: Tensor, sizes: list[int]) -> list[float]:
     """Sums of consecutive sections of a tensor on the CPU, in double precision; 0 for an empty one."""
     ends = np.cumsum(sizes)

@@ -1,0 +1,140 @@
+"""What the refined coordinate check says of one module, and under which keys.
+
+``output`` is W_t x_t, ``between`` W_0 x_t and ``start`` W_0 x_0. Each term is the mean of its rows' norms; here it is
+the sum over rows, with their number, so that micro-batches add up. Keys are made once and used in every step.
+
+Not here: where the values come from (`rcc`, `replay`), the arithmetic (`reduce.row_norms`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchtap.monitors.module_monitor.naming import leaf_name
+from torchtap.reduce.row_norms import RowNorms, of_change, of_steps, row_count
+from torchtap.taps.leaves import leaves
+
+__all__ = ["Measured", "Terms"]
+
+# Keys, the place of each one's number among the norms, the norms, and over how many rows these are summed up.
+Measured = tuple[tuple[str, ...], tuple[int, ...], RowNorms, int]
+
+_OWN, _INHERITED = "RCC (W_t-W_0)x_t/{}/l2norm", "RCC W_0(x_t-x_0)/{}/l2norm"
+
+
+@final
+class Terms:
+    """The terms of one module and its reference."""
+
+    def __init__(self, name: str, module: nn.Module, reference: nn.Module) -> None:
+        self._name = name
+        self._module: Any = module
+        self._reference: Any = reference
+        self._is_embedding = isinstance(module, nn.Embedding)
+        self._is_norm = isinstance(module, nn.LayerNorm)
+        self._has_weight = isinstance(module, (nn.Linear, nn.LayerNorm))
+        self._has_projections = isinstance(module, nn.MultiheadAttention) and isinstance(
+            reference, nn.MultiheadAttention
+        )
+        self._steps: dict[str, tuple[str, ...]] = {}  # by leaf of the output
+        weight = f"{name}.weight"
+        self._weight = (
+            *self._steps_of(""),
+            f"RCC (W_t-W_0)x_t/{weight}/W_t x_t/l2norm",
+            f"RCC W_0(x_t-x_0)/{weight}/W_0 x_0/l2norm",
+            _OWN.format(weight),
+            _INHERITED.format(weight),
+        )
+        self._input = (f"RCC x_t/{name}/l2norm", f"RCC (x_t-x_0)/{name}/l2norm")
+        self._normalised = (
+            f"RCC (W_t-W_0)x_t/{weight}/x_t/l2norm",
+            f"RCC W_0(x_t-x_0)/{weight}/x_t-x_0/l2norm",
+        )
+
+    def of(
+        self, inputs: tuple[Any, ...], output: Any, between: Any, start_inputs: tuple[Any, ...], start: Any
+    ) -> list[Measured]:
+        """All terms of one call."""
+        found = self._of_output(output, between, start)
+        if self._is_embedding:
+            return found  # its input is an index
+        first = inputs[0] if inputs else None
+        if isinstance(first, Tensor) and first.is_floating_point():
+            other = start_inputs[0] if start_inputs else None
+            rows = row_count(first)
+            if isinstance(other, Tensor) and other.shape == first.shape:
+                found.append((self._input, (0, 1), of_change(first, other), rows))
+                if self._is_norm:
+                    found.append((self._normalised, (0, 1), self._of_normalised(first, other), rows))
+            else:
+                found.append((self._input[:1], (0,), of_change(first, first), rows))
+        if self._has_projections:
+            found += self._of_projections(inputs, start_inputs)
+        return found
+
+    def _of_output(self, output: Any, between: Any, start: Any) -> list[Measured]:
+        if isinstance(output, Tensor):
+            if not self._has_weight:
+                return [self._of_leaf("", output, between, start)]
+            # The same terms without the bias, too: those of the weight alone.
+            bias = self._module.bias
+            if bias is None:
+                norms, places = of_steps(output, between, start), (0, 1, 2, 3, 0, 1)
+            else:
+                norms = of_steps(output, between, start, (bias, self._reference.bias))
+                places = (0, 1, 2, 3, 4, 1)
+            return [(self._weight, places, norms, row_count(output))]
+        betweens, starts = dict(leaves(between)), dict(leaves(start))
+        return [
+            self._of_leaf(leaf, value, betweens[leaf], starts[leaf])
+            for leaf, value in leaves(output)
+            if leaf in betweens and leaf in starts and value.shape == starts[leaf].shape
+        ]
+
+    def _of_leaf(self, leaf: str, output: Tensor, between: Tensor, start: Tensor) -> Measured:
+        keys, rows = self._steps_of(leaf), row_count(output)
+        if self._is_embedding:
+            return keys[:1], (1,), of_change(output, between), rows
+        return keys, (0, 1), of_steps(output, between, start), rows
+
+    def _steps_of(self, leaf: str) -> tuple[str, ...]:
+        known = self._steps.get(leaf)
+        if known is None:
+            place = leaf_name(self._name, leaf)
+            known = self._steps[leaf] = (_OWN.format(place), _INHERITED.format(place))
+        return known
+
+    @torch.no_grad()
+    def _of_normalised(self, first: Tensor, other: Tensor) -> RowNorms:
+        """What a layer norm's weight is multiplied with: its normalised input."""
+        shape, epsilon = self._module.normalized_shape, self._module.eps
+        now = functional.layer_norm(first, shape, None, None, epsilon)
+        return of_change(now, functional.layer_norm(other, shape, None, None, epsilon))
+
+    @torch.no_grad()
+    def _of_projections(self, inputs: tuple[Any, ...], start_inputs: tuple[Any, ...]) -> list[Measured]:
+        """The projections of query, key and value, which are no modules of their own."""
+        found: list[Measured] = []
+        for index, part in enumerate(("q", "k", "v")):
+            if index >= len(inputs) or not isinstance(inputs[index], Tensor):
+                continue
+            now, before = _projection(self._module, part, index), _projection(self._reference, part, index)
+            value = functional.linear(inputs[index], now)
+            between = functional.linear(inputs[index], before)
+            start = functional.linear(start_inputs[index], before)
+            place = f"{self._name}.{part}_proj.weight"
+            keys = (_OWN.format(place), _INHERITED.format(place))
+            found.append((keys, (0, 1), of_steps(value, between, start), row_count(value)))
+        return found
+
+
+def _projection(module: nn.MultiheadAttention, part: str, index: int) -> Tensor:
+    packed: Tensor | None = module._parameters["in_proj_weight"]
+    if packed is None:
+        own: Tensor = getattr(module, f"{part}_proj_weight")
+        return own
+    return packed[index * module.embed_dim : (index + 1) * module.embed_dim]

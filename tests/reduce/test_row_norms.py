@@ -1,0 +1,147 @@
+"""Norms of rows: the kernel against plain torch in double precision, and torch's way against the kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchtap.reduce import row_norms
+from torchtap.reduce.row_norms import of_change, of_steps, read, row_count
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SHAPES = st.lists(st.integers(0, 5), max_size=2).flatmap(
+    lambda rows: st.integers(0, 2100).map(lambda width: (*rows, width))
+)
+
+
+@pytest.fixture(params=["torch", "plain", "avx2", "best"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Runs a test with every instruction set that was built, and as if the kernel had not been."""
+    native = row_norms.native
+    if request.param == "torch":
+        monkeypatch.setattr(row_norms, "native", None)
+        yield "torch"
+        return
+    if native is None:
+        pytest.skip("the native kernel is not built here")
+    native.use_instructions(request.param)
+    yield str(request.param)
+    native.use_instructions("best")
+
+
+def sums(*values: Tensor) -> list[float]:
+    return [torch.linalg.vector_norm(value.double(), dim=-1).sum().item() for value in values]
+
+
+def numbers(found: row_norms.RowNorms) -> list[float]:
+    return list(read([found])[0])
+
+
+def held(found: row_norms.RowNorms, expected: list[float]) -> None:
+    assert numbers(found) == pytest.approx(expected, rel=2e-6, abs=1e-300, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=SHAPES, seed=st.integers(0, 2**16), scale=st.sampled_from([1.0, 1e-3, 30.0]))
+def test_every_sum_is_that_of_the_definition(
+    way: str, dtype: torch.dtype, shape: tuple[int, ...], seed: int, scale: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    value, between, start = ((torch.randn(shape, generator=generator) * scale).to(dtype) for _ in range(3))
+    bias, start_bias = ((torch.randn(shape[-1], generator=generator) * scale).to(dtype) for _ in range(2))
+    v, b, s, p, q = (each.double() for each in (value, between, start, bias, start_bias))
+    held(of_change(value, start), sums(v, v - s))
+    held(of_steps(value, between, start), sums(v - b, b - s, v, s))
+    held(
+        of_steps(value, between, start, (bias, start_bias)),
+        sums(v - b, b - s, v - p, s - q, (v - p) - (b - q)),
+    )
+    assert row_count(value) == math.prod(shape[:-1])
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_comes_out_as_torch_has_it(way: str, dtype: torch.dtype, odd: float) -> None:
+    value, between, start = (torch.randn(4, 40).to(dtype) for _ in range(3))
+    for place in (value, between):
+        place[1, 17] = odd
+    v, b, s = (each.double() for each in (value, between, start))
+    held(of_steps(value, between, start), sums(v - b, b - s, v, s))
+    held(of_change(value, start), sums(v, v - s))
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-38, 1e25])
+def test_squares_that_float_cannot_hold_are_not_lost(scale: float) -> None:
+    if row_norms.native is None:
+        pytest.skip("torch itself loses them")
+    value, between = torch.randn(3, 50) * scale, torch.randn(3, 50) * scale
+    v, b = value.double(), between.double()
+    held(of_change(value, between), sums(v, v - b))
+    held(of_steps(value, between, between), sums(v - b, b - b, v, b))
+
+
+def test_a_difference_of_equal_values_is_exactly_nothing(way: str) -> None:
+    value, bias = torch.randn(5, 33), torch.randn(33)
+    same = value.clone()
+    assert numbers(of_change(value, same))[1] == 0
+    near, far, _, _, bare = numbers(of_steps(value, same, value, (bias, bias.clone())))
+    assert near == far == bare == 0
+
+
+def test_norms_of_sixteen_bits_neither_overflow_nor_round(way: str) -> None:
+    value = torch.full((2, 64), 3000.0, dtype=torch.float16)
+    assert numbers(of_change(value, torch.zeros_like(value)))[0] == pytest.approx(2 * 3000 * 8, rel=1e-9)
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.randn(6, 4).t(),
+    "with gaps": lambda: torch.randn(4, 12)[:, ::2],
+    "expanded": lambda: torch.randn(1, 6).expand(4, 6),
+    "negated": lambda: torch._neg_view(torch.randn(4, 6)),
+    "parameter": lambda: torch.nn.Parameter(torch.randn(4, 6)),
+    "no dimensions": lambda: torch.tensor(-3.0),
+    "complex": lambda: torch.randn(4, 6, dtype=torch.complex64),
+    "other dtype": lambda: torch.randn(4, 6).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_gives_the_same_numbers(way: str, layout: str) -> None:
+    value = LAYOUTS[layout]()
+    other = torch.randn(value.shape)
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    expected = [
+        torch.linalg.vector_norm(each, dim=-1).sum().item()
+        for each in (value.detach().to(wide), value.detach().to(wide) - other)
+    ]
+    held(of_change(value, other), expected)
+
+
+def test_biases_that_are_not_one_row_go_the_way_of_torch(way: str) -> None:
+    value, between, start = (torch.randn(2, 3, 5) for _ in range(3))
+    bias, start_bias = torch.randn(3, 5), torch.randn(3, 5)
+    found = numbers(of_steps(value, between, start, (bias, start_bias)))
+    assert found[2] == pytest.approx(sums(value - bias)[0], rel=1e-6)
+
+
+def test_shapes_that_do_not_fit_are_torchs_error(way: str) -> None:
+    with pytest.raises(RuntimeError, match="must match"):
+        of_change(torch.randn(2, 3), torch.randn(2, 4))
+    with pytest.raises(RuntimeError, match="must match"):
+        of_steps(torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3), (torch.randn(4), torch.randn(4)))
+
+
+def test_tensors_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = [torch.tensor([1.0, 2.0]), (3.0,), torch.tensor([4.0, 5.0, 6.0])]
+    reads: list[int] = []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
+    assert read(waiting) == [(1.0, 2.0), (3.0,), (4.0, 5.0, 6.0)]
+    assert len(reads) == 1
