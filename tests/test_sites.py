@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 import torch
@@ -211,6 +212,14 @@ def test_a_container_without_a_forward_is_told_apart_from_a_module_that_was_pass
     container, block = (missing.reason for missing in seen.coverage())
     assert container == "a ModuleList has no forward: it holds modules and is not called itself"
     assert block == "module not called"
+
+
+@pytest.mark.parametrize("asked", ["attn.qkv:output", "attn.qkv", "attn.*:param.weight"])
+def test_a_path_that_would_match_deeper_down_says_how_to_write_it(asked: str) -> None:
+    with pytest.raises(SelectionError, match=re.escape(f"'**.{asked}' picks it at any depth")) as caught:
+        tt.bind(GPT(), [asked])
+    assert "matches none of" in str(caught.value)
+    assert tt.bind(GPT(), [f"**.{asked}"]).ports
 
 
 def test_a_kind_that_a_model_does_not_have_is_named() -> None:

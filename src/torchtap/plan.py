@@ -210,16 +210,7 @@ def bind(model: nn.Module, taps: Iterable[Tap | Selectable], keep: Reduction[Any
         matched = [names for names in candidates(found_places, kinds) if each.may_want(names)]
         for selector in each.selectors:
             if not any(selector.picks_port(site) for names in matched for site in names):
-                known = [site.name for names in candidates(found_places, selector.kinds) for site in names]
-                if not known:
-                    kinds_of = " or ".join(sorted(selector.kinds))
-                    raise SelectionError(f"{str(selector)!r} matches nothing: this model has no {kinds_of}")
-                raise no_such_site(
-                    str(selector),
-                    known,
-                    "this model's",
-                    "`torchtap sites` or tt.list_sites(model) lists them all.",
-                )
+                raise _picks_nothing(selector, found_places)
         if each.alias and len(matched) > 1:
             shown = ", ".join(names[0].name for names in matched[:3])
             raise PlanError(
@@ -235,6 +226,20 @@ def bind(model: nn.Module, taps: Iterable[Tap | Selectable], keep: Reduction[Any
         )
     ports = tuple(Port(names, tuple(taps)) for names, taps in wanted_by.items())
     return Plan((*bound, *below), ports, found_places, fallbacks)
+
+
+def _picks_nothing(selector: Selector, found: Sequence[Place]) -> SelectionError:
+    sites = [site for names in candidates(found, selector.kinds) for site in names]
+    if not sites:
+        kinds = " or ".join(sorted(selector.kinds))
+        return SelectionError(f"{selector.text!r} matches nothing: this model has no {kinds}")
+    advice = "`torchtap sites` or tt.list_sites(model) lists them all."
+    asked, kind = selector.made_of
+    if isinstance(asked, str) and not asked.startswith("re:"):
+        deeper = f"**.{asked}"
+        if any(map(Selector.of(deeper, kind).picks_port, sites)):
+            advice = f"A path with a dot in it begins at the model: {deeper!r} picks it at any depth."
+    return no_such_site(selector.text, [site.name for site in sites], "this model's", advice)
 
 
 def _fallbacks(asked: Sequence[Tap]) -> tuple[list[Tap], dict[int, tuple[int, ...]]]:
