@@ -11,7 +11,7 @@ import torch
 from tests.late_device import LateDevice
 from torch import Tensor
 
-from torchtap.reduce import StatsBlock, crossing
+from torchtap.reduce import StatsBlock, crossing, stats_block
 from torchtap.reduce.crossing import Crossing
 from torchtap.reduce.stats_block import Arriving
 
@@ -158,3 +158,23 @@ def test_a_step_of_more_values_than_a_piece_of_slots_holds_comes_over_whole(late
     results = arriving.results()
     assert results[:, 0].tolist() == [1027, 1026]
     np.testing.assert_allclose(results[:, 1], [1026, 1026], rtol=1e-12)
+
+
+def test_a_step_without_end_waits_now_and_then_and_holds_only_so_many_slots(
+    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats_block, "_MOST_SLOTS", 4)
+    block = StatsBlock(1)
+    for number in range(11):
+        block.measure_into(0, number % 3, torch.tensor([float(number)]))
+    block.fold(0, 10 % 3)
+    assert late.waits == 2
+    assert block.results()[0, :2].tolist() == [12, 65 / 12]
+
+
+def test_slots_that_were_made_in_inference_mode_serve_outside_of_it(late: LateDevice) -> None:
+    block = StatsBlock(1)
+    with torch.inference_mode():
+        block.measure_into(0, 0, torch.ones(2))
+    block.measure_into(0, 0, torch.full((2,), 3.0))
+    assert block.results()[0, :2].tolist() == [4, 2]

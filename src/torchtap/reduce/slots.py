@@ -40,7 +40,8 @@ class SlotSet:
         piece, place = divmod(number, self._PIECE)
         if piece == len(self._pieces):
             dtype = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
-            self._pieces.append(torch.empty(self._PIECE, WIDTH, dtype=dtype, device=self.device))
+            with torch.inference_mode(False):  # later steps write here outside of it
+                self._pieces.append(torch.empty(self._PIECE, WIDTH, dtype=dtype, device=self.device))
         return self._pieces[piece][place]
 
     def add(self, state: Tensor) -> int:

@@ -31,6 +31,8 @@ from torchtap.reduce.transforms import outside_transforms
 __all__ = ["Arriving", "StatsBlock"]
 
 _ROW_BYTES = WIDTH * 8
+# A step of more values than this waits for the device in between, so that memory has a bound (4.5 MiB).
+_MOST_SLOTS = 1 << 16
 _read_by_kernel = kernel.measure
 
 
@@ -112,8 +114,8 @@ class StatsBlock:
         if state.device.type == "cpu":
             _merge_into(self._rows, [row], state.detach().to(torch.float64).reshape(1, WIDTH).numpy())
         else:
-            slots = self._slots_on(state.device).current
-            slots.booked.append((row, slots.add(state)))
+            slots, slot = self._put(state)
+            slots.booked.append((row, slot))
 
     def grow(self, rows: int) -> None:
         """Have at least ``rows`` rows; those there are stay as they are."""
@@ -172,8 +174,13 @@ class StatsBlock:
             self._scratch[scratch] = state.numpy()
             self._remote[scratch] = None
         else:
-            slots = self._slots_on(state.device).current
-            self._remote[scratch] = (slots, slots.add(state))
+            self._remote[scratch] = self._put(state)
+
+    def _put(self, state: Tensor) -> tuple[SlotSet, int]:
+        slots = self._slots_on(state.device).current
+        if slots.used >= _MOST_SLOTS:
+            self._fetch()
+        return slots, slots.add(state)
 
     def _next_slot(self, device: torch.device) -> Tensor:
         slots = self._slots_on(device).current
