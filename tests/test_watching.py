@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,3 +332,11 @@ def test_what_is_logged_is_a_number_or_is_refused_at_once() -> None:
             watch.follow("adam")
     with pytest.raises(tt.SessionError, match="closed"):
         watch.log(loss=1.0)
+
+
+def test_parameters_that_come_to_be_in_the_first_pass_are_watched(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with tt.watch(model, tmp_path, ["*:output", "*:param", "*:buffer"]) as watch, watch.step():
+        model(torch.randn(4, 5))
+    assert not watch.lost
+    assert tt.open(tmp_path).series("0:param.weight", "count").values.tolist() == [15]

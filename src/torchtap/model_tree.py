@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchtap.sites import source_of, unwrap
 
@@ -25,7 +26,9 @@ def model_tree(model: nn.Module) -> dict[str, Any]:
             "name": name,
             "path": path,
             "class": type(module).__name__,
-            "parameters": sum(p.numel() for p in module._parameters.values() if p is not None),
+            "parameters": sum(
+                p.numel() for p in module._parameters.values() if p is not None and not is_lazy(p)
+            ),
             "source": source_of(module),
             "children": [],
         }

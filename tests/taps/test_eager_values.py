@@ -8,9 +8,11 @@ import pytest
 import torch
 from tests.models import CASES, CNN, GPT, Case, make, tensors_of
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
+from torchtap.taps.structure import map_leaves
 
 ALL = sorted(CASES)
 
@@ -274,3 +276,29 @@ def test_a_case_really_needs_gradients() -> None:
         case: Case = make(name)
         case.loss().backward()
         assert any(p.grad is not None for p in case.model.parameters()), name
+
+
+def test_a_packed_sequence_is_seen_and_can_be_built_again() -> None:
+    rnn = nn.LSTM(3, 4)
+    packed = pack_sequence([torch.randn(3, 3), torch.randn(2, 3)])
+    with tt.capture(nn.Sequential(rnn), "0:output", "0:input") as seen:
+        output, _ = rnn(packed)
+    assert torch.equal(seen["0:output.0.data"], output.data)
+    assert torch.equal(seen["0:input.input.data"], packed.data)
+    rebuilt = map_leaves(output, lambda _, tensor: tensor + 1)
+    assert torch.equal(rebuilt.data, output.data + 1)
+    assert type(rebuilt) is type(output)
+
+
+def test_a_structure_that_refuses_to_be_built_again_does_not_stop_the_model() -> None:
+    class Strict(list[Tensor]):
+        def __init__(self, first: Tensor, second: Tensor) -> None:
+            super().__init__((first, second))
+
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Strict:
+            return Strict(x, x + 1)
+
+    with tt.capture(model := Odd()) as seen:
+        model(torch.zeros(2))
+    assert seen[":output.1"].tolist() == [1, 1]

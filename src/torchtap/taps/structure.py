@@ -39,7 +39,9 @@ def map_leaves(
             return changed
         return _assigned(copy.copy(tree), changed)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(child(name, value) for name, value in zip(tree._fields, tree, strict=True)))
+        # Not by calling the type: a PackedSequence has checks of its own there.
+        parts = [child(name, value) for name, value in zip(tree._fields, tree, strict=True)]
+        return tuple.__new__(type(tree), parts)
     if isinstance(tree, (list, tuple)):
         return type(tree)([child(index, value) for index, value in enumerate(tree)])
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -61,8 +63,14 @@ def _assigned(mapping: Any, values: Mapping[Any, Any]) -> Any:
 
 
 def skeleton(tree: Any) -> Any:
-    """A structure without its values: what `fill` needs to build it again. It keeps no memory of the model's."""
-    return map_leaves(tree, lambda *_: _HOLE, lambda value: value if isinstance(value, _PLAIN) else None)
+    """A structure without its values: what `fill` needs to build it again. It keeps no memory of the model's.
+
+    None where a type of the user's cannot be built again; its values are taken all the same.
+    """
+    try:
+        return map_leaves(tree, lambda *_: _HOLE, lambda value: value if isinstance(value, _PLAIN) else None)
+    except Exception:
+        return None
 
 
 def fill(bones: Any, values: Mapping[str, Any]) -> Any:
