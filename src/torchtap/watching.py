@@ -171,6 +171,11 @@ class Watch:
         moment, self._moment = self._moment, None
         if moment is None:
             return False
+        if not (self._receiver.live or self._logged or self._logged_tensors):
+            # Most steps of most trainings: the code below would have to be fetched from memory to find nothing.
+            self._receiver.end_step()
+            self._settle()
+            return False
         self._ever_live |= self._receiver.live
         # Parameters are always there to be read: they alone do not make the step that nobody began.
         idle = self._implicit and not self._receiver.holds_anything()
