@@ -60,18 +60,23 @@ from torchtap.reduce import Stats
 Stats().update(None, torch.randn(9))
 assert "triton" not in sys.modules, "a value on the CPU has nothing to do with Triton"
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from torchtap.reduce import triton_kernel as kernels
 def binary(kernel, target, kind, **types):
-    source = ASTSource(fn=kernel, signature={**types, "BLOCK": "constexpr"}, constexprs={"BLOCK": 1024})
+    constants = {"BLOCK": 1024, **({"COMPARED": types.pop("compared")} if "compared" in types else {})}
+    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     assert triton.compile(source, target=target, options=kernels._OPTIONS).asm[kind]
-for target, kind, memory in [
-    (GPUTarget("cuda", 80, 32), "cubin", "*bf16"),
-    (GPUTarget("cuda", 90, 32), "cubin", "*fp32"),
-    (GPUTarget("hip", "gfx942", 64), "hsaco", "*i64"),
+for target, kind, memory, compared in [
+    (GPUTarget("cuda", 80, 32), "cubin", "*bf16", tl.float32),
+    (GPUTarget("cuda", 90, 32), "cubin", "*fp32", tl.float32),
+    (GPUTarget("hip", "gfx942", 64), "hsaco", "*i64", tl.float64),
 ]:
-    binary(kernels._read, target, kind, memory=memory, states="*fp64", count="i64", tiles="i32")
+    binary(
+        kernels._read, target, kind, memory=memory, states="*fp64", count="i64", tiles="i32", compared=compared
+    )
     binary(kernels._join, target, kind, parts="*fp64", state="*fp64", count="i32")
 """
 

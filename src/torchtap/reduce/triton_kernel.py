@@ -1,6 +1,6 @@
 """All statistics of a tensor from one read of its memory, on the device that holds it, in Triton.
 
-The counterpart of ``_native.c``: the same state (`moments.FIELDS`), in double precision throughout. A program reads a
+The counterpart of ``_native.c``: the same state (`moments.FIELDS`), summed in double precision. A program reads a
 stretch of memory a block at a time. Each lane keeps sums of distances from the first finite number that it saw
 itself, so no pass over the data is needed to find a center; of n numbers in a lane, rounding in the squares grows at
 most n-fold, which for the n there are is nothing. Lanes, and then programs, are joined by their means and squares.
@@ -29,6 +29,9 @@ _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 _LEAST_TILES = 4  # blocks that a program reads at least, so that few programs serve small values
 _MOST_PROGRAMS = 1024  # as many as one program can join, and enough to fill a GPU
 
+# Compared in float32, which loses nothing: on many GPUs double precision is what takes longest.
+_SHORT = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
 SCALE: tl.constexpr = tl.constexpr(2.0**-10)
 FIELDS: tl.constexpr = tl.constexpr(WIDTH)
 
@@ -37,13 +40,14 @@ def measure(state: Tensor, value: Tensor) -> None:
     """Write the state of ``value``, a dense tensor of a dtype in `kernel.DTYPE_CODES`, to ``state`` (float64)."""
     memory = _as_it_lies(value)
     count = memory.numel()
+    options = {"COMPARED": tl.float32 if value.dtype in _SHORT else tl.float64, "BLOCK": _BLOCK, **_OPTIONS}
     tiles = max(_LEAST_TILES, -(-count // (_BLOCK * _MOST_PROGRAMS)))
     programs = max(1, -(-count // (_BLOCK * tiles)))
     if programs == 1:
-        _read[1,](memory, state, count, tiles, BLOCK=_BLOCK, **_OPTIONS)
+        _read[1,](memory, state, count, tiles, **options)
         return
     parts = torch.empty(programs, WIDTH, dtype=torch.float64, device=value.device)
-    _read[programs,](memory, parts, count, tiles, BLOCK=_BLOCK, **_OPTIONS)
+    _read[programs,](memory, parts, count, tiles, **options)
     _join[1,](parts, state, programs, BLOCK=_MOST_PROGRAMS, **_OPTIONS)
 
 
@@ -55,7 +59,7 @@ def _as_it_lies(value: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["count", "tiles"])
-def _read(memory, states, count, tiles, BLOCK: tl.constexpr):
+def _read(memory, states, count, tiles, COMPARED: tl.constexpr, BLOCK: tl.constexpr):
     """The state of each program's stretch of ``tiles`` blocks."""
     program = tl.program_id(0).to(tl.int64)
     start = program * tiles * BLOCK
@@ -68,18 +72,18 @@ def _read(memory, states, count, tiles, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float64)
     squares = tl.zeros([BLOCK], tl.float64)
     l1 = tl.zeros([BLOCK], tl.float64)
-    low = tl.full([BLOCK], float("inf"), tl.float64)
-    high = tl.full([BLOCK], float("-inf"), tl.float64)
+    low = tl.full([BLOCK], float("inf"), COMPARED)
+    high = tl.full([BLOCK], float("-inf"), COMPARED)
     for at in range(start, end, BLOCK):
         inside = at + lanes < end
-        number = tl.load(memory + at + lanes, mask=inside, other=0).to(tl.float64)
+        number = tl.load(memory + at + lanes, mask=inside, other=0).to(COMPARED)
         known = inside & (tl.abs(number) < float("inf"))
-        scaled = number * SCALE
+        scaled = number.to(tl.float64) * SCALE
         center = tl.where(known & (finite == 0), scaled, center)
         distance = tl.where(known, scaled - center, 0.0)
         total += distance
         squares += distance * distance
-        l1 += tl.where(known, tl.abs(number), 0.0)
+        l1 += tl.where(known, tl.abs(number), 0.0).to(tl.float64)
         low = tl.minimum(low, tl.where(known, number, float("inf")))
         high = tl.maximum(high, tl.where(known, number, float("-inf")))
         finite += known.to(tl.int32)
@@ -98,8 +102,8 @@ def _read(memory, states, count, tiles, BLOCK: tl.constexpr):
         finite.to(tl.float64),
         center + drift,
         _not_negative(squares - drift * total),
-        low,
-        high,
+        low.to(tl.float64),
+        high.to(tl.float64),
         l1,
     )
 
