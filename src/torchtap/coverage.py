@@ -85,7 +85,11 @@ def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[M
             elif notes:
                 yield Missing(name, notes[0])
             elif kind == "attention":
-                yield Missing(name, "no call of a fused attention function was seen inside these modules")
+                yield Missing(
+                    name,
+                    "no call of a fused attention function was seen inside these modules; attention that is "
+                    "written out in Python is not (transformers has attn_implementation='sdpa')",
+                )
             else:
                 yield Missing(name, "no torchtap.emit() with this name ran inside these modules")
 

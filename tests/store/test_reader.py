@@ -168,9 +168,14 @@ def test_each_rank_has_its_own_part(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(RunNotFoundError):
         open_run(tmp_path / "nowhere")
-    with pytest.raises(RunFormatError, match="is not a run"):
+    (tmp_path / "notes").touch()
+    with pytest.raises(RunFormatError, match=r"is not a run: it has no folder 'rank-00000'$"):
         open_run(tmp_path)
     assert not is_run(tmp_path)
+    with RunWriter(tmp_path / "runs" / "first", manifest={}) as writer:
+        writer.write(record(0))
+    with pytest.raises(RunFormatError, match="'first' in it is one"):
+        open_run(tmp_path / "runs")
 
 
 def test_a_run_shows_itself_and_escapes_what_it_shows(folder: Path, tmp_path: Path) -> None:

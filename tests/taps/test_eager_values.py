@@ -278,6 +278,17 @@ def test_a_case_really_needs_gradients() -> None:
         assert any(p.grad is not None for p in case.model.parameters()), name
 
 
+def test_a_watched_model_can_be_traced_and_the_pass_that_traces_it_is_no_part_of_the_step() -> None:
+    model, x, sink = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3), tt.MemorySink()
+    with tt.watch(model, None, ["*:output", "*:grad_output"], sinks=[sink]) as watch, watch.step():
+        traced = torch.jit.trace(model, torch.randn(5, 3), check_trace=False)
+        model(x).sum().backward()
+        torch.jit.trace(model, torch.randn(5, 3), check_trace=False)
+    assert not watch.lost
+    assert sink.series("0:output", "count").values.tolist() == [6]
+    assert torch.equal(traced(x), model(x))
+
+
 def test_a_packed_sequence_is_seen_and_can_be_built_again() -> None:
     rnn = nn.LSTM(3, 4)
     packed = pack_sequence([torch.randn(3, 3), torch.randn(2, 3)])

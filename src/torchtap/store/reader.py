@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import numpy as np
@@ -69,6 +70,15 @@ def _folder(path: str) -> Folder:
     return LocalFolder(path)
 
 
+def _run_inside(path: str, names: Sequence[str]) -> str:
+    """A run that was perhaps meant where the folder of all runs was named."""
+    for name in sorted(names):
+        with suppress(OSError):
+            if is_run(os.path.join(path, name)):
+                return f"; {name!r} in it is one"
+    return ""
+
+
 @final
 class Run:
     """A recorded run. Made by `open_run`."""
@@ -82,7 +92,9 @@ class Run:
         if not self._ranks:
             if not names and ("://" in path or not os.path.isdir(path)):
                 raise RunNotFoundError(f"there is no run at {path}")
-            raise RunFormatError(f"{path} is not a run: it has no folder 'rank-00000'")
+            raise RunFormatError(
+                f"{path} is not a run: it has no folder 'rank-00000'{_run_inside(path, names)}"
+            )
         self.rank = self._ranks[0] if rank is None else rank
         if self.rank not in self._ranks:
             raise SelectionError(f"the run at {path} has no rank {rank}; its ranks are {self._ranks}")

@@ -130,15 +130,22 @@ class Receiver:
     def begin_pass(self, training: bool | None = None) -> None:
         """The model was called: calls of its modules are counted anew, unless each pass is kept apart."""
         self.passes += self._open
-        if self._one_mode and self._open and training is not None and self.hears_this_thread():
-            if self._mode is None:
-                self._mode = training
-            elif self._mode != training:
-                self._passed_over = (self.thread,)
-                self.thread = _NO_THREAD
+        if self._open and self.hears_this_thread() and self._is_beside_the_step(training):
+            self._passed_over = (self.thread,)
+            self.thread = _NO_THREAD
         self.used = True
         if self._fold_passes:
             self._pass_number += 1
+
+    def _is_beside_the_step(self, training: bool | None) -> bool:
+        """Whether a pass only serves TorchScript's tracer, which must not find us in it, or is of the other mode."""
+        if torch._C._get_tracing_state() is not None:
+            return True
+        if not self._one_mode or training is None:
+            return False
+        if self._mode is None:
+            self._mode = training
+        return self._mode != training
 
     def end_pass(self) -> None:
         """Let go of the values that were held to recognise repeats."""
