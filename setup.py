@@ -42,14 +42,6 @@ setup(
             py_limited_api=True,
             optional=True,
         ),
-        Extension(
-            "torchtap.store._copy",
-            sources=["src/torchtap/store/_copy.c"],
-            extra_compile_args=["-O3"],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            py_limited_api=True,
-            optional=True,
-        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtap.store import pool as pool_module
+from torchtap.store import checksum, tensors
 from torchtap.store.dtypes import BY_NAME
 from torchtap.store.pool import HostPool, pool_of
 from torchtap.store.reader import open_run
@@ -24,7 +26,7 @@ from torchtap.store.writer import RunWriter
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test twice: as it is, and as if the native copy had not been built."""
     if request.param == "by torch":
-        monkeypatch.setattr(pool_module, "_streamed", None)
+        monkeypatch.setattr(checksum, "copy_bytes", None)
 
 
 @pytest.mark.usefixtures("way")
@@ -65,14 +67,15 @@ def test_a_copy_past_the_cache_begins_and_ends_where_it_should(start: int, size:
     assert torch.equal(copied, source[start : start + size])
 
 
-@pytest.mark.skipif(pool_module._streamed is None, reason="not built, or a processor without the instruction")
-@given(target=st.integers(0, 70), size=st.integers(0, 400))
+@pytest.mark.skipif(checksum.copy_bytes is None, reason="not built, or a processor without the instruction")
+@given(target=st.integers(0, 70), size=st.integers(0, 2000))
 def test_a_copy_past_the_cache_writes_nothing_beside_its_target(target: int, size: int) -> None:
-    assert pool_module._streamed is not None
-    source, memory = torch.full((400,), 7, dtype=torch.uint8), torch.zeros(600, dtype=torch.uint8)
-    pool_module._streamed(memory.data_ptr() + target, source.data_ptr(), size)
+    assert checksum.copy_bytes is not None
+    source, memory = torch.full((2000,), 7, dtype=torch.uint8), torch.zeros(2200, dtype=torch.uint8)
+    crc = checksum.copy_bytes(memory.data_ptr() + target, source.data_ptr(), size)
     assert memory[target : target + size].eq(7).all()
     assert memory.count_nonzero() == size
+    assert crc == zlib.crc32(b"\7" * size)
 
 
 def test_memory_is_used_again_once_a_copy_is_gone() -> None:
@@ -143,6 +146,45 @@ def test_the_writer_gives_buffers_back_and_what_it_wrote_is_right(tmp_path: Path
     run = open_run(tmp_path)
     for step in range(100):
         assert set(run.array("a:output", step).tolist()) == {float(step)}
+
+
+@pytest.mark.skipif(checksum.copy_bytes is None, reason="not built, or a processor without the instruction")
+def test_the_writer_takes_the_checksum_from_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(
+        tensors, "checksum", lambda data, *so_far: taken.append(len(data)) or zlib.crc32(data)
+    )
+    values = [torch.randn(2**18, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
+    pool = HostPool()
+    with RunWriter(tmp_path, manifest={}) as writer:
+        for step in range(6):  # the first are held in memory, the last go to the file at once
+            items = tuple(
+                TensorItem(f"a{index}:output", "value", "full", pool.copy(value))
+                for index, value in enumerate(values)
+            )
+            writer.write(StepRecord(step, None, None, "train", 0.0, (), items))
+    assert not taken
+    run = open_run(tmp_path)
+    for step in range(6):
+        for index, value in enumerate(values):
+            assert torch.equal(run.tensor(f"a{index}:output", step), value)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_copy_that_was_changed_is_stored_as_it_is_when_it_is_written(tmp_path: Path, mode: Any) -> None:
+    with mode():
+        copied = HostPool().copy(torch.ones(2**18))
+        copied.mul_(3)
+    with RunWriter(tmp_path, manifest={}) as writer:
+        items = (
+            TensorItem("a:output", "value", "full", copied),
+            TensorItem("b:output", "value", "full", copied.view(2, -1)),
+        )
+        writer.write(StepRecord(0, None, None, "train", 0.0, (), items))
+    run = open_run(tmp_path)
+    assert set(run.array("a:output", 0).tolist()) == {3.0}
+    assert run.array("b:output", 0).shape == (2, 2**17)
 
 
 def test_a_model_has_one_pool_that_goes_with_it() -> None:

@@ -7,7 +7,11 @@
  * Processors that multiply two lanes with one instruction have eight of them and move them 1024 bits ahead.
  *
  * The same numbers as zlib.crc32 for every input (a test holds that). Where the processor lacks the instruction, the module
- * cannot be imported and zlib's own is used.
+ * cannot be imported; zlib's own and torch's copy are used.
+ *
+ * `copy` takes the checksum of bytes while it copies them, which costs nothing: memory is slower. The copy goes past the
+ * cache. An ordinary store first fetches the line that it is about to overwrite, and the copy then pushes out of the cache
+ * what the model needs next. Streaming stores do neither, so a copy costs one read, from the cache, and one write.
  */
 
 #include <Python.h>
@@ -16,6 +20,7 @@
 
 #define POLYNOMIAL 0x04C11DB7u /* without its highest term, x^32 */
 #define RELEASE_BYTES (1 << 16)
+#define LINE 64
 #define PAIRS_FROM 512 /* bytes; below, twice the lanes to join take longer than they save */
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -84,8 +89,10 @@ __attribute__((target("pclmul,sse2"))) static inline __m128i fold(__m128i lane, 
 }
 
 __attribute__((target("pclmul,sse2"))) static uint32_t join(const __m128i *lanes, int count, const unsigned char *data,
-                                                             size_t size)
+                                                             size_t size, unsigned char *target)
 {
+    if (target)
+        memcpy(target, data, size);
     const __m128i near = _mm_loadu_si128((const __m128i *)ahead_128);
     __m128i all = lanes[0];
     for (int lane = 1; lane < count; lane++)
@@ -95,58 +102,88 @@ __attribute__((target("pclmul,sse2"))) static uint32_t join(const __m128i *lanes
     return by_table(by_table(0, left, 16), data, size);
 }
 
-/* At least 64 bytes. */
-__attribute__((target("pclmul,sse2"))) static uint32_t by_folding(uint32_t rest, const unsigned char *data, size_t size)
+/* At least 64 bytes; copied to `target`, which begins a line, unless it is NULL. */
+__attribute__((target("pclmul,sse2"))) static uint32_t by_folding(uint32_t rest, const unsigned char *data, size_t size,
+                                                                   unsigned char *target)
 {
-    __m128i lanes[4];
-    for (int lane = 0; lane < 4; lane++)
-        lanes[lane] = _mm_loadu_si128((const __m128i *)(data + 16 * lane));
-    lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128((int)rest));
-    data += 64;
-    size -= 64;
+    /* what was read so far is folded into the first bytes; ahead of them there is nothing */
+    __m128i lanes[4] = {_mm_setzero_si128(), _mm_setzero_si128(), _mm_setzero_si128(), _mm_setzero_si128()};
+    __m128i before = _mm_cvtsi32_si128((int)rest);
     const __m128i far = _mm_loadu_si128((const __m128i *)ahead_512);
-    for (; size >= 64; data += 64, size -= 64)
-        for (int lane = 0; lane < 4; lane++)
-            lanes[lane] = fold(lanes[lane], far, _mm_loadu_si128((const __m128i *)(data + 16 * lane)));
-    return join(lanes, 4, data, size);
+    for (; size >= 64; data += 64, size -= 64) {
+        for (int lane = 0; lane < 4; lane++) {
+            const __m128i next = _mm_loadu_si128((const __m128i *)(data + 16 * lane));
+            if (target)
+                _mm_stream_si128((__m128i *)(target + 16 * lane), next);
+            lanes[lane] = fold(lanes[lane], far, next);
+        }
+        lanes[0] = _mm_xor_si128(lanes[0], before);
+        before = _mm_setzero_si128();
+        if (target)
+            target += 64;
+    }
+    return join(lanes, 4, data, size, target);
 }
 
-/* At least 128 bytes. */
-__attribute__((target("avx2,pclmul,vpclmulqdq"))) static uint32_t by_folding_pairs(uint32_t rest,
-                                                                                   const unsigned char *data, size_t size)
+/* At least 128 bytes; copied to `target`, which begins a line, unless it is NULL. */
+__attribute__((target("avx2,pclmul,vpclmulqdq"))) static uint32_t
+by_folding_pairs(uint32_t rest, const unsigned char *data, size_t size, unsigned char *target)
 {
-    __m256i pairs[4];
-    for (int pair = 0; pair < 4; pair++)
-        pairs[pair] = _mm256_loadu_si256((const __m256i *)(data + 32 * pair));
-    pairs[0] = _mm256_xor_si256(pairs[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)rest)));
-    data += 128;
-    size -= 128;
+    __m256i pairs[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+    __m256i before = _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)rest));
     const __m256i far = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)ahead_1024));
-    for (; size >= 128; data += 128, size -= 128)
+    for (; size >= 128; data += 128, size -= 128) {
         for (int pair = 0; pair < 4; pair++) {
+            const __m256i next = _mm256_loadu_si256((const __m256i *)(data + 32 * pair));
+            if (target)
+                _mm256_stream_si256((__m256i *)(target + 32 * pair), next);
             const __m256i low = _mm256_clmulepi64_epi128(pairs[pair], far, 0x00);
             const __m256i high = _mm256_clmulepi64_epi128(pairs[pair], far, 0x11);
-            const __m256i next = _mm256_loadu_si256((const __m256i *)(data + 32 * pair));
             pairs[pair] = _mm256_xor_si256(_mm256_xor_si256(low, high), next);
         }
+        pairs[0] = _mm256_xor_si256(pairs[0], before);
+        before = _mm256_setzero_si256();
+        if (target)
+            target += 128;
+    }
     __m128i lanes[8];
     for (int pair = 0; pair < 4; pair++)
         _mm256_storeu_si256((__m256i *)(lanes + 2 * pair), pairs[pair]);
-    return join(lanes, 8, data, size);
+    return join(lanes, 8, data, size, target);
 }
 
 #endif
 
-static uint32_t crc32_of(uint32_t value, const unsigned char *data, size_t size)
+static uint32_t folded(uint32_t rest, const unsigned char *data, size_t size, unsigned char *target)
 {
-    uint32_t rest = ~value;
 #ifdef HAVE_FOLDING
     if (size >= PAIRS_FROM && two_lanes_at_once)
-        return ~by_folding_pairs(rest, data, size);
+        return by_folding_pairs(rest, data, size, target);
     if (size >= 64)
-        return ~by_folding(rest, data, size);
+        return by_folding(rest, data, size, target);
 #endif
-    return ~by_table(rest, data, size);
+    if (target)
+        memcpy(target, data, size);
+    return by_table(rest, data, size);
+}
+
+static uint32_t crc32_of(uint32_t value, const unsigned char *data, size_t size)
+{
+    return ~folded(~value, data, size, NULL);
+}
+
+static uint32_t copy_of(unsigned char *target, const unsigned char *data, size_t size)
+{
+    /* Streaming stores want their target aligned; sources are read as they come. */
+    size_t head = (size_t)(-(uintptr_t)target % LINE);
+    if (head > size)
+        head = size;
+    memcpy(target, data, head);
+    const uint32_t rest = folded(by_table(~0u, data, head), data + head, size - head, target + head);
+#ifdef HAVE_FOLDING
+    _mm_sfence(); /* streaming stores are seen by other threads in any order until this */
+#endif
+    return ~rest;
 }
 
 static PyObject *crc32(PyObject *module, PyObject *arguments)
@@ -167,7 +204,20 @@ static PyObject *crc32(PyObject *module, PyObject *arguments)
     return PyLong_FromUnsignedLong(result);
 }
 
+static PyObject *copy(PyObject *module, PyObject *arguments)
+{
+    unsigned long long target, source, size;
+    if (!PyArg_ParseTuple(arguments, "KKK:copy", &target, &source, &size))
+        return NULL;
+    uint32_t result;
+    Py_BEGIN_ALLOW_THREADS
+    result = copy_of((unsigned char *)(uintptr_t)target, (const unsigned char *)(uintptr_t)source, (size_t)size);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLong(result);
+}
+
 static PyMethodDef methods[] = {
+    {"copy", copy, METH_VARARGS, "copy(target, source, size): bytes from one address to another; returns their crc32."},
     {"crc32", crc32, METH_VARARGS, "crc32(data, value=0): the same as zlib.crc32."},
     {NULL, NULL, 0, NULL},
 };

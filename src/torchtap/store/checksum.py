@@ -2,30 +2,61 @@
 
 Large grids of numbers are checked in stretches, so that reading one series verifies what it reads and no
 more.
+
+A checksum that was taken while a tensor was copied stays with the copy (`keep_checksum`) until somebody changes it.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, final
 
 from torchtap.errors import RunCorruptError
 
-__all__ = ["CHUNK", "ChunkedChecksum", "checksum", "checksums", "parse_checksums", "verify"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "CHUNK",
+    "ChunkedChecksum",
+    "checksum",
+    "checksums",
+    "copy_bytes",
+    "keep_checksum",
+    "kept_checksum",
+    "parse_checksums",
+    "verify",
+]
 
 CHUNK = 64 << 10
 
 checksum: Callable[..., int]  # (bytes, value so far = 0)
+copy_bytes: Callable[[int, int, int], int] | None  # (to, from, how many): their checksum
 try:
+    from torchtap.store._checksum import copy as copy_bytes
     from torchtap.store._checksum import crc32 as checksum
 except ImportError:  # not built, or a processor without the instruction: the same numbers, more slowly
     checksum = zlib.crc32
+    copy_bytes = None
 
 
 def checksums(buffer: memoryview, chunk: int = CHUNK) -> list[str]:
     """One checksum for each ``chunk`` bytes, as eight hex digits."""
     return [f"{checksum(buffer[start : start + chunk]):08x}" for start in range(0, len(buffer), chunk)]
+
+
+def keep_checksum(value: Tensor, crc: int) -> None:
+    """Note that the checksum of a tensor's memory, as it is now, is known."""
+    with suppress(RuntimeError):  # made in inference mode, where changes are not counted
+        value._torchtap_crc32 = crc, value._version  # type: ignore[attr-defined]
+
+
+def kept_checksum(value: Any) -> int | None:
+    """The checksum that was noted with a tensor, if nobody has changed it since."""
+    crc, version = getattr(value, "_torchtap_crc32", (None, None))
+    return crc if crc is not None and version == value._version else None
 
 
 def parse_checksums(facts: dict[str, object], nbytes: int) -> tuple[int, list[str]]:

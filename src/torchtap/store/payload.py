@@ -4,6 +4,9 @@ A contiguous CPU tensor of any dtype gives a view of its own memory. What has no
 made contiguous first, and what it was is noted: strides of a transposed tensor, the layout of a sparse one
 (kept as values and indices), the dtype of a quantized one (kept dequantized).
 
+The view is made without torch's operations, ``is_conj`` and the like included: each of them lets go of the
+interpreter's lock, and getting it back from a busy training thread takes longer than all else here.
+
 Takes numpy arrays as well, so that a run can be written by a process that never imports torch.
 """
 
@@ -14,12 +17,13 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from torchtap.store.checksum import kept_checksum
 from torchtap.store.dtypes import BY_NAME, StoredType
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Payload", "nbytes_of", "payload_of"]
+__all__ = ["Payload", "lies_as_it_reads", "nbytes_of", "payload_of"]
 
 
 @final
@@ -32,6 +36,7 @@ class Payload:
     buffer: memoryview
     notes: dict[str, Any] = field(default_factory=dict)
     indices: Payload | None = None  # of a sparse tensor, whose ``buffer`` then holds the values
+    checksum: int | None = None  # of ``buffer``, where it is known already
 
 
 def nbytes_of(value: Any) -> int:
@@ -71,7 +76,6 @@ def _of_array(value: np.ndarray[Any, Any]) -> Payload:
 def _of_tensor(value: Tensor) -> Payload:
     import torch
 
-    value = value.detach()
     notes: dict[str, Any] = {}
     if value.is_quantized:
         notes["quantized"] = str(value.dtype).removeprefix("torch.")
@@ -91,15 +95,38 @@ def _of_tensor(value: Tensor) -> Payload:
     return _dense(value, notes)
 
 
-def _dense(value: Tensor, notes: dict[str, Any]) -> Payload:
-    import torch
+def lies_as_it_reads(value: Tensor) -> bool:
+    """Whether the value's bytes, as they lie in the host's memory, are those of its contiguous copy."""
+    from torch._C import DispatchKey, _dispatch_keys
 
-    name = str(value.dtype).removeprefix("torch.")
-    stored = BY_NAME.get(name)
+    keys = _dispatch_keys(value)  # a conjugation or a negation may be noted and not done yet
+    noted = keys.has(DispatchKey.Conjugate) or keys.has(DispatchKey.Negative)
+    return value.is_cpu and value.is_contiguous() and not noted
+
+
+def _dense(value: Tensor, notes: dict[str, Any]) -> Payload:
+    stored = BY_NAME.get(str(value.dtype).removeprefix("torch."))
     if stored is None:
         raise TypeError(f"a run holds no tensors of dtype {value.dtype}")
-    if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    raw = value.resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    shape = tuple(value.shape[:-1] if name.startswith("complex") else value.shape)
-    return Payload(stored, shape, raw.data, notes)
+    if not lies_as_it_reads(value):
+        value = value.resolve_conj().resolve_neg().cpu().contiguous()
+    buffer = np.asarray(_Memory(value)).data
+    return Payload(stored, tuple(value.shape), buffer, notes, checksum=kept_checksum(value))
+
+
+@final
+class _Memory:
+    """A contiguous tensor as numpy can look at it, whatever its dtype: as bytes. It keeps the tensor."""
+
+    __slots__ = ("__array_interface__", "_value")
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        # without an address numpy would make memory of its own: an empty tensor may have none
+        address = value.data_ptr() or id(value)
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (value.nbytes,),
+            "data": (address, True),
+        }

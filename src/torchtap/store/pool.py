@@ -6,15 +6,14 @@ last tensor that looks at it is gone, whoever held it: the writer after writing,
 always safe to keep a copy; it only means that the pool has less to give, and past its bound it makes
 ordinary copies.
 
-Copies go past the processor's cache where they can (``_copy.c``): what the model needs next is still in it
-afterwards. The writer's thread, which reads a copy next, was measured to lose less by that than the copy gains.
+Copies go past the processor's cache where they can (``_checksum.c``): what the model needs next is still in it
+afterwards. Their checksum is taken on the way, which costs nothing, so that the writer's thread only has to write.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -22,13 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HostPool", "pool_of"]
+from torchtap.store import checksum
+from torchtap.store.payload import lies_as_it_reads
 
-_streamed: Callable[[int, int, int], None] | None  # (target, source, bytes)
-try:
-    from torchtap.store._copy import copy as _streamed
-except ImportError:  # not built, or a processor without the instruction: torch copies, through the cache
-    _streamed = None
+__all__ = ["HostPool", "pool_of"]
 
 _SMALL = 64 << 10  # below this, the allocator itself uses memory again
 _SLAB = 16 << 20
@@ -56,7 +52,8 @@ class HostPool:
 
     def copy(self, value: Tensor) -> Tensor:
         """A contiguous copy on the host, without gradient history."""
-        value = value.detach()
+        if value.requires_grad:
+            value = value.detach()
         if value.layout is not torch.strided or value.is_quantized or value.nbytes < _SMALL:
             return _plain_copy(value)
         buffer = self._take(_room(value.nbytes))
@@ -71,9 +68,10 @@ class HostPool:
             self._free.setdefault(buffer.nbytes, deque()).append(buffer)
 
         self._lent[key] = weakref.ref(lease, give_back)
-        copied = torch.from_numpy(lease).view(value.dtype).view(value.shape)
-        if _streamed is not None and _lies_as_it_reads(value):
-            _streamed(copied.data_ptr(), value.data_ptr(), value.nbytes)
+        copied = torch.frombuffer(lease, dtype=value.dtype).view(value.shape)
+        if checksum.copy_bytes is not None and lies_as_it_reads(value):
+            crc = checksum.copy_bytes(copied.data_ptr(), value.data_ptr(), value.nbytes)
+            checksum.keep_checksum(copied, crc)
         else:
             copied.copy_(value)
         return copied
@@ -114,11 +112,6 @@ def pool_of(model: nn.Module) -> HostPool:
     if pool is None:
         pool = _OF_MODELS[model] = HostPool()
     return pool
-
-
-def _lies_as_it_reads(value: Tensor) -> bool:
-    """Whether the value's bytes, as they lie in the host's memory, are those of its contiguous copy."""
-    return value.is_cpu and value.is_contiguous() and not (value.is_conj() or value.is_neg())
 
 
 def _room(nbytes: int) -> int:

@@ -170,13 +170,16 @@ class TensorSegments:
         if not stored.native:
             facts = facts | {"dtype": stored.name}
             shape = (*shape, stored.size)
+        crc = payload.checksum
         packed = self._compressor(buffer, stored.size) if self._compressor and len(buffer) else None
         code = stored.code
         if packed is not None:
             facts = facts | {"codec": "zstd", "dtype": stored.name, "stored_shape": list(payload.shape)}
-            code, shape, buffer = "U8", (len(packed),), memoryview(packed)
-        crc = f"{self._pass_on(buffer):08x}"
-        note = json.dumps(facts | {"crc32": crc}, separators=(",", ":")) if facts else f'{{"crc32":"{crc}"}}'
+            code, shape, buffer, crc = "U8", (len(packed),), memoryview(packed), None
+        text = f"{self._pass_on(buffer, crc):08x}"
+        note = (
+            json.dumps(facts | {"crc32": text}, separators=(",", ":")) if facts else f'{{"crc32":"{text}"}}'
+        )
         self._notes[name] = note
         entry = Entry(name, code, shape, self._nbytes, self._nbytes + len(buffer))
         self._entries.append(entry)
@@ -186,11 +189,14 @@ class TensorSegments:
         if self._stream is None and self._nbytes > SPILL:
             self._spill()
 
-    def _pass_on(self, buffer: memoryview) -> int:
-        """Write the bytes, or hold them for later; returns their checksum."""
+    def _pass_on(self, buffer: memoryview, crc: int | None) -> int:
+        """Write the bytes, or hold them for later; returns their checksum, which may be known."""
         if self._stream is None:
             self._held.append(buffer)
-            return checksum(buffer)
+            return checksum(buffer) if crc is None else crc
+        if crc is not None:
+            self._stream.append(buffer)
+            return crc
         crc = 0
         for start in range(0, len(buffer), _PIECE):
             piece = buffer[start : start + _PIECE]
