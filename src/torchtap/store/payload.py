@@ -122,11 +122,9 @@ class _Memory:
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
-        # without an address numpy would make memory of its own: an empty tensor may have none
-        address = value.data_ptr() or id(value)
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
             "shape": (value.nbytes,),
-            "data": (address, True),
+            "data": (value.data_ptr(), True),  # nobody writes through it
         }
