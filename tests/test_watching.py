@@ -334,6 +334,22 @@ def test_what_is_logged_is_a_number_or_is_refused_at_once() -> None:
         watch.log(loss=1.0)
 
 
+@pytest.mark.parametrize("kind", ["output", "input", "grad_output"])
+def test_a_structure_that_cannot_be_looked_through_costs_its_own_values(kind: str) -> None:
+    class Endless(nn.Module):
+        def forward(self, x: Any) -> Any:
+            x.append(x)
+            return x
+
+    model = nn.Sequential(nn.Identity(), Endless())
+    with pytest.warns(RuntimeWarning, match="RecursionError"), tt.watch(model, None, f"1:{kind}") as watch:
+        for _ in range(2):
+            with watch.step():
+                endless = [torch.zeros(1)]
+                model(model(endless))
+    assert len(watch.lost) == 1
+
+
 def test_parameters_that_come_to_be_in_the_first_pass_are_watched(tmp_path: Path) -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     with tt.watch(model, tmp_path, ["*:output", "*:param", "*:buffer"]) as watch, watch.step():

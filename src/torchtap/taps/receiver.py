@@ -23,7 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.errors import ReductionError
+from torchtap.errors import ReductionError, TorchtapError
 from torchtap.plan import Plan
 from torchtap.reduce import Full, Stats
 from torchtap.sites import Site
@@ -165,21 +165,13 @@ class Receiver:
             return
         if port.structure is None:
             port.structure = skeleton(tree)
-        found = False
-        for leaf, tensor in leaves(tree):
-            found = True
-            self._take_leaf(port, leaf, call, tensor)
-        if not found:
+        if not self._take_leaves(port, call, leaves(tree)):
             port.note = f"{port.kind} is not a tensor but {type(tree).__name__}"
 
     def take_inputs(self, port: LivePort, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A module's arguments."""
         call = port.next_call(self._pass_number)
-        found = False
-        for leaf, tensor in input_leaves(port.input_names, args, kwargs):
-            found = True
-            self._take_leaf(port, leaf, call, tensor)
-        if not found:
+        if not self._take_leaves(port, call, input_leaves(port.input_names, args, kwargs)):
             port.note = "no argument is a tensor"
 
     def take_gradients(
@@ -191,17 +183,20 @@ class Receiver:
         checkpoint were there both times.
         """
         call = port.next_recall() if recomputed else port.next_call(self._pass_number)
-        for leaf, tensor in found:
-            if not tensor.requires_grad:
-                port.note = "the value does not require grad"
-                known = port.entries.get((leaf, call))
-                if known is not None:
-                    known.asked = False
-                continue
-            entry = self._entry(port, leaf, call)
-            if entry is not None and not (recomputed and entry.asked):
-                entry.asked = not recomputed
-                ask_for_gradient(tensor, partial(self._take_gradient, entry))
+        try:
+            for leaf, tensor in found:
+                if not tensor.requires_grad:
+                    port.note = "the value does not require grad"
+                    known = port.entries.get((leaf, call))
+                    if known is not None:
+                        known.asked = False
+                    continue
+                entry = self._entry(port, leaf, call)
+                if entry is not None and not (recomputed and entry.asked):
+                    entry.asked = not recomputed
+                    ask_for_gradient(tensor, partial(self._take_gradient, entry))
+        except Exception as error:
+            self._lose(port.port.site.name, error)
 
     def _take_gradient(self, entry: Entry, gradient: Tensor) -> None:
         # A backward that comes after its step has ended has nowhere to put its values.
@@ -298,6 +293,17 @@ class Receiver:
                 fold.seconds += perf_counter() - began
         except Exception as error:
             self.lose(entry, error)
+
+    def _take_leaves(self, port: LivePort, call: int, found: Iterable[tuple[str, Tensor]]) -> bool:
+        """The tensors of a structure; says whether it has any. Types of the user's may fail to be looked through."""
+        came = False
+        try:
+            for leaf, tensor in found:
+                came = True
+                self._take_leaf(port, leaf, call, tensor)
+        except Exception as error:
+            self._lose(port.port.site.name, error)
+        return came
 
     # -- the hot path -------------------------------------------------------------------------------------
 
@@ -400,8 +406,11 @@ class Receiver:
     # -- what went wrong ----------------------------------------------------------------------------------
 
     def lose(self, entry: Entry, error: Exception) -> None:
+        self._lose(entry.name, error)
+
+    def _lose(self, site: str, error: Exception) -> None:
         if self.strict:
-            if isinstance(error, ReductionError):
+            if isinstance(error, TorchtapError):
                 raise error
-            raise ReductionError(f"{entry.name}: {type(error).__name__}: {error}") from error
-        self._on_lost(f"{entry.name}: {type(error).__name__}: {error}")
+            raise ReductionError(f"{site}: {type(error).__name__}: {error}") from error
+        self._on_lost(f"{site}: {type(error).__name__}: {error}")
