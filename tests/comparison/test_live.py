@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from benchmarks.planted_faults import dropped_residual, folded_norm
 from benchmarks.planted_models import build
+from rich.console import Console
 from torch import Tensor, nn
 
 import torchtap as tt
@@ -326,8 +328,6 @@ def test_state_dicts_and_lists_of_layers_can_be_compared(net: Net) -> None:
 
 
 def test_the_reports_say_the_same_everywhere(net: Net, inputs: Any, tmp_path: Path) -> None:
-    from rich.console import Console
-
     result = tt.compare(net, changed(net, "blocks.1.up.weight"), inputs=inputs)
     data = json.loads(result.to_json(tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text()) == data
@@ -350,3 +350,16 @@ def test_a_row_is_found_by_its_site_and_a_wrong_name_suggests_another(net: Net, 
     assert result.row("head:output").status == "equal"
     with pytest.raises(tt.SelectionError, match="head:output"):
         result.row("heda:output")
+
+
+def test_a_narrow_terminal_shows_numbers_and_status_whole() -> None:
+    left, right = nn.Sequential(), nn.Sequential()
+    torch.manual_seed(0)
+    for model in (left, right):
+        model.add_module("a_module_with_a_name_longer_than_half_a_narrow_terminal", nn.Linear(4, 4))
+    text = io.StringIO()
+    result = tt.compare(left, right, inputs=(torch.randn(2, 4),))
+    Console(width=80, file=text).print(result.table())
+    assert "…" not in text.getvalue()
+    assert "diverged" in text.getvalue()
+    assert max(map(len, text.getvalue().splitlines())) <= 80

@@ -32,10 +32,11 @@ def number(value: float | None) -> str:
 def draw(result: Comparison, *, every: bool = False) -> Table:
     """One line for each site; long tables are cut around the first divergence unless ``every`` is set."""
     table = Table(title=Text(f"{result.reference}  against  {result.target}"), caption=Text(result.verdict))
-    table.add_column("site", no_wrap=True, overflow="ellipsis", min_width=24)
+    # Where it is narrow, names and status go over two lines and the numbers stay whole.
+    table.add_column("site", overflow="fold", min_width=16)
     for heading in ("error", "floor", "alone", "cosine"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("status", overflow="fold")
+        table.add_column(heading, justify="right", no_wrap=True, min_width=7)
+    table.add_column("status", overflow="fold", min_width=9)
     previous = -1
     for at in _chosen(result, every):
         if at != previous + 1:

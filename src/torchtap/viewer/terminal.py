@@ -62,13 +62,13 @@ def statistics_table(
     sites: Sequence[str],
     statistic: str | None = None,
     *,
-    width: int = 24,
+    width: int = 12,
     findings: Sequence[Finding] = (),
 ) -> Table:
     """The newest statistics of each site, and one of them over time."""
     marks = {site: finding.severity for finding in reversed(findings) for site in finding.sites}
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("site", no_wrap=True, overflow="ellipsis", ratio=3)
+    table.add_column("site", overflow="ellipsis")  # the one that gives way where it is narrow
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(statistic or "rms", no_wrap=True, min_width=width)
