@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torchtap as tt
 from torchtap.store import checksum, tensors
 from torchtap.store.dtypes import BY_NAME
 from torchtap.store.pool import HostPool, pool_of
@@ -168,6 +169,22 @@ def test_the_writer_takes_the_checksum_from_the_copy(tmp_path: Path, monkeypatch
     for step in range(6):
         for index, value in enumerate(values):
             assert torch.equal(run.tensor(f"a{index}:output", step), value)
+
+
+@pytest.mark.skipif(checksum.copy_bytes is None, reason="not built, or a processor without the instruction")
+def test_what_a_watch_records_was_checked_while_it_was_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(
+        tensors, "checksum", lambda data, *so_far: taken.append(len(data)) or zlib.crc32(data)
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU())
+    kept = [tt.tap("*:output", keep=tt.Full()), tt.tap("*:param_grad", keep=tt.Full())]
+    with tt.watch(model, tmp_path, kept) as watch, watch.step():
+        model(torch.randn(128, 256)).sum().backward()
+    assert set(taken) == {256 * 4}  # the bias is too small for the pool
+    assert torch.equal(tt.open(tmp_path).tensor("0:param_grad.weight", step=0), model[0].weight.grad)
 
 
 @pytest.mark.usefixtures("way")

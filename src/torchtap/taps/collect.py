@@ -64,7 +64,7 @@ class Collector:
                     sites.append(entry.name)
                     rows.append([result[name] for name in names])
                 tensors.extend(
-                    TensorItem(entry.name, name, fold.reduction.name, value.detach().cpu())
+                    TensorItem(entry.name, name, fold.reduction.name, _on_host(value))
                     for name, value in result.items()
                     if isinstance(value, Tensor) and not _is_number(value)
                 )
@@ -102,6 +102,11 @@ class Collector:
     def _same(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """One object for equal tuples: consumers cache by identity."""
         return self._known.setdefault(names, names)
+
+
+def _on_host(value: Tensor) -> Tensor:
+    # the very tensor where it can be: the store knows its own copies, and the checksums that it took of them
+    return (value.detach() if value.requires_grad else value).cpu()
 
 
 def result_of(receiver: Receiver, entry: Entry) -> Any:
