@@ -2,109 +2,242 @@
 
 Activation mean, std, norm and largest magnitude on all modules, parameter norm, gradient norm; every step and one
 step of ten; and the refined coordinate check, with the reference's forward, which the user has to make in any case.
-``overhead`` is ratio − 1, and the last column ours over the peer's. One torch thread, CPU time; all cases share one
-model, which has no hook on it between cases.
+``overhead`` is ratio − 1, once from paired steps and once, as ``inside``, from the time that one step spends in the
+monitor's hooks and calls (and in the reference's forward), which a busy machine blurs least. ``share`` is ours over
+the peer's, by both. A bar is decided by the pairs, or where their noise is too large for that, by the time inside.
+One torch thread, CPU time; all cases share one model, which has no hook on it between cases.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, final
+from unittest.mock import patch
 
 import torch
 import torch_module_monitor
 from torch import Tensor, nn
 
 from benchmarks.models import Training, gpt_training, mlp_training
-from benchmarks.timing import Case, Ratio, case, compare, one_thread, table
+from benchmarks.timing import Case, Ratio, case, compare, one_thread, quartiles, table
 from torchtap.monitors import torch_module_monitor as torchtap_monitor
 
 __all__ = ["run"]
 
+_FEW = 5  # rounds below which the spread says nothing
+PEER, OURS = "torch-module-monitor", "torchtap"
+PACKAGES = {PEER: torch_module_monitor, OURS: torchtap_monitor}
+Timed = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@final
+@dataclass(frozen=True)
+class _Effort:
+    """How often things are measured: rounds of each comparison, and steps in a round.
+
+    In a large step, timing the hooks costs nothing: the pairs themselves are then looked into. In a small one the time
+    inside is taken from ``inside`` steps of its own.
+    """
+
+    every: int
+    never: int
+    some: int
+    check: int
+    repeats: int
+    inside: int
+
 
 def run(quick: bool = False) -> list[dict[str, Any]]:
     """Rows of the table."""
+    mlp = _Effort(every=11, never=25, some=4, check=9, repeats=3, inside=8)
+    gpt = _Effort(every=2, never=1, some=0, check=3, repeats=1, inside=0)
+    if quick:
+        mlp = _Effort(every=3, never=5, some=2, check=3, repeats=3, inside=2)
+        gpt = _Effort(every=1, never=1, some=0, check=1, repeats=1, inside=0)
     with one_thread():
         return [
-            *_rows("MLP 50 × 256", mlp_training(), rounds=11 if quick else 41, repeats=3),
-            *_rows("GPT 12 × 384", gpt_training(), rounds=2 if quick else 5, repeats=1),
+            *_rows("MLP 50 × 256", mlp_training(), mlp),
+            *_rows("GPT 12 × 384", gpt_training(), gpt),
         ]
 
 
-def _rows(model: str, training: Training, rounds: int, repeats: int) -> list[dict[str, Any]]:
+def _rows(model: str, training: Training, effort: _Effort) -> list[dict[str, Any]]:
     plain = case(training.step)
-    every = compare(
-        {
-            "plain": plain,
-            "plain again": plain,
-            "hooks by hand": _by_hand(training),
-            "torch-module-monitor": _monitored(training, torch_module_monitor, 1),
-            "torchtap": _monitored(training, torchtap_monitor, 1),
-        },
-        base="plain",
-        rounds=rounds,
-        repeats=repeats,
+    repeats = effort.repeats
+
+    def rows(
+        what: str,
+        make: Callable[[ModuleType, Timed], Case],
+        rounds: int,
+        bar: float | None = None,
+        others: dict[str, Case] | None = None,
+    ) -> list[dict[str, Any]]:
+        inside: dict[str, list[float]] = {name: [] for name in PACKAGES}
+        recording = {name: _recording(make, package, inside[name]) for name, package in PACKAGES.items()}
+        alone = {name: make(package, _untimed) for name, package in PACKAGES.items()}
+        for _ in range(effort.inside):
+            for each in recording.values():
+                with each() as work:
+                    work()  # everything is met for the first time
+                    work()
+        cases = {"plain": plain, **(others or {}), **(alone if effort.inside else recording)}
+        measured = compare(cases, base="plain", rounds=rounds, repeats=repeats)
+        return _as_rows((model, what), measured, inside, bar)
+
+    def monitored(every: int) -> Callable[[ModuleType, Timed], Case]:
+        return lambda package, timed: _monitored(training, package, every, timed)
+
+    by_hand = {"plain again": plain, "hooks by hand": _by_hand(training)} if effort.inside else {}
+    found = rows("every step", monitored(1), effort.every, 0.2, by_hand)
+    found += rows("unmonitored steps", monitored(10**9), effort.never)
+    if effort.some:
+        # What is found out at the first monitored step is kept, so the first ten steps are not counted.
+        cases = {name: _monitored(training, package, 10, _untimed) for name, package in PACKAGES.items()}
+        some = compare({"plain": plain, **cases}, base="plain", rounds=effort.some, repeats=10, warm_up=10)
+        found += _as_rows((model, "1 step of 10"), some, {}, None)
+    return found + rows(
+        "refined coordinate check",
+        lambda package, timed: _checked(training, package, timed),
+        effort.check,
+        0.5,
     )
-    never = compare(
-        {
-            "plain": plain,
-            "torch-module-monitor": _monitored(training, torch_module_monitor, 10**9),
-            "torchtap": _monitored(training, torchtap_monitor, 10**9),
-        },
-        base="plain",
-        rounds=rounds,
-        repeats=repeats,
-    )
-    some = compare(
-        {
-            "plain": plain,
-            "torch-module-monitor": _monitored(training, torch_module_monitor, 10),
-            "torchtap": _monitored(training, torchtap_monitor, 10),
-        },
-        base="plain",
-        rounds=max(2, rounds // 4),
-        repeats=10,
-        warm_up=10,  # what is found out at the first monitored step is kept
-    )
-    check = compare(
-        {
-            "plain": plain,
-            "torch-module-monitor": _checked(training, torch_module_monitor),
-            "torchtap": _checked(training, torchtap_monitor),
-        },
-        base="plain",
-        rounds=rounds,
-        repeats=repeats,
-    )
-    return [
-        *_as_rows(model, "every step", every),
-        *_as_rows(model, "unmonitored steps", never),
-        *_as_rows(model, "1 step of 10", some),
-        *_as_rows(model, "refined coordinate check", check),
-    ]
 
 
-def _as_rows(model: str, what: str, measured: dict[str, Ratio]) -> list[dict[str, Any]]:
-    theirs = measured["torch-module-monitor"].ratio - 1
-    return [
-        {
-            "model": model,
-            "what": what,
+# -- what the numbers say ----------------------------------------------------------------------------------
+
+
+def _as_rows(
+    where: tuple[str, str], measured: dict[str, Ratio], inside: dict[str, list[float]], bar: float | None
+) -> list[dict[str, Any]]:
+    """One row for each way; the bar, on our share of the peer's overhead, is in ours."""
+    rows = []
+    for who, ratio in measured.items():
+        mine = inside.get(who)
+        row = {
+            "model": where[0],
+            "what": where[1],
             "with": who,
             "ms": ratio.seconds * 1e3,
             "with / without": str(ratio),
             "overhead": f"{ratio.ratio - 1:+.1%}",
-            "share of the peer's": f"{(ratio.ratio - 1) / theirs:.2f}" if theirs > 0 else "–",
+            "inside": f"{quartiles(mine)[1]:+.2%}" if mine else "",
+            "share of the peer's": "",
+            "bar": "",
+            "holds": "",
         }
-        for who, ratio in measured.items()
-    ]
+        if who == OURS and where[1] == "unmonitored steps":
+            row["bar"], row["holds"] = "≤ 1 %", _idle_verdict(ratio, inside[OURS])
+        elif who == OURS:
+            share, error = _share(ratio, measured[PEER])
+            shares = [a / b for a, b in zip(inside[OURS], inside[PEER], strict=True)] if inside else []
+            row["share of the peer's"] = " / ".join(
+                [f"{share:.2f}", *([f"{quartiles(shares)[1]:.2f} inside"] if shares else [])]
+            )
+            if bar is not None:
+                error = error if ratio.rounds >= _FEW else math.inf
+                row["bar"], row["holds"] = f"≤ {bar} of the peer's", _share_verdict(share, error, shares, bar)
+        rows.append(row)
+    return rows
 
 
-def _monitored(training: Training, package: ModuleType, every: int) -> Case:
+def _share(ours: Ratio, theirs: Ratio) -> tuple[float, float]:
+    """Our overhead over the peer's, and twice its standard error."""
+    share = (ours.ratio - 1) / (theirs.ratio - 1)
+    return share, math.hypot(ours.error, share * theirs.error) / abs(theirs.ratio - 1)
+
+
+def _share_verdict(share: float, error: float, shares: list[float], bar: float) -> str:
+    if share + error <= bar:
+        return "yes"
+    if share - error > bar:
+        return "no"
+    low, _, high = quartiles(shares)
+    if low <= bar < high:
+        return "undecided"
+    return "yes, inside" if high <= bar else "no, inside"
+
+
+def _idle_verdict(ratio: Ratio, inside: list[float]) -> str:
+    verdict = ratio.verdict(1.01) if ratio.rounds >= _FEW else "undecided"
+    if not verdict.startswith("undecided"):
+        return verdict
+    return "yes, inside" if max(inside) <= 0.01 else verdict
+
+
+# -- the time inside ---------------------------------------------------------------------------------------
+
+
+@final
+class _Clock:
+    """Adds up the CPU time inside functions, whichever of them call each other."""
+
+    def __init__(self) -> None:
+        self.inside = 0.0
+        self._depth = 0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return function(*args, **kwargs)
+            self._depth += 1
+            begin = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.inside += time.thread_time() - begin
+                self._depth -= 1
+
+        return measured
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Forward hooks that are put on meanwhile count."""
+        register = nn.Module.register_forward_hook
+
+        def registered(module: nn.Module, hook: Any, **options: Any) -> Any:
+            return register(module, self.timed(hook), **options)
+
+        with patch.object(nn.Module, "register_forward_hook", registered):
+            yield
+
+
+def _recording(make: Callable[[ModuleType, Timed], Case], package: ModuleType, found: list[float]) -> Case:
+    """The same case, which adds the time inside over the rest of the step to ``found``, for its last step."""
+
+    @contextmanager
+    def entered() -> Iterator[Callable[[], None]]:
+        clock = _Clock()
+        last = [0.0]
+        with clock.hooks(), make(package, clock.timed)() as work:
+
+            def measured() -> None:
+                clock.inside = 0.0
+                begin = time.thread_time()
+                work()
+                last[0] = clock.inside / (time.thread_time() - begin - clock.inside)
+
+            yield measured
+        found.append(last[0])
+
+    return entered
+
+
+def _untimed(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+# -- the ways ----------------------------------------------------------------------------------------------
+
+
+def _monitored(training: Training, package: ModuleType, every: int, timed: Timed) -> Case:
     @contextmanager
     def entered() -> Iterator[Callable[[], None]]:
         monitor = package.ModuleMonitor(monitor_step_fn=lambda step: step % every == 0)
@@ -116,15 +249,17 @@ def _monitored(training: Training, package: ModuleType, every: int) -> Case:
         monitor.add_parameter_metric("norm", lambda x: x.norm())
         monitor.add_gradient_metric("norm", lambda x: x.norm())
         steps = itertools.count(0 if every <= 10 else 1)  # step 0 is always monitored
+        begin, end = timed(monitor.begin_step), timed(monitor.end_step)
+        parameters, gradients = timed(monitor.monitor_parameters), timed(monitor.monitor_gradients)
 
         def work() -> None:
-            monitor.begin_step(next(steps))
+            begin(next(steps))
             training.loss(training.model(training.inputs)).backward()
-            monitor.monitor_parameters()
-            monitor.monitor_gradients()
+            parameters()
+            gradients()
             training.optimizer.step()
             training.optimizer.zero_grad()
-            monitor.end_step()
+            end()
 
         yield work
         monitor.activation_hooks.remove_all_hooks()
@@ -132,7 +267,7 @@ def _monitored(training: Training, package: ModuleType, every: int) -> Case:
     return entered
 
 
-def _checked(training: Training, package: ModuleType) -> Case:
+def _checked(training: Training, package: ModuleType, timed: Timed) -> Case:
     @contextmanager
     def entered() -> Iterator[Callable[[], None]]:
         reference = copy.deepcopy(training.model)
@@ -141,17 +276,19 @@ def _checked(training: Training, package: ModuleType) -> Case:
         monitor.set_reference_module(reference)
         check = package.RefinedCoordinateCheck(monitor)
         steps = itertools.count()
+        begin, end = timed(monitor.begin_step), timed(monitor.end_step)
+        refer, compare_both = timed(reference), timed(check.refined_coordinate_check)
 
         def work() -> None:
-            monitor.begin_step(next(steps))
+            begin(next(steps))
             with torch.no_grad():
-                reference(training.inputs)
+                refer(training.inputs)
             loss = training.loss(training.model(training.inputs))
-            check.refined_coordinate_check()
+            compare_both()
             loss.backward()
             training.optimizer.step()
             training.optimizer.zero_grad()
-            monitor.end_step()
+            end()
 
         yield work
         check.rcc_forward_hooks.remove_all_hooks()
@@ -192,4 +329,4 @@ def _by_hand(training: Training) -> Case:
 
 
 if __name__ == "__main__":
-    print(table(run()))
+    print(table(run(quick="--quick" in sys.argv)))

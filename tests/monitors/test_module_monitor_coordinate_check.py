@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models import CNN, GPT, Tagger, mlp
+from tests.monitors.module_monitoring import watching
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -306,3 +307,72 @@ def test_the_terms_without_a_bias_are_those_of_the_weight() -> None:
     for key, value in expected.items():
         assert got[key] == pytest.approx(value.norm(dim=-1).mean().item(), rel=1e-5), key
     assert got["RCC (W_t-W_0)x_t/1.weight/l2norm"] == got["RCC (W_t-W_0)x_t/1/l2norm"]
+
+
+def test_the_coordinate_check_needs_both_models_and_both_passes() -> None:
+    with pytest.raises(ValueError, match="Set the module"):
+        RefinedCoordinateCheck(ModuleMonitor())
+    model = mlp()
+    monitor = watching(model)
+    with pytest.raises(ValueError, match="Set the reference"):
+        RefinedCoordinateCheck(monitor)
+    monitor.set_reference_module(copy.deepcopy(model))
+    check = RefinedCoordinateCheck(monitor)
+    monitor.begin_step(0)
+    with pytest.raises(ValueError, match="No inputs found"):
+        check.refined_coordinate_check()
+    model(torch.randn(2, 7))
+    with pytest.raises(ValueError, match="module 0 ran, but the reference's did not"):
+        check.refined_coordinate_check()
+
+
+def test_the_coordinate_check_uses_up_no_random_numbers_and_leaves_the_reference_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(7, 3))
+    reference = copy.deepcopy(model)
+    monitor = watching(model)
+    monitor.set_reference_module(reference)
+    check = RefinedCoordinateCheck(monitor)
+    x = torch.randn(4, 7)
+    monitor.begin_step(0)
+    reference(x)
+    model(x)
+    before = torch.get_rng_state()
+    check.refined_coordinate_check()
+    assert torch.equal(torch.get_rng_state(), before)
+    monitor.end_step()
+    assert not any("forward" in module.__dict__ for module in reference.modules())
+    got = monitor.get_step_metrics()
+    hidden = functional.linear(x, model[0].weight).norm(dim=-1).mean().item()
+    assert got["RCC (W_t-W_0)x_t/0.weight/W_t x_t/l2norm"] == pytest.approx(hidden, rel=1e-5)
+    assert got["RCC (W_t-W_0)x_t/0/l2norm"] == got["RCC W_0(x_t-x_0)/0/l2norm"] == 0
+
+
+def test_the_coordinate_check_covers_what_the_peer_cannot_run() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, _ = self.attention(x, x, x, need_weights=False)
+            return self.lstm(y)[0]
+
+    model = Attending()
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        model.attention.in_proj_weight[:8].add_(0.1)
+    monitor = watching(model)
+    monitor.set_reference_module(reference)
+    check = RefinedCoordinateCheck(monitor)
+    x = torch.randn(2, 3, 8)
+    monitor.begin_step(0)
+    reference(x)
+    model(x)
+    check.refined_coordinate_check()
+    monitor.end_step()
+    got = monitor.get_step_metrics()
+    moved = functional.linear(x, torch.full((8, 8), 0.1)).norm(dim=-1).mean().item()
+    assert got["RCC (W_t-W_0)x_t/attention.q_proj.weight/l2norm"] == pytest.approx(moved, rel=1e-4)
+    assert got["RCC (W_t-W_0)x_t/attention.k_proj.weight/l2norm"] == 0
+    assert got["RCC W_0(x_t-x_0)/lstm[0]/l2norm"] > 0
