@@ -16,8 +16,6 @@ Not here: the terms and their keys (`coordinate_terms`), the plot over widths (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -74,9 +72,10 @@ class RefinedCoordinateCheck:
         self._awaited: set[str] = set()
 
         self._replay = Replay()
-        self._generators = [torch.default_generator]
+        generators = [torch.default_generator]
         devices = {p.device.index or 0 for p in self.module.parameters() if p.is_cuda}
-        self._generators += [torch.cuda.default_generators[device] for device in sorted(devices)]
+        generators += [torch.cuda.default_generators[device] for device in sorted(devices)]
+        self._generators = tuple(generators)
 
         self.rcc_forward_hooks = HooksManager()
         self.rcc_reference_forward_hooks = HooksManager()
@@ -213,12 +212,7 @@ class RefinedCoordinateCheck:
     def _terms_of(
         self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> list[Measured]:
-        if place.is_function:
-            between = output
-        else:
-            part = place.reference
-            with torch.no_grad(), self._undisturbed(draws=not self._replay.is_calm(part)):
-                between = self._replay.output_of(part, args, kwargs, remember=place.shares)
+        between = output if place.is_function else self._between(place, args, kwargs)
         return place.terms.of(
             args,
             output,
@@ -226,6 +220,20 @@ class RefinedCoordinateCheck:
             self.reference_module_inputs[place.name],
             self._reference_outputs[place.name],
         )
+
+    def _between(self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """W_0 x_t. The reference is not taken for its own pass meanwhile, and uses up no randomness."""
+        monitor, part = self.monitor, place.reference
+        generators = () if self._replay.is_calm(part) else self._generators
+        states = [generator.get_state() for generator in generators]
+        monitor.ignore_reference_module_activations = True
+        try:
+            with torch.no_grad():
+                return self._replay.output_of(part, args, kwargs, remember=place.shares)
+        finally:
+            monitor.ignore_reference_module_activations = False
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
     def _bring_back(self, device: torch.device) -> None:
         for kept in (self.module_inputs, self.module_outputs, self.reference_module_inputs, self._keywords):
@@ -242,18 +250,6 @@ class RefinedCoordinateCheck:
         self._awaited.clear()
         self._replay.forget()
         self._copies.forget()
-
-    @contextmanager
-    def _undisturbed(self, draws: bool) -> Iterator[None]:
-        """The reference runs once more without being taken for its own pass, and without using up randomness."""
-        self.monitor.ignore_reference_module_activations = True
-        states = [generator.get_state() for generator in self._generators] if draws else []
-        try:
-            yield
-        finally:
-            for generator, state in zip(self._generators, states, strict=False):
-                generator.set_state(state)
-            self.monitor.ignore_reference_module_activations = False
 
 
 @final

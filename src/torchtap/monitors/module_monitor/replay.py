@@ -14,7 +14,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 from torch.nn.modules import activation, batchnorm, conv, normalization, pooling
+from torch.nn.modules.module import _has_any_global_hook
 
+from torchtap.monitors.module_monitor.hooks import LiveHook
 from torchtap.monitors.module_monitor.reference import pooled_copy
 from torchtap.store.pool import HostPool
 
@@ -110,8 +112,8 @@ class Replay:
     ) -> Any:
         """What a part answers to a call. ``remember`` it where a container gets the same arguments."""
         calm = self.is_calm(part)
-        if calm and not (self._answers and part._modules):
-            output = part(*args, **kwargs)
+        if calm and not part._modules:
+            output = (part.forward if _has_no_other_hook(part) else part)(*args, **kwargs)
         elif calm:
             output = self._run_container(part, args, kwargs)
         else:
@@ -177,6 +179,16 @@ class _Remembering:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         known = None if kwargs else self._replay._remembered(self._part, args)
         return self._forward(*args, **kwargs) if known is None else known
+
+
+def _has_no_other_hook(part: nn.Module) -> bool:
+    """Whether a part's hooks are the monitor's, which hear nothing now: calling its forward does the same."""
+    return (
+        all(isinstance(hook, LiveHook) for hook in part._forward_hooks.values())
+        and not part._forward_pre_hooks
+        and not _has_any_global_hook()
+        and part._compiled_call_impl is None
+    )
 
 
 def _version(value: Any) -> int:
