@@ -40,6 +40,7 @@ def test_a_copy_has_the_same_bits_and_its_own_memory(dtype: str) -> None:
     copied = pool.copy(value)
     assert torch.equal(copied.view(torch.uint8), source)
     assert copied.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+    assert not vars(copied)
 
 
 @pytest.mark.usefixtures("way")

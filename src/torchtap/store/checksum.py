@@ -9,9 +9,9 @@ A checksum that was taken while a tensor was copied stays with the copy (`keep_c
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, MutableMapping
+from functools import cache
+from typing import TYPE_CHECKING, final
 
 from torchtap.errors import RunCorruptError
 
@@ -47,15 +47,23 @@ def checksums(buffer: memoryview, chunk: int = CHUNK) -> list[str]:
     return [f"{checksum(buffer[start : start + chunk]):08x}" for start in range(0, len(buffer), chunk)]
 
 
+@cache
+def _kept() -> MutableMapping[Tensor, tuple[int, int]]:
+    """The checksums that are known, each with the version that it is of: beside the tensors, which users get."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    return WeakTensorKeyDictionary()
+
+
 def keep_checksum(value: Tensor, crc: int) -> None:
     """Note that the checksum of a tensor's memory, as it is now, is known."""
-    with suppress(RuntimeError):  # made in inference mode, where changes are not counted
-        value._torchtap_crc32 = crc, value._version  # type: ignore[attr-defined]
+    if not value.is_inference():  # where changes are not counted
+        _kept()[value] = crc, value._version
 
 
-def kept_checksum(value: Any) -> int | None:
+def kept_checksum(value: Tensor) -> int | None:
     """The checksum that was noted with a tensor, if nobody has changed it since."""
-    crc, version = getattr(value, "_torchtap_crc32", (None, None))
+    crc, version = _kept().get(value, (None, None))
     return crc if crc is not None and version == value._version else None
 
 
