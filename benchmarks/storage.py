@@ -28,6 +28,8 @@ from torchtap.store.writer import RunWriter
 __all__ = ["run"]
 
 _SIZES = (256 << 10, 1 << 20, 4 << 20)
+_PIECE = 256 << 20
+_WARM_UP = 4  # pieces: the pool's memory, and the system's for files, is touched for the first time
 _STATISTICS = ("count", "mean", "std", "min", "max", "absmax", "l1", "l2", "rms", "zeros", "nans", "infs")
 
 
@@ -35,7 +37,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
     """Rows for the tables."""
     with one_thread(), _no_sync():
         return [
-            _full_tensors(total=(256 << 20) if quick else (2 << 30), rounds=3 if quick else 7),
+            _full_tensors(total=(256 << 20) if quick else (2 << 30), rounds=4),
             _blocked(rounds=20 if quick else 60),
             *_numbers(steps=1000, rounds=5),
             *_long_series(steps=10_000 if quick else 100_000),
@@ -94,31 +96,36 @@ def _record(step: int, tensors: Sequence[Tensor], pool: HostPool) -> StepRecord:
 
 
 def _full_tensors(total: int, rounds: int) -> dict[str, Any]:
-    """Copy, checksum and write against write alone: on two free cores the first goes on beside the others."""
-    steps = _steps(total)
+    """Copy, checksum and write against write alone: on two free cores the first two go on beside the third.
+
+    One recording, in pieces; between two pieces the same bytes are written plainly. What both left is removed after
+    each pair, so that neither is given memory by the system that the other was not.
+    """
+    steps = _steps(min(total, _PIECE))
+    nbytes = len(steps) * 3 * sum(_SIZES)
     pool = HostPool()
     gc.collect()
     gc.freeze()  # what was imported before is not looked through again in the middle of a round
-
-    def plain(folder: Path) -> None:
-        _plain_write(folder / "plain", steps)
-
-    def ours(folder: Path) -> None:
-        _recorded(folder / "run", steps, pool)
-
     ratios, speeds, others, work = [], [], [], []
-    for number in range(rounds + 1):
-        wall, cpu = {}, {}
-        for way in (plain, ours) if number % 2 else (ours, plain):
-            with _scratch() as folder:
+    with _scratch() as folder, RunWriter(folder / "run", manifest={}) as writer:
+        ways = (
+            lambda: _plain_write(folder / "plain", steps),
+            lambda: _recorded(writer, steps, pool),
+        )
+        for piece in range(_WARM_UP + rounds * round(total / nbytes)):
+            wall, cpu = [0.0, 0.0], [0.0, 0.0]
+            for way in (0, 1) if piece % 2 else (1, 0):
                 begin = time.process_time()
-                wall[way] = _wall(lambda way=way, folder=folder: way(folder))  # type: ignore[misc]
+                wall[way] = _wall(ways[way])
                 cpu[way] = time.process_time() - begin
-        if number:  # the first round fills the pool
-            ratios.append(wall[plain] / wall[ours])
-            speeds.append(total / wall[ours] / 2**30)
-            others.append(total / wall[plain] / 2**30)
-            work.append(cpu[ours] / cpu[plain])
+            for file in (folder / "plain", *folder.glob("run/*/*/tensors-*")):
+                file.unlink()
+            if piece >= _WARM_UP:
+                ratios.append(wall[0] / wall[1])
+                speeds.append(nbytes / wall[1] / 2**30)
+                others.append(nbytes / wall[0] / 2**30)
+                work.append(cpu[1] / cpu[0])
+    assert not writer.lost, writer.lost
     return _row(
         f"full tensors of 256 KiB to 4 MiB, {total / 2**30:.2g} GiB, copied and written, beside write()",
         f"{_spread(ratios)} of its speed; {_spread(speeds)} against {_spread(others)} GiB/s; "
@@ -136,11 +143,10 @@ def _plain_write(path: Path, steps: list[list[Tensor]]) -> None:
     os.close(descriptor)
 
 
-def _recorded(folder: Path, steps: list[list[Tensor]], pool: HostPool) -> None:
-    with RunWriter(folder, manifest={}) as writer:
-        for step, tensors in enumerate(steps):
-            writer.write(_record(step, tensors, pool))
-    assert not writer.lost, writer.lost
+def _recorded(writer: RunWriter, steps: list[list[Tensor]], pool: HostPool) -> None:
+    for step, tensors in enumerate(steps):
+        writer.write(_record(step, tensors, pool))
+    writer.flush()
 
 
 def _blocked(rounds: int) -> dict[str, Any]:
