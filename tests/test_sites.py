@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -220,6 +221,22 @@ def test_a_path_that_would_match_deeper_down_says_how_to_write_it(asked: str) ->
         tt.bind(GPT(), [asked])
     assert "matches none of" in str(caught.value)
     assert tt.bind(GPT(), [f"**.{asked}"]).ports
+
+
+@pytest.mark.parametrize("via", ["hook", "wrap", "forward"])
+def test_a_module_that_was_replaced_under_the_taps_is_told(via: Any) -> None:
+    inner = nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))
+    model = nn.Sequential(inner, nn.Sequential(nn.ReLU()), nn.Linear(2, 2))
+    with tt.watch(model, None, "*:output", via=via) as watch:
+        with watch.step():
+            model(torch.ones(1, 2))
+        assert not watch.coverage()
+        model[1] = nn.Sequential()
+        model[2].compile(backend="eager")
+        with watch.step():
+            model(torch.ones(1, 2))
+    assert [missing.site for missing in watch.coverage()] == ["1:output", "1.0:output"]
+    assert "was replaced after the taps were put on" in watch.coverage()[0].reason
 
 
 def test_a_kind_that_a_model_does_not_have_is_named() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
+from torchtap.sites import unwrap
 from torchtap.taps.entries import LivePort
 from torchtap.taps.receiver import Receiver
 
@@ -33,10 +34,14 @@ def missing_sites(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing
 
 
 def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
+    replaced = _replaced_paths(receiver)
     for port in receiver.ports.values():
+        site = port.port.site.name
+        if port.port.site.path in replaced:
+            yield Missing(site, "its module was replaced after the taps were put on; nothing came since then")
+            continue
         if port.kind in ("attention", "value") or _arrived(port):
             continue
-        site = port.port.site.name
         if ever_live.isdisjoint(port.port.taps):
             yield Missing(site, "off schedule: no step was live for its taps")
         elif any(entry is not None for entry in port.entries.values()) and port.kind.startswith("grad"):
@@ -51,6 +56,20 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
             yield Missing(site, "no backward pass reached it")
         else:
             yield Missing(site, "none of its leaves is one that the selector picks")
+
+
+def _replaced_paths(receiver: Receiver) -> set[str]:
+    """Where the model has another module than the one that taps were put on, or none."""
+    root, *rest = receiver.plan.places
+    return {place.path for place in rest if _now_at(root.module, place.path) is not place.module.__dict__}
+
+
+def _now_at(root: nn.Module, path: str) -> dict[str, Any] | None:
+    """The state of the module that is now at a path: a wrapper of ours is a second face with the same."""
+    module: nn.Module | None = root
+    for name in path.split("."):
+        module = unwrap(module)._modules.get(name) if module is not None else None
+    return None if module is None else unwrap(module).__dict__
 
 
 def _why_not_called(receiver: Receiver, port: LivePort) -> str:
