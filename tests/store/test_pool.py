@@ -205,6 +205,28 @@ def test_a_copy_that_was_changed_is_stored_as_it_is_when_it_is_written(tmp_path:
     assert run.array("b:output", 0).shape == (2, 2**17)
 
 
+def test_without_the_native_part_the_same_bytes_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = [torch.randn(2**18 + index) for index in range(8)]
+
+    def tensor_files(folder: Path) -> list[bytes]:
+        pool = HostPool()
+        with RunWriter(folder, manifest={}) as writer:
+            items = tuple(
+                TensorItem(f"a{index}:output", "value", "full", pool.copy(value))
+                for index, value in enumerate(values)
+            )
+            writer.write(StepRecord(0, None, None, "train", 0.0, (), items))
+        return [file.read_bytes() for file in sorted(folder.rglob("tensors-*"))]
+
+    native = tensor_files(tmp_path / "native")
+    monkeypatch.setattr(checksum, "copy_bytes", None)
+    monkeypatch.setattr(tensors, "checksum", zlib.crc32)
+    assert native
+    assert tensor_files(tmp_path / "without") == native
+
+
 def test_a_model_has_one_pool_that_goes_with_it() -> None:
     model = torch.nn.Linear(2, 2)
     pool = weakref.ref(pool_of(model))
