@@ -241,6 +241,24 @@ def test_an_activation_function_is_not_run_again_and_has_no_share_of_its_own() -
     assert got["RCC W_0(x_t-x_0)/1/l2norm"] > 0
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_hook_that_changes_what_the_reference_gives_is_heard(part: int) -> None:
+    monitor, reference, check = checking(nn.Sequential(nn.Linear(7, 4), nn.Tanh()))
+    reference[part].register_forward_hook(lambda module, args, output: output * 3)
+    x = torch.randn(5, 7)
+    inputs = [x, monitor.module[0](x)]
+    expected = monitor.module[part](inputs[part]) - reference[part](inputs[part])
+    for step in range(2):
+        monitor.begin_step(step)
+        reference(x)
+        monitor.module(x)
+        check.refined_coordinate_check()
+        monitor.end_step()
+        assert monitor.get_step_metrics()[f"RCC (W_t-W_0)x_t/{part}/l2norm"] == pytest.approx(
+            expected.norm(dim=-1).mean().item(), rel=1e-5
+        )
+
+
 def test_a_check_where_it_happens_uses_up_no_random_numbers() -> None:
     model = nn.Sequential(nn.Linear(7, 7), nn.Sequential(nn.Dropout(0.5), nn.Linear(7, 3)))
     monitor, reference, check = checking(model)

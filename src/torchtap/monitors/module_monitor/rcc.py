@@ -27,7 +27,7 @@ from torchtap.monitors.module_monitor.hooks import HooksManager, LiveHook
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 from torchtap.monitors.module_monitor.naming import ROOT, named_modules
 from torchtap.monitors.module_monitor.reference import Copies
-from torchtap.monitors.module_monitor.replay import Replay, is_function
+from torchtap.monitors.module_monitor.replay import Replay, has_no_other_hook, is_function
 from torchtap.reduce import row_norms
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
@@ -212,7 +212,7 @@ class RefinedCoordinateCheck:
     def _terms_of(
         self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> list[Measured]:
-        between = output if place.is_function else self._between(place, args, kwargs)
+        between = output if place.is_same_function() else self._between(place, args, kwargs)
         return place.terms.of(
             args,
             output,
@@ -259,11 +259,16 @@ class _Place:
     def __init__(self, name: str, module: nn.Module, reference: nn.Module) -> None:
         self.name = name
         self.reference = reference
+        self._module = module
+        self._is_function = is_function(module, reference)
         self.terms = Terms(name, module, reference)
-        self.is_function = is_function(module, reference)
         parts = name.split(".")
         self.containers = [".".join(parts[:depth]) for depth in range(1, len(parts))]
         self.shares = False  # whether a container is going to run it on the same value
+
+    def is_same_function(self) -> bool:
+        """Whether the reference would answer what the module has answered, whatever was learned."""
+        return self._is_function and has_no_other_hook(self._module) and has_no_other_hook(self.reference)
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -20,7 +20,7 @@ from torchtap.monitors.module_monitor.hooks import LiveHook
 from torchtap.monitors.module_monitor.reference import pooled_copy
 from torchtap.store.pool import HostPool
 
-__all__ = ["Replay", "is_function"]
+__all__ = ["Replay", "has_no_other_hook", "is_function"]
 
 # Modules of torch that answer with the same function of their input whatever was learned ...
 _FUNCTIONS = frozenset(
@@ -56,6 +56,16 @@ def is_function(module: nn.Module, reference: nn.Module) -> bool:
         and not getattr(module, "inplace", False)
         and "forward" not in reference.__dict__
         and repr(module) == repr(reference)
+    )
+
+
+def has_no_other_hook(part: nn.Module) -> bool:
+    """Whether calling a part does nothing besides its forward, but for the monitor's own hooks."""
+    return (
+        all(isinstance(hook, LiveHook) for hook in part._forward_hooks.values())
+        and not part._forward_pre_hooks
+        and not _has_any_global_hook()
+        and part._compiled_call_impl is None
     )
 
 
@@ -113,7 +123,8 @@ class Replay:
         """What a part answers to a call. ``remember`` it where a container gets the same arguments."""
         calm = self.is_calm(part)
         if calm and not part._modules:
-            output = (part.forward if _has_no_other_hook(part) else part)(*args, **kwargs)
+            # The monitor's hooks hear nothing now.
+            output = (part.forward if has_no_other_hook(part) else part)(*args, **kwargs)
         elif calm:
             output = self._run_container(part, args, kwargs)
         else:
@@ -179,16 +190,6 @@ class _Remembering:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         known = None if kwargs else self._replay._remembered(self._part, args)
         return self._forward(*args, **kwargs) if known is None else known
-
-
-def _has_no_other_hook(part: nn.Module) -> bool:
-    """Whether a part's hooks are the monitor's, which hear nothing now: calling its forward does the same."""
-    return (
-        all(isinstance(hook, LiveHook) for hook in part._forward_hooks.values())
-        and not part._forward_pre_hooks
-        and not _has_any_global_hook()
-        and part._compiled_call_impl is None
-    )
 
 
 def _version(value: Any) -> int:
