@@ -3,8 +3,9 @@
 Activation mean, std, norm and largest magnitude on all modules, parameter norm, gradient norm; every step and one
 step of ten; and the refined coordinate check, with the reference's forward, which the user has to make in any case.
 ``overhead`` is ratio − 1, once from paired steps and once, as ``inside``, from the time that a step spends in the
-monitor's hooks and calls and in the reference's forward (what these do to the rest of the step is not in it). ``share`` is ours over
-the peer's, by both. A bar is decided by the pairs, or where their noise is too large for that, by the time inside.
+monitor's hooks and calls and in the reference's forward (what these do to the rest of the step is not in it). ``share``
+is ours over the peer's, by both. A bar is decided by the pairs, or where their noise is too large for that, by the time
+inside.
 One torch thread, CPU time; all cases share one model, which has no hook on it between cases.
 """
 
@@ -57,7 +58,7 @@ class _Effort:
 
 def run(quick: bool = False) -> list[dict[str, Any]]:
     """Rows of the table."""
-    mlp = _Effort(every=11, never=25, some=4, check=9, repeats=3, inside=8)
+    mlp = _Effort(every=11, never=15, some=3, check=9, repeats=3, inside=8)
     gpt = _Effort(every=2, never=1, some=0, check=3, repeats=1, inside=0)
     if quick:
         mlp = _Effort(every=3, never=5, some=2, check=3, repeats=3, inside=2)

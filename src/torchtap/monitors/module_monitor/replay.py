@@ -73,7 +73,7 @@ def _is_calm(module: nn.Module) -> bool:
     if "forward" in module.__dict__ or getattr(module, "inplace", False):
         return False
     if type(module) is nn.Sequential:
-        return all(_is_calm(part) for part in module)
+        return len(module) > 0 and all(_is_calm(part) for part in module)
     return type(module) in _CALM
 
 
@@ -121,14 +121,10 @@ class Replay:
         self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, remember: bool
     ) -> Any:
         """What a part answers to a call. ``remember`` it where a container gets the same arguments."""
-        calm = self.is_calm(part)
-        if calm and not part._modules:
-            # The monitor's hooks hear nothing now.
-            output = (part.forward if has_no_other_hook(part) else part)(*args, **kwargs)
-        elif calm:
-            output = self._run_container(part, args, kwargs)
+        if self.is_calm(part):
+            output = self._run_calm(part, args, kwargs)
         else:
-            output = self._run_container(part, self._stand_in(args), self._stand_in(kwargs))
+            output = self._run(part, self._stand_in(args), self._stand_in(kwargs))
         if remember and not kwargs and isinstance(output, Tensor) and not _is_ageless((*args, output)):
             self._answers[part] = _Answer(args, output)
         return output
@@ -137,7 +133,21 @@ class Replay:
         """Let go of all answers."""
         self._answers.clear()
 
-    def _run_container(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_calm(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a part whose code is known past the monitor's hooks, which would hear nothing now."""
+        is_sequence = bool(part._modules)
+        if not has_no_other_hook(part) or (is_sequence and (kwargs or len(args) != 1)):
+            return self._run(part, args, kwargs)
+        if not is_sequence:
+            return part.forward(*args, **kwargs)
+        value = args[0]
+        for each in part._modules.values():
+            assert each is not None
+            known = self._remembered(each, (value,))
+            value = self._run_calm(each, (value,), {}) if known is None else known
+        return value
+
+    def _run(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shadowed = [(each, each.__dict__.get("forward")) for each in self._answers if each is not part]
         for each, _ in shadowed:
             # Put beside nn.Module.__setattr__, which would look for parameters and buffers.
