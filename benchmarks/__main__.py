@@ -1,7 +1,7 @@
 """``python -m benchmarks``: measure everything and write ``benchmarks/RESULTS.md``.
 
-    python -m benchmarks                    what torchtap itself costs; under a quarter of an hour on two cores
-    python -m benchmarks --all              the parts built on it as well
+    python -m benchmarks                    what torchtap costs; under a quarter of an hour on two cores
+    python -m benchmarks --all              the other parts built on it as well
     python -m benchmarks --only steps       one table (again, to be given for several); the others stay as they are
     python -m benchmarks --quick            fewer rounds: a glance, not a result
 
@@ -30,7 +30,7 @@ __all__ = ["TABLES", "main"]
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
-# The file of each table and its heading, in the order of the report: the core, then the parts built on it.
+# The file of each table and its heading, in the order of the report: what has bars and peers, then the rest.
 CORE = {
     "steps": "Training steps",
     "share": "The share of a step",
@@ -40,10 +40,10 @@ CORE = {
     "storage": "Writing and reading runs",
     "growth": "Growth",
     "startup": "Starting",
+    "module_monitor": "Module monitor",
 }
 TABLES = {
     **CORE,
-    "module_monitor": "Module monitor",
     "monitor": "Monitor",
     "compare": "Comparing",
     "viewer": "Viewer",
