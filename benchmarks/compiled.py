@@ -45,7 +45,7 @@ def run(quick: bool = False, layers: int = 12) -> list[dict[str, Any]]:
                 "armed, off schedule": watched(training, NEVER, model),
             },
             base="plain",
-            rounds=3 if quick else 11,
+            rounds=3 if quick else 9,
             warm_up=0,
         )
         inside = share(training, OUTPUTS, 3 if quick else 5, model)[1]

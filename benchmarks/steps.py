@@ -35,9 +35,9 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
     with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [
-            *_gpt(rounds=3 if quick else 11),
-            *_gpt_on_two_threads(rounds=3 if quick else 9),
-            *_mlp(rounds=7 if quick else 21),
+            *_gpt(rounds=3 if quick else 9),
+            *_gpt_on_two_threads(rounds=3 if quick else 7),
+            *_mlp(rounds=7 if quick else 17),
         ]
 
 

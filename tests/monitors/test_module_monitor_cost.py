@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -32,6 +33,17 @@ def test_a_step_that_is_not_monitored_carries_no_hook() -> None:
     monitor.end_step()
     monitor.begin_step(2)
     assert hooks_on(model) == hooks_on(reference) == 0
+
+
+def test_an_output_is_gone_as_soon_as_the_training_lets_go_of_it() -> None:
+    model = mlp()
+    monitor = watching(model)
+    monitor.begin_step(0)
+    output = model(torch.randn(4, 7))
+    seen = weakref.ref(output)
+    del output
+    assert seen() is None
+    monitor.end_step()
 
 
 def test_plain_metrics_share_one_pass_over_each_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ Not here: recognising formulas (`expressions`), keys and steps (`storage`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -79,7 +80,8 @@ class Ledger:
         self._results: list[tuple[BoundMetrics, Metric, Tensor]] = []
         self._norms: list[tuple[list[BoundMetrics], Tensor]] = []
         self._added: dict[str, tuple[float, int]] = {}  # sum and count of what was added under a key
-        self._last: Tensor | None = None  # the value measured last, its version and its row
+        # The value measured last, its version and its row. Not held: an output would keep all of autograd's graph.
+        self._last: Callable[[], Tensor | None] = _nothing
         self._last_version = -1
         self._last_row = -1
         self._layout: _Layout | None = None
@@ -94,14 +96,14 @@ class Ledger:
         """All metrics of a place on one value."""
         if bound.read:
             # The same tensor again, and nobody has written to it: a container returns what its last child did.
-            if value is self._last and value._version == self._last_version:
+            if self._last() is value and value._version == self._last_version:
                 row = self._last_row
             else:
                 row = self._measure(value)
                 if value.is_inference():  # keeps no version, so nothing would prove it unchanged
-                    self._last = None
+                    self._last = _nothing
                 else:
-                    self._last, self._last_version, self._last_row = value, value._version, row
+                    self._last, self._last_version, self._last_row = weakref.ref(value), value._version, row
             if row >= 0:
                 self._bounds.append(bound)
                 self._bound_rows.append(row)
@@ -214,10 +216,6 @@ class Ledger:
         """Whether nothing was measured since the last `finish` or `drain`."""
         return not (self._bounds or self._results or self._norms or self._added)
 
-    def let_go(self) -> None:
-        """Do not keep the last value alive any longer."""
-        self._last = None
-
     def drain(self, storage: StorageManager, step: int) -> None:
         """Hand everything over as it would have been logged one by one."""
         if self._bounds:
@@ -319,7 +317,7 @@ class Ledger:
         self._norms.clear()
         self._added = {}
         self._used = 0
-        self._last = None
+        self._last = _nothing
 
 
 @final
@@ -373,6 +371,10 @@ class _Layout:
         if not self._repeated:
             return numbers
         return np.bincount(self._groups, weights=numbers) / np.bincount(self._groups)
+
+
+def _nothing() -> None:
+    """A reference to no value."""
 
 
 def _as_tensor(result: Any, values: tuple[Tensor, ...]) -> Tensor:

@@ -240,7 +240,6 @@ class ModuleMonitor(MetricRegistry):
         """A micro-batch is over: what the reference gave for it is not needed any more."""
         self._reference.forget()
         self._calls.clear()
-        self._ledger.let_go()
 
     def end_step(self) -> None:
         """The step is over: one number is made of all that was taken for a key, over calls and micro-batches."""
