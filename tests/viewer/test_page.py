@@ -66,24 +66,25 @@ def visit(browser: Any, server: ViewerServer) -> Iterator[Visit]:
         yield opened
 
 
-def pixels(page: Any, selector: str) -> int:
-    """How many different colours a canvas shows."""
-    count: int = page.eval_on_selector(
-        selector,
-        """canvas => {
+def wait_for_colours(page: Any, selector: str, more_than: int) -> None:
+    """Wait until a canvas shows more different colours than so many; an error where it never does."""
+    page.wait_for_function(
+        """([selector, number]) => {
+            const canvas = document.querySelector(selector);
+            if (!canvas || !canvas.width || !canvas.height) return false;
             const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
             const seen = new Set();
             for (let i = 0; i < data.length; i += 4) seen.add((data[i] << 16) | (data[i + 1] << 8) | data[i + 2]);
-            return seen.size;
+            return seen.size > number;
         }""",
+        arg=[selector, more_than],
     )
-    return count
 
 
 def test_the_map_is_drawn_and_answers_to_the_pointer_and_a_click(visit: Visit) -> None:
     page = visit.go("")
     assert visit.drawn("rms").endswith(":30x25")
-    assert pixels(page, ".heatmap canvas") > 40
+    wait_for_colours(page, ".heatmap canvas", more_than=40)
     box = page.locator("[data-testid=map]").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.4)
     tip = page.locator(".tip")
@@ -171,7 +172,7 @@ def test_a_site_shows_series_histograms_and_what_is_wrong_with_it(visit: Visit) 
     page = visit.go("#/site?site=blocks.1.mlp.down:output")
     page.wait_for_selector(".uplot canvas")
     assert page.locator(".uplot").count() == 2
-    assert pixels(page, "[data-testid=histograms]") > 10
+    wait_for_colours(page, "[data-testid=histograms]", more_than=10)
     assert "NaN" in page.locator(".finding.error").inner_text()
     page.get_by_role("button", name="ridges").click()
     page.locator(".chips .chip", has_text="zeros").click()
@@ -330,7 +331,7 @@ def test_a_report_needs_no_server_and_asks_nobody(browser: Any, run_folder: Path
     page, errors, asked = open_page(browser)
     page.goto(report.path.as_uri())
     page.wait_for_selector(".heatmap[data-drawn*=rms]")
-    assert pixels(page, ".heatmap canvas") > 40
+    wait_for_colours(page, ".heatmap canvas", more_than=40)
     page.goto(report.path.as_uri() + "#/findings")
     assert "NaN" in page.locator("article.finding").first.inner_text()
     page.goto(report.path.as_uri() + "#/site?site=head:output")
