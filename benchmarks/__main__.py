@@ -141,8 +141,8 @@ def _heading() -> str:
     versions = ", ".join(f"{name} {version}" for name in _VERSIONS if (version := _version(name)))
     return (
         "# What torchtap costs\n\n"
-        "Written by `make bench`. A ratio is the median of paired ratios to the same work without torchtap, all "
-        "cases interleaved in random order in one process; brackets hold the quartiles. `holds` is undecided where "
+        "Written by `make bench`. A ratio is the median of ratios to the same work without torchtap right before or "
+        "after, all cases in random order in one process; brackets hold the quartiles. `holds` is undecided where "
         "twice the standard error of the median reaches over the bar: the machine was not quiet enough to tell. What "
         "the numbers mean is told in `docs/speed.md`.\n\n"
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; "

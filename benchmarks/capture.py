@@ -30,7 +30,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
     with one_thread(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        rounds = 5 if quick else 11
+        rounds = 5 if quick else 9
         ours = _measure(_ours(), rounds)
         peers = _measure(_peers(), 3 if quick else 5)
     by_hand = ours["hook by hand, copied: blocks"][0].ratio

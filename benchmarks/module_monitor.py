@@ -59,7 +59,7 @@ class _Effort:
 def run(quick: bool = False) -> list[dict[str, Any]]:
     """Rows of the table."""
     mlp = _Effort(every=11, never=11, some=3, check=7, repeats=3, inside=8)
-    gpt = _Effort(every=3, never=1, some=0, check=2, repeats=1, inside=0)
+    gpt = _Effort(every=2, never=1, some=0, check=2, repeats=1, inside=0)
     if quick:
         mlp = _Effort(every=3, never=5, some=2, check=3, repeats=3, inside=2)
         gpt = _Effort(every=1, never=1, some=0, check=1, repeats=1, inside=0)

@@ -37,7 +37,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
         return [
             *_gpt(rounds=3 if quick else 9),
             *_gpt_on_two_threads(rounds=3 if quick else 7),
-            *_mlp(rounds=7 if quick else 17),
+            *_mlp(rounds=7 if quick else 15),
         ]
 
 
