@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -156,20 +158,21 @@ class LivePort:
 class RecentValues:
     """Recognises a tensor that was seen a moment ago and has not changed since.
 
-    A container returns what its last child returned, and what one module returns the next is given. Only a few
-    values are held, so that activations which the model has let go of are not kept alive.
+    A container returns what its last child returned, and what one module returns the next is given. The values are
+    not held: a model that lets go of one uses its memory again for the next, while that is still in the cache.
     """
 
     SLOTS = 4
-    __slots__ = ("copies", "next_slot", "slots", "tensors", "versions")
+    __slots__ = ("copies", "keys", "next_slot", "slots", "tensors", "versions")
 
     def __init__(self) -> None:
         self.next_slot = 0
         self.forget()
 
     def forget(self) -> None:
-        self.slots: dict[int, int] = {}  # id of a held tensor -> its slot
-        self.tensors: list[Tensor | None] = [None] * self.SLOTS
+        self.slots: dict[int, int] = {}  # id of a tensor, which may be gone by now -> its slot
+        self.keys = [0] * self.SLOTS
+        self.tensors: list[Callable[[], Tensor | None]] = [_gone] * self.SLOTS
         self.versions = [0] * self.SLOTS
         self.copies: list[dict[str, Any]] = [{} for _ in range(self.SLOTS)]  # what Full made of it, by key
 
@@ -182,12 +185,17 @@ class RecentValues:
         if slot < 0:
             slot = self.next_slot
             self.next_slot = (slot + 1) % self.SLOTS
-            self.slots.pop(id(self.tensors[slot]), None)
+            self.slots.pop(self.keys[slot], None)
             self.slots[key] = slot
-            self.tensors[slot] = tensor
-        elif self.versions[slot] == version >= 0:
+            self.keys[slot] = key
+        elif self.versions[slot] == version >= 0 and self.tensors[slot]() is tensor:
             return slot, True
+        self.tensors[slot] = ref(tensor)
         self.versions[slot] = version
         if self.copies[slot]:
             self.copies[slot] = {}
         return slot, False
+
+
+def _gone() -> None:
+    """A reference to no value."""
