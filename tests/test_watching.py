@@ -356,3 +356,25 @@ def test_parameters_that_come_to_be_in_the_first_pass_are_watched(tmp_path: Path
         model(torch.randn(4, 5))
     assert not watch.lost
     assert tt.open(tmp_path).series("0:param.weight", "count").values.tolist() == [15]
+
+
+def test_an_output_is_gone_as_soon_as_the_model_lets_go_of_it() -> None:
+    gone: list[bool] = []
+
+    class LetsGo(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = self.first(x)
+            seen = weakref.ref(output)
+            del output
+            gone.append(seen() is None)
+            result: torch.Tensor = self.second(x)
+            return result
+
+    model = LetsGo()
+    with tt.watch(model, None, "*:output") as watch, watch.step(), torch.no_grad():
+        model(torch.ones(2, 3))
+    assert gone == [True]
