@@ -4,13 +4,15 @@ from setuptools import Extension, setup
 
 # No fast-math: NaN and infinities are what is being looked for. Memory is read as several types.
 FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-g0", "-pthread"]
+WIDENING = ["src/torchtap/reduce/_bfloat16.h", "src/torchtap/reduce/_halves_isa.h"]
 
 setup(
     ext_modules=[
         Extension(
             "torchtap.reduce._native",
             sources=["src/torchtap/reduce/_native.c"],
-            depends=[f"src/torchtap/reduce/_native_{part}.h" for part in ("block", "isa", "layout")],
+            depends=[f"src/torchtap/reduce/_native_{part}.h" for part in ("block", "isa", "layout")]
+            + WIDENING,
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
@@ -20,7 +22,7 @@ setup(
         Extension(
             "torchtap.reduce._rows",
             sources=["src/torchtap/reduce/_rows.c"],
-            depends=["src/torchtap/reduce/_rows_isa.h"],
+            depends=["src/torchtap/reduce/_rows_isa.h", *WIDENING],
             extra_compile_args=FLAGS,
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,

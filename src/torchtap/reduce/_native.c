@@ -22,6 +22,8 @@
 #define HAVE_THREADS 1
 #endif
 
+#include "_bfloat16.h"
+
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8, UINT8, INT16, INT32, INT64, BOOL, DTYPES };
 static const size_t ITEM_BYTES[DTYPES] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
 
@@ -91,15 +93,6 @@ static double blunt(double mean, double spread)
 static double center_of(const State *state)
 {
     return blunt(state->mean, sqrt(state->squares / (state->count - state->nans - state->infs)));
-}
-
-static inline float widen_bfloat16(uint16_t bits)
-{
-    const union {
-        uint32_t bits;
-        float number;
-    } wide = {(uint32_t)bits << 16};
-    return wide.number;
 }
 
 typedef void (*BlockFunction)(int, const char *, size_t, State *, const State *);

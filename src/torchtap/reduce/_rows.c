@@ -16,6 +16,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_bfloat16.h"
+
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, DTYPES };
 static const size_t ITEM_BYTES[DTYPES] = {4, 8, 2, 2};
 
@@ -27,15 +29,6 @@ enum { VALUE, BETWEEN, START, BIAS, START_BIAS, OPERANDS }; /* the last two are 
 #define TINY 1e-30
 #define HUGE_SQUARES 1e37
 #define RELEASE_BYTES (1 << 20)
-
-static inline float widen_bfloat16(uint16_t bits)
-{
-    const union {
-        uint32_t bits;
-        float number;
-    } wide = {(uint32_t)bits << 16};
-    return wide.number;
-}
 
 static int is_same(const void *left, const void *right, size_t n)
 {

@@ -71,30 +71,16 @@ DEFINE_SQUARES(squares_float, float, float)
 DEFINE_SQUARES(squares_careful, float, double)
 DEFINE_SQUARES(squares_double, double, double)
 
+#include "_halves_isa.h"
+
 TARGET static void ISA(widen)(int dtype, const uint16_t *given, size_t n, float *made)
 {
-    size_t i = 0;
-    if (dtype == BFLOAT16) {
-        for (; i < n; i++)
-            made[i] = widen_bfloat16(given[i]);
+    if (dtype == FLOAT16) {
+        ISA(halves)(given, made, n);
         return;
     }
-#ifdef HALF_BY_INSTRUCTION
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(made + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(given + i))));
-#endif
-    for (; i < n; i++) {
-        /* The exponent is 112 too small as it stands; a multiplication puts that right for subnormals too. */
-        const uint32_t h = given[i];
-        const uint32_t strange = (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0;
-        union {
-            uint32_t bits;
-            float number;
-        } u = {(h & 0x7fff) << 13};
-        u.number *= 0x1p112f;
-        u.bits |= strange | (h & 0x8000) << 16;
-        made[i] = u.number;
-    }
+    for (size_t i = 0; i < n; i++)
+        made[i] = widen_bfloat16(given[i]);
 }
 
 /* Add the norm of each row to `sums`. */
