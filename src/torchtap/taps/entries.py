@@ -13,7 +13,7 @@ from torchtap.plan import Port
 from torchtap.reduce import Reduction, StatsBlock
 from torchtap.sites import Kind, Site, input_names
 
-__all__ = ["Entry", "Fold", "Grid", "LivePort", "RecentValues"]
+__all__ = ["Entry", "Fold", "Grid", "LivePort", "RecentValues", "gone"]
 
 
 @final
@@ -172,7 +172,7 @@ class RecentValues:
     def forget(self) -> None:
         self.slots: dict[int, int] = {}  # id of a tensor, which may be gone by now -> its slot
         self.keys = [0] * self.SLOTS
-        self.tensors: list[Callable[[], Tensor | None]] = [_gone] * self.SLOTS
+        self.tensors: list[Callable[[], Tensor | None]] = [gone] * self.SLOTS
         self.versions = [0] * self.SLOTS
         self.copies: list[dict[str, Any]] = [{} for _ in range(self.SLOTS)]  # what Full made of it, by key
 
@@ -197,5 +197,5 @@ class RecentValues:
         return slot, False
 
 
-def _gone() -> None:
+def gone() -> None:
     """A reference to no value."""

@@ -28,6 +28,7 @@ from torchtap.monitors.module_monitor.storage import StorageManager, means
 from torchtap.reduce import kernel
 from torchtap.reduce.moments import WIDTH
 from torchtap.reduce.readable import PLAIN_TYPES
+from torchtap.taps.entries import gone
 
 __all__ = ["BoundMetrics", "Ledger", "Metric"]
 
@@ -81,7 +82,7 @@ class Ledger:
         self._norms: list[tuple[list[BoundMetrics], Tensor]] = []
         self._added: dict[str, tuple[float, int]] = {}  # sum and count of what was added under a key
         # The value measured last, its version and its row. Not held: an output would keep all of autograd's graph.
-        self._last: Callable[[], Tensor | None] = _nothing
+        self._last: Callable[[], Tensor | None] = gone
         self._last_version = -1
         self._last_row = -1
         self._layout: _Layout | None = None
@@ -101,7 +102,7 @@ class Ledger:
             else:
                 row = self._measure(value)
                 if value.is_inference():  # keeps no version, so nothing would prove it unchanged
-                    self._last = _nothing
+                    self._last = gone
                 else:
                     self._last, self._last_version, self._last_row = weakref.ref(value), value._version, row
             if row >= 0:
@@ -317,7 +318,7 @@ class Ledger:
         self._norms.clear()
         self._added = {}
         self._used = 0
-        self._last = _nothing
+        self._last = gone
 
 
 @final
@@ -371,10 +372,6 @@ class _Layout:
         if not self._repeated:
             return numbers
         return np.bincount(self._groups, weights=numbers) / np.bincount(self._groups)
-
-
-def _nothing() -> None:
-    """A reference to no value."""
 
 
 def _as_tensor(result: Any, values: tuple[Tensor, ...]) -> Tensor:
