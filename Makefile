@@ -18,7 +18,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # What an installation is made from: the Python sources are used where they are.
-INSTALLED := pyproject.toml constraints.txt setup.py $(wildcard src/torchtap/*/*.c src/torchtap/*/*.h)
+INSTALLED := pyproject.toml constraints.txt setup.py $(wildcard src/torchtap/*/*.[ch] src/torchtap/*/*/*.[ch])
 
 # One stamp for each set of dependencies; touched last, so that an interrupted install is done again.
 $(VENV)/.core: $(INSTALLED) | $(VENV)/bin/python

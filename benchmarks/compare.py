@@ -18,7 +18,7 @@ import torch
 import torchtap as tt
 from benchmarks.planted_faults import cases, judge
 from torchtap.store.record import StepRecord, TensorItem
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 
 __all__ = ["run"]
 

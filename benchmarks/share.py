@@ -20,9 +20,9 @@ import torchtap as tt
 from benchmarks.models import Training, gpt_training, mlp_training
 from benchmarks.steps import EVERYTHING, NEVER, OUTPUTS
 from benchmarks.timing import one_thread, quartiles
-from torchtap.taps.eager import EagerAttachment
-from torchtap.taps.receiver import Receiver
-from torchtap.taps.state import StateReader
+from torchtap.taps.eager.eager import EagerAttachment
+from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.receive.state import StateReader
 from torchtap.watching import Watch
 
 __all__ = ["run", "share"]

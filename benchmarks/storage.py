@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import one_thread, quartiles
-from torchtap.store.pool import HostPool
-from torchtap.store.reader import open_run
+from torchtap.store.read.reader import open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.pool import HostPool
+from torchtap.store.write.writer import RunWriter
 
 __all__ = ["run"]
 

@@ -18,7 +18,7 @@ from tests.viewer.browsing import chromium, open_page
 
 from benchmarks.timing import quartiles
 from torchtap.store.record import ScalarBlock, StepRecord
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 from torchtap.viewer.assets import FILES, asset
 from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.server import ViewerServer

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchtap.comparison.bisection import bisect as bisect
     from torchtap.comparison.forms import compare_forms as compare_forms
     from torchtap.comparison.front import compare as compare
-    from torchtap.comparison.result import Comparison as Comparison
+    from torchtap.comparison.judge.result import Comparison as Comparison
     from torchtap.coverage import Missing as Missing
     from torchtap.diagnosis.finding import Finding as Finding
     from torchtap.diagnosis.run import diagnose as diagnose
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from torchtap.errors import TorchtapError as TorchtapError
     from torchtap.errors import VerificationError as VerificationError
     from torchtap.integrations.captum import attribute as attribute
-    from torchtap.monitors.layer_files import open_layers as open_layers
-    from torchtap.monitors.layers import LayerRecorder as LayerRecorder
-    from torchtap.monitors.layers import get_layer_hidden_states as get_layer_hidden_states
-    from torchtap.monitors.layers import record_layers as record_layers
+    from torchtap.monitors.layers.files import open_layers as open_layers
+    from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
+    from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
+    from torchtap.monitors.layers.recorder import record_layers as record_layers
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
     from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from torchtap.monitors.module_monitor import (
         monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
     )
-    from torchtap.monitors.monitor import Monitor as Monitor
-    from torchtap.monitors.trainer import MonitoredTrainer as MonitoredTrainer
-    from torchtap.monitors.trainer import TrainingReport as TrainingReport
+    from torchtap.monitors.monitor.monitor import Monitor as Monitor
+    from torchtap.monitors.monitor.trainer import MonitoredTrainer as MonitoredTrainer
+    from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
     from torchtap.plan import Plan as Plan
     from torchtap.plan import Tap as Tap
     from torchtap.plan import bind as bind
@@ -94,13 +94,13 @@ if TYPE_CHECKING:
     from torchtap.sinks import make_sink as make_sink
     from torchtap.sites import Selector as Selector
     from torchtap.sites import Site as Site
-    from torchtap.store.reader import Run as Run
-    from torchtap.store.reader import open as open
-    from torchtap.taps.active import emit as emit
-    from torchtap.taps.extra import ExtraOutputs as ExtraOutputs
-    from torchtap.taps.extra import extra_outputs as extra_outputs
-    from torchtap.taps.instrument import instrument as instrument
-    from torchtap.taps.load import load as load
+    from torchtap.store.read.reader import Run as Run
+    from torchtap.store.read.reader import open as open
+    from torchtap.taps.receive.active import emit as emit
+    from torchtap.taps.travel.extra import ExtraOutputs as ExtraOutputs
+    from torchtap.taps.travel.extra import extra_outputs as extra_outputs
+    from torchtap.taps.travel.instrument import instrument as instrument
+    from torchtap.taps.travel.load import load as load
     from torchtap.verification import Verification as Verification
     from torchtap.verification import verify as verify
     from torchtap.viewer.plot import plot as plot
@@ -116,12 +116,12 @@ _HOME = {
     "CallbackSink": "torchtap.sinks",
     "Catcher": "torchtap.editing.catcher",
     "CompareError": "torchtap.errors",
-    "Comparison": "torchtap.comparison.result",
+    "Comparison": "torchtap.comparison.judge.result",
     "Edit": "torchtap.editing.edit",
     "Entropy": "torchtap.reduce",
     "Epochs": "torchtap.schedule",
     "Every": "torchtap.schedule",
-    "ExtraOutputs": "torchtap.taps.extra",
+    "ExtraOutputs": "torchtap.taps.travel.extra",
     "Features": "torchtap.editing.features",
     "Finding": "torchtap.diagnosis.finding",
     "First": "torchtap.schedule",
@@ -131,7 +131,7 @@ _HOME = {
     "Histogram": "torchtap.reduce",
     "HooksManager": "torchtap.monitors.module_monitor",
     "JsonLinesSink": "torchtap.sinks",
-    "LayerRecorder": "torchtap.monitors.layers",
+    "LayerRecorder": "torchtap.monitors.layers.recorder",
     "MemorySink": "torchtap.sinks",
     "Metric": "torchtap.reduce",
     "MetricError": "torchtap.errors",
@@ -139,10 +139,10 @@ _HOME = {
     "MissingExtraError": "torchtap.errors",
     "ModuleMonitor": "torchtap.monitors.module_monitor",
     "Moment": "torchtap.schedule",
-    "Monitor": "torchtap.monitors.monitor",
+    "Monitor": "torchtap.monitors.monitor.monitor",
     "MonitorError": "torchtap.errors",
     "MonitorMixin": "torchtap.monitors.module_monitor",
-    "MonitoredTrainer": "torchtap.monitors.trainer",
+    "MonitoredTrainer": "torchtap.monitors.monitor.trainer",
     "Never": "torchtap.schedule",
     "OutputError": "torchtap.errors",
     "Phase": "torchtap.schedule",
@@ -153,7 +153,7 @@ _HOME = {
     "Reduction": "torchtap.reduce",
     "ReductionError": "torchtap.errors",
     "RefinedCoordinateCheck": "torchtap.monitors.module_monitor",
-    "Run": "torchtap.store.reader",
+    "Run": "torchtap.store.read.reader",
     "RunCorruptError": "torchtap.errors",
     "RunError": "torchtap.errors",
     "RunFormatError": "torchtap.errors",
@@ -172,7 +172,7 @@ _HOME = {
     "TensorBoardSink": "torchtap.sinks",
     "TopK": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
-    "TrainingReport": "torchtap.monitors.trainer",
+    "TrainingReport": "torchtap.monitors.monitor.trainer",
     "Verification": "torchtap.verification",
     "VerificationError": "torchtap.errors",
     "WandbSink": "torchtap.sinks",
@@ -186,20 +186,20 @@ _HOME = {
     "compare_forms": "torchtap.comparison.forms",
     "diagnose": "torchtap.diagnosis.run",
     "edit": "torchtap.editing.edit",
-    "emit": "torchtap.taps.active",
-    "extra_outputs": "torchtap.taps.extra",
+    "emit": "torchtap.taps.receive.active",
+    "extra_outputs": "torchtap.taps.travel.extra",
     "features": "torchtap.editing.features",
-    "get_layer_hidden_states": "torchtap.monitors.layers",
-    "instrument": "torchtap.taps.instrument",
+    "get_layer_hidden_states": "torchtap.monitors.layers.recorder",
+    "instrument": "torchtap.taps.travel.instrument",
     "layer_changes": "torchtap.comparison.adjacent",
     "list_sites": "torchtap.session",
-    "load": "torchtap.taps.load",
+    "load": "torchtap.taps.travel.load",
     "make_sink": "torchtap.sinks",
     "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
-    "open": "torchtap.store.reader",
-    "open_layers": "torchtap.monitors.layer_files",
+    "open": "torchtap.store.read.reader",
+    "open_layers": "torchtap.monitors.layers.files",
     "plot": "torchtap.viewer.plot",
-    "record_layers": "torchtap.monitors.layers",
+    "record_layers": "torchtap.monitors.layers.recorder",
     "tap": "torchtap.plan",
     "verify": "torchtap.verification",
     "watch": "torchtap.session",

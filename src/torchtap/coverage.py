@@ -10,8 +10,8 @@ from typing import Any, final
 from torch import nn
 
 from torchtap.sites import unwrap
-from torchtap.taps.entries import LivePort
-from torchtap.taps.receiver import Receiver
+from torchtap.taps.receive.entries import LivePort
+from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["Missing", "missing_sites"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtap.taps.op import register
+from torchtap.taps.carry.op import register
 
 __all__ = ["register"]
 

@@ -8,9 +8,9 @@ from typing import Any, final
 from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import SelectionError
 from torchtap.sites import Site, input_names, no_such_site
-from torchtap.taps.collect import result_of
-from torchtap.taps.entries import Entry
-from torchtap.taps.receiver import Receiver
+from torchtap.taps.receive.collect import result_of
+from torchtap.taps.receive.entries import Entry
+from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["Seen"]
 

@@ -22,12 +22,12 @@ from torchtap.reduce import Full, Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Kind, Selectable, places, source_of
-from torchtap.store.pool import pool_of
 from torchtap.store.record import Consumer
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.pool import pool_of
+from torchtap.store.write.writer import RunWriter
 from torchtap.taps.attach import attach, tree_of
-from torchtap.taps.fitting import Via
-from torchtap.taps.receiver import Receiver
+from torchtap.taps.eager.fitting import Via
+from torchtap.taps.receive.receiver import Receiver
 from torchtap.watching import Watch
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]

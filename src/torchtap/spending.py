@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import final
 
 from torchtap.plan import Plan, Tap
-from torchtap.store.payload import nbytes_of
+from torchtap.store.format.payload import nbytes_of
 from torchtap.store.record import TensorItem
-from torchtap.taps.entries import Entry
-from torchtap.taps.receiver import Receiver
+from torchtap.taps.receive.entries import Entry
+from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["Spending"]
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from torchtap.coverage import Missing
+from torchtap.store.read.show import compact
 from torchtap.store.record import ScalarBlock
-from torchtap.store.show import compact
 
 __all__ = ["print_summary"]
 

@@ -31,12 +31,12 @@ from torchtap.errors import RecordingLostError, SessionError
 from torchtap.plan import Plan
 from torchtap.schedule import Moment
 from torchtap.spending import Spending
-from torchtap.store.pool import HostPool
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
+from torchtap.store.write.pool import HostPool
 from torchtap.taps.attach import attach
-from torchtap.taps.collect import Collector, Coming, numbers_on_host
-from torchtap.taps.fitting import Via
-from torchtap.taps.receiver import Receiver
+from torchtap.taps.eager.fitting import Via
+from torchtap.taps.receive.collect import Collector, Coming, numbers_on_host
+from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["Watch"]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from torchtap import CompareError
-from torchtap.comparison import measures, sums
-from torchtap.comparison.measures import measure
-from torchtap.comparison.streams import Stream, measure_streams
+from torchtap.comparison.measure import measures, sums
+from torchtap.comparison.measure.measures import measure
+from torchtap.comparison.measure.streams import Stream, measure_streams
 
 
 def pair(

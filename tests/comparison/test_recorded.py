@@ -226,7 +226,7 @@ def test_a_corrupt_tensor_is_not_compared_and_not_called_equal(models: Any, tmp_
 
 def _large_run(folder: Path, value: torch.Tensor) -> Path:
     from torchtap.store.record import StepRecord, TensorItem
-    from torchtap.store.writer import RunWriter
+    from torchtap.store.write.writer import RunWriter
 
     with RunWriter(folder, manifest={"sites": []}) as writer:
         item = TensorItem("layer:output", "value", "full", value)

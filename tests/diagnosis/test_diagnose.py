@@ -13,7 +13,7 @@ import pytest
 import torchtap as tt
 from torchtap.diagnosis.finding import Limits
 from torchtap.store.record import ScalarBlock, StepRecord
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 
 STATISTICS = ("count", "mean", "std", "min", "max", "absmax", "l1", "l2", "rms", "zeros", "nans", "infs")
 STEPS = 40

@@ -23,9 +23,9 @@ from torchtap.sinks import (
 )
 from torchtap.sinks.choice import Choice, label
 from torchtap.sinks.pictures import attention_picture
-from torchtap.store.reader import open_run
+from torchtap.store.read.reader import open_run
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 from torchtap.testing import SinkContract
 
 Kept = set[tuple[int, str]]

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchtap.errors import RunCorruptError
-from torchtap.store.checksum import ChunkedChecksum, checksum, checksums, parse_checksums, verify
+from torchtap.store.format.checksum import ChunkedChecksum, checksum, checksums, parse_checksums, verify
 
 
 @given(st.binary(max_size=1000), st.integers(0, 2**32 - 1))

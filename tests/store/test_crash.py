@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from tests.store.records import SITES, STATISTICS, image, number
 
-from torchtap.store.layout import TEMPORARY
-from torchtap.store.reader import open_run
+from torchtap.store.files.layout import TEMPORARY
+from torchtap.store.read.reader import open_run
 
 # Forks one recording after another and kills each at a random moment. Imports no torch, so that it starts at once.
 LAUNCHER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 from tests.store.records import record
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 
 root, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 chance = random.Random(seed)
@@ -107,7 +107,7 @@ def test_a_process_that_ends_without_closing_closes_its_run(tmp_path: Path) -> N
     code = """
 import sys
 from tests.store.records import record
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 writer = RunWriter(sys.argv[1], manifest={})
 for step in range(10):
     writer.write(record(step))
@@ -123,7 +123,7 @@ def test_a_forked_child_neither_writes_nor_closes_the_run(tmp_path: Path) -> Non
     code = """
 import os, sys
 from tests.store.records import record
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 with RunWriter(sys.argv[1], manifest={}) as writer:
     writer.write(record(0))
     child = os.fork()

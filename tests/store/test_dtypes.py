@@ -13,10 +13,10 @@ from safetensors import safe_open
 from tests.store.records import SITES, record
 
 from torchtap.errors import MissingExtraError
-from torchtap.store.dtypes import BY_NAME
-from torchtap.store.reader import open_run
+from torchtap.store.format.dtypes import BY_NAME
+from torchtap.store.read.reader import open_run
 from torchtap.store.record import StepRecord, TensorItem
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 
 DTYPES = [name for name in BY_NAME if hasattr(torch, name)]
 

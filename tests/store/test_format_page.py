@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from tests.store.records import record
 
-from torchtap.store.layout import FORMAT_NAME, FORMAT_VERSION, parse_segment
+from torchtap.store.files.layout import FORMAT_NAME, FORMAT_VERSION, parse_segment
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.store.records import SITES, image, record
 
 from torchtap.errors import RunCorruptError, RunError, RunFormatError, TorchtapError
-from torchtap.store.header import MAX_HEADER, parse_header
-from torchtap.store.reader import Run, open_run
-from torchtap.store.writer import RunWriter
+from torchtap.store.format.header import MAX_HEADER, parse_header
+from torchtap.store.read.reader import Run, open_run
+from torchtap.store.write.writer import RunWriter
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from tests.store.records import SITES, image, number, record
 
-from torchtap.store.reader import open_run
-from torchtap.store.writer import RunWriter
+from torchtap.store.read.reader import open_run
+from torchtap.store.write.writer import RunWriter
 
 RECORDING = """
 import os, sys
 os.fsync = lambda descriptor: None
 from tests.store.records import record
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 with RunWriter(sys.argv[1], manifest={}, flush_seconds=0.001) as writer:
     writer.write(record(0, tensors=2))
     writer.flush()
@@ -98,7 +98,7 @@ def test_following_a_run_whose_writer_died_ends(tmp_path: Path) -> None:
     code = """
 import os, sys
 from tests.store.records import record
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 writer = RunWriter(sys.argv[1], manifest={})
 writer.write(record(0))
 writer.flush()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tests.store.records import SITES, STATISTICS, grid, image, number, record
 
-from torchtap.store.layout import SegmentName, parse_segment, widest
-from torchtap.store.merge import Merger
-from torchtap.store.place import LocalPlace
-from torchtap.store.reader import open_run
+from torchtap.store.files.layout import SegmentName, parse_segment, widest
+from torchtap.store.files.place import LocalPlace
+from torchtap.store.read.reader import open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.merge import Merger
+from torchtap.store.write.writer import RunWriter
 
 
 def parts(folder: Path, kind: str) -> list[Path]:

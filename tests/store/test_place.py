@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtap.store import allocate as allocate_module
-from torchtap.store import place as place_module
-from torchtap.store.place import LocalPlace
+from torchtap.store.files import allocate as allocate_module
+from torchtap.store.files import place as place_module
+from torchtap.store.files.place import LocalPlace
 
 _PIECES = [
     bytes([number]) * ((3 << 20) + number) for number in range(1, 8)

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtap as tt
-from torchtap.store import checksum, tensors
-from torchtap.store.dtypes import BY_NAME
-from torchtap.store.pool import HostPool, pool_of
-from torchtap.store.reader import open_run
+from torchtap.store.format import checksum
+from torchtap.store.format.dtypes import BY_NAME
+from torchtap.store.read.reader import open_run
 from torchtap.store.record import StepRecord, TensorItem
-from torchtap.store.writer import RunWriter
+from torchtap.store.write import tensors
+from torchtap.store.write.pool import HostPool, pool_of
+from torchtap.store.write.writer import RunWriter
 
 
 @pytest.fixture(params=["past the cache", "by torch"])

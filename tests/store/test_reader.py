@@ -12,9 +12,9 @@ import torch
 from tests.store.records import SITES, STATISTICS, image, number, record
 
 from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
-from torchtap.store.reader import is_run, open_run
+from torchtap.store.read.reader import is_run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 
 MANIFEST = {"sites": [{"name": name} for name in reversed(SITES)], "model": {"name": "toy"}}
 
@@ -189,7 +189,7 @@ def test_a_run_shows_itself_and_escapes_what_it_shows(folder: Path, tmp_path: Pa
 def test_reading_imports_no_torch(folder: Path) -> None:
     code = f"""
 import sys
-from torchtap.store.reader import open_run
+from torchtap.store.read.reader import open_run
 run = open_run({str(folder)!r})
 run.series({SITES[0]!r}, "mean"); run.array({SITES[0]!r}); run.table(); run.matrix("mean"); repr(run)
 assert "torch" not in sys.modules, "torch was imported"
@@ -235,7 +235,7 @@ def test_a_replaced_manifest_is_seen_and_an_unchanged_one_is_not_parsed_again(
         writer.flush()
         run.refresh()
         assert run.manifest["plan"] == 2
-        monkeypatch.setattr("torchtap.store.part.load_json", lambda text: pytest.fail("parsed again"))
+        monkeypatch.setattr("torchtap.store.read.part.load_json", lambda text: pytest.fail("parsed again"))
         run.refresh()
 
 
@@ -251,6 +251,6 @@ def test_a_replaced_manifest_is_seen_and_an_unchanged_one_is_not_parsed_again(
     ],
 )
 def test_a_number_in_a_column_is_short(value: float, text: str) -> None:
-    from torchtap.store.show import compact
+    from torchtap.store.read.show import compact
 
     assert compact(value) == text

@@ -13,8 +13,8 @@ import pytest
 from tests.store.records import SITES, image, number, record
 
 from torchtap.errors import MissingExtraError, RecordingLostError, RunCorruptError, RunNotFoundError
-from torchtap.store.reader import is_run, open_run
-from torchtap.store.writer import RunWriter
+from torchtap.store.read.reader import is_run, open_run
+from torchtap.store.write.writer import RunWriter
 
 pytest.importorskip("fsspec")
 
@@ -154,8 +154,8 @@ def test_an_unknown_protocol_is_an_error_that_names_what_is_missing() -> None:
 def test_local_runs_do_not_import_fsspec(tmp_path: Any) -> None:
     code = """
 import sys
-from torchtap.store.reader import open_run
-from torchtap.store.writer import RunWriter
+from torchtap.store.read.reader import open_run
+from torchtap.store.write.writer import RunWriter
 RunWriter(sys.argv[1], manifest={}).close()
 open_run(sys.argv[1])
 assert "fsspec" not in sys.modules

@@ -14,12 +14,12 @@ import pytest
 from tests.store.records import SITES, image, number, record
 
 from torchtap.errors import RecordingLostError, SessionError
-from torchtap.store import recorder
-from torchtap.store.place import LocalPlace, LocalStream
-from torchtap.store.pressure import Barrier, RecordQueue
-from torchtap.store.reader import open_run
+from torchtap.store.files.place import LocalPlace, LocalStream
+from torchtap.store.read.reader import open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
-from torchtap.store.writer import RunWriter
+from torchtap.store.write import recorder
+from torchtap.store.write.pressure import Barrier, RecordQueue
+from torchtap.store.write.writer import RunWriter
 
 
 def test_flush_makes_everything_visible(tmp_path: Path) -> None:

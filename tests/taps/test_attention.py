@@ -12,7 +12,7 @@ from tests.models import GPT, make
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.taps import attention
+from torchtap.taps.eager import attention
 
 
 class Fused(nn.Module):

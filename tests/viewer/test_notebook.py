@@ -11,7 +11,7 @@ import torch
 
 import torchtap as tt
 from torchtap.store.record import ScalarBlock, StepRecord
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 from torchtap.viewer.colours import css, sequential
 from torchtap.viewer.notebook import map_svg, series_svg, site_html
 

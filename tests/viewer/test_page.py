@@ -304,7 +304,7 @@ def test_the_page_follows_a_training_that_still_writes(browser: Any, tmp_path: P
 
 def test_markup_in_names_is_text(browser: Any, tmp_path: Path) -> None:
     from torchtap.store.record import ScalarBlock, StepRecord
-    from torchtap.store.writer import RunWriter
+    from torchtap.store.write.writer import RunWriter
 
     markup = '<img src=x onerror="window.hacked=1">'
     names = (f"{markup}:output", f"a.{markup}:output", "__proto__:output")

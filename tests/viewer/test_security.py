@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
-from torchtap.store.writer import RunWriter
+from torchtap.store.write.writer import RunWriter
 from torchtap.viewer import assets
 from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.security import CONTENT_POLICY, Policy

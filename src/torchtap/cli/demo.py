@@ -113,7 +113,7 @@ def _table(watch: Watch, step: int, steps: int, loss: float) -> Table:
 def _show(console: Console, folder: Path) -> None:
     """What the run holds, what was found in it, and how to look further."""
     from torchtap.diagnosis.run import diagnose
-    from torchtap.store.reader import open_run
+    from torchtap.store.read.reader import open_run
 
     run = open_run(folder)
     files = [path for path in folder.rglob("*") if path.is_file()]

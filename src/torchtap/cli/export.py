@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from torchtap.store.reader import open_run
+from torchtap.store.read.reader import open_run
 
 __all__ = ["command"]
 
@@ -18,7 +18,7 @@ __all__ = ["command"]
 @click.option("-o", "--out", help="Where to; by default beside the run.")
 def command(run: str, target: str, out: str | None) -> None:
     """Write RUN in another format."""
-    from torchtap.store.export import export_run
+    from torchtap.store.export.front import export_run
 
     opened = open_run(run)
     path = out if out is not None else f"{str(Path(run)).rstrip('/')}.{target}"

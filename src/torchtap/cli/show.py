@@ -10,8 +10,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from torchtap.store.reader import Run, open_run
-from torchtap.store.show import compact
+from torchtap.store.read.reader import Run, open_run
+from torchtap.store.read.show import compact
 
 __all__ = ["command"]
 

@@ -106,7 +106,7 @@ def _module(source: str) -> Any:
 
 
 def _from_file(path: Path, unsafe: bool) -> Any:
-    from torchtap.taps.load import load
+    from torchtap.taps.travel.load import load
 
     try:
         return load(path)

@@ -33,7 +33,7 @@ def command(
     from rich.live import Live
 
     from torchtap.diagnosis.run import diagnose
-    from torchtap.store.reader import open_run
+    from torchtap.store.read.reader import open_run
     from torchtap.viewer.terminal import live_view
 
     opened = open_run(run)

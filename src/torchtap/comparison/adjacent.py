@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
-from torchtap.comparison.measures import Measures, measure
-from torchtap.comparison.recordings import Recording
+from torchtap.comparison.measure.measures import Measures, measure
+from torchtap.comparison.recorded.recordings import Recording
 from torchtap.comparison.sources import recording_of
 
 __all__ = ["LayerChange", "layer_changes"]

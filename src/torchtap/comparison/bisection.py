@@ -21,18 +21,18 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.floor import Floor, floor_from
-from torchtap.comparison.hooked import Call, Hooked, steady
-from torchtap.comparison.live import gather, missing
-from torchtap.comparison.measures import Measures
-from torchtap.comparison.passes import Probe
-from torchtap.comparison.result import Comparison, First
-from torchtap.comparison.rules import Rule
+from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.judge.result import Comparison, First
+from torchtap.comparison.judge.verdict import judge_live, sentence, status_of
+from torchtap.comparison.live.evidence import gather, missing
+from torchtap.comparison.live.hooked import Call, Hooked, steady
+from torchtap.comparison.live.passes import Probe
+from torchtap.comparison.live.tracing import Feed, feed_of, jitter, record, site_name
+from torchtap.comparison.measure.floor import Floor, floor_from
+from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.sources import describe, is_eager
-from torchtap.comparison.tracing import Feed, feed_of, jitter, record, site_name
-from torchtap.comparison.verdict import judge_live, sentence, status_of
 from torchtap.errors import CompareError
-from torchtap.taps.leaves import input_leaves, leaves
+from torchtap.taps.receive.leaves import input_leaves, leaves
 
 __all__ = ["Bisection", "bisect"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from torchtap.comparison.front import compare
-from torchtap.comparison.result import Comparison
-from torchtap.comparison.table import number
+from torchtap.comparison.judge.result import Comparison
+from torchtap.comparison.judge.table import number
 from torchtap.errors import CompareError, TorchtapError
 
 if TYPE_CHECKING:

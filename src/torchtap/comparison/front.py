@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.live import gather, missing
-from torchtap.comparison.recorded import compare_recordings
-from torchtap.comparison.recordings import MemoryRecording, Recording
-from torchtap.comparison.result import COMPARED, Comparison
-from torchtap.comparison.rules import Rule
+from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.judge.result import COMPARED, Comparison
+from torchtap.comparison.judge.verdict import judge_live, sentence
+from torchtap.comparison.live.evidence import gather, missing
+from torchtap.comparison.live.tracing import Feed, feed_of, golden_copy, record
+from torchtap.comparison.recorded.comparing import compare_recordings
+from torchtap.comparison.recorded.recordings import MemoryRecording, Recording
 from torchtap.comparison.sources import captured, describe, is_eager, is_live, perturbed, recording_of
-from torchtap.comparison.tracing import Feed, feed_of, golden_copy, record
-from torchtap.comparison.verdict import judge_live, sentence
 from torchtap.errors import CompareError
-from torchtap.taps.leaves import leaves
+from torchtap.taps.receive.leaves import leaves
 
 __all__ = ["compare"]
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchtap.comparison.hooked import rebuild, steady
-from torchtap.comparison.recordings import (
+from torchtap.comparison.live.hooked import rebuild, steady
+from torchtap.comparison.live.tracing import Feed, feed_of, jitter
+from torchtap.comparison.recorded.recordings import (
     FolderRecording,
     MemoryRecording,
     Recording,
@@ -24,9 +25,8 @@ from torchtap.comparison.recordings import (
     in_passing_order,
     is_layer_folder,
 )
-from torchtap.comparison.tracing import Feed, feed_of, jitter
 from torchtap.errors import CompareError, RunNotFoundError
-from torchtap.taps.leaves import leaves
+from torchtap.taps.receive.leaves import leaves
 
 __all__ = ["captured", "describe", "is_eager", "is_live", "perturbed", "recording_of"]
 
@@ -79,7 +79,7 @@ def recording_of(thing: Any) -> Recording:
 
 
 def _from_path(path: str | os.PathLike[str]) -> Recording:
-    from torchtap.store.reader import is_run, open_run
+    from torchtap.store.read.reader import is_run, open_run
 
     text = os.fspath(path)
     if "://" not in text:

@@ -19,7 +19,7 @@ from torchtap.diagnosis.finding import Finding, Kind, Limits, Severity
 from torchtap.diagnosis.grid import Grid, Place, grid
 
 if TYPE_CHECKING:
-    from torchtap.store.reader import Run
+    from torchtap.store.read.reader import Run
 
 __all__ = ["dead_or_constant", "exploding_or_vanishing", "saturated", "without_gradient"]
 

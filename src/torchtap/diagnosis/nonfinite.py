@@ -17,7 +17,7 @@ from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.grid import Grid, Place, grid
 
 if TYPE_CHECKING:
-    from torchtap.store.reader import Run
+    from torchtap.store.read.reader import Run
 
 __all__ = ["computed_order", "first_nonfinite"]
 

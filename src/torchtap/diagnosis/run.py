@@ -14,7 +14,7 @@ from torchtap.diagnosis.grid import places, spread_steps
 from torchtap.diagnosis.nonfinite import first_nonfinite
 
 if TYPE_CHECKING:
-    from torchtap.store.reader import Run
+    from torchtap.store.read.reader import Run
 
 __all__ = ["diagnose"]
 
@@ -26,7 +26,7 @@ def diagnose(run: Run | str | os.PathLike[str], *, limits: Limits | None = None)
     ...     print(finding)
     """
     if isinstance(run, (str, os.PathLike)):
-        from torchtap.store.reader import open_run
+        from torchtap.store.read.reader import open_run
 
         run = open_run(run)
     limits = limits or Limits()

@@ -25,9 +25,9 @@ from torchtap.errors import PlanError
 from torchtap.plan import Tap, bind
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector
-from torchtap.taps.fitting import Hook
-from torchtap.taps.structure import map_leaves
-from torchtap.taps.wrap import replace_forward
+from torchtap.taps.eager.fitting import Hook
+from torchtap.taps.eager.wrap import replace_forward
+from torchtap.taps.receive.structure import map_leaves
 
 __all__ = ["Call", "Catcher"]
 

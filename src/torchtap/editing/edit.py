@@ -27,9 +27,9 @@ from torchtap.errors import PlanError
 from torchtap.plan import Port, Tap, bind
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site, input_names
-from torchtap.taps.eager import in_backward
-from torchtap.taps.fitting import Hook
-from torchtap.taps.structure import map_leaves
+from torchtap.taps.eager.eager import in_backward
+from torchtap.taps.eager.fitting import Hook
+from torchtap.taps.receive.structure import map_leaves
 
 __all__ = ["Change", "Edit", "edit"]
 

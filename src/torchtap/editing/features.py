@@ -26,7 +26,7 @@ from torchtap.errors import PlanError, SelectionError
 from torchtap.plan import Plan, Port, Tap, bind
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site, input_names, selectors_of
-from torchtap.taps.leaves import input_leaves, leaves
+from torchtap.taps.receive.leaves import input_leaves, leaves
 
 __all__ = ["Features", "features"]
 

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torchtap.errors import FormError
 from torchtap.plan import Plan, Port
 from torchtap.sites import Site, input_names
-from torchtap.taps.leaves import children
+from torchtap.taps.receive.leaves import children
 
 __all__ = ["graph_with_values"]
 

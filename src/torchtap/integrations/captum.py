@@ -18,7 +18,7 @@ from torchtap.errors import MissingExtraError, PlanError, SelectionError
 from torchtap.plan import Tap, bind
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site
-from torchtap.taps.leaves import leaves
+from torchtap.taps.receive.leaves import leaves
 from torchtap.watching import Watch
 
 __all__ = ["METHODS", "attribute"]

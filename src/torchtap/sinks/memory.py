@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from torchtap.errors import SelectionError
+from torchtap.store.read.results import Series
 from torchtap.store.record import StepRecord
-from torchtap.store.results import Series
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,9 +8,9 @@ import torch
 from torch import fx, nn
 
 from torchtap.errors import FormError
-from torchtap.taps.eager import Attachment, EagerAttachment
-from torchtap.taps.fitting import Via
-from torchtap.taps.receiver import Receiver
+from torchtap.taps.eager.eager import Attachment, EagerAttachment
+from torchtap.taps.eager.fitting import Via
+from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["attach", "form_of", "tree_of"]
 
@@ -36,19 +36,19 @@ def tree_of(model: Any) -> nn.Module:
     """The modules that a plan for this model binds to."""
     match form_of(model):
         case "script":
-            from torchtap.taps.script import script_tree
+            from torchtap.taps.script.attachment import script_tree
 
             return script_tree(model)
         case "graph":
-            from torchtap.taps.graph import graph_tree
+            from torchtap.taps.graph.attachment import graph_tree
 
             return graph_tree(model)
         case "exported":
-            from torchtap.taps.graph import exported_tree
+            from torchtap.taps.graph.attachment import exported_tree
 
             return exported_tree(model)
         case "aoti" | "emitting":
-            from torchtap.taps.emitting import emitting_tree
+            from torchtap.taps.carry.emitting import emitting_tree
 
             return emitting_tree(model)
     return model  # type: ignore[no-any-return]
@@ -61,23 +61,23 @@ def attach(model: Any, receiver: Receiver, via: Via = "hook") -> Attachment:
         raise FormError(f"via={via!r} is for eager models, and this one is {form}: leave it out")
     match form:
         case "script":
-            from torchtap.taps.script import attach_script
+            from torchtap.taps.script.attachment import attach_script
 
             return attach_script(model, receiver)
         case "graph":
-            from torchtap.taps.graph import attach_graph
+            from torchtap.taps.graph.attachment import attach_graph
 
             return attach_graph(model, receiver)
         case "compiled":
-            from torchtap.taps.compiled import attach_compiled
+            from torchtap.taps.carry.compiled import attach_compiled
 
             return attach_compiled(model, receiver)
         case "exported":
-            from torchtap.taps.graph import attach_exported
+            from torchtap.taps.graph.attachment import attach_exported
 
             return attach_exported(model, receiver)
         case "aoti" | "emitting":
-            from torchtap.taps.emitting import attach_emitting
+            from torchtap.taps.carry.emitting import attach_emitting
 
             return attach_emitting(model, receiver)
     return EagerAttachment(model, receiver, via)

@@ -25,7 +25,7 @@ from torchtap.viewer.downsample import block_extremes
 
 if TYPE_CHECKING:
     from torchtap.diagnosis.finding import Finding
-    from torchtap.store.reader import Run
+    from torchtap.store.read.reader import Run
 
 __all__ = ["BLOCK", "Catalog", "NumberGrid", "OpenRun", "Refused"]
 
@@ -175,7 +175,7 @@ class OpenRun:
     def findings(self) -> list[Finding]:
         """What looks wrong in the run as it is now."""
         from torchtap.diagnosis.run import diagnose
-        from torchtap.store.reader import open_run
+        from torchtap.store.read.reader import open_run
 
         with self._diagnosing:
             revision = self.revision
@@ -198,7 +198,7 @@ class Catalog:
     @classmethod
     def open(cls, paths: Sequence[str | Path], comparison: dict[str, Any] | None = None) -> Catalog:
         """Open every path; runs of the same folder name are told apart by the folders above."""
-        from torchtap.store.reader import open_run
+        from torchtap.store.read.reader import open_run
 
         places = [Path(path).resolve() for path in paths]
         names = [place.name for place in places]
@@ -209,7 +209,7 @@ class Catalog:
     def compare(self, first: int, second: int) -> dict[str, Any]:
         """The comparison of two of the runs as they are now; the last one is kept, since it reads everything."""
         from torchtap.comparison.front import compare
-        from torchtap.store.reader import open_run
+        from torchtap.store.read.reader import open_run
 
         a, b = self[first], self[second]
         with self._comparing:

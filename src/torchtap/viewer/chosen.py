@@ -14,7 +14,7 @@ from torchtap.diagnosis.grid import places
 from torchtap.errors import SelectionError
 
 if TYPE_CHECKING:
-    from torchtap.store.reader import Run
+    from torchtap.store.read.reader import Run
 
 __all__ = ["Picture", "matching_sites", "picture_of", "usual_statistic"]
 

@@ -20,7 +20,7 @@ from torchtap.viewer.colours import NOT_FINITE, css
 from torchtap.viewer.downsample import extremes
 
 if TYPE_CHECKING:
-    from torchtap.store.reader import Run
+    from torchtap.store.read.reader import Run
 
 __all__ = ["comparison_html", "map_svg", "run_html", "seen_html", "series_svg", "site_html"]
 

@@ -15,7 +15,7 @@ from torchtap.viewer.colours import NOT_FINITE, sequential
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from torchtap.store.reader import Run
+    from torchtap.store.read.reader import Run
 
 __all__ = ["plot"]
 
@@ -45,7 +45,7 @@ def plot(
             "plot needs matplotlib: pip install 'torchtap[plot]'", extra="plot"
         ) from missing
     if isinstance(run, (str, os.PathLike)):
-        from torchtap.store.reader import open_run
+        from torchtap.store.read.reader import open_run
 
         run = open_run(run)
     picture = picture_of(run, statistic, [sites] if isinstance(sites, str) else sites, kind)

@@ -20,7 +20,7 @@ from torchtap.viewer.chosen import matching_sites
 from torchtap.viewer.downsample import extremes
 
 if TYPE_CHECKING:
-    from torchtap.store.reader import Run
+    from torchtap.store.read.reader import Run
 
 __all__ = ["findings_text", "live_view", "sparkline", "statistics_table"]
 

@@ -13,8 +13,8 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
 import torchtap as tt
-from torchtap.taps import fused, op
-from torchtap.taps.receiver import Receiver
+from torchtap.taps.carry import fused, op
+from torchtap.taps.receive.receiver import Receiver
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from torchtap.monitors.module_monitor.storage import StorageManager, means
 from torchtap.reduce import kernel
 from torchtap.reduce.moments import WIDTH
 from torchtap.reduce.readable import PLAIN_TYPES
-from torchtap.taps.entries import gone
+from torchtap.taps.receive.entries import gone
 
 __all__ = ["BoundMetrics", "Ledger", "Metric"]
 

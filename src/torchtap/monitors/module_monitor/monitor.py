@@ -42,7 +42,7 @@ from torchtap.monitors.module_monitor.reference import ReferenceActivations
 from torchtap.monitors.module_monitor.storage import StorageManager
 from torchtap.sites import unwrap
 from torchtap.store.record import Consumer
-from torchtap.taps.leaves import leaves
+from torchtap.taps.receive.leaves import leaves
 
 __all__ = ["ModuleMonitor"]
 

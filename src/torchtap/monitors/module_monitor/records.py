@@ -75,7 +75,7 @@ class StepKeeper:
         self._failed: set[str] = set()
         if run is not None:
             from torchtap.model_tree import environment
-            from torchtap.store.writer import RunWriter
+            from torchtap.store.write.writer import RunWriter
 
             described = environment()
             self._writer = RunWriter(
@@ -133,7 +133,7 @@ class StepKeeper:
 
     def read_back(self) -> dict[int, dict[str, float]]:
         """Every step that is in the run, ``{step: {key: value}}``."""
-        from torchtap.store.reader import open_run
+        from torchtap.store.read.reader import open_run
 
         self._writer.flush()
         run = open_run(self._writer.folder, attempt=self._writer.attempt)

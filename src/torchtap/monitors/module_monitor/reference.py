@@ -13,7 +13,7 @@ from typing import final
 from torch import Tensor
 
 from torchtap.errors import MonitorError
-from torchtap.store.pool import HostPool
+from torchtap.store.write.pool import HostPool
 
 __all__ = ["Copies", "ReferenceActivations", "pooled_copy"]
 

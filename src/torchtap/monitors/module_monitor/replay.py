@@ -18,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from torchtap.monitors.module_monitor.hooks import LiveHook
 from torchtap.monitors.module_monitor.reference import pooled_copy
-from torchtap.store.pool import HostPool
+from torchtap.store.write.pool import HostPool
 
 __all__ = ["Replay", "has_no_other_hook", "is_function"]
 

@@ -1,0 +1,1 @@
+"""Which site of one side is which of the other."""

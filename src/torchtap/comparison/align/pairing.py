@@ -1,0 +1,273 @@
+"""Pair the sites of two recordings, and say of every site that found no partner why.
+
+The ways, strongest first; a site that one of them paired is left alone by the later ones:
+
+1. ``rule``       a rule of the user renames the reference's site to the target's
+2. ``name``       the same name
+3. ``wrapper``    the same name once the names of wrapper modules are left out (``_orig_mod``, ``module`` ...)
+4. ``prefix``     the same name below one common prefix that only one side has (``model.layers.0`` and ``layers.0``)
+5. ``structure``  between neighbours that are already paired, both sides have the same sequence of kinds and shapes
+
+It guarantees:
+- a site is in at most one pair, and every site is either in a pair or in ``unaligned`` with a reason;
+- pairs come in the reference's order of execution;
+- nothing is paired by structure when there is more than one way to do it.
+
+Not here: the values (`measures`), the changes that rules make to them (`rules`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+from torchtap.comparison.align.rules import Rule, rule_from
+
+__all__ = ["Alignment", "KnownSite", "Pair", "Unaligned", "align", "split_site"]
+
+_WRAPPERS = frozenset(
+    {
+        "_orig_mod",
+        "module",
+        "_fsdp_wrapped_module",
+        "_checkpoint_wrapped_module",
+        "_forward_module",
+        "_wrapped_module",
+    }
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KnownSite:
+    """What is known of a site without reading its value."""
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One site in both recordings."""
+
+    index: int  # place in the reference's order of execution
+    reference: str
+    target: str
+    how: str
+    rule: Rule | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Unaligned:
+    """A site that could not be compared."""
+
+    site: str
+    side: str  # "reference" or "target"
+    why: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Which site is which, and what is left over."""
+
+    pairs: tuple[Pair, ...]
+    unaligned: tuple[Unaligned, ...]
+
+    def module_names(self) -> dict[str, str]:
+        """Reference module path to target module path, as far as the paired sites say."""
+        return {split_site(pair.reference)[0]: split_site(pair.target)[0] for pair in self.pairs}
+
+
+def split_site(name: str) -> tuple[str, str]:
+    """``(module path, the rest)`` of a site's name: ``a.b:output.0#1`` gives ``("a.b", "output.0#1")``."""
+    path, colon, rest = name.rpartition(":")
+    return (path, rest) if colon else (name, "output")
+
+
+def align(
+    reference: Sequence[KnownSite],
+    target: Sequence[KnownSite],
+    rules: Iterable[str | Rule] = (),
+    *,
+    structure: bool = True,
+) -> Alignment:
+    """Pair the sites of two recordings, each given in its order of execution."""
+    work = _Work(reference, target)
+    unused = work.by_rules([rule_from(rule) for rule in rules])
+    work.by_key(lambda name: name, "name")
+    work.by_key(_unwrapped, "wrapper")
+    work.by_prefix()
+    if structure:
+        work.by_structure()
+    return work.finish(unused)
+
+
+class _Work:
+    """The pairing while it goes on."""
+
+    def __init__(self, reference: Sequence[KnownSite], target: Sequence[KnownSite]) -> None:
+        self.reference = list(reference)
+        self.target = list(target)
+        self.place = {site.name: n for n, site in enumerate(self.target)}
+        self.paired: dict[int, tuple[int, str, Rule | None]] = {}
+        self.taken: set[int] = set()
+
+    def free(self) -> tuple[list[int], list[int]]:
+        return (
+            [n for n in range(len(self.reference)) if n not in self.paired],
+            [n for n in range(len(self.target)) if n not in self.taken],
+        )
+
+    def pair(self, left: int, right: int, how: str, rule: Rule | None = None) -> None:
+        self.paired[left] = (right, how, rule)
+        self.taken.add(right)
+
+    def by_rules(self, rules: list[Rule]) -> list[Rule]:
+        used: set[int] = set()
+        for n, site in enumerate(self.reference):
+            for at, rule in enumerate(rules):
+                name = rule.rename(site.name)
+                place = None if name is None else self.place.get(name)
+                if place is not None and place not in self.taken:
+                    self.pair(n, place, "rule", rule)
+                    used.add(at)
+                    break
+        return [rule for at, rule in enumerate(rules) if at not in used]
+
+    def by_key(self, key: Callable[[str], str], how: str) -> None:
+        left, right = self.free()
+        reference, target = defaultdict(list), defaultdict(list)
+        for n in left:
+            reference[key(self.reference[n].name)].append(n)
+        for n in right:
+            target[key(self.target[n].name)].append(n)
+        for name, places in reference.items():
+            if len(places) == 1 and len(target.get(name, ())) == 1:
+                self.pair(places[0], target[name][0], how)
+
+    def by_prefix(self) -> None:
+        """Try each prefix that only one side has, the one that pairs most names first."""
+        for _ in range(3):
+            left, right = self.free()
+            names = (
+                [_unwrapped(self.reference[n].name) for n in left],
+                [_unwrapped(self.target[n].name) for n in right],
+            )
+            best = _best_prefix(set(names[0]), set(names[1]))
+            if best is None:
+                return
+            prefix, on_reference = best
+            if on_reference:
+                self.by_key(lambda name, p=prefix: _unwrapped(name).removeprefix(p), "prefix")  # type: ignore[misc]
+            else:
+                kept = set(names[0])
+                self.by_key(
+                    lambda name, p=prefix, k=kept: (
+                        _unwrapped(name)  # type: ignore[misc]
+                        if _unwrapped(name) in k
+                        else _unwrapped(name).removeprefix(p)
+                    ),
+                    "prefix",
+                )
+
+    def by_structure(self) -> None:
+        """Pair the stretches between already paired sites when kinds and shapes run the same on both sides."""
+        anchors = [(-1, -1)]
+        for left in sorted(self.paired):
+            right = self.paired[left][0]
+            if right > anchors[-1][1]:  # sites whose order differs are no fixed points
+                anchors.append((left, right))
+        anchors.append((len(self.reference), len(self.target)))
+        for (left_start, right_start), (left_end, right_end) in pairwise(anchors):
+            lefts = [n for n in range(left_start + 1, left_end) if n not in self.paired]
+            rights = [n for n in range(right_start + 1, right_end) if n not in self.taken]
+            if not lefts or not rights:
+                continue
+            left_signs = [_signature(self.reference[n]) for n in lefts]
+            right_signs = [_signature(self.target[n]) for n in rights]
+            if None in left_signs or None in right_signs:
+                continue
+            if left_signs == right_signs:
+                for a, b in zip(lefts, rights, strict=True):
+                    self.pair(a, b, "structure")
+                continue
+            counts = Counter(left_signs), Counter(right_signs)
+            for a, sign in zip(lefts, left_signs, strict=True):
+                if counts[0][sign] == 1 and counts[1][sign] == 1:
+                    self.pair(a, rights[right_signs.index(sign)], "structure")
+
+    def finish(self, unused: list[Rule]) -> Alignment:
+        pairs = tuple(
+            Pair(n, self.reference[n].name, self.target[right].name, how, rule)
+            for n, (right, how, rule) in sorted(self.paired.items())
+        )
+        left, right = self.free()
+        others = [self.target[n] for n in right], [self.reference[n] for n in left]
+        missing = [
+            Unaligned(self.reference[n].name, "reference", _why(self.reference[n], self.target, others[0]))
+            for n in left
+        ]
+        missing += [
+            Unaligned(self.target[n].name, "target", _why(self.target[n], self.reference, others[1]))
+            for n in right
+        ]
+        missing += [
+            Unaligned(str(rule), "rule", "this rule paired nothing; it reads reference name=target name")
+            for rule in unused
+        ]
+        return Alignment(pairs, tuple(missing))
+
+
+def _unwrapped(name: str) -> str:
+    path, rest = split_site(name)
+    kept = [part for part in path.split(".") if part not in _WRAPPERS]
+    return f"{'.'.join(kept)}:{rest}"
+
+
+def _best_prefix(reference: set[str], target: set[str]) -> tuple[str, bool] | None:
+    best: tuple[int, str, bool] | None = None
+    for names, others, on_reference in ((reference, target, True), (target, reference, False)):
+        found: Counter[str] = Counter()
+        for name in names:
+            path, rest = split_site(name)
+            parts = path.split(".")
+            for cut in range(1, len(parts)):
+                prefix = ".".join(parts[:cut]) + "."
+                if f"{path.removeprefix(prefix)}:{rest}" in others:
+                    found[prefix] += 1
+        for prefix, hits in found.items():
+            if best is None or hits > best[0]:
+                best = (hits, prefix, on_reference)
+    return None if best is None else best[1:]
+
+
+def _signature(site: KnownSite) -> tuple[str, tuple[int, ...]] | None:
+    if site.shape is None:
+        return None
+    return split_site(site.name)[1].partition("#")[0].partition(".")[0], site.shape
+
+
+def _why(site: KnownSite, everything_there: Sequence[KnownSite], unpaired_there: Sequence[KnownSite]) -> str:
+    base, call, number = site.name.partition("#")
+    if call:
+        calls = sum(1 for other in everything_there if other.name.partition("#")[0] == base)
+        if calls:
+            return (
+                f"this is call {int(number) + 1 if number.isdigit() else number}, the other side has {calls}"
+            )
+    near = difflib.get_close_matches(
+        site.name, [other.name for other in unpaired_there[:2000]], n=1, cutoff=0.6
+    )
+    if not unpaired_there:
+        return "no site of that name on the other side, and none there is left without a partner"
+    if near:
+        return f"no site of that name on the other side; the nearest is {near[0]!r} (a rule can pair them)"
+    return "no site of that name on the other side"

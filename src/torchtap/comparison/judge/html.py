@@ -1,0 +1,165 @@
+"""A comparison as one HTML page that needs no other file: verdict, error along the depth, rows, worst elements."""
+
+from __future__ import annotations
+
+import json
+import math
+from html import escape
+
+from torchtap.comparison.judge.result import COMPARED, Comparison, First, Row
+from torchtap.comparison.judge.table import number
+
+__all__ = ["page"]
+
+_STYLE = """
+:root { color-scheme: light dark; --ok: #2a8f4f; --bad: #d0342c; --odd: #b7791f; --dim: #8a8f98; --line: #8884; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.3rem; margin-bottom: .3rem } h2 { font-size: 1.05rem; margin-top: 2rem }
+.verdict { font-size: 1.1rem; border-left: 4px solid var(--ok); padding: .6rem 1rem; background: #8881 }
+.verdict.diverged { border-color: var(--bad) }
+.small { color: var(--dim); font-size: .85rem }
+table { border-collapse: collapse; width: 100%; font-size: .85rem }
+th, td { text-align: right; padding: .15rem .5rem; border-bottom: 1px solid var(--line); white-space: nowrap }
+th:nth-child(2), td:nth-child(2), td:last-child, th:last-child { text-align: left }
+td.wrap { white-space: normal }
+tr.diverged td { color: var(--bad) } tr.equal td { color: var(--dim) }
+tr.compensated td, tr.odd td { color: var(--odd) } tr.first td { font-weight: 700 }
+svg { width: 100%; height: auto } svg text { font: 11px system-ui, sans-serif; fill: currentColor }
+.scroll { overflow-x: auto }
+"""
+
+
+def page(result: Comparison) -> str:
+    """The whole page."""
+    state = "diverged" if result.first is not None else ""
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>torchtap: {escape(result.reference)} against {escape(result.target)}</title>",
+        f"<style>{_STYLE}</style></head><body>",
+        f"<h1>{escape(result.reference)} <span class='small'>against</span> {escape(result.target)}</h1>",
+        f"<p class='verdict {state}'>{escape(result.verdict)}</p>",
+        f"<p class='small'>{result.compared} sites compared; noise floor: {escape(result.basis)}"
+        + (f"; {result.forwards} forwards" if result.forwards else "")
+        + "</p>",
+        "<h2>Error along the depth of the model</h2>",
+        _chart(result),
+        _elements(result.first),
+        "<h2>Sites</h2>",
+        _rows(result),
+        _listing("Could not be compared", [f"{u.site} ({u.side}): {u.why}" for u in result.unaligned]),
+        _listing("Problems", list(result.problems)),
+        f"<script type='application/json' id='data'>{_embedded(result)}</script>",
+        "</body></html>",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _embedded(result: Comparison) -> str:
+    # "</script>" inside a name must not end the block.
+    return json.dumps(json.loads(result.to_json())).replace("<", "\\u003c")
+
+
+def _chart(result: Comparison) -> str:
+    """Error and floor of each compared site on a logarithmic axis."""
+    rows = [row for row in result.rows if row.status in COMPARED and not math.isnan(row.error)]
+    if not rows:
+        return ""
+    values = [v for row in rows for v in (row.error, row.floor) if 0 < v < math.inf]
+    low = math.floor(math.log10(min(values))) if values else -8
+    high = max(math.ceil(math.log10(max(values))) if values else 0, low + 1)
+    width, height, left, top = 1060, 320, 48, 10
+
+    def x(n: int) -> float:
+        return left + (width - left - 10) * (n + 0.5) / len(rows)
+
+    def y(value: float) -> float:
+        level = low if value <= 0 else min(high, max(low, math.log10(value) if value < math.inf else high))
+        return top + (height - top - 24) * (high - level) / (high - low)
+
+    out = [f"<svg viewBox='0 0 {width} {height}' role='img' aria-label='error of each site'>"]
+    for level in range(low, high + 1, max(1, (high - low) // 8)):
+        at = y(10.0**level)
+        out.append(f"<line x1='{left}' y1='{at:.1f}' x2='{width}' y2='{at:.1f}' stroke='#8883'/>")
+        out.append(f"<text x='4' y='{at + 4:.1f}'>1e{level}</text>")
+    floor = " ".join(f"{x(n):.1f},{y(row.floor):.1f}" for n, row in enumerate(rows))
+    out.append(f"<polyline points='{floor}' fill='none' stroke='#888' stroke-dasharray='4 3'/>")
+    for n, row in enumerate(rows):
+        colour = {"diverged": "#d0342c", "compensated": "#b7791f", "equal": "#8a8f98"}.get(
+            row.status, "#2a8f4f"
+        )
+        first = result.first is not None and row.site == result.first.site
+        radius = 6 if first else 3
+        label = f"{row.site}: error {number(row.error)}, floor {number(row.floor)}, {row.status}"
+        out.append(
+            f"<circle cx='{x(n):.1f}' cy='{y(row.error):.1f}' r='{radius}' fill='{colour}'>"
+            f"<title>{escape(label)}</title></circle>"
+        )
+        if first:
+            out.append(
+                f"<line x1='{x(n):.1f}' y1='{top}' x2='{x(n):.1f}' y2='{height - 20}' stroke='{colour}' opacity='.5'/>"
+            )
+    out.append(f"<text x='{left}' y='{height - 4}'>{escape(rows[0].site)}</text>")
+    out.append(f"<text x='{width - 10}' y='{height - 4}' text-anchor='end'>{escape(rows[-1].site)}</text>")
+    out.append("</svg><p class='small'>Dots: relative L2 error. Dashed: noise floor.</p>")
+    return "".join(out)
+
+
+def _elements(first: First | None) -> str:
+    if first is None or first.where is None or not first.where.elements:
+        return ""
+    lines = "".join(
+        f"<tr><td></td><td>[{', '.join(map(str, e.index))}]</td><td>{e.reference:.8g}</td><td>{e.target:.8g}</td>"
+        f"<td>{e.target - e.reference:.3g}</td></tr>"
+        for e in first.where.elements
+    )
+    return (
+        f"<h2>Worst elements of {escape(first.site)}</h2><p class='small'>The error is {escape(str(first.where))}.</p>"
+        "<div class='scroll'><table><tr><th></th><th>index</th><th>reference</th><th>target</th>"
+        "<th>difference</th></tr>"
+        f"{lines}</table></div>"
+    )
+
+
+def _rows(result: Comparison) -> str:
+    head = (
+        "#",
+        "site",
+        "error",
+        "floor",
+        "alone",
+        "cosine",
+        "SQNR dB",
+        "max |diff|",
+        "max ULP",
+        "within",
+        "status",
+    )
+    out = ["<div class='scroll'><table><tr>", *(f"<th>{each}</th>" for each in head), "</tr>"]
+    for row in result.rows:
+        first = result.first is not None and row.site == result.first.site
+        kind = row.status if row.status in ("equal", "within", "diverged", "compensated") else "odd"
+        out.append(f"<tr class='{kind}{' first' if first else ''}'>{_cells(row)}</tr>")
+    out.append("</table></div>")
+    return "".join(out)
+
+
+def _cells(row: Row) -> str:
+    m = row.measures
+    name = row.site if row.site == row.target_site else f"{row.site} = {row.target_site}"
+    status = row.status + (f", {row.origin}" if row.origin else "") + (f" ({row.note})" if row.note else "")
+    numbers = (
+        ["–"] * 5
+        if m is None
+        else [f"{m.cosine:.7f}", number(m.sqnr_db), number(m.max_abs), number(m.max_ulp), f"{m.within:.1%}"]
+    )
+    cells = [str(row.index), name, number(row.error), number(row.floor), number(row.local_error), *numbers]
+    return "".join(f"<td>{escape(cell)}</td>" for cell in cells) + f"<td class='wrap'>{escape(status)}</td>"
+
+
+def _listing(title: str, lines: list[str]) -> str:
+    if not lines:
+        return ""
+    shown = "".join(f"<li>{escape(line)}</li>" for line in lines[:200])
+    more = f"<li>... and {len(lines) - 200} more</li>" if len(lines) > 200 else ""
+    return f"<h2>{title}</h2><ul class='small'>{shown}{more}</ul>"

@@ -1,0 +1,189 @@
+"""What a comparison found: rows, the first divergence, one sentence. Plain frozen data and its outputs.
+
+Not here: how it was found (`front`, `live`, `verdict`), how it is drawn (`table`, `html`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from torchtap.comparison.align.pairing import Unaligned
+from torchtap.comparison.measure.measures import Measures
+from torchtap.comparison.measure.profile import Profile
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["COMPARED", "Comparison", "First", "Origin", "Row", "Status"]
+
+Status = Literal["equal", "within", "diverged", "compensated", "not finite", "not compared"]
+Origin = Literal["local", "inherited", "accumulated", "unknown"]
+COMPARED: frozenset[str] = frozenset({"equal", "within", "diverged", "compensated"})
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One site. ``error`` and ``floor`` are relative L2; ``excess`` above 1 means over the floor."""
+
+    index: int
+    site: str
+    target_site: str
+    module: str
+    kind: str
+    status: Status
+    error: float
+    floor: float
+    excess: float
+    origin: Origin | None = None  # of a site that diverged
+    step: int | None = None
+    local_error: float | None = None  # on the reference's own inputs
+    local_floor: float | None = None
+    how: str = "name"
+    note: str = ""
+    measures: Measures | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready data; numbers that JSON does not have become text."""
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "measures"}
+        data["measures"] = None if self.measures is None else self.measures.as_dict()
+        return data
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class First:
+    """The first divergence in order of execution.
+
+    ``site`` is where it was seen; ``module`` is the module whose own code made that value: for an output the
+    module itself, for an input the one that called it.
+    """
+
+    site: str
+    module: str
+    index: int
+    error: float
+    floor: float
+    origin: Origin
+    sure: Literal["certain", "likely", "possible"]
+    step: int | None = None
+    where: Profile | None = None
+    parameters: tuple[str, ...] = ()  # its own parameters and buffers that differ
+    healed: bool | None = None  # whether the rest agrees with the reference's value in place; None: not tried
+    others: tuple[str, ...] = ()  # further modules that are wrong on their own
+    after: str | None = None  # the last site before it that agrees
+    contained: str | None = None  # the smallest module around it whose output agrees all the same
+    evidence: str = ""  # what "local" rests on, in words
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "where"}
+        data["where"] = None
+        if self.where is not None:
+            data["where"] = {
+                "text": str(self.where),
+                "elements": [
+                    {"index": e.index, "reference": e.reference, "target": e.target}
+                    for e in self.where.elements
+                ],
+            }
+        return data
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The result of `torchtap.compare`. Printing it gives the verdict; ``bool(result.first)`` is "do they differ"."""
+
+    reference: str
+    target: str
+    rows: tuple[Row, ...]
+    first: First | None
+    verdict: str
+    basis: str  # what the noise floor rests on
+    unaligned: tuple[Unaligned, ...] = ()
+    problems: tuple[str, ...] = ()
+    forwards: int = 0
+    steps: tuple[int, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def compared(self) -> int:
+        """How many sites were compared."""
+        return sum(row.status in COMPARED for row in self.rows)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether anything is over its floor."""
+        return self.first is not None
+
+    def __str__(self) -> str:
+        return self.verdict
+
+    def _repr_html_(self) -> str:
+        from torchtap.viewer.notebook import comparison_html
+
+        return comparison_html(self)
+
+    def row(self, site: str) -> Row:
+        """The row of one site, by the reference's name for it."""
+        for row in self.rows:
+            if row.site == site:
+                return row
+        from torchtap.sites import no_such_site
+
+        raise no_such_site(site, [row.site for row in self.rows], "the compared")
+
+    def table(self, *, every: bool = False) -> Table:
+        """A table for the terminal; with ``every`` also the rows between the first, the worst and the last."""
+        from torchtap.comparison.judge.table import draw
+
+        return draw(self, every=every)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write a report that needs no other file and no network."""
+        from torchtap.comparison.judge.html import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+        return Path(path)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {
+            "reference": self.reference,
+            "target": self.target,
+            "verdict": self.verdict,
+            "diverged": self.diverged,
+            "compared": self.compared,
+            "floor_basis": self.basis,
+            "forwards": self.forwards,
+            "steps": list(self.steps),
+            "first": None if self.first is None else self.first.as_dict(),
+            "rows": [row.as_dict() for row in self.rows],
+            "unaligned": [{"site": u.site, "side": u.side, "why": u.why} for u in self.unaligned],
+            "problems": list(self.problems),
+            **({"facts": dict(self.facts)} if self.facts else {}),
+        }
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The result as JSON text, written to ``path`` when one is given. NaN and infinities become text."""
+        text = json.dumps(plain(self.as_dict()), indent=1, allow_nan=False)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+
+def plain(value: Any) -> Any:
+    """Data with every NaN and infinity as text, which JSON has no numbers for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value

@@ -1,0 +1,87 @@
+"""A comparison as a table for the terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from torchtap.comparison.judge.result import Comparison, Row
+
+__all__ = ["draw", "number"]
+
+_COLOURS = {
+    "equal": "dim",
+    "within": "green",
+    "diverged": "red",
+    "compensated": "cyan",
+    "not finite": "yellow",
+    "not compared": "yellow",
+}
+_MOST_ROWS = 40
+
+
+def number(value: float | None) -> str:
+    """A number as a person reads it."""
+    if value is None or value != value:
+        return "–"
+    if value == 0:
+        return "0"
+    return f"{value:.1e}" if abs(value) < 1e-2 or abs(value) >= 1e4 else f"{value:.3g}"
+
+
+def draw(result: Comparison, *, every: bool = False) -> Table:
+    """One line for each site; long tables are cut around the first divergence unless ``every`` is set."""
+    table = Table(title=Text(f"{result.reference}  against  {result.target}"), caption=Text(result.verdict))
+    # Where it is narrow, names and status go over two lines and the numbers stay whole.
+    table.add_column("site", overflow="fold", min_width=16)
+    for heading in ("error", "floor", "alone", "cosine"):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=7)
+    table.add_column("status", overflow="fold", min_width=9)
+    previous = -1
+    for at in _chosen(result, every):
+        if at != previous + 1:
+            table.add_row(Text(f"... {at - previous - 1} more", style="dim"))
+        _add(table, result.rows[at], result)
+        previous = at
+    if previous + 1 < len(result.rows):
+        table.add_row(Text(f"... {len(result.rows) - previous - 1} more", style="dim"))
+    return table
+
+
+def _chosen(result: Comparison, every: bool) -> list[int]:
+    total = len(result.rows)
+    if every or total <= _MOST_ROWS:
+        return list(range(total))
+    chosen = {0, total - 1, total - 2}
+    if result.first is not None:
+        at = next((n for n, row in enumerate(result.rows) if row.site == result.first.site), 0)
+        chosen |= set(range(max(0, at - 8), min(total, at + 9)))
+    local = [n for n, row in enumerate(result.rows) if row.origin == "local"]
+    worst = sorted(
+        range(total),
+        key=lambda n: -result.rows[n].excess if result.rows[n].excess == result.rows[n].excess else 0,
+    )
+    odd = [n for n, row in enumerate(result.rows) if row.status in ("not finite", "not compared")]
+    for group in (local, odd, worst):
+        for n in group:
+            if len(chosen) >= _MOST_ROWS:
+                break
+            chosen.add(n)
+    return sorted(chosen)
+
+
+def _add(table: Table, row: Row, result: Comparison) -> None:
+    status = row.status if row.origin is None else f"{row.status}, {row.origin}"
+    if result.first is not None and row.site == result.first.site:
+        status = f"{status}  <- first"
+    measures = row.measures
+    style = _COLOURS[row.status]
+    table.add_row(
+        Text(row.site if row.site == row.target_site else f"{row.site} = {row.target_site}"),
+        number(row.error),
+        number(row.floor),
+        number(row.local_error),
+        f"{measures.cosine:.5f}" if measures is not None else "–",
+        Text(status + (f" ({row.note})" if row.note else "")),
+        style=style,
+    )

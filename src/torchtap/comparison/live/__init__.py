@@ -1,0 +1,1 @@
+"""What running two models shows."""

@@ -1,0 +1,190 @@
+"""Record one pass of a live eager model: every value that goes in or out of a module, in order.
+
+It guarantees:
+- a recorded value is the one at that moment: later in-place changes do not reach it;
+- a value that passes several sites unchanged is kept once.
+
+Not here: a second model beside the recorded one (`passes`).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from torchtap.comparison.live.hooked import Call, Hooked, fresh, rebuild, steady
+from torchtap.errors import CompareError
+from torchtap.taps.receive.leaves import input_leaves, leaves
+
+__all__ = [
+    "Event",
+    "Feed",
+    "Trace",
+    "default_dtype",
+    "feed_of",
+    "golden_copy",
+    "jitter",
+    "record",
+    "site_name",
+]
+
+Feed = Callable[[Callable[..., Any]], Any]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A value that passed: its site, and the module whose own code made it."""
+
+    site: str
+    module: str  # the module at whose border the value was seen
+    kind: str  # "input" or "output"
+    author: str | None  # for an input the module that made the call; None when the user did
+
+
+@final
+@dataclass(eq=False)
+class Trace:
+    """Everything that passed through a model's modules in one pass, in order."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, event: Event, value: Tensor) -> None:
+        """Note one more value."""
+        self.values[event.site] = value
+        self.events.append(event)
+
+
+def site_name(path: str, kind: str, leaf: str, number: int) -> str:
+    """The name of a site from its parts."""
+    return f"{path}:{kind}{'.' if leaf else ''}{leaf}{f'#{number}' if number else ''}"
+
+
+def feed_of(inputs: Any, cast: torch.dtype | None = None) -> Feed:
+    """How to run a model once: on a tuple of arguments, a mapping of keywords, one value, or by a function.
+
+    With ``cast`` numbers among the inputs come in that dtype.
+    """
+    if callable(inputs) and not isinstance(inputs, (Tensor, nn.Module)):
+        return lambda model: inputs(model)
+    if cast is not None:
+        inputs = rebuild(inputs, _to(cast))
+    if isinstance(inputs, Mapping):
+        return lambda model: model(**{key: fresh(value) for key, value in inputs.items()})
+    if isinstance(inputs, tuple):
+        return lambda model: model(*fresh(inputs))
+    return lambda model: model(fresh(inputs))
+
+
+def _to(dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
+    return lambda _, value: value.to(dtype) if value.is_floating_point() else value
+
+
+def record(
+    model: nn.Module,
+    feed: Feed,
+    *,
+    seed: int = 0,
+    keep: Callable[[str], bool] | None = None,
+    noise: int | None = None,
+    cast: torch.dtype | None = None,
+) -> Trace:
+    """Run a model once and keep what went in and out of each module.
+
+    With ``noise`` each module's output is moved by about one ULP; ``cast`` is the dtype of a copy that computes in
+    another one than its inputs have.
+    """
+    recorder = _Recorder(keep, noise, cast)
+    with steady(model), default_dtype(cast):
+        torch.manual_seed(seed)
+        with Hooked(model, recorder):
+            feed(model)
+    if not recorder.trace.events:
+        raise CompareError("the model ran, but none of its modules was called; there is nothing to compare")
+    return recorder.trace
+
+
+@final
+class _Recorder:
+    """Keeps what passes."""
+
+    def __init__(
+        self, keep: Callable[[str], bool] | None, noise: int | None, cast: torch.dtype | None
+    ) -> None:
+        self.trace = Trace()
+        self._keep = keep
+        self._noise = None if noise is None else torch.Generator().manual_seed(noise)
+        self._cast = cast
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+
+    def arrive(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        for leaf, value in input_leaves(call.input_names, args, kwargs):
+            site = site_name(call.path, "input", leaf, call.number)
+            self._take(Event(site, call.path, "input", call.parent), value)
+        if self._cast is None or call.parent is not None:
+            return None
+        return rebuild(args, _to(self._cast)), rebuild(kwargs, _to(self._cast))
+
+    def leave(self, call: Call, output: Any) -> Any:
+        for leaf, value in leaves(output):
+            site = site_name(call.path, "output", leaf, call.number)
+            self._take(Event(site, call.path, "output", call.path), value)
+        noise = self._noise
+        return None if noise is None else rebuild(output, lambda _, value: jitter(value, noise))
+
+    def _take(self, event: Event, value: Tensor) -> None:
+        if self._keep is not None and not self._keep(event.site):
+            return
+        version = -1 if value.is_inference() else value._version
+        known = self._known.get(id(value))
+        if known is not None and known[0]() is value and known[1] == version >= 0:
+            copied = known[2]
+        else:
+            copied = value.detach().clone()
+            self._known[id(value)] = (weakref.ref(value), version, copied)
+        self.trace.add(event, copied)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Tensors that a forward makes for itself have to follow a copy of another dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def jitter(value: Tensor, generator: torch.Generator) -> Tensor:
+    """The value with each element moved up or down by about one unit in its last place; zeros stay."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return value.clone()
+    real = torch.view_as_real(value) if value.is_complex() else value
+    step = torch.finfo(real.dtype).eps
+    sign = torch.randint(0, 2, real.shape, generator=generator, dtype=torch.int8).to(real.device)
+    moved = (real.double() * (1.0 + step * (2.0 * sign - 1.0))).to(real.dtype)
+    moved = torch.where(torch.isfinite(moved), moved, real)
+    return torch.view_as_complex(moved) if value.is_complex() else moved
+
+
+def golden_copy(model: nn.Module, *, most_bytes: int = 4 << 30) -> tuple[nn.Module | None, str]:
+    """``(the model in float64, "")``, or ``(None, why there is none)``."""
+    size = sum(p.numel() * 8 for p in model.parameters())
+    if size > most_bytes:
+        return None, f"a float64 copy would need {size / 2**30:.1f} GiB"
+    try:
+        return copy.deepcopy(model).double(), ""
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return None, f"no float64 copy could be made ({type(error).__name__}: {lines[0][:120]})"

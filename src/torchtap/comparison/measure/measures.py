@@ -1,0 +1,318 @@
+"""How far two tensors are apart: every measure in one walk over both, in float64.
+
+It guarantees:
+- the memory needed does not grow with the tensors (they are read in pieces of ``chunk`` elements);
+- any two dtypes can be compared; each is taken at its exact value;
+- NaN and infinities never leak into a measure: places where either side is not finite are left out of the
+  sums and counted instead, and differing masks are reported;
+- ``identical`` is true only when every element compares equal and every NaN meets a NaN.
+
+Definitions, with r the reference, t the target and d = |t - r| over the places where both are finite:
+
+    max_abs, mean_abs          of d
+    max_rel, mean_rel          of d / (|r| + 1e-8)
+    rel_l2, rel_linf           ||d|| / ||r||,  max d / max |r|        (0 when both are zero, inf when only r is)
+    cosine                     t.r / (||t|| ||r||)                     (1 when both are zero, nan when one is)
+    cosine_scaled              1 - 2 sum(t r) / sum(t^2 + r^2): a distance that also sees a wrong scale
+    sqnr_db                    20 log10(||r|| / ||d||)                 (inf when d is zero)
+    max_ulp, mean_ulp          d in units in the last place of r, at the coarser of the two dtypes
+    within                     share of elements with d <= atol + rtol |r|
+    histogram_distance         total variation between the two histograms of 64 bins over the common range,
+                               of at most 2^18 elements, in evenly spaced stretches
+    mismatched                 share of elements that are not equal
+
+Not here: whether a distance matters (`floor`, `verdict`), where in the tensor it sits (`profile`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchtap.comparison.measure.chunks import CHUNK, as_real, pieces
+from torchtap.comparison.measure.mapped import let_go
+from torchtap.comparison.measure.sums import Sums, native
+from torchtap.errors import CompareError
+
+__all__ = ["Measures", "Tally", "coarser", "measure", "resolution"]
+
+_HISTOGRAM_BINS = 64
+_HISTOGRAM_ELEMENTS = 1 << 18
+_HISTOGRAM_STRETCH = 1 << 12
+_PER_THREAD = 1 << 21  # elements that are worth a thread of their own
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """The distance of a target from its reference. Every field is a plain number."""
+
+    count: int
+    compared: int  # elements where both sides are finite
+    identical: bool
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+    mean_rel: float
+    rel_l2: float
+    rel_linf: float
+    cosine: float
+    cosine_scaled: float
+    sqnr_db: float
+    max_ulp: float
+    mean_ulp: float
+    within: float
+    histogram_distance: float
+    mismatched: float
+    worst: tuple[int, ...]  # index of the largest |t - r|
+    worst_reference: float
+    worst_target: float
+    reference_l2: float
+    reference_absmax: float
+    nans: tuple[int, int]  # (reference, target)
+    infs: tuple[int, int]
+    masks_differ: int  # places where one side is not finite and the other is, or differently so
+
+    @property
+    def nothing_finite(self) -> bool:
+        """True when there was something to compare but no place where both sides are finite."""
+        return self.count > 0 and self.compared == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready data."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def resolution(dtype: torch.dtype) -> float:
+    """The relative distance of neighbouring numbers of a dtype; 0 for integers and booleans."""
+    if dtype.is_complex:
+        dtype = torch.empty(0, dtype=dtype).real.dtype
+    if not dtype.is_floating_point:
+        return 0.0
+    return torch.finfo(dtype).eps
+
+
+def coarser(left: torch.dtype, right: torch.dtype) -> torch.dtype:
+    """Of two dtypes the one with fewer digits (an integer counts as exact)."""
+    return left if resolution(left) >= resolution(right) else right
+
+
+def measure(
+    reference: Tensor,
+    target: Tensor,
+    *,
+    atol: float | None = None,
+    rtol: float | None = None,
+    chunk: int = CHUNK,
+    brief: bool = False,
+) -> Measures:
+    """Measure how far ``target`` is from ``reference``. Both must have the same shape.
+
+    ``atol`` and ``rtol`` matter for ``within`` alone; their defaults follow the coarser dtype. With ``brief`` only
+    what a verdict needs is computed: the relative errors, ULP distance, share within and histograms stay NaN.
+    """
+    if reference.shape != target.shape:
+        raise CompareError(
+            f"shapes differ: reference {tuple(reference.shape)}, target {tuple(target.shape)}; "
+            "a rule with permute, slice or reshape can bring them together"
+        )
+    blank = partial(_blank, reference.dtype, target.dtype, atol, rtol, brief)
+    left, right = as_real(reference), as_real(target)
+    distance = 0.0 if brief or not left.numel() else _histogram_distance(_sample(left), _sample(right))
+    return _amount(_add_up(blank, left, right, chunk), left.shape, distance)
+
+
+def _blank(
+    reference: torch.dtype, target: torch.dtype, atol: float | None, rtol: float | None, brief: bool
+) -> Sums:
+    digits = coarser(reference, target)
+    step = resolution(digits)
+    return Sums(
+        ulp=_ulp_step(digits),
+        atol=step if atol is None else atol,
+        rtol=8 * step if rtol is None else rtol,
+        brief=brief,
+    )
+
+
+@final
+class Tally:
+    """Measures of tensors that come piece by piece: `add` each piece in order, then ask for the `result`."""
+
+    def __init__(self, shape: torch.Size, reference: torch.dtype, target: torch.dtype) -> None:
+        self._shape = shape
+        self._sums = _blank(reference, target, None, None, False)
+        self._starts = _stretches(shape.numel())
+        self._samples: tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]] = ([], [])
+
+    def add(self, offset: int, reference: Tensor, target: Tensor) -> None:
+        """Take the next piece: flat, ``offset`` elements after the beginning."""
+        self._sums.add(offset, reference, target)
+        end = offset + reference.numel()
+        while self._starts and self._starts[0] < end:
+            at = max(self._starts.pop(0) - offset, 0)
+            for kept, piece in zip(self._samples, (reference, target), strict=True):
+                kept.append(piece[at : at + _HISTOGRAM_STRETCH].to(torch.float64).numpy())
+
+    def result(self) -> Measures:
+        """What all pieces amount to."""
+        left, right = (np.concatenate(kept) if kept else np.empty(0) for kept in self._samples)
+        return _amount(self._sums, self._shape, _histogram_distance(left, right) if left.size else 0.0)
+
+
+def _add_up(blank: Callable[[], Sums], left: Tensor, right: Tensor, chunk: int) -> Sums:
+    """The sums of both, by as many threads as torch may use when there is enough for each."""
+    workers = min(torch.get_num_threads(), left.numel() // _PER_THREAD) if native is not None else 1
+    if workers < 2 or not (left.is_contiguous() and right.is_contiguous()):
+        return _add_range(blank(), left, right, 0, chunk)
+    flat_left, flat_right = left.view(-1), right.view(-1)
+    bounds = [n * left.numel() // workers for n in range(workers + 1)]
+    with ThreadPoolExecutor(workers) as pool:
+        parts = list(
+            pool.map(
+                lambda bound: _add_range(
+                    blank(), flat_left[bound[0] : bound[1]], flat_right[bound[0] : bound[1]], bound[0], chunk
+                ),
+                pairwise(bounds),
+            )
+        )
+    for part in parts[1:]:
+        parts[0].merge(part)
+    return parts[0]
+
+
+def _add_range(sums: Sums, left: Tensor, right: Tensor, start: int, chunk: int) -> Sums:
+    for offset, (r, t) in pieces(left, right, chunk=chunk):
+        sums.add(start + offset, r, t)
+        let_go(r)
+        let_go(t)
+    return sums
+
+
+def _ulp_step(dtype: torch.dtype) -> tuple[float, float]:
+    """(spacing relative to the power of two below a number, smallest spacing) of a dtype."""
+    if dtype.is_complex:
+        dtype = torch.empty(0, dtype=dtype).real.dtype
+    if not dtype.is_floating_point:
+        return 0.0, 1.0
+    info = torch.finfo(dtype)
+    return info.eps, max(info.smallest_normal * info.eps, 5e-324)
+
+
+def _histogram_distance(r: npt.NDArray[np.float64], t: npt.NDArray[np.float64]) -> float:
+    """How differently the values are spread, whatever their places: both sides sampled at the same elements."""
+    both = np.isfinite(r) & np.isfinite(t)
+    r, t = r[both], t[both]
+    if not r.size:
+        return math.nan
+    low, high = float(min(r.min(), t.min())), float(max(r.max(), t.max()))
+    if low == high or not math.isfinite(high - low):
+        return 0.0
+    bins = [np.minimum((x - low) * (_HISTOGRAM_BINS / (high - low)), _HISTOGRAM_BINS - 1) for x in (r, t)]
+    counts = [np.bincount(places.astype(np.int64), minlength=_HISTOGRAM_BINS) for places in bins]
+    return float(np.abs(counts[0] - counts[1]).sum()) / (2 * r.size)
+
+
+def _stretches(total: int) -> list[int]:
+    """Where the stretches begin that are sampled of so many elements."""
+    if total <= _HISTOGRAM_ELEMENTS:
+        return list(range(0, total, _HISTOGRAM_STRETCH))
+    stretches = _HISTOGRAM_ELEMENTS // _HISTOGRAM_STRETCH
+    return [n * (total - _HISTOGRAM_STRETCH) // (stretches - 1) for n in range(stretches)]
+
+
+def _sample(value: Tensor) -> npt.NDArray[np.float64]:
+    """At most so many elements, in evenly spaced stretches: few pages are touched however large the tensor is."""
+    total = value.numel()
+    if total <= _HISTOGRAM_ELEMENTS:
+        return value.reshape(-1).to("cpu", torch.float64).numpy()
+    starts = _stretches(total)
+    if value.is_contiguous():
+        flat = value.view(-1)
+        parts = []
+        for start in starts:
+            parts.append(flat[start : start + _HISTOGRAM_STRETCH].to("cpu", torch.float64))
+            let_go(
+                flat[max(0, start - CHUNK * 8) : start + CHUNK * 8]
+            )  # the system fetches a good deal around it
+    else:  # a strided view has no flat form without a copy; index arithmetic finds the same elements
+        places = (torch.arange(start, start + _HISTOGRAM_STRETCH) for start in starts)
+        parts = [value[torch.unravel_index(place, value.shape)] for place in places]
+    # numpy, since torch would wake its threads for every one of these small steps.
+    return np.concatenate([part.to("cpu", torch.float64).numpy() for part in parts])
+
+
+def _amount(sums: Sums, shape: torch.Size, histogram_distance: float) -> Measures:
+    seen = sums.compared
+    nan_if_brief = math.nan if sums.brief else 0.0
+    max_abs = max(sums.max_abs, 0.0) if seen else math.nan
+    reference_l2, difference_l2 = math.sqrt(sums.rr), math.sqrt(sums.dd)
+    return Measures(
+        count=sums.count,
+        compared=seen,
+        identical=sums.unequal == 0,
+        max_abs=max_abs,
+        mean_abs=_share(sums.sum_abs, seen),
+        max_rel=sums.max_rel + nan_if_brief if seen else math.nan,
+        mean_rel=_share(sums.sum_rel, seen) + nan_if_brief,
+        rel_l2=_ratio(difference_l2, reference_l2) if seen else math.nan,
+        rel_linf=_ratio(max_abs, sums.absmax) if seen else math.nan,
+        cosine=_cosine(sums.tr, sums.tt, sums.rr, sums.unequal == 0) if seen else math.nan,
+        cosine_scaled=_share(sums.dd, sums.tt + sums.rr) if sums.tt + sums.rr else 0.0,
+        sqnr_db=_decibel(reference_l2, difference_l2) if seen else math.nan,
+        max_ulp=sums.max_ulp + nan_if_brief if seen else math.nan,
+        mean_ulp=_share(sums.sum_ulp, seen) + nan_if_brief,
+        within=_share(sums.within, sums.count) + nan_if_brief,
+        histogram_distance=histogram_distance + nan_if_brief,
+        mismatched=_share(sums.unequal, sums.count) if sums.count else 0.0,
+        worst=_unravel(sums.worst, shape) if seen else (),
+        worst_reference=sums.worst_values[0],
+        worst_target=sums.worst_values[1],
+        reference_l2=reference_l2,
+        reference_absmax=sums.absmax,
+        nans=(sums.nans[0], sums.nans[1]),
+        infs=(sums.infs[0], sums.infs[1]),
+        masks_differ=sums.masks_differ,
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _ratio(part: float, whole: float) -> float:
+    if part == 0.0:
+        return 0.0
+    return part / whole if whole else math.inf
+
+
+def _cosine(tr: float, tt: float, rr: float, identical: bool) -> float:
+    if identical:
+        return 1.0
+    if tt == 0.0 or rr == 0.0:
+        return 1.0 if tt == rr else math.nan
+    return max(-1.0, min(1.0, tr / (math.sqrt(tt) * math.sqrt(rr))))
+
+
+def _decibel(signal: float, noise: float) -> float:
+    if noise == 0.0:
+        return math.inf
+    return 20 * math.log10(signal / noise) if signal else -math.inf
+
+
+def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        index.append(flat % size)
+        flat //= size
+    return tuple(reversed(index))

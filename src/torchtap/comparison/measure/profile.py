@@ -1,0 +1,157 @@
+"""Where in a tensor the error sits: the worst elements, and the axes along which it is concentrated.
+
+It guarantees:
+- the memory needed grows with the tensor's rows, not with its elements;
+- an axis is named only when few of its positions carry nearly all of the error.
+
+Not here: how large the error is (`measures`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from torchtap.comparison.measure.chunks import CHUNK, as_real, pieces
+
+__all__ = ["Concentration", "Element", "Profile", "locate"]
+
+# What an axis is called when its place in the shape says so; anything else is "axis n".
+_AXIS_NAMES = {
+    2: ("row", "channel"),
+    3: ("sample", "token", "channel"),
+    4: ("sample", "channel", "row", "column"),
+}
+_CARRIES = 0.95
+_MOST_ROWS = 1 << 24
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One element and its two values."""
+
+    index: tuple[int, ...]
+    reference: float
+    target: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Concentration:
+    """Few positions of one axis that together carry ``share`` of the squared error."""
+
+    axis: int
+    name: str
+    positions: tuple[int, ...]
+    size: int
+    share: float
+
+    def __str__(self) -> str:
+        what = self.name if len(self.positions) == 1 else f"{self.name}s"
+        listed = _ranges(self.positions)
+        return f"{what} {listed} of {self.size}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The worst elements of a comparison and the axes along which the error is concentrated."""
+
+    elements: tuple[Element, ...]
+    concentrations: tuple[Concentration, ...]
+
+    def __str__(self) -> str:
+        if self.concentrations:
+            return "in " + ", ".join(str(each) for each in self.concentrations)
+        return "spread over all elements"
+
+
+def locate(reference: Tensor, target: Tensor, *, elements: int = 10, chunk: int = CHUNK) -> Profile:
+    """Find the worst elements and the axes that carry the error. Both tensors have the same shape."""
+    left, right = as_real(reference), as_real(target)
+    shape = tuple(left.shape)
+    columns = shape[-1] if shape else 1
+    rows = left.numel() // columns if columns else 0
+    if not rows:
+        return Profile((), ())
+    per_axis = 0 < rows <= _MOST_ROWS
+    row_energy = torch.zeros(rows if per_axis else 0, dtype=torch.float64)
+    column_energy = torch.zeros(columns, dtype=torch.float64)
+    worst: list[tuple[float, int, float, float]] = []
+    # Whole rows in each piece, so that both sums are plain reductions.
+    step = max(1, chunk // columns) * columns
+    for offset, (r, t) in pieces(left, right, chunk=step):
+        a, b = r.to("cpu", torch.float64), t.to("cpu", torch.float64)
+        distance = (b - a).abs()
+        # A place where one side alone is not finite is as wrong as can be; where both agree it is no error.
+        distance[(a == b) | (torch.isnan(a) & torch.isnan(b))] = 0.0
+        distance.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        top = distance.topk(min(elements, distance.numel()))
+        for size, at in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+            if size > 0.0:
+                entry = (size, -(offset + at), float(a[at]), float(b[at]))
+                (heapq.heappush if len(worst) < elements else heapq.heappushpop)(worst, entry)
+        if per_axis and offset % columns == 0 and distance.numel() % columns == 0:
+            energy = distance.clamp_(max=1e150).square_().view(-1, columns)
+            row_energy[offset // columns : offset // columns + energy.shape[0]] = energy.sum(1)
+            column_energy += energy.sum(0)
+        else:
+            per_axis = False
+    found = tuple(Element(_unravel(-flat, shape), r, t) for _, flat, r, t in sorted(worst, reverse=True))
+    if not per_axis or not shape:
+        return Profile(found, ())
+    return Profile(found, _concentrations(row_energy.view(shape[:-1]), column_energy, shape))
+
+
+def _concentrations(
+    row_energy: Tensor, column_energy: Tensor, shape: tuple[int, ...]
+) -> tuple[Concentration, ...]:
+    names = _AXIS_NAMES.get(len(shape), tuple(f"axis {n}" for n in range(len(shape))))
+    found = []
+    for axis, size in enumerate(shape):
+        if axis == len(shape) - 1:
+            energy = column_energy
+        else:
+            energy = row_energy.movedim(axis, 0).reshape(size, -1).sum(1)
+        total = float(energy.sum())
+        if size < 2 or total <= 0.0:
+            continue
+        ordered, positions = energy.sort(descending=True)
+        carried = (ordered.cumsum(0) / total).clamp(max=1.0)
+        needed = int((carried < _CARRIES).sum()) + 1
+        if needed <= max(1, size // 4):
+            found.append(
+                Concentration(
+                    axis,
+                    names[axis],
+                    tuple(sorted(positions[:needed].tolist())),
+                    size,
+                    float(carried[needed - 1]),
+                )
+            )
+    return tuple(found)
+
+
+def _ranges(positions: tuple[int, ...], most: int = 6) -> str:
+    """``(1, 2, 3, 7)`` as ``1-3, 7``, cut short after a few."""
+    spans: list[list[int]] = []
+    for position in positions:
+        if spans and position == spans[-1][1] + 1:
+            spans[-1][1] = position
+        else:
+            spans.append([position, position])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:most]]
+    return ", ".join(shown) + (" ..." if len(spans) > most else "")
+
+
+def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        index.append(flat % size)
+        flat //= size
+    return tuple(reversed(index))

@@ -1,0 +1,311 @@
+"""Things that can be compared, behind one face: where the sites are, in which order, and each one's value.
+
+A recording hands out one value at a time and keeps none, so that comparing needs no more than two values'
+memory. Sources: values in memory, a run folder, a folder of ``layer_N_output.pt`` files.
+
+Not here: making a recording of a live model (`live`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from torchtap.comparison.align.pairing import KnownSite, split_site
+from torchtap.comparison.measure.mapped import mapped
+from torchtap.comparison.measure.streams import PIECE_BYTES, Stream
+from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
+
+if TYPE_CHECKING:
+    from torchtap.store.read.reader import Run
+
+__all__ = [
+    "FolderRecording",
+    "MemoryRecording",
+    "Recording",
+    "RunRecording",
+    "execution_order",
+    "in_passing_order",
+    "is_layer_folder",
+    "load_tensor",
+]
+
+_LAYER_FILE = re.compile(r"layer_(\d+)_output\.pt$")
+_EMBEDDING_FILE = "embedding_output.pt"
+_PASSES = ("decode_", "pass_")
+_STREAMED = 4 << 20  # bytes from which on a stored value is read piece by piece
+
+
+class Recording(Protocol):
+    """Sites with values, in order of execution."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in a report."""
+
+    def steps(self) -> list[int]:
+        """The steps that were recorded; one for a recording of a single pass."""
+
+    def sites(self, step: int) -> list[KnownSite]:
+        """The sites that have a value or statistics at a step, in order of execution."""
+
+    def tensor(self, site: str, step: int) -> Tensor | None:
+        """A site's value, or ``None`` when only statistics were kept. Raises when it is damaged."""
+
+    def statistics(self, name: str, step: int) -> dict[str, float]:
+        """One statistic of every site that has it at a step."""
+
+    def problems(self) -> list[str]:
+        """What is known to be missing or damaged."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class MemoryRecording:
+    """Values in memory, in the order of the mapping."""
+
+    values: Mapping[str, Tensor]
+    label: str = "values"
+    notes: tuple[str, ...] = ()
+
+    def steps(self) -> list[int]:
+        return [0]
+
+    def sites(self, step: int) -> list[KnownSite]:
+        return [
+            KnownSite(name, tuple(value.shape), _dtype_name(value)) for name, value in self.values.items()
+        ]
+
+    def tensor(self, site: str, step: int) -> Tensor | None:
+        return self.values[site]
+
+    def statistics(self, name: str, step: int) -> dict[str, float]:
+        return {}
+
+    def problems(self) -> list[str]:
+        return list(self.notes)
+
+
+@final
+class FolderRecording:
+    """A folder of ``embedding_output.pt`` and ``layer_N_output.pt``, as `LayerRecorder` exports and others write.
+
+    Files are mapped, not read: a tensor's bytes are fetched as the comparison walks over them.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.label = str(folder)
+        if not self.folder.is_dir():
+            raise RunNotFoundError(f"there is no folder {self.folder}")
+        self._files: dict[str, Path] = {}
+        if (self.folder / _EMBEDDING_FILE).is_file():
+            self._files["layer_0:output"] = self.folder / _EMBEDDING_FILE
+        numbered = sorted(
+            (int(match.group(1)), path)
+            for path in self.folder.iterdir()
+            if (match := _LAYER_FILE.match(path.name))
+        )
+        for number, path in numbered:
+            self._files.setdefault(f"layer_{number}:output", path)
+        if not self._files:
+            raise CompareError(
+                f"{self.folder} has neither {_EMBEDDING_FILE} nor layer_N_output.pt files, and is no run folder"
+            )
+        # Further passes (decode steps, batches) are folders of the same layout inside this one.
+        inner = [
+            path for path in self.folder.iterdir() if path.name.startswith(_PASSES) and is_layer_folder(path)
+        ]
+        self._passes = [FolderRecording(path) for path in sorted(inner, key=_pass_number)]
+
+    def steps(self) -> list[int]:
+        return list(range(1 + len(self._passes)))
+
+    def sites(self, step: int) -> list[KnownSite]:
+        if step:
+            return self._passes[step - 1].sites(0)
+        return [KnownSite(name) for name in self._files]
+
+    def file(self, site: str) -> Path:
+        """The file that holds a layer of the first pass."""
+        return self._files[site]
+
+    def tensor(self, site: str, step: int) -> Tensor | None:
+        if step:
+            return self._passes[step - 1].tensor(site, 0)
+        return load_tensor(self._files[site], map_file=True)
+
+    def statistics(self, name: str, step: int) -> dict[str, float]:
+        return {}
+
+    def problems(self) -> list[str]:
+        numbers = [int(name.partition("_")[2].partition(":")[0]) for name in self._files]
+        missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
+        return [f"{self.folder}: no file for layer {number}" for number in missing]
+
+
+@final
+class RunRecording:
+    """A run folder: whole tensors where they were kept, statistics everywhere else."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.label = str(run.path)
+        self._tensors: dict[int, dict[str, tuple[tuple[int, ...], str]]] = {}
+        for ref in run.tensors():
+            if ref.field == "value" and ref.reduction == "full":
+                self._tensors.setdefault(ref.step, {})[ref.site] = (tuple(ref.shape), ref.dtype)
+        self._matrices: dict[str, tuple[list[str], dict[int, int], Any]] = {}
+        self._kept = set(run.statistics())
+        # The session notes the sites in their order of execution as soon as it knows them.
+        noted = [site for event in run.events("sites") for site in event.get("sites", [])]
+        ordered = in_passing_order(dict.fromkeys(site["name"] for site in noted))
+        self._order = {name: n for n, name in enumerate(ordered)}
+        self._dtypes = {site["name"]: site.get("dtype") for site in noted}
+
+    def steps(self) -> list[int]:
+        return [int(step) for step in self.run.steps()]
+
+    def sites(self, step: int) -> list[KnownSite]:
+        whole = self._tensors.get(step, {})
+        numbers = self.statistics("l2", step)
+        named = [KnownSite(name, shape, dtype) for name, (shape, dtype) in whole.items()]
+        named += [KnownSite(name, None, self._dtypes.get(name)) for name in numbers if name not in whole]
+        if all(site.name in self._order for site in named):
+            return sorted(named, key=lambda site: self._order[site.name])
+        order = execution_order([site.name for site in named])
+        return sorted(named, key=lambda site: order[site.name])
+
+    def tensor(self, site: str, step: int) -> Tensor | None:
+        if site not in self._tensors.get(step, {}):
+            return None
+        return self.run.tensor(site, step)
+
+    def stream(self, site: str, step: int) -> Stream | None:
+        """A large value piece by piece; ``None`` when it is small, or stored in a way that has to be read whole."""
+        shape, name = self._tensors.get(step, {}).get(site, ((), ""))
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or dtype.is_complex or prod(shape) * dtype.itemsize < _STREAMED:
+            return None
+        found = self.run.tensor_pieces(site, step, size=PIECE_BYTES)
+        return None if found is None else Stream(shape, dtype, found[1])
+
+    def statistics(self, name: str, step: int) -> dict[str, float]:
+        if name not in self._kept:
+            return {}
+        if name not in self._matrices:
+            sites, steps, values = self.run.matrix(name)
+            self._matrices[name] = (list(sites), {int(s): n for n, s in enumerate(steps)}, values)
+        sites, places, values = self._matrices[name]
+        if step not in places:
+            return {}
+        column = values[:, places[step]]
+        if name in ("nans", "infs", "count"):
+            return {site: float(value) for site, value in zip(sites, column, strict=True) if value == value}
+        counted = self.statistics("count", step)
+        return {
+            site: float(value)
+            for site, value in zip(sites, column, strict=True)
+            if value == value or site in counted  # NaN as a statistic, not as "was not recorded"
+        }
+
+    def problems(self) -> list[str]:
+        return [f"{self.label}: {problem}" for problem in self.run.problems]
+
+
+def in_passing_order(names: Iterable[str]) -> list[str]:
+    """Sites in the order in which their values pass, given in the order in which forward passes them.
+
+    Gradients pass in reverse; what is read at the end of a step comes last.
+    """
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        kind = split_site(name)[1].partition("#")[0].partition(".")[0]
+        groups.setdefault(_KIND_ORDER.get(kind, 0), []).append(name)
+    groups.get(1, []).reverse()
+    return [name for phase in sorted(groups) for name in groups[phase]]
+
+
+# Forward values first, as they pass; then gradients, which pass the other way; then what the step ends with.
+_KIND_ORDER = {"grad_output": 1, "grad_input": 1, "param_grad": 2, "param": 3, "buffer": 3}
+
+
+def execution_order(sites: list[str]) -> dict[str, tuple[Any, ...]]:
+    """A sorting key for each site: modules as they are listed, a module's input before and its output after
+    everything inside it, further calls after the first, gradients in reverse."""
+    place: dict[str, int] = {}
+    for site in sites:
+        path = split_site(site)[0]
+        parts = path.split(".") if path else []
+        for depth in range(len(parts) + 1):
+            place.setdefault(".".join(parts[:depth]), len(place))
+    keys: dict[str, tuple[Any, ...]] = {}
+    for n, site in enumerate(sites):
+        path, rest = split_site(site)
+        kind = rest.partition("#")[0].partition(".")[0]
+        parts = path.split(".") if path else []
+        trail = tuple(place[".".join(parts[: depth + 1])] for depth in range(len(parts)))
+        phase = _KIND_ORDER.get(kind, 0)
+        call = int(rest.partition("#")[2] or 0)
+        if phase == 1:
+            trail = tuple(-each for each in trail)
+        late = kind in ("output", "grad_input")
+        keys[site] = (phase, call, (*trail, float("inf") if late else float("-inf")), n)
+    return keys
+
+
+def _pass_number(folder: Path) -> tuple[int, str]:
+    """A pass's place in order: what it says of itself, else its name."""
+    try:
+        return int(torch.load(folder / "metadata.pt", weights_only=True)["pass"]), folder.name
+    except Exception:  # a folder without that note is still a pass
+        return 1 << 60, folder.name
+
+
+def is_layer_folder(folder: Path) -> bool:
+    """Whether a folder holds files of that layout."""
+    return folder.is_dir() and any(
+        path.name == _EMBEDDING_FILE or _LAYER_FILE.match(path.name) for path in folder.iterdir()
+    )
+
+
+def load_tensor(path: Path, *, map_file: bool = False) -> Tensor:
+    """Read one tensor from a ``.pt`` file without running any code that it may hold.
+
+    With ``map_file`` its bytes are fetched as they are walked over and given back; nobody may change such a tensor.
+    """
+    try:
+        loaded = _load(path, map_file)
+    except FileNotFoundError as error:
+        raise RunNotFoundError(f"there is no file {path}") from error
+    except Exception as error:
+        raise RunCorruptError(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
+    if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
+        loaded = loaded[0]
+    if not isinstance(loaded, Tensor):
+        raise RunCorruptError(f"{path} holds a {type(loaded).__name__} where a tensor was expected")
+    return mapped(loaded) if map_file else loaded
+
+
+def _load(path: Path, map_file: bool) -> Any:
+    if map_file:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files in the older format cannot be mapped
+            pass
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _dtype_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,116 @@
+"""One file for each layer: ``embedding_output.pt``, ``layer_N_output.pt``, ``statistics.pt``, ``metadata.pt``.
+
+Every file can be loaded with ``torch.load(..., weights_only=True)``. Layer 0 is the embedding, layer N the N-th
+block. Further passes (decode steps, further batches) have folders of their own beside the first one's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, final, overload
+
+import torch
+from torch import Tensor
+
+from torchtap.comparison.adjacent import LayerChange, layer_changes
+from torchtap.comparison.recorded.recordings import FolderRecording, load_tensor
+from torchtap.errors import RunCorruptError, SelectionError
+
+__all__ = ["Layers", "layer_statistics", "open_layers", "write_layers"]
+
+
+def layer_statistics(value: Tensor) -> dict[str, Any]:
+    """What ``statistics.pt`` says of one layer."""
+    wide = value.detach().to(torch.float32) if value.dtype.itemsize < 4 else value.detach()
+    finite = wide[torch.isfinite(wide)] if wide.is_floating_point() else wide.to(torch.float64)
+    some = finite.numel() > 0
+    return {
+        "mean": float(finite.mean()) if some else float("nan"),
+        "std": float(finite.std()) if finite.numel() > 1 else float("nan"),
+        "min": float(finite.min()) if some else float("nan"),
+        "max": float(finite.max()) if some else float("nan"),
+        "absmax": float(finite.abs().max()) if some else float("nan"),
+        "has_nan": bool(torch.isnan(wide).any()),
+        "has_inf": bool(torch.isinf(wide).any()),
+        "shape": list(value.shape),
+        "dtype": str(value.dtype).removeprefix("torch."),
+    }
+
+
+def write_layers(folder: Path, layers: Sequence[Tensor], metadata: dict[str, Any]) -> None:
+    """Write one pass."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, value in enumerate(layers):
+        name = "embedding_output.pt" if number == 0 else f"layer_{number}_output.pt"
+        torch.save(value.detach().contiguous().clone(), folder / name)
+    torch.save(
+        {f"layer_{n}": layer_statistics(value) for n, value in enumerate(layers)}, folder / "statistics.pt"
+    )
+    torch.save(metadata, folder / "metadata.pt")
+
+
+def open_layers(folder: str | Path) -> Layers:
+    """Open a folder of layer files: ``layers[30]``, ``layers.statistics["layer_30"]``, ``layers.changes()``."""
+    return Layers(folder)
+
+
+@final
+class Layers(Sequence[Tensor]):
+    """The layers of one recorded pass. A layer is read when it is asked for."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._recording = FolderRecording(folder)
+        self._sites = [site.name for site in self._recording.sites(0)]
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        wanted = f"layer_{index if index >= 0 else len(self) + index}:output"
+        if wanted not in self._sites:
+            if index == len(self) or index < -len(self):
+                raise IndexError(index)
+            raise SelectionError(f"{self.folder} has no layer {index}; it has {len(self)} layers")
+        return load_tensor(self._recording.file(wanted))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[n] for n in range(len(self)))
+
+    @property
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Statistics of each layer, from the file or, where there is none, from the layers themselves."""
+        path = self.folder / "statistics.pt"
+        if path.is_file():
+            loaded: dict[str, dict[str, Any]] = self._load(path)
+            return loaded
+        return {f"layer_{n}": layer_statistics(value) for n, value in enumerate(self)}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the recording said of itself; empty when it said nothing."""
+        path = self.folder / "metadata.pt"
+        return self._load(path) if path.is_file() else {}
+
+    def changes(self) -> list[LayerChange]:
+        """How much each layer changes what it is given."""
+        return layer_changes(self._recording)
+
+    def passes(self) -> list[Path]:
+        """The folders of further passes, in order."""
+        return sorted(
+            path for path in self.folder.iterdir() if path.is_dir() and (path / "metadata.pt").is_file()
+        )
+
+    def _load(self, path: Path) -> Any:
+        try:
+            return torch.load(path, weights_only=True)
+        except Exception as error:
+            raise RunCorruptError(f"{path} cannot be read: {type(error).__name__}") from error

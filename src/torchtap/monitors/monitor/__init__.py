@@ -1,0 +1,1 @@
+"""`Monitor` and `MonitoredTrainer`."""

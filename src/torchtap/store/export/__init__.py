@@ -1,0 +1,1 @@
+"""A run in formats that other tools read."""

@@ -1,0 +1,127 @@
+"""Exports with an array for each series and each tensor.
+
+Tensors are read and written one after another. Where a format lacks an element type (bfloat16 and narrower in numpy and
+HDF5) it is widened to float32, which loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.errors import MissingExtraError
+from torchtap.store.read.results import Series, TensorRef
+
+if TYPE_CHECKING:
+    from torchtap.store.read.reader import Run
+
+__all__ = ["write_hdf5", "write_npz", "write_pt"]
+
+
+def _series(run: Run) -> Iterator[tuple[str, str, Series]]:
+    for site in run.sites():
+        for statistic in run.statistics(site):
+            found = run.series(site, statistic)
+            if len(found.steps):
+                yield site, statistic, found
+
+
+def _tensors(run: Run) -> Iterator[TensorRef]:
+    """Each tensor once, also where a step has several of one name: the first counts."""
+    seen = set()
+    for ref in run.tensors():
+        key = (ref.site, ref.step, ref.field, ref.reduction)
+        if key not in seen:
+            seen.add(key)
+            yield ref
+
+
+def _clean(name: str) -> str:
+    """A site's name as one component of a path: sites may contain slashes, and paths must not climb."""
+    return (
+        quote(name, safe=":.#[]() ,=+-_")
+        if name not in (".", "..")
+        else quote(name, safe="").replace(".", "%2E")
+    )
+
+
+def write_hdf5(run: Run, path: Path) -> None:
+    """``/series/<site>/<statistic>/{steps,values}``, ``/tensors/<site>/<field>/<step>``, the clock, the manifest."""
+    try:
+        import h5py
+    except ImportError:
+        raise MissingExtraError(
+            "export to hdf5 needs h5py: pip install 'torchtap[hdf5]'", extra="hdf5"
+        ) from None
+    with h5py.File(path, "w") as file:
+        file.attrs["manifest"] = json.dumps(run.manifest)
+        clock = run.clock()
+        for name in ("step", "epoch", "batch", "time"):
+            file[f"clock/{name}"] = clock[name]
+        file["clock/phase"] = [str(phase) for phase in clock["phase"]]
+        for site, statistic, series in _series(run):
+            group = f"series/{_clean(site)}/{_clean(statistic)}"
+            file[f"{group}/steps"], file[f"{group}/values"] = series
+        for ref in _tensors(run):
+            array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction)
+            name = f"tensors/{_clean(ref.site)}/{_clean(ref.field)}/{ref.step}"
+            if name not in file:
+                file[name] = array
+                file[name].attrs["dtype"] = ref.dtype
+
+
+def write_npz(run: Run, path: Path) -> None:
+    """``series|<site>|<statistic>|steps`` and ``|values``, ``tensors|<site>|<field>|<step>``, ``clock|<column>``."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        taken: set[str] = set()
+
+        def add(name: str, array: npt.NDArray[Any]) -> None:
+            if name not in taken:
+                taken.add(name)
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
+
+        clock = run.clock()
+        for column in ("step", "epoch", "batch", "phase", "time"):
+            add(f"clock|{column}", np.asarray(clock[column]))
+        for site, statistic, series in _series(run):
+            add(f"series|{_clean(site)}|{_clean(statistic)}|steps", series.steps)
+            add(f"series|{_clean(site)}|{_clean(statistic)}|values", series.values)
+        for ref in _tensors(run):
+            array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction)
+            add(f"tensors|{_clean(ref.site)}|{_clean(ref.field)}|{ref.step}", array)
+
+
+def write_pt(run: Run, path: Path) -> None:
+    """``{"manifest", "clock", "series": {site: {statistic: {"steps", "values"}}}, "tensors": {site: {step: ...}}}``.
+
+    Only tensors, numbers, text, lists and dicts, so that ``torch.load(..., weights_only=True)`` reads it.
+    """
+    import torch
+
+    clock = run.clock()
+    series: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+    for site, statistic, found in _series(run):
+        steps, values = torch.from_numpy(found.steps.copy()), torch.from_numpy(found.values.copy())
+        series.setdefault(site, {})[statistic] = {"steps": steps, "values": values}
+    tensors: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for ref in _tensors(run):
+        value = run.tensor(ref.site, ref.step, ref.field, reduction=ref.reduction)
+        tensors.setdefault(ref.site, {}).setdefault(ref.step, {}).setdefault(ref.field, value)
+    whole = {
+        "manifest": json.loads(json.dumps(run.manifest)),
+        "clock": {
+            **{name: torch.from_numpy(clock[name].copy()) for name in ("step", "epoch", "batch", "time")},
+            "phase": [str(phase) for phase in clock["phase"]],
+        },
+        "series": series,
+        "tensors": tensors,
+    }
+    torch.save(whole, path)

@@ -1,0 +1,55 @@
+"""Write a run in a format that other tools read: one function, one small file behind it for each format.
+
+| to        | what it holds                                              | extra     |
+| --------- | ---------------------------------------------------------- | --------- |
+| `parquet` | every number, one a row, with the run's name as a column    | `arrow`   |
+| `csv`     | every number, one a row                                     |           |
+| `jsonl`   | every number, one JSON object a row                         |           |
+| `hdf5`    | a series for each site and statistic, and every tensor      | `hdf5`    |
+| `npz`     | the same, under flat names                                  |           |
+| `pt`      | the same as tensors; loads with `weights_only=True`         |           |
+
+The file appears whole: it is written under a temporary name first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtap.errors import RunError
+
+if TYPE_CHECKING:
+    from torchtap.store.read.reader import Run
+
+__all__ = ["FORMATS", "export_run"]
+
+FORMATS = {
+    "parquet": "torchtap.store.export.rows:write_parquet",
+    "csv": "torchtap.store.export.rows:write_csv",
+    "jsonl": "torchtap.store.export.rows:write_json_lines",
+    "hdf5": "torchtap.store.export.arrays:write_hdf5",
+    "npz": "torchtap.store.export.arrays:write_npz",
+    "pt": "torchtap.store.export.arrays:write_pt",
+}
+
+
+def export_run(run: Run, to: str, path: str | os.PathLike[str]) -> Path:
+    """Write ``run`` to ``path`` in the format called ``to``. Returns the path."""
+    if to not in FORMATS:
+        raise RunError(f"there is no export to {to!r}; there is one to {', '.join(FORMATS)}")
+    module, _, name = FORMATS[to].partition(":")
+    write: Callable[[Run, Path], None] = getattr(import_module(module), name)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # the suffix stays, since some of the writers go by it
+    temporary = target.with_name(f".tmp-{os.getpid()}-{target.stem}{target.suffix}")
+    try:
+        write(run, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target

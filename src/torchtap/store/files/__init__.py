@@ -1,0 +1,1 @@
+"""Folders, local and remote, and the names in them."""

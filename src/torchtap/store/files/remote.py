@@ -1,0 +1,167 @@
+"""Runs in object stores and other remote folders, through fsspec (``s3://``, ``gs://``, ``memory://`` ...).
+
+An object appears whole when its upload ends, which is all that the format asks for: no renames, no locks.
+Whether a writer is still alive cannot be told from afar. Needs the extra ``remote`` and the protocol's own
+package.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, final
+
+from torchtap.errors import MissingExtraError, RunCorruptError
+from torchtap.store.files.folder import Folder
+from torchtap.store.files.layout import attempt_folder, parse_attempt, rank_folder
+
+__all__ = ["RemoteFile", "RemoteFolder", "RemotePlace", "RemoteStream"]
+
+
+def _connect(url: str) -> tuple[Any, str]:
+    """The file system of a URL and the path on it."""
+    try:
+        import fsspec
+    except ImportError:
+        raise MissingExtraError(
+            f"{url} is a remote folder, which needs fsspec: pip install 'torchtap[remote]'", extra="remote"
+        ) from None
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise MissingExtraError(f"{url} needs one more package: {error}", extra="remote") from None
+    return system, path.rstrip("/")
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Every protocol has its own errors; the writer knows one kind of failing disk."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+@final
+class RemoteFile:
+    """An object, read by position."""
+
+    def __init__(self, system: Any, path: str) -> None:
+        self._system = system
+        self._path = path
+        facts = system.info(path)
+        self.size = int(facts["size"])
+        # whichever of these the protocol has; without any, a file always counts as replaced
+        known = [
+            facts[name] for name in ("ETag", "etag", "LastModified", "mtime", "created") if name in facts
+        ]
+        self.stamp: object = (self.size, *map(str, known)) if known else object()
+
+    def read(self, offset: int, size: int) -> bytes:
+        if size == 0:
+            return b""
+        found: bytes = self._system.cat_file(self._path, start=offset, end=offset + size)
+        if len(found) != size:
+            raise RunCorruptError(f"the file ends before byte {offset + size}")
+        return found
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.read(offset, len(buffer))
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+@final
+class RemoteFolder:
+    """A folder of a remote file system."""
+
+    def __init__(self, url: str, *, system: Any = None) -> None:
+        self._system, self._path = (system, url) if system is not None else _connect(url)
+
+    def child(self, name: str) -> RemoteFolder:
+        return RemoteFolder(f"{self._path}/{name}", system=self._system)
+
+    def names(self) -> list[str]:
+        self._system.invalidate_cache()  # a live run grows behind the cache's back
+        try:
+            found = self._system.ls(self._path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        # only the last component: whatever a server answers, nothing outside of this folder is asked for
+        names = {os.path.basename(str(path).rstrip("/")) for path in found}
+        return sorted(names - {"", ".", "..", os.path.basename(self._path)})
+
+    def open(self, name: str) -> RemoteFile:
+        return RemoteFile(self._system, f"{self._path}/{name}")
+
+    def locked(self, name: str) -> bool | None:
+        return None
+
+
+@final
+class RemoteStream:
+    """An object that is gathered in memory until it is whole."""
+
+    def __init__(self, place: RemotePlace, reserve: int) -> None:
+        self._place = place
+        self._buffer = bytearray(reserve)
+        self._reserve = reserve
+
+    def append(self, buffer: memoryview) -> None:
+        self._buffer += buffer
+
+    def commit(self, name: str, head: bytes) -> None:
+        if len(head) != self._reserve:
+            raise ValueError(f"{self._reserve} bytes are reserved for the head, not {len(head)}")
+        self._buffer[: self._reserve] = head
+        self._place.put(name, [self._buffer])
+
+    def abort(self) -> None:
+        self._buffer = bytearray()
+
+
+@final
+class RemotePlace:
+    """One attempt of one rank in a remote folder.
+
+    The next free attempt is looked up, not claimed: two writers of the *same rank* that begin at the same
+    moment are not kept apart, as they are on a local disk.
+    """
+
+    def __init__(self, run: str, rank: int) -> None:
+        self._system, root = _connect(run)
+        parent = RemoteFolder(f"{root}/{rank_folder(rank)}", system=self._system)
+        with _as_os_error():
+            taken = [found for name in parent.names() if (found := parse_attempt(name)) is not None]
+        self.attempt = max(taken, default=-1) + 1
+        self._path = f"{root}/{rank_folder(rank)}/{attempt_folder(self.attempt)}"
+        self.folder: Folder = RemoteFolder(self._path, system=self._system)
+        with _as_os_error():
+            self._system.makedirs(self._path, exist_ok=True)
+
+    def put(self, name: str, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
+        with _as_os_error():
+            self._system.pipe_file(f"{self._path}/{name}", b"".join(buffers))
+
+    def stream(self, reserve: int) -> RemoteStream:
+        return RemoteStream(self, reserve)
+
+    def remove(self, name: str) -> None:
+        with _as_os_error():
+            self._system.rm_file(f"{self._path}/{name}")
+
+    def sync(self, only: Sequence[str] | None = None) -> None:
+        """An upload that has ended is safe already."""
+
+    def release(self) -> None:
+        """There is no lock to let go of."""

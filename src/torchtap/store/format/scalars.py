@@ -1,0 +1,161 @@
+"""Scalar segments: the clock and every number of some steps, laid out so that one series lies in one stretch.
+
+Entries: ``clock.step/epoch/batch/phase/time`` with one row for each record, and for each grid of sites by
+statistics ``gridN.values`` (statistics, sites, rows), ``gridN.rows`` (which rows of the clock) and, only
+where a site was absent, ``gridN.present`` (sites, rows). A step exists once its row of the clock does: the
+tensors of a step appear before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.store.format.checksum import CHUNK, checksum, checksums
+from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.record import ScalarBlock, StepRecord
+from torchtap.store.write.tensors import segment_note
+
+__all__ = ["CLOCK", "NO_NUMBER", "GridRows", "ScalarBuffer", "encode_scalars", "grid_note"]
+
+CLOCK: dict[str, tuple[str, str]] = {
+    "step": ("I64", "<i8"),
+    "epoch": ("I64", "<i8"),
+    "batch": ("I64", "<i8"),
+    "phase": ("U8", "|u1"),
+    "time": ("F64", "<f8"),
+}
+NO_NUMBER = -(2**63)  # an epoch or batch that nobody set
+
+
+@final
+@dataclass(slots=True, eq=False)
+class GridRows:
+    """The rows of one grid that wait to be written."""
+
+    sites: tuple[str, ...]
+    statistics: tuple[str, ...]
+    rows: list[int] = field(default_factory=list)
+    values: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    present: list[npt.NDArray[np.bool_] | None] = field(default_factory=list)
+    note: str = ""  # the axes as JSON, made once
+
+
+def grid_note(sites: Sequence[str], statistics: Sequence[str]) -> str:
+    """The note that names a grid's axes."""
+    return json.dumps({"sites": sites, "statistics": statistics}, separators=(",", ":"))
+
+
+@final
+class ScalarBuffer:
+    """Records' clocks and numbers, gathered until the next flush. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], GridRows] = {}  # by identity, which holds from step to step
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was gathered."""
+        self._clock: list[tuple[int, int, int, int, float]] = []
+        self._phases: dict[str, int] = {}
+        self._grids: dict[tuple[tuple[str, ...], tuple[str, ...]], GridRows] = {}
+        self.nbytes = 0
+        if len(self._known) > 256:
+            self._known.clear()
+        for grid in self._known.values():
+            grid.rows, grid.values, grid.present = [], [], []
+
+    @property
+    def rows(self) -> int:
+        """How many records were gathered."""
+        return len(self._clock)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The smallest and the largest step."""
+        steps = [row[0] for row in self._clock]
+        return min(steps), max(steps)
+
+    def add(self, record: StepRecord) -> None:
+        """Gather one record's clock and numbers."""
+        for block in record.scalars:
+            if block.values.shape != (len(block.sites), len(block.statistics)):
+                raise ValueError(
+                    f"a block of {len(block.sites)} sites by {len(block.statistics)} statistics came with "
+                    f"values of shape {block.values.shape}"
+                )
+        row = len(self._clock)
+        phase = self._phases.setdefault(record.phase, len(self._phases))
+        epoch = NO_NUMBER if record.epoch is None else record.epoch
+        batch = NO_NUMBER if record.batch is None else record.batch
+        self._clock.append((record.step, epoch, batch, phase, record.time))
+        self.nbytes += 40
+        for block in record.scalars:
+            grid = self._grid(block)
+            grid.rows.append(row)
+            grid.values.append(block.values)
+            grid.present.append(block.present)
+            self.nbytes += block.values.nbytes + 8
+
+    def _grid(self, block: ScalarBlock) -> GridRows:
+        identity = (id(block.sites), id(block.statistics))
+        grid = self._known.get(identity)
+        if grid is None or grid.sites is not block.sites or grid.statistics is not block.statistics:
+            grid = self._known[identity] = GridRows(block.sites, block.statistics)
+        if not grid.rows:
+            # equal axes in other tuple objects share one grid of the segment
+            grid = self._grids.setdefault((block.sites, block.statistics), grid)
+        return grid
+
+    def encode(self) -> list[bytes | memoryview]:
+        """The segment's bytes."""
+        columns = np.array(self._clock, dtype=[(name, kind) for name, (_, kind) in CLOCK.items()])
+        clock = {name: np.ascontiguousarray(columns[name]) for name in CLOCK}
+        grids = []
+        for grid in self._grids.values():
+            values = np.stack([block.T for block in grid.values], axis=-1).astype("<f8", copy=False)
+            present = None
+            if any(mask is not None for mask in grid.present):
+                everyone = np.ones(len(grid.sites), bool)
+                present = np.stack([everyone if mask is None else mask for mask in grid.present], axis=-1)
+            grid.note = grid.note or grid_note(grid.sites, grid.statistics)
+            grids.append((grid.note, np.asarray(grid.rows, "<i8"), values, present))
+        return encode_scalars(clock, list(self._phases), grids)
+
+
+def encode_scalars(
+    clock: dict[str, npt.NDArray[Any]],
+    phases: list[str],
+    grids: Iterable[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_] | None]],
+) -> list[bytes | memoryview]:
+    """A whole scalar segment as buffers: the head, then each array."""
+    arrays: list[tuple[str, str, npt.NDArray[Any]]] = [
+        (f"clock.{name}", CLOCK[name][0], clock[name]) for name in CLOCK
+    ]
+    metadata: dict[str, str] = {"torchtap": segment_note("scalars", phases=phases)}
+    for number, (note, rows, values, present) in enumerate(grids):
+        metadata[f"grid{number}"] = note
+        arrays.append((f"grid{number}.rows", "I64", rows))
+        if present is not None:
+            arrays.append((f"grid{number}.present", "BOOL", np.ascontiguousarray(present)))
+        arrays.append((f"grid{number}.values", "F64", np.ascontiguousarray(values)))
+    entries: list[Entry] = []
+    buffers: list[bytes | memoryview] = []
+    offset = 0
+    arrays.sort(key=lambda array: array[1] in ("U8", "BOOL"))  # bytes last, so that all numbers lie aligned
+    for name, code, array in arrays:
+        buffer = array.reshape(-1).view(np.uint8).data
+        entries.append(Entry(name, code, array.shape, offset, offset + len(buffer)))
+        if len(buffer) > CHUNK:
+            facts: dict[str, Any] = {"crc32": checksums(buffer), "chunk": CHUNK}
+        else:
+            facts = {"crc32": f"{checksum(buffer):08x}"}
+        metadata[name] = json.dumps(facts, separators=(",", ":"))
+        buffers.append(buffer)
+        offset += len(buffer)
+    return [encode_header(entries, metadata), *buffers]

@@ -1,0 +1,112 @@
+"""One segment file as a reader sees it: a checked head, and bytes that are verified when read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.errors import RunCorruptError, RunFormatError
+from torchtap.store.files.folder import Folder, OpenFile
+from torchtap.store.files.layout import FORMAT_VERSION, SegmentName
+from torchtap.store.format.checksum import checksum, parse_checksums, verify
+from torchtap.store.format.header import Entry, Header, parse_header
+
+__all__ = ["Segment"]
+
+
+@final
+class Segment:
+    """A safetensors file of a run. The head is read when it is made; data only when asked for."""
+
+    def __init__(self, folder: Folder, name: SegmentName) -> None:
+        self.name = name
+        self._folder = folder
+        with folder.open(name.file) as file:
+            self.header: Header = parse_header(file.read, file.size)
+        self.note = self.header.facts("torchtap")
+        if self.note.get("kind") != name.kind:
+            raise RunCorruptError(f"it holds {self.note.get('kind')!r}, its name says {name.kind!r}")
+        version = self.note.get("format")
+        if type(version) is not int or version > FORMAT_VERSION:
+            raise RunFormatError(
+                f"its format is version {version!r}; this torchtap reads up to {FORMAT_VERSION}"
+            )
+
+    def open(self) -> OpenFile:
+        """The file itself."""
+        return self._folder.open(self.name.file)
+
+    def entry(self, name: str, code: str, shape: tuple[int, ...] | None = None) -> Entry:
+        """An entry that must be there and be of this type and shape."""
+        entry = self.header.entries.get(name)
+        if entry is None or entry.code != code or (shape is not None and entry.shape != shape):
+            raise RunCorruptError(
+                f"its entry {name!r} is missing or has another type or shape than it should"
+            )
+        return entry
+
+    def read(self, entry: Entry) -> bytearray:
+        """All bytes of an entry, verified."""
+        return self.read_ranges(entry, [(0, entry.nbytes)])[0]
+
+    def pieces(self, entry: Entry, size: int) -> Iterator[memoryview]:
+        """All bytes of an entry in order, ``size`` at a time, in one buffer that is used again.
+
+        What was read is known to be right only once all of it was: the end raises when it was not.
+        """
+        chunk, crcs = parse_checksums(self.header.facts(entry.name), entry.nbytes)
+        if len(crcs) > 1:
+            size = max(chunk, size // chunk * chunk)
+        buffer = memoryview(bytearray(min(size, entry.nbytes)))
+        current = 0
+        with self.open() as file:
+            for low in range(0, entry.nbytes, size):
+                part = buffer[: min(size, entry.nbytes - low)]
+                file.read_into(self.header.data_start + entry.start + low, part)
+                if len(crcs) > 1:
+                    for start in range(0, len(part), chunk):
+                        verify(part[start : start + chunk], crcs[(low + start) // chunk])
+                else:
+                    current = checksum(part, current)
+                yield part
+        if len(crcs) == 1 and f"{current:08x}" != crcs[0]:
+            raise RunCorruptError("its bytes are not those that were written (the checksum differs)")
+
+    def array(self, entry: Entry, kind: str) -> npt.NDArray[Any]:
+        """An entry as a numpy array of dtype ``kind``."""
+        return np.frombuffer(self.read(entry), dtype=kind).reshape(entry.shape)
+
+    def read_ranges(self, entry: Entry, ranges: Sequence[tuple[int, int]]) -> list[bytearray]:
+        """Several stretches of an entry (from, to), verified; little more than them is read."""
+        chunk, crcs = parse_checksums(self.header.facts(entry.name), entry.nbytes)
+        results = []
+        with self.open() as file:
+            held: tuple[int, int, memoryview] = (0, 0, memoryview(b""))  # the stretch that was read last
+            for start, stop in ranges:
+                low, high = start // chunk * chunk, min(-(-stop // chunk) * chunk, entry.nbytes)
+                if start == stop:
+                    results.append(bytearray())
+                    continue
+                if not (held[0] <= low and high <= held[1]):
+                    held = (low, high, self._read_chunks(file, entry, low, high, chunk, crcs))
+                if (held[0], held[1]) == (start, stop) and isinstance(held[2].obj, bytearray):
+                    results.append(held[2].obj)
+                    held = (0, 0, memoryview(b""))
+                else:
+                    results.append(bytearray(held[2][start - held[0] : stop - held[0]]))
+        return results
+
+    def _read_chunks(
+        self, file: OpenFile, entry: Entry, low: int, high: int, chunk: int, crcs: list[str]
+    ) -> memoryview:
+        try:
+            buffer = memoryview(bytearray(high - low))
+        except (MemoryError, OverflowError):
+            raise RunCorruptError(f"the entry {entry.name[:80]!r} claims {high - low} bytes") from None
+        file.read_into(self.header.data_start + entry.start + low, buffer)
+        for start in range(low, high, chunk):
+            verify(buffer[start - low : min(start + chunk, high) - low], crcs[start // chunk])
+        return buffer

@@ -1,0 +1,94 @@
+"""The clock of a part: which record belongs to which step, and which count when a run was attempted again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.errors import RunCorruptError
+from torchtap.store.format.scalars import CLOCK
+from torchtap.store.format.segment import Segment
+
+__all__ = ["ClockRows", "Timeline", "join_clocks", "read_clock"]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ClockRows:
+    """Some records' clock, as columns."""
+
+    step: npt.NDArray[np.int64]
+    epoch: npt.NDArray[np.int64]
+    batch: npt.NDArray[np.int64]
+    phase: npt.NDArray[np.str_]
+    time: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+def read_clock(segment: Segment) -> ClockRows:
+    """The clock columns of a scalar segment."""
+    rows = segment.entry("clock.step", "I64").shape
+    if len(rows) != 1:
+        raise RunCorruptError("its clock is not a column")
+    columns: dict[str, npt.NDArray[Any]] = {
+        name: segment.array(segment.entry(f"clock.{name}", code, rows), kind)
+        for name, (code, kind) in CLOCK.items()
+    }
+    phases = segment.note.get("phases")
+    if not isinstance(phases, list) or not all(isinstance(phase, str) for phase in phases):
+        raise RunCorruptError("its phases are not names")
+    if rows[0] and int(columns["phase"].max()) >= len(phases):
+        raise RunCorruptError("its clock has a phase without a name")
+    names = np.asarray(phases or [""], dtype=np.str_)
+    for name in ("epoch", "batch"):
+        unset = columns[name] < 0
+        columns[name] = np.where(unset, -1, columns[name])
+    return ClockRows(
+        columns["step"], columns["epoch"], columns["batch"], names[columns["phase"]], columns["time"]
+    )
+
+
+def join_clocks(clocks: list[ClockRows]) -> ClockRows:
+    """Several clocks, one after the other."""
+    if not clocks:
+        whole = np.zeros(0, np.int64)
+        return ClockRows(whole, whole, whole, np.zeros(0, np.str_), np.zeros(0))
+    return ClockRows(
+        *(np.concatenate([getattr(clock, name) for clock in clocks]) for name in CLOCK),
+    )
+
+
+@final
+class Timeline:
+    """The records of all attempts of one rank as one line of steps.
+
+    Within an attempt every record counts. A step that a later attempt recorded again hides what earlier
+    attempts recorded of that step.
+    """
+
+    def __init__(self, attempts: list[ClockRows]) -> None:
+        self.clock = join_clocks(attempts)
+        self.visible = np.ones(len(self.clock), bool)
+        self.starts = np.cumsum([0, *(len(clock) for clock in attempts)])
+        later: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        for number in range(len(attempts) - 1, -1, -1):
+            steps = attempts[number].step
+            if len(later):
+                self.visible[self.starts[number] : self.starts[number + 1]] = ~np.isin(steps, later)
+            later = np.union1d(later, steps)
+        self.steps = later  # all steps, ascending, each once
+
+    def shown(self, attempt: int, step: int) -> bool:
+        """Whether what the attempt with this position recorded of a step is what counts."""
+        rows = slice(self.starts[attempt], self.starts[attempt + 1])
+        return bool(np.any((self.clock.step[rows] == step) & self.visible[rows]))
+
+    def shown_steps(self, attempt: int) -> set[int]:
+        """The steps that this attempt contributes."""
+        rows = slice(self.starts[attempt], self.starts[attempt + 1])
+        return set(self.clock.step[rows][self.visible[rows]].tolist())

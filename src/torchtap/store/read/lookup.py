@@ -1,0 +1,76 @@
+"""Finding one thing in a run by name, and what to say when it is not there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torchtap.errors import SelectionError
+from torchtap.store.read.clock import Timeline
+from torchtap.store.read.part import Part
+from torchtap.store.read.results import TensorRef
+from torchtap.store.read.stored_tensors import StoredTensor
+
+__all__ = ["described_sites", "find_tensor", "no_such_site", "no_such_statistic", "no_such_tensor"]
+
+
+def find_tensor(
+    parts: Sequence[Part], timeline: Timeline, site: str, step: int | None, field: str, reduction: str | None
+) -> StoredTensor | None:
+    """The first tensor of that name at a step; without ``step``, the one of the largest step."""
+    found: list[StoredTensor] = []
+    for number, part in enumerate(parts):
+        for name in reversed(part.tensor_names):
+            if step is not None and not name.low <= step <= name.high:
+                continue
+            here = [
+                tensor
+                for tensor in part.tensors_in(name)
+                if tensor.name.site == site
+                and tensor.name.field == field
+                and (step is None or tensor.name.step == step)
+                and (reduction is None or tensor.name.reduction == reduction)
+                and timeline.shown(number, tensor.name.step)
+            ]
+            if here:
+                found += here
+                break  # segments follow the training, so that older ones have smaller steps
+    return max(found, key=lambda tensor: (tensor.name.step, -tensor.name.copy), default=None)
+
+
+def no_such_tensor(site: str, step: int | None, field: str, stored: Sequence[TensorRef]) -> SelectionError:
+    """``stored`` are the tensors that the site does have."""
+    fields = sorted({ref.field for ref in stored})
+    steps = sorted({ref.step for ref in stored if ref.field == field})
+    if not steps:
+        keep = "Histogram" if field in ("counts", "edges") else "Full"
+        has = f"the fields {', '.join(fields)}" if fields else f"numbers only: record it with keep={keep}()"
+        return SelectionError(f"{site!r} has no stored tensor with the field {field!r}; it has {has}")
+    near = [str(other) for other in sorted(steps, key=lambda other: abs(other - (step or 0)))[:3]]
+    return SelectionError(
+        f"{site!r} has no {field!r} at step {step}; the nearest steps are {', '.join(near)}",
+        nearest=tuple(near),
+    )
+
+
+def no_such_site(site: str, known: Collection[str]) -> SelectionError:
+    of_module = tuple(name for name in known if name.startswith(f"{site}:"))[:3]
+    near = of_module or tuple(difflib.get_close_matches(site, known, n=3, cutoff=0.3))
+    hint = f"the nearest are {', '.join(map(repr, near))}" if near else "run.sites() lists them"
+    return SelectionError(f"the run has no site {site!r} among its {len(known)}; {hint}", nearest=near)
+
+
+def no_such_statistic(owner: str, statistic: str, known: Sequence[str]) -> SelectionError:
+    near = tuple(difflib.get_close_matches(statistic, known, n=3, cutoff=0.3))
+    has = ", ".join(known) or "tensors only"
+    return SelectionError(f"{owner} has no statistic {statistic!r}; it has {has}", nearest=near)
+
+
+def described_sites(listed: Any) -> dict[str, dict[str, Any]]:
+    """A list of sites' facts by name; whatever in it is not such facts is left out."""
+    return {
+        site["name"]: site
+        for site in (listed if isinstance(listed, list) else [])
+        if isinstance(site, dict) and isinstance(site.get("name"), str)
+    }

@@ -1,0 +1,133 @@
+"""Host memory that is used again: a copy of a tensor costs less than a memcpy, and no fresh pages.
+
+A copy into newly allocated memory pays for every page that it touches first, several times the price of the
+copy itself. `HostPool.copy` copies into memory that was used before. A buffer comes back by itself when the
+last tensor that looks at it is gone, whoever held it: the writer after writing, a sink, a user. So it is
+always safe to keep a copy; it only means that the pool has less to give, and past its bound it makes
+ordinary copies.
+
+Copies go past the processor's cache where they can (``_checksum.c``): what the model needs next is still in it
+afterwards. Their checksum is taken on the way, which costs nothing, so that the writer's thread only has to write.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from torchtap.store.format import checksum
+from torchtap.store.format.payload import lies_as_it_reads
+
+__all__ = ["HostPool", "pool_of"]
+
+_SMALL = 64 << 10  # below this, the allocator itself uses memory again
+_SLAB = 16 << 20
+_AT_ONCE = 16
+_ALIGNMENT = 64
+
+
+@final
+class HostPool:
+    """Pooled copies of tensors on the host, within ``limit`` bytes. Safe to use from several threads.
+
+    The bound should be above the writer's ``queue_bytes``, or the pool is empty just when the disk is slow.
+    """
+
+    def __init__(self, limit: int = 384 << 20) -> None:
+        self._limit = limit
+        self._made = 0  # bytes of all buffers, free or lent
+        self._free: dict[int, deque[npt.NDArray[np.uint8]]] = {}
+        self._lent: dict[int, weakref.ref[Any]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the pool holds, free or lent."""
+        return self._made
+
+    def copy(self, value: Tensor) -> Tensor:
+        """A contiguous copy on the host, without gradient history."""
+        if value.requires_grad:
+            value = value.detach()
+        if value.layout is not torch.strided or value.is_quantized or value.nbytes < _SMALL:
+            return _plain_copy(value)
+        buffer = self._take(_room(value.nbytes))
+        if buffer is None:
+            return _plain_copy(value)
+        lease = buffer[: value.nbytes]
+        key = id(lease)
+
+        # Runs when the last tensor over the lease is gone, in whatever thread that happens: only atomic operations.
+        def give_back(reference: weakref.ref[Any]) -> None:
+            self._lent.pop(key, None)
+            self._free.setdefault(buffer.nbytes, deque()).append(buffer)
+
+        self._lent[key] = weakref.ref(lease, give_back)
+        copied = torch.frombuffer(lease, dtype=value.dtype).view(value.shape)
+        if checksum.copy_bytes is not None and lies_as_it_reads(value):
+            crc = checksum.copy_bytes(copied.data_ptr(), value.data_ptr(), value.nbytes)
+            checksum.keep_checksum(copied, crc)
+        else:
+            copied.copy_(value)
+        return copied
+
+    def _take(self, room: int) -> npt.NDArray[np.uint8] | None:
+        free = self._free.get(room)
+        if free:
+            try:
+                return free.pop()  # the one that came back last is the likeliest to be in cache
+            except IndexError:  # another thread was faster
+                pass
+        while self._made + room > self._limit:
+            if not self._shrink(room):
+                return None
+        # Several buffers from one large piece of memory, which the system can back with large pages.
+        count = max(1, min(_SLAB // room, _AT_ONCE, (self._limit - self._made) // room))
+        slab = _aligned(count * room)
+        self._made += slab.nbytes
+        buffers = [slab[start : start + room] for start in range(0, slab.nbytes, room)]
+        self._free.setdefault(room, deque()).extend(buffers[1:])
+        return buffers[0]
+
+    def _shrink(self, wanted: int) -> bool:
+        """Let go of the free buffers of another size; False when there are none."""
+        for room in list(self._free):
+            if room != wanted and (free := self._free.pop(room, None)):
+                self._made -= room * len(free)
+                return True
+        return False
+
+
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, HostPool] = weakref.WeakKeyDictionary()
+
+
+def pool_of(model: nn.Module) -> HostPool:
+    """The pool for looking inside this model: the second look uses the memory of the first. It goes with the model."""
+    pool = _OF_MODELS.get(model)
+    if pool is None:
+        pool = _OF_MODELS[model] = HostPool()
+    return pool
+
+
+def _room(nbytes: int) -> int:
+    """The size of the buffer for so many bytes: at most an eighth more, so that nearby sizes share buffers."""
+    grain = 1 << max(12, nbytes.bit_length() - 4)
+    return -(-nbytes // grain) * grain
+
+
+def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that begins where torch's own does: what is computed from it may depend on that in its last digits."""
+    whole = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -whole.ctypes.data % _ALIGNMENT
+    return whole[start : start + nbytes]
+
+
+def _plain_copy(value: Tensor) -> Tensor:
+    if value.layout is not torch.strided or value.is_quantized:
+        return value.cpu().clone() if value.device.type == "cpu" else value.cpu()
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value)

@@ -1,0 +1,263 @@
+"""Hooks that travel: they hand a module's inputs and outputs to the op, wherever the model goes.
+
+A carrier knows names only, no session. It guarantees:
+- it can be traced by Dynamo, ``torch.jit.trace``, ``torch.export`` and FX, and is called by an eager model;
+- with nobody listening it returns at once;
+- it goes with the model through pickle, ``torch.save``, ``copy.deepcopy`` and ``torch.package``; where torchtap
+  cannot be imported the model loads all the same and the carrier has become a function that does nothing.
+
+Not here: TorchScript, which compiles hooks from source (`script_source`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+
+from torchtap.sites import input_names
+from torchtap.taps.carry import op
+from torchtap.taps.carry.fused import emit_measured, is_fused
+from torchtap.taps.receive import inside
+from torchtap.taps.receive.leaves import input_leaves, leaves
+
+__all__ = [
+    "Carriers",
+    "EnterCarrier",
+    "InputCarrier",
+    "LeaveCarrier",
+    "OutputCarrier",
+    "Scriptable",
+    "carried",
+    "carriers_for",
+    "emit_leaves",
+    "note_the_way",
+    "put_carriers",
+    "remove_carriers",
+]
+
+# What a pickle says in place of a class of ours. It names only what every Python has; ``nullcontext().__exit__``
+# takes any arguments and does nothing.
+_LOADER = (
+    "__import__('importlib').import_module('torchtap.taps.carry.carrier').{name}"
+    " if __import__('importlib.util').util.find_spec('torchtap')"
+    " else lambda *_: __import__('contextlib').nullcontext().__exit__"
+)
+
+
+class _Loader:
+    """Pickles as the expression that finds the carrier's class again, or a stand-in."""
+
+    def __init__(self, name: str) -> None:
+        self._text = _LOADER.format(name=name)
+
+    def __call__(self, *state: Any) -> Any:
+        return eval(self._text)(*state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (self._text,)
+
+
+def _hears(address: str) -> bool:
+    """Whether an op call would be of use: someone listens, or the call is being put into a graph."""
+    # Tracers first: what follows would become guards of the compiled code.
+    return _traced() or "|" in address or op.heard()
+
+
+def _traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or is_fx_symbolic_tracing()
+
+
+def emit_leaves(
+    address: str, kinds: tuple[str, ...], found: Iterable[tuple[str, Tensor]], measured: tuple[str, ...] = ()
+) -> None:
+    """Hand tensors to the op, under their leaves' names. Of the ``measured`` kinds only statistics are wanted."""
+    for leaf, tensor in found:
+        ending = f".{leaf}" if leaf else ""
+        for kind in kinds:
+            site = f"{address}:{kind}{ending}"
+            in_graph = kind in measured and torch.compiler.is_compiling() and is_fused(tensor)
+            if kind.startswith("grad"):
+                torch.ops.torchtap.emit_grad.default(tensor, site.replace("|", "!|", 1) if in_graph else site)
+            elif in_graph:
+                emit_measured(tensor, site)
+            else:
+                torch.ops.torchtap.emit.default(tensor, site)
+
+
+class _Carrier:
+    """``address`` is the module's path, after a channel's prefix where there is one."""
+
+    def __init__(self, address: str, kinds: tuple[str, ...]) -> None:
+        op.register()
+        self.address = address
+        self.kinds = kinds
+        self.measured: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Loader(type(self).__name__), self._state()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return type(self)(*self._state())
+
+    def _state(self) -> tuple[Any, ...]:
+        return self.address, self.kinds
+
+
+@final
+class OutputCarrier(_Carrier):
+    """A forward hook: ``kinds`` are of ``output`` and ``grad_output``."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _hears(self.address):
+            emit_leaves(self.address, self.kinds, leaves(output), self.measured)
+
+
+@final
+class InputCarrier(_Carrier):
+    """A forward pre-hook with keywords: ``kinds`` are of ``input`` and ``grad_input``."""
+
+    def __init__(self, address: str, kinds: tuple[str, ...], names: tuple[str, ...] | None) -> None:
+        super().__init__(address, kinds)
+        self.names = names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _hears(self.address):
+            emit_leaves(self.address, self.kinds, input_leaves(self.names, args, kwargs), self.measured)
+
+    def _state(self) -> tuple[Any, ...]:
+        return self.address, self.kinds, self.names
+
+
+@final
+class EnterCarrier(_Carrier):
+    """A forward pre-hook: while a tracer follows, notes that the module's forward begins."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _traced():
+            inside.paths.append(self.address)
+
+
+@final
+class LeaveCarrier(_Carrier):
+    """A forward hook: while a tracer follows, notes that the module's forward is over."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _traced() and inside.paths:
+            inside.paths.pop()
+
+
+@final
+class Scriptable:
+    """Kept by a model with carriers as its ``__prepare_scriptable__``, which ``torch.jit.script`` asks for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self) -> nn.Module:
+        from torchtap.taps.script.source import scriptable
+
+        return scriptable(self._model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Loader("Scriptable"), (self._model,)
+
+
+@final
+class Carriers:
+    """The carriers of some sites (path, module, kind) on a channel. They can be switched on and off again and again."""
+
+    def __init__(
+        self,
+        sites: Iterable[tuple[str, nn.Module, str]],
+        ways: Iterable[tuple[str, nn.Module]] = (),
+        measured: frozenset[tuple[str, str]] = frozenset(),
+    ) -> None:
+        op.register()
+        self.channel = op.Channel()
+        self._ways = [(module, self.channel.prefix + path) for path, module in ways]
+        self._handles: list[Any] = []
+        self._modules: list[tuple[nn.Module, InputCarrier | None, OutputCarrier | None]] = []
+        kinds_of: dict[str, tuple[nn.Module, list[str]]] = {}
+        for path, module, kind in sites:
+            kinds_of.setdefault(path, (module, []))[1].append(kind)
+        for path, (module, kinds) in kinds_of.items():
+            carriers = carriers_for(module, self.channel.prefix + path, kinds)
+            for carrier in carriers:
+                if carrier is not None:
+                    carrier.measured = tuple(kind for kind in carrier.kinds if (path, kind) in measured)
+            self._modules.append((module, *carriers))
+
+    def switch_on(self) -> None:
+        """Have the modules emit."""
+        for module, address in self._ways:
+            self._handles += note_the_way(module, address)
+        for module, before, after in self._modules:
+            if before is not None:
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            if after is not None:
+                self._handles.append(module.register_forward_hook(after))
+
+    def switch_off(self) -> None:
+        """The modules are as they were."""
+        handles, self._handles = self._handles, []
+        for handle in reversed(handles):
+            handle.remove()
+
+
+def note_the_way(module: nn.Module, address: str) -> list[Any]:
+    """Have a tracer know when it is inside a module."""
+    return [
+        module.register_forward_pre_hook(EnterCarrier(address, ("value",)), with_kwargs=True),
+        module.register_forward_hook(LeaveCarrier(address, ())),
+    ]
+
+
+def carriers_for(
+    module: nn.Module, address: str, kinds: Iterable[str]
+) -> tuple[InputCarrier | None, OutputCarrier | None]:
+    """The carriers that a module needs for these kinds."""
+    given = tuple(kind for kind in kinds if kind in ("input", "grad_input"))
+    returned = tuple(kind for kind in kinds if kind in ("output", "grad_output"))
+    return (
+        InputCarrier(address, given, input_names(module)) if given else None,
+        OutputCarrier(address, returned) if returned else None,
+    )
+
+
+def put_carriers(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> None:
+    """Have these modules of a model emit these kinds, wherever it goes."""
+    if any("value" in kinds for kinds in kinds_of.values()):
+        for path, module in model.named_modules():
+            note_the_way(module, path)
+    for path, kinds in kinds_of.items():
+        module = model.get_submodule(path)
+        before, after = carriers_for(module, path, kinds)
+        if before is not None:
+            module.register_forward_pre_hook(before, with_kwargs=True)
+        if after is not None:
+            module.register_forward_hook(after)
+
+
+def carried(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Which kinds a model's carriers emit, by path."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if isinstance(hook, _Carrier) and "|" not in hook.address:
+                found[path] = found.get(path, ()) + hook.kinds
+    return found
+
+
+def remove_carriers(model: nn.Module) -> None:
+    """Take every carrier off a model, also those that came with it."""
+    for module in model.modules():
+        every: tuple[dict[int, Any], ...] = (module._forward_hooks, module._forward_pre_hooks)
+        for hooks in every:
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, _Carrier):
+                    del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -1,0 +1,235 @@
+"""A plan on a model that ``torch.compile`` compiles, in whole or in parts.
+
+Dynamo traces carriers into the graph, so that values leave compiled code through the op: no graph break. It
+guarantees:
+- what the user compiled is never touched: a step with live taps runs a second compilation of the same module,
+  made with the user's own settings, and any other step runs the user's own. So each is compiled once, switching
+  costs nothing, and hooks that come after the first call are not ignored;
+- asking again for the same sites of the same model compiles nothing again.
+
+Not here: parameters, their gradients and buffers, which are read from the module (`state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch._dynamo.eval_frame import innermost_backend
+
+from torchtap.errors import FormError
+from torchtap.reduce import Stats
+from torchtap.sites import unwrap
+from torchtap.taps.carry.carrier import (
+    Carriers,
+    EnterCarrier,
+    InputCarrier,
+    LeaveCarrier,
+    OutputCarrier,
+    emit_leaves,
+)
+from torchtap.taps.carry.forms import CarriedAttachment
+from torchtap.taps.carry.fused import emit_measured
+from torchtap.taps.carry.passes import PassHooks
+from torchtap.taps.eager import attention
+from torchtap.taps.receive import inside
+from torchtap.taps.receive.active import activate, deactivate
+from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.taps.receive.receiver import Receiver
+
+__all__ = ["attach_compiled", "compiled_regions"]
+
+
+def compiled_regions(model: nn.Module) -> list[Region]:
+    """Every part of a model that is compiled by itself: the model, or modules inside it."""
+    return [
+        _region_of(module)
+        for module in model.modules()
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    ]
+
+
+@final
+class Region:
+    """A compiled module and its further compilations, one for each set of carriers that was ever on together."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._live: dict[frozenset[int], Callable[..., Any]] = {}
+        self.armed: frozenset[int] = frozenset()
+        self._slot = "forward" if isinstance(module, OptimizedModule) else "_compiled_call_impl"
+        self._plain: Any = None
+
+    def switch(self, armed: frozenset[int]) -> None:
+        """Run the compilation that has exactly these channels' carriers in it; none is the user's own."""
+        attributes = self._module.__dict__
+        if not self.armed:
+            self._plain = attributes[self._slot]
+        self.armed = armed
+        if not armed:
+            attributes[self._slot] = self._plain
+            self._plain = None
+            return
+        if armed not in self._live:
+            self._live[armed] = self._compile()
+        attributes[self._slot] = self._live[armed]
+
+    def _compile(self) -> Callable[..., Any]:
+        module = self._module
+        inner = module._orig_mod if isinstance(module, OptimizedModule) else module
+        call = inner.__call__ if isinstance(module, OptimizedModule) else module._call_impl
+
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        # Dynamo keeps compiled code with the code object; its own one makes this a separate compilation.
+        tapped.__code__ = tapped.__code__.replace(co_name=f"tapped_{type(inner).__name__}")
+        settings = _settings_of(module)
+        if settings.fullgraph:
+            return settings(tapped)  # type: ignore[no-any-return]
+        backend = _OwnBackend(innermost_backend(settings.callback))
+        compiled: Callable[..., Any] = torch.compile(tapped, backend=backend, dynamic=settings._dynamic)
+        return compiled
+
+
+@final
+class _OwnBackend:
+    """The user's backend under another identity.
+
+    After a graph break Dynamo compiles the model's own functions one by one and keeps each with its code object, which
+    the user's compilation has as well; it takes one for the other unless their backends differ.
+    """
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self._backend = backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._backend(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_backend":  # asked for before it is set: by copying
+            raise AttributeError(name)
+        return getattr(self._backend, name)  # its context, its settings
+
+
+def _settings_of(module: nn.Module) -> Any:
+    """The user's ``torch.compile`` settings: what it returned was made by a context that wraps any function."""
+    if isinstance(module, OptimizedModule):
+        return module.dynamo_ctx
+    wrapper: Any = module._compiled_call_impl
+    for cell in getattr(wrapper, "__closure__", None) or ():
+        if type(cell.cell_contents).__name__.endswith("OptimizeContext"):
+            return cell.cell_contents
+    raise FormError(
+        f"{type(module).__name__} was compiled in a way that torchtap does not know; "
+        "use torch.compile(model) or model.compile()"
+    )
+
+
+@final
+class Switch:
+    """Has a region run with one channel's carriers, beside those of other sessions."""
+
+    def __init__(self, region: Region, number: int) -> None:
+        self._region = region
+        self._number = number
+
+    def switch_on(self) -> None:
+        self._region.switch(self._region.armed | {self._number})
+
+    def switch_off(self) -> None:
+        self._region.switch(self._region.armed - {self._number})
+
+
+_regions: WeakKeyDictionary[nn.Module, Region] = WeakKeyDictionary()
+
+
+def _region_of(module: nn.Module) -> Region:
+    region = _regions.get(module)
+    if region is None:
+        region = _regions[module] = Region(module)
+    return region
+
+
+_carriers: WeakKeyDictionary[nn.Module, dict[frozenset[tuple[str, str, bool]], Carriers]] = (
+    WeakKeyDictionary()
+)
+
+
+def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
+    """Put a plan on a compiled model, or on one with compiled parts."""
+    _never_compile_alone()
+    root = unwrap(model)
+    measured = frozenset(
+        (port.port.site.path, port.kind)
+        for port in receiver.ports.values()
+        if all(isinstance(receiver.plan.taps[index].keep, Stats) for index in port.port.taps)
+    )
+    sites = frozenset(
+        (port.port.site.path, port.kind, (port.port.site.path, port.kind) in measured)
+        for port in receiver.ports.values()
+    )
+    looks_inside = receiver.listens_to("attention") or receiver.listens_to("value")
+    known = _carriers.setdefault(root, {})
+    carriers = known.get(sites)
+    if carriers is None or carriers.channel.is_open():
+        carriers = known[sites] = Carriers(
+            (
+                (port.port.site.path, port.port.site.module, port.kind)
+                for port in receiver.ports.values()
+                if port.port.site.module is not None
+            ),
+            ((place.path, place.module) for place in receiver.plan.places) if looks_inside else (),
+            measured,
+        )
+    number = carriers.channel.number
+    switches = [Switch(region, number) for region in compiled_regions(model)]
+    looking = [_LookInside(receiver)] if looks_inside else []
+    return CarriedAttachment(
+        receiver, carriers.channel, [carriers, *switches, *looking, PassHooks(model, receiver)]
+    )
+
+
+@cache
+def _never_compile_alone() -> None:
+    """After a graph break Dynamo looks at each function by itself. Ours are to be traced with the model or not at all:
+    a graph of a hook alone does not know the model's autograd graph.
+    """
+    for function in (
+        OutputCarrier.__call__,
+        InputCarrier.__call__,
+        EnterCarrier.__call__,
+        LeaveCarrier.__call__,
+        emit_leaves,
+        emit_measured,
+        leaves,
+        input_leaves,
+    ):
+        torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
+@final
+class _LookInside:
+    """While it is on, attention functions and ``emit`` report, in compiled code and around it."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._patch: Any = None
+
+    def switch_on(self) -> None:
+        activate(self._receiver)
+        if self._receiver.listens_to("attention"):
+            self._patch = attention.patch()
+
+    def switch_off(self) -> None:
+        deactivate(self._receiver)
+        inside.paths.clear()
+        inside.busy.clear()
+        if self._patch is not None:
+            self._patch.remove()
+            self._patch = None

@@ -1,0 +1,240 @@
+"""The one carrier for forms in which Python hooks do not survive: two dispatcher ops without a result.
+
+``torchtap::emit(value, site)`` hands a value to whoever listens. ``torchtap::emit_grad(value, site)`` hands over
+the gradient of a value when autograd has it. Both are ordinary ops to TorchScript, FX, export, Dynamo, AOT
+autograd and Inductor, so they stay in every graph and are saved with it. They guarantee:
+- importing torchtap registers nothing; `register` does, once, and every form that needs the ops calls it;
+- with nobody listening an op costs about two microseconds and touches nothing;
+- the value goes through unchanged and the autograd graph is the same as without: gradients are read by a hook
+  on the tensor, also inside a compiled backward;
+- a value that activation checkpointing computes again is not handed over again.
+
+A site that is put into a graph in this process carries the number of a `Channel`, which belongs to one
+receiver. One that travelled in a file and could not be given a number goes to every receiver that `listen`s in
+this thread.
+
+In a compiled backward a gradient comes without the call that it belongs to. So, while AOT autograd traces, each
+awaited gradient gets a ticket: the forward graph books the ticket for the call that is running, the backward
+graph hands the gradient over under the same ticket.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from torchtap.taps.carry.fused import emit_measured, is_fused
+from torchtap.taps.receive.receiver import Receiver
+
+__all__ = ["Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
+
+_lock = threading.Lock()
+_library: torch.library.Library | None = None
+_channels: dict[int, Receiver] = {}
+_listeners: tuple[Receiver, ...] = ()
+_numbers = itertools.count(1)
+_tickets = itertools.count(1)
+_booked: dict[str, int] = {}  # site with a ticket -> the call that its gradient belongs to
+_ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*):([a-z_]+)(?:\.([^~]*))?(?:~(\d+))?", re.DOTALL)
+
+# channel, module path, kind, leaf, ticket
+Address = tuple[int | None, str, str, str, int | None]
+
+
+@final
+class Channel:
+    """A way from op calls in one model's graphs to one receiver. ``prefix`` goes before each site's name."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.prefix = f"{self.number}|"
+
+    def open(self, receiver: Receiver) -> None:
+        """From now on what is emitted under this prefix reaches the receiver."""
+        _channels[self.number] = receiver
+
+    def is_open(self) -> bool:
+        """Whether a receiver listens."""
+        return self.number in _channels
+
+    def close(self) -> None:
+        """Nobody listens any more; the ops cost next to nothing."""
+        _channels.pop(self.number, None)
+
+
+def register() -> None:
+    """Make the two ops known to torch. Further calls do nothing."""
+    global _library
+    if _library is not None:
+        return
+    with _lock:
+        if _library is None:
+            _library = _define()
+
+
+def registered() -> bool:
+    """`register`, for code that Dynamo traces: it runs while tracing and leaves nothing in the graph."""
+    register()
+    return True
+
+
+# What torch.compiler.assume_constant_result sets; calling that would load the compiler.
+registered._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def heard() -> bool:
+    """Whether anyone listens to sites without a channel. Not to be asked in code that Dynamo traces."""
+    return bool(_listeners)
+
+
+def listen(receiver: Receiver) -> None:
+    """Let a receiver hear sites that have no channel."""
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, receiver)
+
+
+def stop_listening(receiver: Receiver) -> None:
+    """The opposite of `listen`; harmless when it did not."""
+    global _listeners
+    with _lock:
+        _listeners = tuple(each for each in _listeners if each is not receiver)
+
+
+def _define() -> torch.library.Library:
+    # Only now: a user of eager models never pays for these imports.
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    for kernel in (_on_value, _on_awaited, _on_state):
+        _leave_to_python(kernel)
+    library = torch.library.Library("torchtap", "DEF")
+    for name, kernel in (("emit", _on_value), ("emit_grad", _on_awaited)):
+        # CONSERVATIVE is what keeps TorchScript from dropping or moving a call that returns nothing.
+        library.define(f"{name}(Tensor value, str site) -> ()", alias_analysis="CONSERVATIVE")
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"torchtap::{name}", _nothing, lib=library)
+        torch.library.register_vmap(f"torchtap::{name}", _batched(name), lib=library)
+        op = getattr(torch.ops.torchtap, name).default
+        _register_effectful_op(op, _EffectType.ORDERED)
+        torch.fx.node.has_side_effect(op)
+    library.define("emit_state(Tensor state, str site, SymInt[] shape) -> ()", alias_analysis="CONSERVATIVE")
+    library.impl("emit_state", _on_state, "CompositeExplicitAutograd")
+    torch.library.register_fake("torchtap::emit_state", _nothing, lib=library)
+    _register_effectful_op(torch.ops.torchtap.emit_state.default, _EffectType.ORDERED)
+    torch.fx.node.has_side_effect(torch.ops.torchtap.emit_state.default)
+    # Above autograd, so that while AOT autograd traces, the tensor that gets the hook is the one it differentiates.
+    library.impl("emit_grad", _on_awaited, "Autograd")
+    return library
+
+
+def _leave_to_python(function: Callable[..., None]) -> None:
+    """Keep Dynamo from compiling this function and what it calls, where an op is called between two of its graphs."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skipped)
+
+
+def _nothing(value: Tensor, site: str, shape: Any = None) -> None:
+    return None
+
+
+def _batched(name: str) -> Any:
+    def rule(info: Any, in_dims: tuple[int | None, ...], value: Tensor, site: str) -> tuple[None, None]:
+        """Under vmap the batch is one value, its mapped dimension first."""
+        dim = in_dims[0]
+        getattr(torch.ops.torchtap, name)(value if dim is None else value.movedim(dim, 0), site)
+        return None, None
+
+    return rule
+
+
+@lru_cache(maxsize=65536)
+def address(site: str) -> Address:
+    """Channel, module path, kind, leaf and ticket of what an op was called with."""
+    found = _ADDRESS.fullmatch(site)
+    if found is None:
+        return None, "", "", site, None
+    channel, path, kind, leaf, ticket = found.groups()
+    return int(channel) if channel else None, path, kind, leaf or "", int(ticket) if ticket else None
+
+
+def _receivers(number: int | None) -> tuple[Receiver, ...]:
+    if number is None:
+        return tuple(receiver for receiver in _listeners if receiver.hears_this_thread())
+    receiver = _channels.get(number)
+    return (receiver,) if receiver is not None and receiver.hears_this_thread() else ()
+
+
+def _on_value(value: Tensor, site: str) -> None:
+    number, path, kind, leaf, ticket = address(site)
+    receivers = _receivers(number)
+    if not receivers or _is_repetition(kind):
+        return
+    call = None if ticket is None else _booked.get(site)
+    # A new tensor object each time: a compiler writes new values into memory, and so into tensors, that it has used
+    # before, without a trace in their version.
+    value = value.detach()
+    for receiver in receivers:
+        if kind in ("attention", "value"):
+            receiver.take_from_inside(kind, path, leaf, value)
+        else:
+            receiver.take_named(path, kind, leaf, value, call)
+
+
+def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
+    number, path, kind, leaf, ticket = address(site)
+    receivers = _receivers(number)
+    if not receivers or _is_repetition(kind):
+        return
+    call = None if ticket is None else _booked.get(site)
+    for receiver in receivers:
+        receiver.take_state(path, kind, leaf, state, shape, call)
+
+
+def _is_repetition(kind: str) -> bool:
+    """A forward value while autograd is at work is one that a checkpoint computes again."""
+    return not kind.startswith("grad") and torch._C._current_graph_task_id() != -1
+
+
+def _on_awaited(value: Tensor, site: str) -> None:
+    if isinstance(value, FakeTensor):  # a compiler tries out what it has traced
+        return
+    number, path, kind, leaf, ticket = address(site)
+    if ticket is not None:  # in the forward graph of a compiled model
+        for receiver in _receivers(number):
+            _booked[site] = receiver.next_call(path, kind, leaf)
+        return
+    wanted = value.requires_grad and torch.is_grad_enabled()
+    if isinstance(value, FunctionalTensor):
+        # Traced by AOT autograd. What the hook does becomes a part of the backward graph; without one, the call
+        # stays in the graph for whoever runs it with autograd, as an exported program may be.
+        if wanted:
+            site = f"{site}~{next(_tickets)}"
+            value.register_hook(lambda gradient: _emit_gradient(gradient, site))
+        with torch._C._AutoDispatchBelowAutograd():
+            torch.ops.torchtap.emit_grad(value, site)
+        return
+    if not wanted:
+        for receiver in _receivers(number):
+            receiver.note(path, kind, "the value does not require grad")
+        return
+    for receiver in _receivers(number):
+        receiver.await_gradient(path, kind, leaf, value)
+
+
+def _emit_gradient(gradient: Tensor, site: str) -> None:
+    """Emit a gradient into the backward graph that is being traced; a mark at the channel asks for statistics only."""
+    if "!|" in site and is_fused(gradient):
+        emit_measured(gradient, site)
+    else:
+        torch.ops.torchtap.emit.default(gradient, site)

@@ -1,0 +1,67 @@
+"""Tell the receiver where a pass over a model begins and ends, without a trace in the model's own graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from torchtap.taps.receive.receiver import Receiver
+
+__all__ = ["PassHooks", "in_pass"]
+
+
+def in_pass(receiver: Receiver, model: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` with a pass of the receiver around it."""
+
+    def one_pass(*args: Any, **kwargs: Any) -> Any:
+        receiver.begin_pass(getattr(model, "training", None))
+        try:
+            return call(*args, **kwargs)
+        finally:
+            receiver.end_pass()
+
+    return one_pass
+
+
+@final
+class PassHooks:
+    """Two hooks on the object that the user calls."""
+
+    def __init__(self, model: nn.Module, receiver: Receiver) -> None:
+        self._model = model
+        self._receiver = receiver
+        self._handles: list[Any] = []
+        self._covered: Any = None
+
+    def switch_on(self) -> None:
+        """Passes are noticed from now on."""
+        model = self._model
+        compiled = model.__dict__.get("_compiled_call_impl")
+        if compiled is not None:
+            # `model.compile()` compiles the module's hooks with it, and these must stay outside.
+            self._covered = compiled
+            model.__dict__["_compiled_call_impl"] = in_pass(self._receiver, model, compiled)
+            return
+        self._handles = [
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def switch_off(self) -> None:
+        """The model is as it was."""
+        handles, self._handles = self._handles, []
+        for handle in reversed(handles):
+            handle.remove()
+        if self._covered is not None:
+            self._model.__dict__["_compiled_call_impl"] = self._covered
+            self._covered = None
+
+    def _begin(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint's repetition
+            self._receiver.begin_pass(self._model.training)
+
+    def _end(self, *_: Any) -> None:
+        self._receiver.end_pass()

@@ -1,0 +1,1 @@
+"""Taps on live Python modules."""

@@ -1,0 +1,1 @@
+"""Taps in FX graphs and exported programs."""

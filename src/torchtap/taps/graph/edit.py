@@ -1,0 +1,97 @@
+"""Put the op into an FX graph: one that was traced, exported or transformed, here or elsewhere.
+
+Inputs are emitted before the first node of a module call, outputs before anything outside uses them, so a value
+is taken before a later module can change it in place. Sites that came with the graph are kept and readdressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchtap.taps.carry import op
+from torchtap.taps.graph.regions import Region, module_regions
+from torchtap.taps.receive.leaves import leaves
+
+__all__ = ["carried_sites", "emit_before", "readdress", "tap_graph"]
+
+
+def tap_graph(
+    graph: fx.Graph,
+    kinds_of: Mapping[str, Iterable[str]],
+    prefix: str = "",
+    lifted: frozenset[str] = frozenset(),
+) -> set[str]:
+    """Emit these kinds of these module paths. Returns the paths that the graph knows."""
+    op.register()
+    carried = {op.address(site)[1:3] for site in carried_sites(graph)}
+    known = set()
+    for region in module_regions(graph, lifted):
+        known.add(region.path)
+        for kind in kinds_of.get(region.path, ()):
+            if (region.path, kind) not in carried:
+                _tap_region(graph, region, kind, prefix)
+    return known
+
+
+def _tap_region(graph: fx.Graph, region: Region, kind: str, prefix: str) -> None:
+    if kind in ("input", "grad_input"):
+        first = next(iter(region.nodes))
+        for leaf, value in region.inputs():
+            emit_before(graph, first, value, prefix, f"{region.path}:{kind}", leaf)
+    elif kind in ("output", "grad_output"):
+        for leaf, value in region.outputs():
+            emit_before(graph, region.first_use_outside(value), value, prefix, f"{region.path}:{kind}", leaf)
+
+
+def emit_before(graph: fx.Graph, before: fx.Node, value: fx.Node, prefix: str, bare: str, leaf: str) -> None:
+    """Emit a value in front of a node."""
+    site = f"{prefix}{bare}" + (f".{leaf}" if leaf else "")
+    with graph.inserting_before(before):
+        if "val" in value.meta:
+            name = "emit_grad" if ":grad" in bare else "emit"
+            node = graph.call_function(getattr(torch.ops.torchtap, name).default, (value, site))
+            node.meta["val"] = None
+        else:
+            node = graph.call_function(emit_all, (value, site))
+        # Export wants to know where every node comes from.
+        for key in ("nn_module_stack", "stack_trace", "torch_fn"):
+            if key in value.meta:
+                node.meta[key] = value.meta[key]
+
+
+@fx.node.has_side_effect
+def emit_all(value: Any, site: str) -> None:
+    """For a value whose type the graph does not tell: emit the tensors in it, if there are any."""
+    emit = torch.ops.torchtap.emit_grad if ":grad" in site else torch.ops.torchtap.emit
+    for leaf, tensor in leaves(value):
+        emit(tensor, f"{site}.{leaf}" if leaf else site)
+
+
+def _site_argument(node: fx.Node) -> int | None:
+    """Which argument of a node is a site's name, if it is a call of the op."""
+    ours = (getattr(torch.ops.torchtap, name).default for name in ("emit", "emit_grad"))
+    if node.op != "call_function":
+        return None
+    if node.target in (emit_all, *ours):
+        return 1
+    if str(node.target) == "with_effects" and str(node.args[1]).startswith("torchtap.emit"):
+        return 3
+    return None
+
+
+def carried_sites(graph: fx.Graph) -> list[str]:
+    """The sites that came with a graph."""
+    op.register()
+    return [str(n.args[at]) for n in graph.nodes if (at := _site_argument(n)) is not None]
+
+
+def readdress(graph: fx.Graph, prefix: str) -> None:
+    """Send what the graph's own sites emit to a channel."""
+    for node in graph.nodes:
+        at = _site_argument(node)
+        if at is not None:
+            node.update_arg(at, prefix + str(node.args[at]).rpartition("|")[2])

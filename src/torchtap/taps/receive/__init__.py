@@ -1,0 +1,1 @@
+"""Where values arrive, are folded and are handed on."""

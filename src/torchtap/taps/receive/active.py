@@ -1,0 +1,75 @@
+"""Which receivers are listening now: for carriers that reach us from inside a model and know no session.
+
+A dispatcher op, a patched function and ``emit`` all start here. Reading is one tuple look-up without a lock;
+the tuple is replaced, never changed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from torchtap.taps.receive import inside
+
+if TYPE_CHECKING:
+    from torchtap.taps.receive.receiver import Receiver
+
+__all__ = ["activate", "calling_module", "deactivate", "emit", "listening"]
+
+_lock = threading.Lock()
+_active: tuple[Receiver, ...] = ()
+
+
+def activate(receiver: Receiver) -> None:
+    """Let a receiver hear what carriers bring."""
+    global _active
+    with _lock:
+        if receiver not in _active:
+            _active = (*_active, receiver)
+
+
+def deactivate(receiver: Receiver) -> None:
+    """The opposite of `activate`; harmless when it was not active."""
+    global _active
+    with _lock:
+        _active = tuple(each for each in _active if each is not receiver)
+
+
+def listening() -> tuple[Receiver, ...]:
+    """The receivers that want to hear from this thread, most often none or one."""
+    active = _active
+    if not active:
+        return active
+    return tuple(receiver for receiver in active if receiver.hears_this_thread())
+
+
+def calling_module(receiver: Receiver, depth: int = 1) -> str | None:
+    """Path of the innermost module of the receiver's model whose code is running above the caller."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
+        if isinstance(owner, nn.Module):
+            path = receiver.path_of(owner)
+            if path is not None:
+                return path
+        frame = frame.f_back
+    return None
+
+
+def emit(name: str, value: Tensor) -> Tensor:
+    """Name a value inside a forward, so that it has a site: ``<module path>:value.<name>``. Returns the value.
+
+    With no session that asks for values it costs one look-up.
+    """
+    if inside.paths:  # a tracer follows: the value becomes a part of the graph
+        torch.ops.torchtap.emit.default(value, f"{inside.paths[-1]}:value.{name}")
+    elif not torch.compiler.is_compiling() and _active:
+        for receiver in listening():
+            if receiver.listens_to("value"):
+                receiver.take_from_inside("value", calling_module(receiver, 2), name, value)
+    return value

@@ -1,0 +1,1 @@
+"""Taps in scripted and traced modules."""

@@ -1,0 +1,91 @@
+"""A plan on a scripted or traced model, made here or only loaded.
+
+While a tap is live, calls of the model go to a tapped copy of it that has the same parameters and buffers
+(`script_graph`); otherwise the model runs as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import nn
+
+from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
+from torchtap.taps.carry.op import Channel, address, register
+from torchtap.taps.carry.passes import in_pass
+from torchtap.taps.graph.skeleton import skeleton
+from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.script.graph import assigned_attributes, constant_sites, script_modules, tapped_copy
+
+__all__ = ["attach_script", "script_tree"]
+
+_PASSED_ON = ("input", "output", "grad_input", "grad_output")
+
+
+def script_tree(model: Any) -> nn.Module:
+    """The modules that a plan binds to: the model's own, and those that a frozen model still emits the values of."""
+    register()
+    modules = dict(model.named_modules())
+    paths = [*modules, *(address(site)[1] for site in constant_sites(model))]
+    return skeleton(paths, modules, {path: module.original_name for path, module in modules.items()})
+
+
+def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
+    """Put a plan on a scripted model."""
+    register()
+    channel = Channel()
+    kinds_of: dict[str, set[str]] = {}
+    for port in receiver.ports.values():
+        if port.kind in _PASSED_ON:
+            kinds_of.setdefault(port.port.site.path, set()).add(port.kind)
+        elif port.kind in ("attention", "value"):
+            port.note = f"a scripted model gives no {port.kind}: capture it before torch.jit.script"
+    constant = {address(site)[1] for site in constant_sites(model)}
+    copy = tapped_copy(model, kinds_of, channel.prefix)
+    copies = dict(copy.named_modules())
+    shared = _SharedState(model, copy)
+    routes = []
+    for path, module in model.named_modules():
+        if module._c._has_method("forward") and path in copies:
+            forward = shared.around(copies[path].forward)
+            routes.append(ForwardRoute(module, in_pass(receiver, model, forward) if path == "" else forward))
+    absent = set(kinds_of) - set(script_modules(model)) - constant
+    for port in receiver.ports.values():
+        if port.port.site.path in absent:
+            port.note = "folded into its parent when the model was frozen or traced"
+    return CarriedAttachment(receiver, channel, routes)
+
+
+@final
+class _SharedState:
+    """Attributes that are no tensors, kept the same in a model and its copy.
+
+    ``train`` and ``eval`` change the model, and a forward may assign to attributes of its module.
+    """
+
+    def __init__(self, model: Any, copy: Any) -> None:
+        copies = script_modules(copy)
+        self._kept = [
+            (instance, copies[path], assigned_attributes(instance))
+            for path, instance in script_modules(model).items()
+            if path in copies
+        ]
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of the copy that finds the model's attributes and leaves its own in the model."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for original, copy, names in self._kept:
+                if original.hasattr("training"):
+                    copy.setattr("training", original.getattr("training"))
+                for name in names:
+                    copy.setattr(name, original.getattr(name))
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for original, copy, names in self._kept:
+                    for name in names:
+                        original.setattr(name, copy.getattr(name))
+
+        return call

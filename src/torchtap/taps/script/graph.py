@@ -1,0 +1,188 @@
+"""Put the op into the graphs of a scripted or traced module of which no Python source is left.
+
+Every method graph emits its own arguments on entry and its result before it returns, so loops, branches and
+calls through interfaces need no special care. Instances of one class share one method graph; what a graph emits
+therefore starts with an attribute of the instance, its path, and each instance has its own. It guarantees:
+- the names are those of the eager model wherever TorchScript kept them (see `docs/forms.md` for traces);
+- the edited module can be saved, loaded, frozen and trained like any other.
+
+TorchScript runs a copy of a graph that was ever called, so an edit would be ignored in silence. `tapped_copy`
+edits a copy of the module, whose graphs nobody has run; its parameters and buffers are the original's.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from torchtap.taps.carry import op
+from torchtap.taps.script.types import can_hold_tensors, emit_lines, field_names
+
+__all__ = [
+    "PATH_ATTRIBUTE",
+    "assigned_attributes",
+    "constant_sites",
+    "inputs_of",
+    "script_modules",
+    "tapped_copy",
+]
+
+# Where an instance keeps its path; what a graph emits starts with it.
+PATH_ATTRIBUTE = "_torchtap_path"
+
+
+def script_modules(module: Any) -> dict[str, Any]:
+    """Path to the C++ module, each instance under the first of its names."""
+    return {path: each._c for path, each in module.named_modules()}
+
+
+def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str = "") -> Any:
+    """A copy of a scripted module that emits these kinds at these paths; ``prefix`` is a channel's."""
+    op.register()
+    buffer = io.BytesIO()
+    torch.jit.save(module, buffer)
+    buffer.seek(0)
+    copy = torch.jit.load(buffer)
+    originals = script_modules(module)
+    constants = constant_sites(copy)
+    present = {op.address(site)[1:3] for site in constants}
+    for site, nodes in constants.items():
+        for node in nodes:  # the same constant may be there several times
+            node.s_("value", prefix + site.rpartition("|")[2])
+    # Instances of one class share its graph, so a class emits what any of its instances is asked for.
+    kinds_by_class: dict[str, set[str]] = {}
+    instances: dict[str, list[tuple[str, Any]]] = {}
+    for path, instance in script_modules(copy).items():
+        _share_tensors(originals[path], instance)
+        name = instance.qualified_name
+        instances.setdefault(name, []).append((path, instance))
+        asked = {kind for kind in kinds_of.get(path, ()) if (path, kind) not in present}
+        kinds_by_class.setdefault(name, set()).update(asked)
+    for name, members in instances.items():
+        for path, instance in members:
+            if instance.hasattr(PATH_ATTRIBUTE):
+                instance.setattr(PATH_ATTRIBUTE, prefix + path)
+            else:
+                instance._register_attribute(PATH_ATTRIBUTE, torch._C.StringType.get(), prefix + path)
+        kinds = kinds_by_class[name] - _kinds_in(members[0][1])
+        if kinds:
+            for method in _forwards(members[0][1]):
+                _edit(method, kinds)
+    return copy
+
+
+def inputs_of(method: Any) -> list[tuple[str, Any]]:
+    """``(leaf, type)`` for each argument of a forward but ``self``: named, unless there is only one."""
+    arguments = [(each.name, each.type) for each in method.schema.arguments[1:]]
+    return [("", arguments[0][1])] if len(arguments) == 1 else arguments
+
+
+def constant_sites(module: Any) -> dict[str, list[Any]]:
+    """The sites whose names are constants of a graph, with the nodes that hold them.
+
+    Those of a trace of a model with carriers, and those of a frozen module, whose paths became constants.
+    """
+    found: dict[str, list[Any]] = {}
+    for instance in script_modules(module).values():
+        for method in _forwards(instance):
+            for name in ("torchtap::emit", "torchtap::emit_grad"):
+                for node in method.graph.findAllNodes(name):
+                    source = node.inputsAt(1).node()
+                    while (
+                        source.kind() == "aten::add"
+                    ):  # a leaf that is known only at run time: a list, a key
+                        source = source.inputsAt(0).node()
+                    if source.kind() == "prim::Constant":
+                        found.setdefault(source.s("value"), []).append(source)
+    return found
+
+
+def assigned_attributes(instance: Any) -> tuple[str, ...]:
+    """The attributes that a module's own methods assign to."""
+    found: dict[str, None] = {}
+    for name in instance._method_names():
+        graph = instance._get_method(name).graph
+        itself = next(graph.inputs())
+        for node in graph.findAllNodes("prim::SetAttr"):
+            if node.inputsAt(0).debugName() == itself.debugName():
+                found[node.s("name")] = None
+    return tuple(found)
+
+
+def _forwards(instance: Any) -> list[Any]:
+    # A trace gives a module that is called again a further method: forward, forward1, forward2 ... An overloaded
+    # forward, as recurrent layers have, is compiled as forward__0, forward__1 ...
+    return [
+        instance._get_method(n) for n in instance._method_names() if re.fullmatch(r"forward(?:__)?\d*", n)
+    ]
+
+
+def _kinds_in(instance: Any) -> set[str]:
+    """The kinds that a class emits already, because its file was saved with taps."""
+    found = set()
+    for method in _forwards(instance):
+        for node in method.graph.findAllNodes("prim::Constant"):
+            if node.hasAttributes() and node.output().type().kind() == "StringType":
+                text = re.fullmatch(r":([a-z_]+)(?:\..*)?", node.s("value"))
+                if text is not None:
+                    found.add(text.group(1))
+    return found
+
+
+def _share_tensors(original: Any, copy: Any) -> None:
+    held: tuple[Any, ...] = (torch._C.ParameterDict, torch._C.BufferDict)
+    for each in held:
+        for name, tensor in each(original).items():
+            copy.setattr(name, tensor)
+
+
+def _edit(method: Any, kinds: set[str]) -> None:
+    graph = method.graph
+    given = sorted(kind for kind in kinds if kind.endswith("input"))
+    returned = sorted(kind for kind in kinds if kind.endswith("output"))
+    values = list(graph.inputs())
+    first = next(iter(graph.nodes()), graph.return_node())
+    for kind in given:
+        for (leaf, jit_type), value in zip(inputs_of(method), values[1:], strict=True):
+            _insert(graph, first, values[0], value, jit_type, f":{kind}" + (f".{leaf}" if leaf else ""), kind)
+    for kind in returned:
+        for value in list(graph.outputs()):
+            _insert(graph, graph.return_node(), values[0], value, value.type(), f":{kind}", kind)
+    graph.lint()
+
+
+def _insert(graph: Any, before: Any, owner: Any, value: Any, jit_type: Any, ending: str, kind: str) -> None:
+    """Emit ``value`` in front of a node, under the owner's path and ``ending``."""
+    if not can_hold_tensors(jit_type):
+        return
+    if jit_type.kind() == "TupleType":
+        # Taken apart here: the source of a function cannot name the class of somebody's named tuple.
+        unpack = graph.create("prim::TupleUnpack", [value], 0)
+        before_node = unpack
+        before_node.insertBefore(before)
+        for name, element in zip(field_names(jit_type), jit_type.elements(), strict=True):
+            part = unpack.addOutput()
+            part.setType(element)
+            _insert(graph, before, owner, part, element, f"{ending}.{name}", kind)
+        return
+    lines = emit_lines(jit_type, "value", "site", kind)
+    header = f"def emitted(value: {jit_type.annotation_str}, site: str):"
+    source = "\n    ".join([header, *lines, "return None"]) + "\n"
+    try:
+        callee = torch.jit.CompilationUnit(source).emitted.graph
+    except RuntimeError:
+        return  # a type that cannot be written down outside its own file, e.g. a list of named tuples
+    with graph.insert_point_guard(before):
+        path = graph.create("prim::GetAttr", [owner], 1)
+        path.s_("name", PATH_ATTRIBUTE)
+        path.output().setType(torch._C.StringType.get())
+        graph.insertNode(path)
+        text = graph.insertConstant(ending)
+        joined = graph.create("aten::add", [path.output(), text], 1)
+        joined.output().setType(torch._C.StringType.get())
+        graph.insertNode(joined)
+        graph.insertGraph(callee, [value, joined.output()])

@@ -1,0 +1,1 @@
+"""Taps that go with a model into a file or another process."""

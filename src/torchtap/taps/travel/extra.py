@@ -1,0 +1,177 @@
+"""Values as further outputs of the graph, for compilers that take no foreign op.
+
+`extra_outputs` gives a module that returns everything flat: the model's own outputs, then the chosen values.
+What a compiler makes of it, `wrap` turns back: the caller sees the model's own signature and result, the session
+gets the values. It guarantees:
+- a value is copied where it appears, so that a later in-place operation does not reach it;
+- the names are those of the eager model, since it is the eager model that ran.
+
+Gradients are not outputs of a forward graph; asking for them is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchtap.errors import MissingExtraError, PlanError
+from torchtap.plan import Plan, Tap, bind
+from torchtap.sites import Selectable, input_names
+from torchtap.taps.carry.emitting import EmittingModel
+from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.taps.travel.copying import copy_with_shared_tensors
+
+__all__ = ["ExtraOutputs", "extra_outputs", "load_onnx"]
+
+_METADATA = "torchtap"
+
+
+class _Flat(nn.Module):
+    """Runs a model and returns the tensors of its result and the values of some sites, in one tuple."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        super().__init__()
+        self.model = copy_with_shared_tensors(model)
+        self._found: list[tuple[str, Tensor]] = []
+        self._calls: dict[str, int] = {}
+        self.spec: pytree.TreeSpec | None = None
+        self.constants: dict[int, Any] = {}  # leaves of the result that are no tensors, by position
+        self.names: tuple[str, ...] = ()
+        for port in plan.ports:
+            module = self.model.get_submodule(port.site.path)
+            bare = f"{port.site.path}:{port.site.kind}"
+            if port.site.kind == "output":
+                module.register_forward_hook(
+                    lambda _m, _a, output, bare=bare: self._keep(bare, leaves(output))
+                )
+            else:
+                names = input_names(module)
+                module.register_forward_pre_hook(
+                    lambda _m, args, kwargs, bare=bare, names=names: self._keep(
+                        bare, input_leaves(names, args, kwargs)
+                    ),
+                    with_kwargs=True,
+                )
+
+    def _keep(self, bare: str, found: Any) -> None:
+        call = self._calls.get(bare, 0)
+        self._calls[bare] = call + 1
+        for leaf, tensor in found:
+            name = bare + (f".{leaf}" if leaf else "") + (f"#{call}" if call else "")
+            self._found.append((name, tensor.detach().clone()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        self._found, self._calls = [], {}
+        flat, self.spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        self.constants = {n: leaf for n, leaf in enumerate(flat) if not isinstance(leaf, Tensor)}
+        found, self._found = self._found, []
+        self.names = tuple(name for name, _ in found)
+        return (*(leaf for leaf in flat if isinstance(leaf, Tensor)), *(tensor for _, tensor in found))
+
+
+@final
+class ExtraOutputs:
+    """Made by `extra_outputs`. ``module`` is for the compiler, ``sites`` are the further outputs in order."""
+
+    def __init__(self, module: _Flat) -> None:
+        self.module = module
+        self.sites = module.names
+        self._spec, self._constants = module.spec, dict(module.constants)
+
+    def wrap(self, call: Callable[..., Any]) -> EmittingModel:
+        """What the compiler made of ``module``, with the model's own signature; give it to `capture` or `watch`."""
+        return _wrapped(call, self.sites, self._spec, self._constants)
+
+    def to_onnx(self, path: str | Path, args: tuple[Any, ...], **options: Any) -> EmittingModel:
+        """Write an ONNX file whose further outputs are called by their sites, and load it in onnxruntime.
+
+        ``options`` go to ``torch.onnx.export``. `torchtap.load` reads the file in any other process.
+        """
+        onnx = _imported("onnx")
+        _imported("onnxscript")
+        count = (self._spec.num_leaves if self._spec is not None else 0) - len(self._constants)
+        names = [*(f"output_{n}" for n in range(count)), *self.sites]
+        options.setdefault("dynamo", True)
+        options.setdefault("verbose", False)
+        torch.onnx.export(self.module, args, str(path), output_names=names, **options)
+        written = onnx.load(str(path), load_external_data=False)
+        described = {
+            "sites": list(self.sites),
+            "spec": pytree.treespec_dumps(self._spec) if self._spec is not None else None,
+            "constants": {str(position): value for position, value in self._constants.items()},
+        }
+        onnx.helper.set_model_props(written, {_METADATA: json.dumps(described)})
+        onnx.save(written, str(path))
+        return load_onnx(path)
+
+
+def extra_outputs(
+    model: nn.Module,
+    *taps: Tap | Selectable,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> ExtraOutputs:
+    """Add the values of some sites to a model's outputs. ``args`` and ``kwargs`` are inputs to run it once with."""
+    plan = bind(model, taps or ("*:output",))
+    for port in plan.ports:
+        if port.site.kind not in ("input", "output"):
+            raise PlanError(
+                f"{port.site.name} cannot be an extra output: only what goes in and out of a forward can; "
+                "gradients need a form that autograd runs through, parameters are read from the model"
+            )
+    flat = _Flat(model, plan)
+    with torch.no_grad():
+        flat(*args, **(kwargs or {}))
+    return ExtraOutputs(flat)
+
+
+def _wrapped(
+    call: Callable[..., Any],
+    sites: tuple[str, ...],
+    spec: pytree.TreeSpec | None,
+    constants: Mapping[int, Any],
+    about: str = "",
+) -> EmittingModel:
+    def run(bring: Callable[[Any], None], *args: Any, **kwargs: Any) -> Any:
+        flat = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        own = flat[: len(flat) - len(sites)]
+        bring(list(zip(sites, flat[len(own) :], strict=True)))
+        if spec is None:
+            return tuple(own) if len(own) != 1 else own[0]
+        tensors = iter(own)
+        filled = [constants[n] if n in constants else next(tensors) for n in range(spec.num_leaves)]
+        return pytree.tree_unflatten(filled, spec)
+
+    return EmittingModel(run, sites, brings=True, about=about)
+
+
+def load_onnx(path: str | Path) -> EmittingModel:
+    """An ONNX file with extra outputs, run by onnxruntime. Inputs and outputs are torch tensors."""
+    runtime = _imported("onnxruntime")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    described = json.loads(session.get_modelmeta().custom_metadata_map.get(_METADATA, "{}"))
+    names = [each.name for each in session.get_inputs()]
+
+    def call(*args: Any, **kwargs: Any) -> list[Tensor]:
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        feed = {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, given, strict=True)}
+        return [torch.from_numpy(value) for value in session.run(None, feed)]
+
+    spec = pytree.treespec_loads(described["spec"]) if described.get("spec") else None
+    constants = {int(position): value for position, value in described.get("constants", {}).items()}
+    return _wrapped(call, tuple(described.get("sites", ())), spec, constants, about=str(path))
+
+
+def _imported(name: str) -> Any:
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{name} is needed for ONNX files: pip install 'torchtap[onnx]'", extra="onnx"
+        ) from error

@@ -1,0 +1,85 @@
+"""Put taps on a model that travel with it: through a transform, into a file, to another process.
+
+Only the sites travel. What is kept of them, and when, says the session that listens where the model runs;
+with none, the model does what it always did.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+
+from torchtap.errors import FormError
+from torchtap.plan import Plan, Tap, bind
+from torchtap.sites import Selectable
+from torchtap.taps.attach import form_of, tree_of
+from torchtap.taps.carry import op
+from torchtap.taps.carry.carrier import Scriptable, carried, put_carriers, remove_carriers
+from torchtap.taps.travel.copying import copy_with_shared_tensors
+
+__all__ = ["instrument"]
+
+_PASSED_ON = ("input", "output", "grad_input", "grad_output", "value")
+
+
+def instrument(model: Any, *taps: Plan | Tap | Selectable) -> Any:
+    """A copy of a model that emits what passes at these sites (all outputs, unless said otherwise).
+
+    The copy has the model's own parameters and buffers. It can be scripted, traced, exported, compiled, packaged
+    and pickled; a scripted or exported model can be given as well. A session finds the sites in what comes out.
+    """
+    form = form_of(model)
+    if form in ("compiled", "aoti", "emitting"):
+        raise FormError(
+            f"cannot put travelling taps on a model that is {form} already: instrument the model it was made from, "
+            "then compile that; or use capture and watch, which take it as it is"
+        )
+    op.register()
+    kinds_of = _kinds_of(model, taps)
+    if form == "script":
+        from torchtap.taps.script.graph import tapped_copy
+
+        return tapped_copy(model, kinds_of)
+    if form == "exported":
+        from torchtap.taps.graph.exported import tapped_program
+
+        return tapped_program(model, kinds_of)
+    if form == "graph":
+        return _tapped_graph(model, kinds_of)
+    return _tapped_module(model, kinds_of)
+
+
+def _kinds_of(model: Any, taps: tuple[Any, ...]) -> dict[str, tuple[str, ...]]:
+    if len(taps) == 1 and isinstance(taps[0], Plan):
+        plan = taps[0]
+    else:
+        plan = bind(tree_of(model), taps or ("*:output",))
+    found: dict[str, tuple[str, ...]] = {}
+    for port in plan.ports:
+        if port.site.kind in _PASSED_ON:
+            found[port.site.path] = (*found.get(port.site.path, ()), port.site.kind)
+    return found
+
+
+def _tapped_module(model: nn.Module, kinds_of: dict[str, tuple[str, ...]]) -> nn.Module:
+    tapped = copy_with_shared_tensors(model)
+    present = carried(tapped)
+    remove_carriers(tapped)
+    for path, kinds in present.items():
+        kinds_of[path] = tuple(dict.fromkeys((*kinds, *kinds_of.get(path, ()))))
+    put_carriers(tapped, kinds_of)
+    tapped.__dict__["__prepare_scriptable__"] = Scriptable(tapped)
+    return tapped
+
+
+def _tapped_graph(model: fx.GraphModule, kinds_of: dict[str, tuple[str, ...]]) -> fx.GraphModule:
+    from torchtap.taps.graph.attachment import called_modules
+    from torchtap.taps.graph.edit import tap_graph
+
+    tapped = copy_with_shared_tensors(model)
+    real = {"", *called_modules(tapped)}
+    tap_graph(tapped.graph, {path: kinds for path, kinds in kinds_of.items() if path not in real})
+    tapped.recompile()
+    put_carriers(tapped, {path: kinds for path, kinds in kinds_of.items() if path in real})
+    return tapped
