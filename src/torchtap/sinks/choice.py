@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import SelectionError
+from torchtap.names import read_name, site_name
 from torchtap.sites import Selectable, Selector, Site
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 
@@ -23,9 +24,9 @@ __all__ = ["Choice", "label", "place_of"]
 
 def place_of(name: str) -> tuple[str, str]:
     """A site's kind, and the rest of its name: ``blocks.0:output.1#2`` gives ``("output", "blocks.0.1#2")``."""
-    path, _, rest = name.rpartition(":")
-    rest, _, call = rest.partition("#")
-    kind, _, leaf = rest.partition(".")
+    if ":" not in name:  # an alias
+        return name, "model"
+    path, kind, leaf, call = read_name(name)
     place = ".".join(part for part in (path, leaf) if part) or "model"
     return kind or "value", f"{place}#{call}" if call else place
 
@@ -70,7 +71,7 @@ class Choice:
         try:
             parsed = Site.parse(site)
         except SelectionError:  # an alias: it can be asked for by its own name
-            return any(selector.text in (site, f"{site}:output") for selector in self._selectors)
+            return any(selector.text in (site, site_name(site, "output")) for selector in self._selectors)
         return any(selector.picks(parsed) for selector in self._selectors)
 
     def numbers(self, record: StepRecord) -> Iterator[tuple[list[str], npt.NDArray[np.float64]]]:

@@ -33,6 +33,7 @@ from torchtap.monitors.monitor.config import read_config
 from torchtap.monitors.monitor.data import Outputs
 from torchtap.monitors.monitor.files import check_format, read_item, write_item
 from torchtap.monitors.monitor.saver import Saver
+from torchtap.names import site_name
 from torchtap.plan import Tap
 from torchtap.reduce import Full
 from torchtap.schedule import Epochs
@@ -122,7 +123,9 @@ class Monitor:
         def picks(site: Site) -> bool:
             return site.path == layer.path and site.kind == "output"
 
-        selector = Selector(f"{layer.path}:output", picks, lambda _: True, kinds=frozenset({"output"}))
+        selector = Selector(
+            site_name(layer.path, "output"), picks, lambda _: True, kinds=frozenset({"output"})
+        )
         batches = self.batch_indices if layer.record_type == "single" else None
         return Tap((selector,), Full(), Epochs(self.epochs_to_record, batches))
 
@@ -324,7 +327,7 @@ class Monitor:
         """Say which layers were live at some time and brought nothing, and why."""
         if not self._watch.passes:
             return
-        names = {f"{layer.path}:output": layer.name for layer in self._layers}
+        names = {site_name(layer.path, "output"): layer.name for layer in self._layers}
         for missing in self._watch.coverage():
             if missing.site in names and not missing.reason.startswith("off schedule"):
                 self._warn_once(f"nothing was recorded for layer {names[missing.site]!r}: {missing.reason}")
