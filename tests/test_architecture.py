@@ -11,6 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 
 # From the ground up. A file may import from its own layer and from those before it.
 LAYERS = [
+    ["foreign_text"],
     ["errors"],
     ["registry"],
     ["sites"],
