@@ -113,6 +113,7 @@ OTHER_TEXT = {
     "sinks/registry.py": "sink:place on a command line",
     "store/export/front.py": "module:attribute",
     "taps/graph/skeleton.py": "a class's dotted name",
+    "taps/travel/program_gate.py": "an operator's dotted name",
     "viewer/security.py": "host:port",
 }
 
