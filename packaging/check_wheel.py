@@ -33,7 +33,9 @@ class Installation:
         self.environment = {
             "PATH": str(self.bin),
             "HOME": str(folder),
-            **{name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "LANG"))},
+            **{
+                name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "LANG"))
+            },
         }
         pip = [str(self.bin / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         constraints = ["-c", str(ROOT / "constraints.txt")]
@@ -77,7 +79,8 @@ def check_compare(place: Installation) -> None:
 def check_report(place: Installation) -> None:
     place.run("torchtap", "report", "demo-run", "-o", "page.html")
     page = (place.folder / "page.html").read_text()
-    assert "<script" in page and len(page) > 100_000, "the report has no page in it"
+    assert "<script" in page, "the report has no page in it"
+    assert len(page) > 100_000, "the report has no data in it"
 
 
 def check_view(place: Installation) -> None:

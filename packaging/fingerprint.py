@@ -1,8 +1,8 @@
 """One number for the page's sources, kept beside the built page: it says whether the page is up to date.
 
-    python packaging/fingerprint.py            print it
-    python packaging/fingerprint.py --write    note it beside the page that was just built
-    python packaging/fingerprint.py --check    exit 1 if the built page is of other sources
+python packaging/fingerprint.py            print it
+python packaging/fingerprint.py --write    note it beside the page that was just built
+python packaging/fingerprint.py --check    exit 1 if the built page is of other sources
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def fingerprint() -> str:
     """The sha256 over names and bytes of everything that the page is built from."""
     folder = ROOT / "frontend"
     kept = ("index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.js")
-    sources = [folder / name for name in kept] + [path for path in (folder / "src").rglob("*") if path.is_file()]
+    sources = [folder / name for name in kept] + [
+        path for path in (folder / "src").rglob("*") if path.is_file()
+    ]
     digest = hashlib.sha256()
     for path in sorted(sources):
         content = path.read_bytes()
