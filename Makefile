@@ -3,6 +3,7 @@
 #   make demo        train a small model and look inside it
 #   make test        run the tests
 #   make check       ruff and mypy
+#   make docs        the documentation site, into site/
 #   make dist        the sdist and the wheel, into dist/
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
 

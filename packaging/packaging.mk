@@ -19,3 +19,14 @@ dist: $(VENV)/.dist page
 
 check-dist: dist
 	$(BIN)/python packaging/check_wheel.py dist/*.whl
+
+# The documentation site, into site/.
+.PHONY: docs
+
+$(VENV)/.docs: $(INSTALLED) | $(VENV)/bin/python
+	$(PIP) -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --quiet
+	@echo "site/index.html"
