@@ -104,7 +104,10 @@ class Recording:
 
 @final
 class LossCatcher:
-    """Hears each ``backward()`` of the process. What is logged is the sum over a step: the optimizer uses its gradient."""
+    """Hears each ``backward()`` of the process.
+
+    The loss of a step is the sum of what ``backward()`` was called on in it: the optimizer uses the gradient of that.
+    """
 
     def __init__(self, tell: Any) -> None:
         self._tell = tell
