@@ -38,7 +38,20 @@ __all__ = [
 ]
 
 Kind = Literal[
-    "input", "output", "grad_input", "grad_output", "param", "param_grad", "buffer", "attention", "value"
+    "input",
+    "output",
+    "grad_input",
+    "grad_output",
+    "param",
+    "param_grad",
+    "buffer",
+    "attention",
+    "value",
+    "param_grad_accumulated",
+    "param_grad_unclipped",
+    "update",
+    "optim_state",
+    "lr",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -82,6 +82,7 @@ class Monitor:
         self.output_dir = _writable(output_dir)
         self.current_epoch: int | None = None
         self.current_batch_idx: int | None = None
+        self._taken_step = -1
         self._unwritten: list[str] = []
         self._ceiling = check_numbers([memory_ceiling], "memory_ceiling")[0]
         self._asynchronous = asynchronous
@@ -96,7 +97,7 @@ class Monitor:
         self._epoch = Outputs(full, self.output_dir, self.format, self._saver)
         self._watch = watch(
             model, None, [self._tap(layer) for layer in self._layers], sinks=[_Arrivals(self)],
-            strict=strict, via=via, one_mode=True,
+            strict=strict, via=via,
         )  # fmt: skip
 
     @classmethod
@@ -257,8 +258,10 @@ class Monitor:
         return self._condition is None or bool(self._condition(output))
 
     def _take(self, record: StepRecord) -> None:
-        if record.epoch is None or record.batch is None:
+        # Of a batch's phases the first counts: a validation in between has a record of its own.
+        if record.epoch is None or record.batch is None or record.step == self._taken_step:
             return
+        self._taken_step = record.step
         by_path: dict[str, dict[int, dict[str, Any]]] = {}
         for item in record.tensors:
             site = Site.parse(item.site)

@@ -10,12 +10,12 @@ it returns is not looked at.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, final, get_args
+from typing import Literal, Protocol, TypeAlias, final, get_args
 
 from torch import nn
 
 from torchtap.errors import PlanError
+from torchtap.taps.eager.untraced import Hook, hook_after, hook_before
 
 __all__ = ["Action", "Fitting", "Handle", "Hook", "HookFitting", "Via", "fitting_for"]
 
@@ -51,32 +51,12 @@ def fitting_for(root: nn.Module, via: str) -> Fitting:
     return WrapFitting(root) if via == "wrap" else ForwardFitting()
 
 
-def _inert(*_: Any) -> None:
-    """What a hook of ours becomes in a copy or a pickle of the model."""
-
-
-@final
-class Hook(partial[Any]):
-    """A hook that calls a function of ours and does nothing in a copy of the model.
-
-    A ``partial`` without arguments, because that adds next to nothing to the call.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (Hook, "_nothing")
-
-    def __deepcopy__(self, memo: Any) -> Action:
-        return _inert
-
-    _nothing = staticmethod(_inert)
-
-
 @final
 class HookFitting:
     """torch's own hooks."""
 
     def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
-        return module.register_forward_pre_hook(Hook(action), prepend=first, with_kwargs=True)
+        return hook_before(module, action, first=first)
 
     def after(self, module: nn.Module, action: Action, *, always: bool = False) -> Handle:
-        return module.register_forward_hook(Hook(action), always_call=always)
+        return hook_after(module, action, always=always)
