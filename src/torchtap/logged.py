@@ -8,6 +8,7 @@ from typing import Any, cast, final
 from torch import Tensor
 
 from torchtap.errors import SessionError
+from torchtap.names import site_name
 from torchtap.store.record import ScalarBlock, TensorItem
 from torchtap.taps.receive.collect import Coming, numbers_on_host
 
@@ -38,7 +39,7 @@ class Logged:
         if name is not None:
             numbers = {**(name if isinstance(name, Mapping) else {name: cast("float", value)}), **numbers}
         for key, number in numbers.items():
-            site = key if ":" in key else f":value.{key}"
+            site = key if ":" in key else site_name("", "value", key)
             if isinstance(number, Tensor) and number.numel() != 1:
                 self._tensors.setdefault(phase, {})[site] = number.detach().clone()
             elif isinstance(number, Tensor) and not number.is_complex():

@@ -295,7 +295,8 @@ class Steps:
     def _collect(self, moment: Moment, *, skipped: bool = False) -> bool:
         """Make parts of what the phases hold, those that train first."""
         tallies = sorted(self.taps.tallies.values(), key=lambda tally: tally.phase != self._learning)
-        return any([self._collect_one(moment, tally, skipped=skipped) for tally in tallies])
+        made = [self._collect_one(moment, tally, skipped=skipped) for tally in tallies]
+        return any(made)
 
     def _collect_one(self, moment: Moment, tally: Tally, *, skipped: bool = False) -> bool:
         if not tally.touched:

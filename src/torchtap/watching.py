@@ -51,9 +51,9 @@ class Watch:
         self._model = model
         self._outlets = outlets = Outlets(consumers, strict=strict)
         self._recorded = recorded  # steps that earlier attempts left in the folder
-        self._steps = Steps(
-            plan,
-            lambda steps: Tapping(
+
+        def tap(steps: Steps) -> Tapping:
+            return Tapping(
                 model,
                 plan,
                 models=models,
@@ -62,11 +62,10 @@ class Watch:
                 on_lost=outlets.note_loss,
                 via=via,
                 clock=steps,
-            ),  # fmt: skip
-            outlets,
-            self._hand_on,
-            is_training=self._is_training,
-            first=recorded.stop,
+            )
+
+        self._steps = Steps(
+            plan, tap, outlets, self._hand_on, is_training=self._is_training, first=recorded.stop
         )
         self._receiver = self._steps.taps.receiver
         self._members = [model] if models is None else list(models.values())

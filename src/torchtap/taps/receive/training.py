@@ -41,7 +41,7 @@ class TrainingListener(Protocol):
         """These gradients are about to be clipped."""
 
     def ready(self, optimizer: Optimizer) -> None:
-        """This optimizer has its gradients and is about to change its parameters. A closure may bring it about often."""
+        """This optimizer has its gradients and is about to change its parameters; once for each closure call."""
 
     def updated(self, optimizer: Optimizer) -> None:
         """This optimizer has changed its parameters."""
