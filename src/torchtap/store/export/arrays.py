@@ -22,25 +22,34 @@ from torchtap.store.read.results import Series, TensorRef
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
+_NUMBERS = ("step", "epoch", "batch", "time", "passes", "skipped")
+
 __all__ = ["write_hdf5", "write_npz", "write_pt"]
 
 
 def _series(run: Run) -> Iterator[tuple[str, str, Series]]:
     for site in run.sites():
         for statistic in run.statistics(site):
-            found = run.series(site, statistic)
-            if len(found.steps):
-                yield site, statistic, found
+            for phase in run.phases:
+                found = run.series(site, statistic, phase)
+                if len(found.steps):
+                    yield _labelled(run, site, phase), statistic, found
 
 
-def _tensors(run: Run) -> Iterator[TensorRef]:
-    """Each tensor once, also where a step has several of one name: the first counts."""
+def _tensors(run: Run) -> Iterator[tuple[str, TensorRef]]:
+    """Each tensor once with its label, also where a step has several of one name: the first counts."""
     seen = set()
-    for ref in run.tensors():
-        key = (ref.site, ref.step, ref.field, ref.reduction)
-        if key not in seen:
-            seen.add(key)
-            yield ref
+    for phase in run.phases:
+        for ref in run.tensors(phase=phase):
+            key = (ref.site, ref.step, ref.field, ref.reduction, phase)
+            if key not in seen:
+                seen.add(key)
+                yield _labelled(run, ref.site, phase), ref
+
+
+def _labelled(run: Run, site: str, phase: str) -> str:
+    """A site's name; in another phase than the one it is shown in by itself, with that phase."""
+    return site if phase == run.phase_of(site) else f"{site}@{phase}"
 
 
 def _clean(name: str) -> str:
@@ -63,15 +72,15 @@ def write_hdf5(run: Run, path: Path) -> None:
     with h5py.File(path, "w") as file:
         file.attrs["manifest"] = json.dumps(run.manifest)
         clock = run.clock()
-        for name in ("step", "epoch", "batch", "time"):
+        for name in _NUMBERS:
             file[f"clock/{name}"] = clock[name]
         file["clock/phase"] = [str(phase) for phase in clock["phase"]]
         for site, statistic, series in _series(run):
             group = f"series/{_clean(site)}/{_clean(statistic)}"
             file[f"{group}/steps"], file[f"{group}/values"] = series
-        for ref in _tensors(run):
-            array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction)
-            name = f"tensors/{_clean(ref.site)}/{_clean(ref.field)}/{ref.step}"
+        for label, ref in _tensors(run):
+            array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction, phase=ref.phase)
+            name = f"tensors/{_clean(label)}/{_clean(ref.field)}/{ref.step}"
             if name not in file:
                 file[name] = array
                 file[name].attrs["dtype"] = ref.dtype
@@ -89,14 +98,14 @@ def write_npz(run: Run, path: Path) -> None:
                     np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
 
         clock = run.clock()
-        for column in ("step", "epoch", "batch", "phase", "time"):
+        for column in (*_NUMBERS, "phase"):
             add(f"clock|{column}", np.asarray(clock[column]))
         for site, statistic, series in _series(run):
             add(f"series|{_clean(site)}|{_clean(statistic)}|steps", series.steps)
             add(f"series|{_clean(site)}|{_clean(statistic)}|values", series.values)
-        for ref in _tensors(run):
-            array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction)
-            add(f"tensors|{_clean(ref.site)}|{_clean(ref.field)}|{ref.step}", array)
+        for label, ref in _tensors(run):
+            array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction, phase=ref.phase)
+            add(f"tensors|{_clean(label)}|{_clean(ref.field)}|{ref.step}", array)
 
 
 def write_pt(run: Run, path: Path) -> None:
@@ -112,13 +121,13 @@ def write_pt(run: Run, path: Path) -> None:
         steps, values = torch.from_numpy(found.steps.copy()), torch.from_numpy(found.values.copy())
         series.setdefault(site, {})[statistic] = {"steps": steps, "values": values}
     tensors: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
-    for ref in _tensors(run):
-        value = run.tensor(ref.site, ref.step, ref.field, reduction=ref.reduction)
-        tensors.setdefault(ref.site, {}).setdefault(ref.step, {}).setdefault(ref.field, value)
+    for label, ref in _tensors(run):
+        value = run.tensor(ref.site, ref.step, ref.field, reduction=ref.reduction, phase=ref.phase)
+        tensors.setdefault(label, {}).setdefault(ref.step, {}).setdefault(ref.field, value)
     whole = {
         "manifest": json.loads(json.dumps(run.manifest)),
         "clock": {
-            **{name: torch.from_numpy(clock[name].copy()) for name in ("step", "epoch", "batch", "time")},
+            **{name: torch.from_numpy(clock[name].copy()) for name in _NUMBERS},
             "phase": [str(phase) for phase in clock["phase"]],
         },
         "series": series,
