@@ -15,8 +15,8 @@ from torch.optim.optimizer import Optimizer
 
 from torchtap.errors import SessionError
 from torchtap.taps.carry.passes import PassHooks
-from torchtap.taps.eager.untraced import ModeHook
 from torchtap.taps.receive.training import innermost, listen, stop_listening
+from torchtap.taps.walk.untraced import ModeHook
 
 __all__ = ["Following", "Sentry"]
 

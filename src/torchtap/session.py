@@ -29,7 +29,7 @@ from torchtap.store.write.pool import pool_of
 from torchtap.store.write.writer import RunWriter
 from torchtap.tapping import Tapping
 from torchtap.taps.attach import tree_of
-from torchtap.taps.eager.fitting import Via
+from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]
@@ -48,7 +48,7 @@ class Capture:
         any_thread: bool,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
-        via: Via = "hook",
+        via: WayName = "hook",
     ) -> None:
         self.plan = plan
         lost: list[str] = []
@@ -84,7 +84,7 @@ def capture(
     merge: bool | None = None,
     any_thread: bool = False,
     strict: bool = True,
-    via: Via = "hook",
+    via: WayName = "hook",
 ) -> Capture:
     """Look inside a model: ``with capture(model, "blocks.*:output") as seen: model(x)``.
 
@@ -110,7 +110,7 @@ def watch(
     *,
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
-    via: Via = "hook",
+    via: WayName = "hook",
     labels: dict[str, Any] | None = None,
     **writer_options: Any,
 ) -> Watch:

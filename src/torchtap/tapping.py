@@ -11,10 +11,10 @@ from torchtap.plan import Plan
 from torchtap.store.record import ScalarBlock, TensorItem
 from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks
-from torchtap.taps.eager.fitting import Via
 from torchtap.taps.receive.collect import Collector, Coming
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.receiver import PassClock, Receiver
+from torchtap.taps.walk.ways import WayName
 
 __all__ = ["Tapping"]
 
@@ -32,7 +32,7 @@ class Tapping:
         copy: Callable[[Tensor], Tensor],
         on_lost: Callable[[str], None],
         models: Mapping[str, Any] | None = None,
-        via: Via = "hook",
+        via: WayName = "hook",
         fold_passes: bool = True,
         clock: PassClock | None = None,
     ) -> None:

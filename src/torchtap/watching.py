@@ -27,7 +27,7 @@ from torchtap.steps import Steps
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.tapping import Tapping
-from torchtap.taps.eager.fitting import Via
+from torchtap.taps.walk.ways import WayName
 
 __all__ = ["Watch"]
 
@@ -44,7 +44,7 @@ class Watch:
         *,
         models: Mapping[str, Any] | None = None,
         strict: bool = False,
-        via: Via = "hook",
+        via: WayName = "hook",
         recorded: range = range(0),
     ) -> None:
         self.plan = plan

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, final
 
-import torch
 from torch import nn
 
-from torchtap.taps.eager.untraced import hook_after, hook_before
+from torchtap.taps.walk.walker import Walker
 
 __all__ = ["PassHooks", "PassListener", "in_pass"]
 
@@ -43,7 +42,7 @@ class PassHooks:
     def __init__(self, model: nn.Module, receiver: PassListener) -> None:
         self._model = model
         self._receiver = receiver
-        self._handles: list[Any] = []
+        self._walker = Walker(model)
         self._covered: Any = None
 
     def switch_on(self) -> None:
@@ -55,23 +54,14 @@ class PassHooks:
             self._covered = compiled
             model.__dict__["_compiled_call_impl"] = in_pass(self._receiver, model, compiled)
             return
-        self._handles = [
-            hook_before(model, self._begin, first=True),
-            hook_after(model, self._end, always=True),
-        ]
+        self._walker.passes(self._begin, self._receiver.end_pass)
 
     def switch_off(self) -> None:
         """The model is as it was."""
-        handles, self._handles = self._handles, []
-        for handle in reversed(handles):
-            handle.remove()
+        self._walker.leave()
         if self._covered is not None:
             self._model.__dict__["_compiled_call_impl"] = self._covered
             self._covered = None
 
-    def _begin(self, *_: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint's repetition
-            self._receiver.begin_pass(self._model.training)
-
-    def _end(self, *_: Any) -> None:
-        self._receiver.end_pass()
+    def _begin(self) -> None:
+        self._receiver.begin_pass(self._model.training)

@@ -21,13 +21,14 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from torchtap._torch import is_traced_by_script
 from torchtap.names import paths_around
 from torchtap.plan import Plan
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.gradients import ask_for_gradient
-from torchtap.taps.receive.leaves import input_leaves, leaves
-from torchtap.taps.receive.structure import skeleton
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.structure import skeleton
 
 __all__ = ["PassClock", "Receiver"]
 
@@ -141,7 +142,7 @@ class Receiver:
         ``training`` is the model's flag, None where it has none.
         """
         if self._open and self.hears_this_thread():
-            if torch._C._get_tracing_state() is not None or not self._is_taken(training):
+            if is_traced_by_script() or not self._is_taken(training):
                 self._passed_over = (self.thread,)
                 self.thread = _NO_THREAD
             else:

@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hook", "HookHandle", "ModeHook", "conceal", "hook_after", "hook_before", "reveal"]
+__all__ = ["Hook", "HookHandle", "ModeHook", "conceal", "reveal"]
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOTES_OF_HOOKS = (
@@ -103,6 +103,7 @@ class HookHandle:
     __slots__ = ("_handle", "_module")
 
     def __init__(self, module: nn.Module, handle: RemovableHandle) -> None:
+        conceal(module)
         self._module: nn.Module | None = module
         self._handle = handle
 
@@ -112,18 +113,6 @@ class HookHandle:
         if module is not None:
             self._handle.remove()
             reveal(module)
-
-
-def hook_before(module: nn.Module, action: Callable[..., Any], *, first: bool = False) -> HookHandle:
-    """Call ``action(module, args, kwargs)`` before each call of a module; ``first`` puts it ahead of others."""
-    conceal(module)
-    return HookHandle(module, module.register_forward_pre_hook(Hook(action), prepend=first, with_kwargs=True))
-
-
-def hook_after(module: nn.Module, action: Callable[..., Any], *, always: bool = False) -> HookHandle:
-    """Call ``action(module, args, output)`` after each call; ``always`` also when the call raised."""
-    conceal(module)
-    return HookHandle(module, module.register_forward_hook(Hook(action), always_call=always))
 
 
 @final
