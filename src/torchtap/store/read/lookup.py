@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtap.errors import SelectionError
+from torchtap.names import path_of
 from torchtap.store.read.clock import Timeline
 from torchtap.store.read.part import Part
 from torchtap.store.read.results import TensorRef
@@ -16,7 +17,13 @@ __all__ = ["described_sites", "find_tensor", "no_such_site", "no_such_statistic"
 
 
 def find_tensor(
-    parts: Sequence[Part], timeline: Timeline, site: str, step: int | None, field: str, reduction: str | None
+    parts: Sequence[Part],
+    timeline: Timeline,
+    site: str,
+    step: int | None,
+    field: str,
+    reduction: str | None,
+    phase: str,
 ) -> StoredTensor | None:
     """The first tensor of that name at a step; without ``step``, the one of the largest step."""
     found: list[StoredTensor] = []
@@ -28,10 +35,11 @@ def find_tensor(
                 tensor
                 for tensor in part.tensors_in(name)
                 if tensor.name.site == site
+                and tensor.name.phase == phase
                 and tensor.name.field == field
                 and (step is None or tensor.name.step == step)
                 and (reduction is None or tensor.name.reduction == reduction)
-                and timeline.shown(number, tensor.name.step)
+                and timeline.shown(number, tensor.name.step, phase)
             ]
             if here:
                 found += here
@@ -55,7 +63,7 @@ def no_such_tensor(site: str, step: int | None, field: str, stored: Sequence[Ten
 
 
 def no_such_site(site: str, known: Collection[str]) -> SelectionError:
-    of_module = tuple(name for name in known if name.startswith(f"{site}:"))[:3]
+    of_module = tuple(name for name in known if path_of(name) == site)[:3]
     near = of_module or tuple(difflib.get_close_matches(site, known, n=3, cutoff=0.3))
     hint = f"the nearest are {', '.join(map(repr, near))}" if near else "run.sites() lists them"
     return SelectionError(f"the run has no site {site!r} among its {len(known)}; {hint}", nearest=near)
