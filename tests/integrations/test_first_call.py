@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from torchtap.integrations.first_call import FirstCall
 from torchtap.integrations.zero_code.discovery import Discovery
@@ -20,9 +19,8 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def hooks_left(model: nn.Module) -> int:
-    on_modules = sum(len(each._forward_pre_hooks) for each in model.modules())
-    return on_modules + len(torch_module._global_forward_pre_hooks)
+def left_behind(model: nn.Module) -> int:
+    return sum("_compiled_call_impl" in each.__dict__ for each in model.modules())
 
 
 @pytest.fixture
@@ -39,7 +37,7 @@ def test_the_outermost_module_that_is_called_is_told_once(called: list[nn.Module
     model(torch.ones(1, 3))
     model(torch.ones(1, 3))
     assert called == [model]
-    assert hooks_left(model) == 0
+    assert left_behind(model) == 0
 
 
 def test_a_root_that_is_never_called_gives_way_to_the_part_that_is(called: list[nn.Module]) -> None:
@@ -70,19 +68,28 @@ def test_a_compiled_wrapper_is_told_without_a_warning_of_torchs(called: list[nn.
         warnings.simplefilter("error")
         compiled(torch.ones(1, 3))
     assert called == [compiled]
-    assert hooks_left(compiled) == 0
+    assert left_behind(compiled) == 0
 
 
 def test_a_model_compiled_in_place_is_told(called: list[nn.Module]) -> None:
     model = net()
     FirstCall(called.append).wait_for(model)
     model.compile(backend="eager")
-    kept = model._compiled_call_impl
     model(torch.ones(1, 3))
     assert called == [model]
-    assert hooks_left(model) == 0
-    assert model._compiled_call_impl is not kept  # it was covered; what torch made is back
+    assert left_behind(model) == 1  # what torch made is back
     model(torch.ones(1, 3))
+
+
+def test_hooks_that_are_put_on_when_it_is_told_see_the_whole_call() -> None:
+    model, seen = net(), []
+
+    def put_on(module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda *given: seen.append(given[2]), with_kwargs=True)
+
+    FirstCall(put_on).wait_for(model)
+    model(input=torch.ones(1, 3))
+    assert list(seen[0]) == ["input"]
 
 
 def test_a_model_that_waits_is_pickled_without_a_trace(called: list[nn.Module]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from torchtap.watching import Watch
 
 __all__ = ["DEFAULT_TAPS", "Accompanied", "Taps"]
 
-Taps = Tap | Selectable | Iterable[Tap | Selectable]
+Taps: TypeAlias = "Tap | Selectable | Iterable[Tap | Selectable]"
 DEFAULT_TAPS = ("*:output", "*:param", "*:param_grad")
 
 

@@ -39,12 +39,13 @@ class TorchtapHandler:
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(Events.EPOCH_STARTED, self._begin_epoch)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._log_output)
-        trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE | Events.EXCEPTION_RAISED, self._close)
+        trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE, self._close)
+        trainer.add_event_handler(Events.EXCEPTION_RAISED, self._fail)
         for name, evaluator in (evaluators or {}).items():
             if evaluator is trainer:
                 raise SessionError(f"the evaluator {name!r} is the trainer itself")
             evaluator.add_event_handler(Events.STARTED, self._begin_phase, name)
-            evaluator.add_event_handler(Events.COMPLETED | Events.EXCEPTION_RAISED, self._end_phase, name)
+            evaluator.add_event_handler(Events.COMPLETED, self._end_phase, name)
         return self
 
     def _start(self, trainer: Engine) -> None:
@@ -70,16 +71,20 @@ class TorchtapHandler:
             self._phase = self.watch.phase(name)
             self._phase.__enter__()
 
-    def _end_phase(self, evaluator: Engine, *rest: Any) -> None:
+    def _end_phase(self, evaluator: Engine, name: str) -> None:
         phase, self._phase = self._phase, None
         if phase is not None:
             phase.__exit__(None, None, None)
             if self.watch is not None:
                 metrics: Mapping[str, Any] = evaluator.state.metrics
-                name = rest[-1]
                 self.watch.log({f"{name}/{key}": each for key, each in metrics.items() if isinstance(each, float)})
 
-    def _close(self, trainer: Engine, *_: Any) -> None:
+    def _fail(self, trainer: Engine, error: BaseException) -> None:
+        """Ignite takes an exception that a handler heard of as dealt with; this one is not."""
+        self._close()
+        raise error
+
+    def _close(self, *_: Any) -> None:
         made, self.watch = self.watch, None
         if made is not None:
             made.close()

@@ -32,6 +32,8 @@ class TorchtapCallback(Callback):
     ) -> None:
         self._run, self._taps, self._options = run, taps, options
         self._training: Accompanied | None = None
+        self._of_training: set[str] = set()  # names of numbers that training steps log
+        self._of_validation: set[str] = set()
 
     @property
     def watch(self) -> Watch | None:
@@ -55,11 +57,16 @@ class TorchtapCallback(Callback):
         if self._training is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        self._training.log({**trainer.logged_metrics, **({"loss": loss} if isinstance(loss, Tensor) else {})})
+        # Lightning goes on showing the numbers of the last validation: they are not of this step.
+        logged = {k: v for k, v in trainer.logged_metrics.items() if k not in self._of_validation}
+        self._of_training |= set(logged)
+        self._training.log({**logged, **({"loss": loss} if isinstance(loss, Tensor) else {})})
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._training is not None and not trainer.sanity_checking:
-            self._training.log(trainer.callback_metrics)
+            found = {k: v for k, v in trainer.callback_metrics.items() if k not in self._of_training}
+            self._of_validation |= set(found)
+            self._training.log(found)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()

@@ -77,8 +77,13 @@ class Recording:
         self._losses.start()
 
     def _on_backward(self, loss: Tensor) -> None:
-        if self._watch is not None and os.getpid() == self._process:
+        if self._watch is None or os.getpid() != self._process:
+            return
+        try:
             self._losses.add(self._watch, loss)
+        except Exception as error:  # noqa: BLE001  the script comes first
+            self._losses.stop()
+            _say(f"the loss is not recorded: {error}")
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
@@ -140,7 +145,7 @@ class LossCatcher:
 
     def add(self, watch: Watch, loss: Tensor) -> None:
         """Log the sum of this step's losses so far."""
-        step = watch.current_step
+        step = watch.step_number
         self._sum = loss.float() if step != self._step or self._sum is None else self._sum + loss.float()
         self._step = step
         watch.log(loss=self._sum)
@@ -192,7 +197,7 @@ def closing_line(folder: str) -> str:
     findings = diagnose(run)
     wrong = "; ".join(str(each) for each in findings[:3]) or "nothing looks wrong"
     more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
-    return f"{len(run.steps)} steps in {folder}: {wrong}{more}. Look: torchtap view {folder}"
+    return f"{len(run.steps())} steps in {folder}: {wrong}{more}. Look: torchtap view {folder}"
 
 
 def _is_main_program() -> bool:
