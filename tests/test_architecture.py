@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 
 # From the ground up. A file may import from its own layer and from those before it.
 LAYERS = [
+    ["foreign_text"],
     ["errors"],
     ["names"],
     ["registry"],
@@ -112,6 +113,7 @@ OTHER_TEXT = {
     "sinks/registry.py": "sink:place on a command line",
     "store/export/front.py": "module:attribute",
     "taps/graph/skeleton.py": "a class's dotted name",
+    "taps/travel/program_gate.py": "an operator's dotted name",
     "viewer/security.py": "host:port",
 }
 

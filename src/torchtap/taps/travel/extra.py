@@ -27,6 +27,7 @@ from torchtap.sites import Selectable, Site, input_names
 from torchtap.taps.carry.emitting import EmittingModel
 from torchtap.taps.receive.leaves import input_leaves, leaves
 from torchtap.taps.travel.copying import copy_with_shared_tensors
+from torchtap.taps.travel.program_gate import check_tree
 
 __all__ = ["ExtraOutputs", "extra_outputs", "load_onnx"]
 
@@ -155,6 +156,8 @@ def load_onnx(path: str | Path) -> EmittingModel:
     runtime = _imported("onnxruntime")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     described = json.loads(session.get_modelmeta().custom_metadata_map.get(_METADATA, "{}"))
+    if described.get("spec"):
+        check_tree(described["spec"])  # torch imports the classes that a tree names
     names = [each.name for each in session.get_inputs()]
 
     def call(*args: Any, **kwargs: Any) -> list[Tensor]:
