@@ -220,6 +220,8 @@ class LayerRecorder:
         self._cached = _cache_length(kwargs)
         self._failed = False
         if self._copies is not None:
+            # What the last pass left is let go of first: its memory serves this one, and there is one set at a time.
+            self._layers, _last_pass.layers = [], None
             self._copies.begin()
         elif self._watch is not None:
             self._pass = self._watch.step(self._started)
