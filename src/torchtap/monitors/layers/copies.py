@@ -22,13 +22,13 @@ from torchtap.monitors.layers.numbering import ChosenLayers
 from torchtap.names import parse_name, site_name
 from torchtap.reduce import Full
 from torchtap.sites import input_names, places
-from torchtap.taps.eager.eager import in_backward, is_compiling
-from torchtap.taps.eager.fitting import Handle, HookFitting
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.walker import Walker
 
 __all__ = ["BlockCopies"]
 
 _STRIDED = torch.strided
+_NO_THREAD = -1
 _in_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
@@ -40,63 +40,51 @@ class BlockCopies:
         self._modules = {place.path: place.module for place in places(model)}
         self._chosen = chosen
         self._kept: list[tuple[str, Tensor]] = []
-        self._thread: int | None = None
-        self._handles: list[Handle] = []
+        self.thread: int | None = _NO_THREAD  # the walker asks
+        self._walker = Walker(model, heard=self)
 
     def put_on(self) -> None:
         """Hooks go on."""
-        fit, names = HookFitting(), self._chosen.names
+        names = self._chosen.names
         assert names is not None
         if self._chosen.with_embedding:
             first = names.blocks[0]
-            self._handles.append(fit.before(self._modules[first], self._entering(first)))
+            self._walker.before(self._modules[first], first, self._entering, _leave_alone)
             if names.embedding is not None:
-                self._handles.append(
-                    fit.after(self._modules[names.embedding], self._returned(names.embedding))
-                )
+                self._after(names.embedding)
         for path in dict.fromkeys(self._chosen.blocks):
-            self._handles.append(fit.after(self._modules[path], self._returned(path)))
+            self._after(path)
+
+    def _after(self, path: str) -> None:
+        stop = (path, site_name(path, "output"))
+        self._walker.after(self._modules[path], stop, self._returned, _leave_alone)
 
     def take_off(self) -> None:
         """Hooks come off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._walker.leave()
 
     def begin(self) -> None:
         """A pass begins in this thread."""
         self._kept = []
-        self._thread = get_ident()
+        self.thread = get_ident()
 
     def end(self) -> tuple[list[str], list[Tensor]]:
         """The pass is over: sites in the order in which they passed, and their values on the host."""
-        kept, self._kept, self._thread = self._kept, [], None
+        kept, self._kept, self.thread = self._kept, [], _NO_THREAD
         sites = [site for site, _ in kept]
         if len(set(sites)) < len(sites):
             sites = _with_calls(sites)
         return sites, [value if value.is_cpu else value.cpu() for _, value in kept]
 
-    def _returned(self, path: str) -> Callable[..., None]:
-        site = site_name(path, "output")
+    def _returned(self, stop: tuple[str, str], output: Any) -> None:
+        path, site = stop
+        if type(output) is Tensor:
+            self._keep(site, output)
+        else:
+            self._keep_first(path, "output", leaves(output))
 
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if is_compiling() or self._thread != get_ident() or in_backward():
-                return
-            if type(output) is Tensor:
-                self._keep(site, output)
-            else:
-                self._keep_first(path, "output", leaves(output))
-
-        return hook
-
-    def _entering(self, path: str) -> Callable[..., None]:
-        names = input_names(self._modules[path])
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not is_compiling() and self._thread == get_ident() and not in_backward():
-                self._keep_first(path, "input", input_leaves(names, args, kwargs))
-
-        return hook
+    def _entering(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._keep_first(path, "input", input_leaves(input_names(self._modules[path]), args, kwargs))
 
     def _keep_first(self, path: str, kind: str, found: Iterator[tuple[str, Tensor]]) -> None:
         for leaf, value in found:
@@ -112,6 +100,10 @@ class BlockCopies:
             self._kept.append((site, Full().update(None, value)[0]))
         except ReductionError as error:
             warnings.warn(f"{site} could not be recorded: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _leave_alone(*_: Any) -> None:
+    """What a compiler that follows the hooks finds: the recorder tells that such a pass brought nothing."""
 
 
 def _with_calls(sites: list[str]) -> list[str]:
