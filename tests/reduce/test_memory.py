@@ -1,4 +1,4 @@
-"""What native code may read: memory that is there, and nothing else. Each of these once crashed or read a stranger's."""
+"""What native code may read: memory that is there, and nothing else. Each of these once crashed or read elsewhere."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_native_call_refuses_addresses_that_cannot_be() -> None:
             kernel.native.measure(state.data_ptr(), address, count, 0, 1)
         with pytest.raises(ValueError, match="memory"):
             kernel.native.measure_fold(state.data_ptr(), state.data_ptr(), address, count, 0, 1)
-        with pytest.raises(ValueError, match="size|memory"):
+        with pytest.raises(ValueError, match=r"size|memory"):
             kernel.native.measure_strided(state.data_ptr(), address, 0, 1, (count,), (2,))
         if row_norms.native is not None:
             with pytest.raises(ValueError, match="rows"):

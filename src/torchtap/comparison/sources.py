@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchtap.comparison.live.hooked import rebuild, steady
+from torchtap.comparison.live.hooked import steady
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
 from torchtap.comparison.recorded.recordings import (
     FolderRecording,
     MemoryRecording,
     Recording,
     RunRecording,
-    in_passing_order,
     is_layer_folder,
 )
 from torchtap.errors import CompareError, RunNotFoundError
-from torchtap.taps.receive.leaves import leaves
+from torchtap.names import in_passing_order, site_name
+from torchtap.taps.walk.leaves import leaves
+from torchtap.taps.walk.structure import map_leaves
 
 __all__ = ["captured", "describe", "is_eager", "is_live", "perturbed", "recording_of"]
 
@@ -71,7 +72,9 @@ def recording_of(thing: Any) -> Recording:
             raise CompareError("the mapping has no tensors to compare")
         return MemoryRecording(values, "values")
     if isinstance(thing, Sequence) and not isinstance(thing, str) and thing and isinstance(thing[0], Tensor):
-        return MemoryRecording({f"layer_{n}:output": value for n, value in enumerate(thing)}, "layers")
+        return MemoryRecording(
+            {site_name(f"layer_{n}", "output"): value for n, value in enumerate(thing)}, "layers"
+        )
     raise CompareError(
         f"cannot compare a {type(thing).__name__}: give a run, a folder of layer files, a mapping from names to "
         "tensors, or a model together with inputs=..."
@@ -162,5 +165,5 @@ def perturbed(inputs: Any, seed: int = 1) -> Feed | None:
         moved = moved or value.is_floating_point()
         return jitter(value.detach(), generator) if value.is_floating_point() else value
 
-    changed = rebuild(inputs, move)
+    changed = map_leaves(inputs, move)
     return feed_of(changed) if moved else None

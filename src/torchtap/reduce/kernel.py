@@ -73,8 +73,8 @@ def count(
 ) -> bool:
     """Add to ``counts`` how many elements are in each bin; False where the kernel cannot read the value.
 
-    Bins are between float64 ``edges``, or those of an octave grid: its lowest and highest exponent and the bits that cut
-    an octave.
+    Bins are between float64 ``edges``, or those of an octave grid: its lowest and highest exponent and the bits that
+    cut an octave.
     """
     code = DTYPE_CODES.get(value.dtype)
     place = located(flat := value.contiguous()) if native is not None and code is not None else None
