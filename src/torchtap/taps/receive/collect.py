@@ -47,6 +47,10 @@ class Collector:
 
     def collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         """Everything that a tally holds, and what of it is still to come; afterwards it holds nothing."""
+        with self._folding.lock:
+            return self._collect(tally)
+
+    def _collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         coming: list[Coming] = []
         statistics = self._statistics(tally, coming)
         scalars = [] if statistics is None else [statistics]
