@@ -160,8 +160,7 @@ def evaluation(where: str) -> Loop:
             if truth is not None:
                 truth.step = step
             with evaluating(model):
-                for _ in range(3):
-                    losses.append(loss_of(model, batch()).item())
+                losses.extend(loss_of(model, batch()).item() for _ in range(3))
 
         if where == "before":
             evaluate(0)
@@ -455,8 +454,13 @@ def test_two_models_and_two_optimizers_share_a_clock_and_a_run() -> None:
         models = {"G": mlp(), "D": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))}
         generator, judge = models["G"], models["D"]
         if truths is not None:
-            truths.extend(Truth(model, name, truths[0].values if truths else None) for name, model in models.items())
-        optimizers = [torch.optim.Adam(judge.parameters(), 1e-2), torch.optim.Adam(generator.parameters(), 1e-2)]
+            truths.extend(
+                Truth(model, name, truths[0].values if truths else None) for name, model in models.items()
+            )
+        optimizers = [
+            torch.optim.Adam(judge.parameters(), 1e-2),
+            torch.optim.Adam(generator.parameters(), 1e-2),
+        ]
         made = watch(models) if watch is not None else None
         if made is not None:
             made.follow(*optimizers)

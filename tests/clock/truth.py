@@ -18,7 +18,9 @@ Key = tuple[int, str, str]  # step, phase, site
 class Truth:
     """Collects values with plain hooks. The loop says which step it is in; None takes nothing."""
 
-    def __init__(self, model: nn.Module, prefix: str = "", into: dict[Key, list[Tensor]] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, prefix: str = "", into: dict[Key, list[Tensor]] | None = None
+    ) -> None:
         self.model = model
         self.prefix = prefix
         self.values: dict[Key, list[Tensor]] = {} if into is None else into
@@ -42,7 +44,9 @@ class Truth:
             self.values.setdefault((*key, f"{path}:output"), []).append(output.detach().clone())
             if output.requires_grad:
                 site = (*key, f"{path}:grad_output")
-                output.register_hook(lambda grad: self.values.setdefault(site, []).append(grad.detach().clone()))
+                output.register_hook(
+                    lambda grad: self.values.setdefault(site, []).append(grad.detach().clone())
+                )
 
         return hook
 
@@ -100,7 +104,12 @@ def check(kept: Kept, truth: dict[Key, list[Tensor]]) -> None:
         for statistic, number in expected.items():
             got = recorded[key][statistic]
             same = math.isnan(got) and math.isnan(number)
-            assert same or math.isclose(got, number, rel_tol=1e-5, abs_tol=1e-7), (key, statistic, got, number)
+            assert same or math.isclose(got, number, rel_tol=1e-5, abs_tol=1e-7), (
+                key,
+                statistic,
+                got,
+                number,
+            )
 
 
 @contextmanager
