@@ -24,14 +24,17 @@ from torchtap.errors import CompareError
 from torchtap.taps.receive.leaves import input_leaves, leaves
 
 __all__ = [
+    "Called",
     "Event",
     "Feed",
     "Trace",
+    "Versions",
     "default_dtype",
     "feed_of",
     "golden_copy",
     "jitter",
     "record",
+    "settings_of",
     "site_name",
 ]
 
@@ -50,12 +53,27 @@ class Event:
 
 
 @final
+@dataclass(slots=True, eq=False)
+class Called:
+    """One call of one module: what a comparison needs to know of it besides its tensors."""
+
+    module: str
+    number: int
+    parent: str | None
+    at: int  # how many values had passed before it
+    settings: dict[str, object]  # its arguments that are no tensors
+    changes: tuple[str, ...] = ()  # its tensor arguments that it changed in place
+
+
+@final
 @dataclass(eq=False)
 class Trace:
     """Everything that passed through a model's modules in one pass, in order."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)
+    partial: bool = False  # whether only some of the sites were kept
 
     def add(self, event: Event, value: Tensor) -> None:
         """Note one more value."""
@@ -119,16 +137,22 @@ class _Recorder:
     def __init__(
         self, keep: Callable[[str], bool] | None, noise: int | None, cast: torch.dtype | None
     ) -> None:
-        self.trace = Trace()
+        self.trace = Trace(partial=keep is not None)
         self._keep = keep
         self._noise = None if noise is None else torch.Generator().manual_seed(noise)
         self._cast = cast
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._open: list[tuple[Called, Versions]] = []
 
     def arrive(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        for leaf, value in input_leaves(call.input_names, args, kwargs):
+        settings = settings_of(call.input_names, args, kwargs)
+        called = Called(call.path, call.number, call.parent, len(self.trace.events), settings)
+        given = list(input_leaves(call.input_names, args, kwargs))
+        self.trace.calls.append(called)
+        self._open.append((called, Versions(given)))
+        for leaf, value in given:
             site = site_name(call.path, "input", leaf, call.number)
             self._take(Event(site, call.path, "input", call.parent), value)
         if self._cast is None or call.parent is not None:
@@ -136,6 +160,11 @@ class _Recorder:
         return rebuild(args, _to(self._cast)), rebuild(kwargs, _to(self._cast))
 
     def leave(self, call: Call, output: Any) -> Any:
+        while self._open:
+            called, versions = self._open.pop()
+            if (called.module, called.number) == (call.path, call.number):
+                called.changes = versions.changed()
+                break
         for leaf, value in leaves(output):
             site = site_name(call.path, "output", leaf, call.number)
             self._take(Event(site, call.path, "output", call.path), value)
@@ -153,6 +182,29 @@ class _Recorder:
             copied = value.detach().clone()
             self._known[id(value)] = (weakref.ref(value), version, copied)
         self.trace.add(event, copied)
+
+
+@final
+class Versions:
+    """Which of a call's tensors were changed in place while it ran."""
+
+    def __init__(self, given: list[tuple[str, Tensor]]) -> None:
+        self._given = [(leaf, value, value._version) for leaf, value in given if not value.is_inference()]
+
+    def changed(self) -> tuple[str, ...]:
+        """The leaves whose version went on."""
+        return tuple(leaf for leaf, value, version in self._given if value._version != version)
+
+
+def settings_of(
+    names: tuple[str, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, object]:
+    """A call's plain arguments by name: numbers, flags and text; ``None`` and other objects say nothing."""
+    given: dict[str, object] = {}
+    for position, value in enumerate(args):
+        given[names[position] if names is not None and position < len(names) else str(position)] = value
+    given.update(kwargs)
+    return {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 By the native kernel where it was built (one read of the memory, no temporaries), else by torch operations on small
 pieces. Both leave out the places where either side is not finite, and count them; a test holds that they agree.
 
+A number at the edge of its dtype (`finfo.min` in an attention mask) stands for an infinity and is counted as one: its
+square would drown every other element, and the same mask has another value in another dtype.
+
 Not here: what the sums amount to (`measures`).
 """
 
@@ -15,7 +18,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-__all__ = ["RELATIVE_GUARD", "Sums", "native"]
+__all__ = ["EXTREME", "RELATIVE_GUARD", "Sums", "native"]
 
 RELATIVE_GUARD = 1e-8
 
@@ -29,12 +32,29 @@ except ImportError:  # not built: the same sums, more slowly
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
+# From where on a number stands for an infinity, by dtype. Squares of float64 overflow from 1e154 on.
+EXTREME = {
+    torch.float64: 1e140,
+    torch.float32: 1e29,
+    torch.bfloat16: 1e29,
+    torch.float16: 0.98 * torch.finfo(torch.float16).max,
+}
+
+
 @final
 class Sums:
     """What is known of two tensors so far."""
 
-    def __init__(self, ulp: tuple[float, float], atol: float, rtol: float, brief: bool) -> None:
+    def __init__(
+        self,
+        ulp: tuple[float, float],
+        atol: float,
+        rtol: float,
+        brief: bool,
+        limits: tuple[float, float] = (EXTREME[torch.float64], EXTREME[torch.float64]),
+    ) -> None:
         self.ulp_relative, self.ulp_smallest = ulp
+        self.limits = limits  # from where on a number of either side stands for an infinity
         self.atol, self.rtol = atol, rtol
         self.brief = brief
         self.count = self.compared = self.unequal = self.within = self.masks_differ = 0
@@ -93,6 +113,9 @@ class Sums:
             numbers
         )
         compared, unequal, within, masks_differ, worst = counts
+        if masks_differ or self._extreme(rr, tt):
+            self._add_guarded(offset, r.to(torch.float64, copy=True), t.to(torch.float64, copy=True))
+            return
         self.rr, self.tt, self.tr, self.dd = self.rr + rr, self.tt + tt, self.tr + tr, self.dd + dd
         self.sum_abs, self.sum_rel, self.sum_ulp = (
             self.sum_abs + sum_abs,
@@ -115,13 +138,20 @@ class Sums:
         r.copy_(reference)
         t.copy_(target)
         rr, tt = float(torch.dot(r, r)), float(torch.dot(t, t))
-        if not (math.isfinite(rr) and math.isfinite(tt)):
+        if self._extreme(rr, tt):
             self._add_guarded(offset, r.clone(), t.clone())
             return
         self._add_finite(offset, r, t, d, a, b, rr, tt, None)
 
+    def _extreme(self, rr: float, tt: float) -> bool:
+        """Whether a piece may hold numbers that stand for infinities; its squares say so."""
+        return not (rr < self.limits[0] ** 2 and tt < self.limits[1] ** 2)
+
     def _add_guarded(self, offset: int, r: Tensor, t: Tensor) -> None:
-        """A piece with NaN, infinities, or squares beyond float64: count the first two and leave them out."""
+        """A piece with NaN, infinities or extremes: count them and leave them out."""
+        for value, limit in zip((r, t), self.limits, strict=True):
+            value[value >= limit] = math.inf
+            value[value <= -limit] = -math.inf
         for side, value in enumerate((r, t)):
             self.nans[side] += int(torch.isnan(value).sum())
             self.infs[side] += int(torch.isinf(value).sum())

@@ -63,7 +63,10 @@ class Recording(Protocol):
         """One statistic of every site that has it at a step."""
 
     def problems(self) -> list[str]:
-        """What is known to be missing or damaged."""
+        """What is odd about it, to be told."""
+
+    def damage(self) -> list[str]:
+        """What is known to be damaged or lost: with it, agreement of the rest proves nothing."""
 
 
 @final
@@ -91,6 +94,9 @@ class MemoryRecording:
 
     def problems(self) -> list[str]:
         return list(self.notes)
+
+    def damage(self) -> list[str]:
+        return []
 
 
 @final
@@ -149,6 +155,9 @@ class FolderRecording:
         numbers = [int(name.partition("_")[2].partition(":")[0]) for name in self._files]
         missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
         return [f"{self.folder}: no file for layer {number}" for number in missing]
+
+    def damage(self) -> list[str]:
+        return []  # a layer that one folder lacks is seen beside the other
 
 
 @final
@@ -219,11 +228,14 @@ class RunRecording:
     def problems(self) -> list[str]:
         return [f"{self.label}: {problem}" for problem in self.run.problems]
 
+    def damage(self) -> list[str]:
+        return self.problems()
+
 
 def in_passing_order(names: Iterable[str]) -> list[str]:
-    """Sites in the order in which their values pass, given in the order in which forward passes them.
+    """Sites in the order in which their values come about, given in the order in which forward passes them.
 
-    Gradients pass in reverse; what is read at the end of a step comes last.
+    Parameters are there before the forward; gradients pass in reverse; what a step leaves behind comes last.
     """
     groups: dict[int, list[str]] = {}
     for name in names:
@@ -233,8 +245,9 @@ def in_passing_order(names: Iterable[str]) -> list[str]:
     return [name for phase in sorted(groups) for name in groups[phase]]
 
 
-# Forward values first, as they pass; then gradients, which pass the other way; then what the step ends with.
-_KIND_ORDER = {"grad_output": 1, "grad_input": 1, "param_grad": 2, "param": 3, "buffer": 3}
+# A step's causes before its effects: parameters as the forward uses them, values as they pass, gradients, which pass
+# the other way, then what the step ends with.
+_KIND_ORDER = {"param": -1, "grad_output": 1, "grad_input": 1, "param_grad": 2, "buffer": 3}
 
 
 def execution_order(sites: list[str]) -> dict[str, tuple[Any, ...]]:
