@@ -17,17 +17,18 @@ from torch import Tensor, nn
 
 from torchtap.errors import PlanError
 from torchtap.model_tree import environment, model_tree
+from torchtap.names import Kind
 from torchtap.plan import Plan, Tap, bind, candidates, tap
 from torchtap.reduce import Full, Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
-from torchtap.sites import Kind, Selectable, places, source_of
+from torchtap.sites import Selectable, places, source_of
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
 from torchtap.store.write.writer import RunWriter
 from torchtap.taps.attach import attach, tree_of
-from torchtap.taps.eager.fitting import Via
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]
@@ -46,7 +47,7 @@ class Capture:
         any_thread: bool,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
-        via: Via = "hook",
+        via: WayName = "hook",
     ) -> None:
         self.plan = plan
         lost: list[str] = []
@@ -80,7 +81,7 @@ def capture(
     merge: bool | None = None,
     any_thread: bool = False,
     strict: bool = True,
-    via: Via = "hook",
+    via: WayName = "hook",
 ) -> Capture:
     """Look inside a model: ``with capture(model, "blocks.*:output") as seen: model(x)``.
 
@@ -106,7 +107,7 @@ def watch(
     *,
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
-    via: Via = "hook",
+    via: WayName = "hook",
     one_mode: bool = False,
     labels: dict[str, Any] | None = None,
     **writer_options: Any,

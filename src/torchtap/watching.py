@@ -28,15 +28,16 @@ from torch import Tensor
 from torchtap.clock import Clock
 from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import RecordingLostError, SessionError
+from torchtap.names import site_name
 from torchtap.plan import Plan
 from torchtap.schedule import Moment
 from torchtap.spending import Spending
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 from torchtap.store.write.pool import HostPool
 from torchtap.taps.attach import attach
-from torchtap.taps.eager.fitting import Via
 from torchtap.taps.receive.collect import Collector, Coming, numbers_on_host
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.ways import WayName
 
 __all__ = ["Watch"]
 
@@ -52,7 +53,7 @@ class Watch:
         consumers: Sequence[Consumer],
         *,
         strict: bool = False,
-        via: Via = "hook",
+        via: WayName = "hook",
         one_mode: bool = False,
     ) -> None:
         self.plan = plan
@@ -227,7 +228,7 @@ class Watch:
         if name is not None:
             numbers |= name if isinstance(name, Mapping) else {name: cast("float", value)}
         for key, number in numbers.items():
-            site = key if ":" in key else f":value.{key}"
+            site = key if ":" in key else site_name("", "value", key)
             if isinstance(number, Tensor) and number.numel() != 1:
                 self._logged_tensors[site] = number.detach().clone()
             elif isinstance(number, Tensor) and not number.is_complex():

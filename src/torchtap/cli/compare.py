@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from torchtap.cli.console import Terminal, say
+
 if TYPE_CHECKING:
     from torchtap.comparison.judge.result import Comparison
 
@@ -73,36 +75,34 @@ def command(
         if json_path is not None and json_path != "-":
             result.to_json(json_path)
     except (TorchtapError, OSError) as error:
-        click.echo(f"could not compare: {error}", err=True)
+        say(f"could not compare: {error}", err=True)
         raise SystemExit(EXIT_CODES["error"]) from None
     except Exception as error:
         # A damaged recording may fail in ways that nobody foresaw; the answer is still "not compared".
-        click.echo(f"could not compare: {type(error).__name__}: {error}", err=True)
+        say(f"could not compare: {type(error).__name__}: {error}", err=True)
         raise SystemExit(EXIT_CODES["error"]) from None
     if json_path == "-":
         click.echo(result.to_json())
     elif quiet:
-        click.echo(result.verdict)
+        say(result.verdict)
     else:
         _print(result, every=every)
     if explain and json_path != "-":
-        click.echo(result.explain_alignment())
+        say(result.explain_alignment())
     raise SystemExit(EXIT_CODES[result.outcome])
 
 
 def _print(result: Comparison, *, every: bool) -> None:
-    from rich.console import Console
-
-    console = Console()
+    console = Terminal()
     console.print(
         f"{result.outcome}: {result.compared} of {result.total} sites compared ({result.coverage:.0%})",
         markup=False,
     )
     console.print(result.table(every=every))
-    console.print(f"noise floor: {result.basis}", markup=False)
+    console.print(f"noise floor: {result.basis}")
     for line in result.problems:
-        console.print(f"note: {line}", markup=False)
+        console.print(f"note: {line}")
     for left in result.unaligned[:10]:
-        console.print(f"not compared: {left.site} ({left.side}): {left.why}", markup=False)
+        console.print(f"not compared: {left.site} ({left.side}): {left.why}")
     if len(result.unaligned) > 10:
-        console.print(f"... and {len(result.unaligned) - 10} more that were not compared", markup=False)
+        console.print(f"... and {len(result.unaligned) - 10} more that were not compared")

@@ -27,14 +27,16 @@ from torchtap.comparison.judge.result import Comparison, First
 from torchtap.comparison.judge.status import status_of
 from torchtap.comparison.judge.verdict import judge_live
 from torchtap.comparison.live.evidence import gather
-from torchtap.comparison.live.hooked import Call, Hooked, steady
+from torchtap.comparison.live.hooked import steady, visiting
 from torchtap.comparison.live.passes import Probe
-from torchtap.comparison.live.tracing import Feed, feed_of, jitter, record, site_name
+from torchtap.comparison.live.tracing import Feed, feed_of, jitter, record
 from torchtap.comparison.measure.floor import Floor, floor_from
 from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.sources import describe, is_eager
 from torchtap.errors import CompareError
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.names import parent_path, path_of, site_name
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.visit import Call
 
 __all__ = ["Bisection", "bisect"]
 
@@ -87,11 +89,11 @@ class _Summaries:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._noise = None if noise is None else torch.Generator().manual_seed(noise)
 
-    def arrive(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf, value in input_leaves(call.input_names, args, kwargs):
             self._take(site_name(call.path, "input", leaf, call.number), value)
 
-    def leave(self, call: Call, output: Any) -> Any:
+    def after(self, call: Call, output: Any) -> Any:
         for leaf, value in leaves(output):
             self._take(site_name(call.path, "output", leaf, call.number), value)
         if self._noise is not None and isinstance(output, Tensor):
@@ -158,9 +160,9 @@ class _Work:
         """Run the modules of the sites that are left on the reference's inputs, and replace the culprit's value."""
         # A little on both sides: the inputs of the first suspect, and the border of the module around the last.
         names = self.order[max(0, low - 2) : high + 3]
-        modules = {name.rpartition(":")[0] for name in names}
-        outer = {path.rpartition(".")[0] for path in modules}
-        wanted = {site for site in self.order if site.rpartition(":")[0] in modules | outer}
+        modules = {path_of(name) for name in names}
+        outer = {parent_path(path) for path in modules}
+        wanted = {site for site in self.order if path_of(site) in modules | outer}
         found = gather(self.reference, self.target, self.feed, rules=rules, keep=wanted.__contains__)
         rows, first = judge_live(found)
         self.forwards += found.forwards
@@ -216,7 +218,7 @@ class _Work:
     def _run(self, model: nn.Module, visitor: _Summaries, only: Callable[[str], bool] | None = None) -> None:
         with steady(model):
             torch.manual_seed(0)
-            with Hooked(model, visitor, only):
+            with visiting(model, visitor, only):
                 self.feed(model)
         self.forwards += 1
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from torchtap.comparison.live.hooked import rebuild
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
 from torchtap.comparison.live.untouched import untouched
 from torchtap.comparison.recorded.recordings import (
@@ -24,11 +23,12 @@ from torchtap.comparison.recorded.recordings import (
     MemoryRecording,
     Recording,
     RunRecording,
-    in_passing_order,
     is_layer_folder,
 )
 from torchtap.errors import CompareError, RunNotFoundError
-from torchtap.taps.receive.leaves import leaves
+from torchtap.names import in_passing_order, site_name
+from torchtap.taps.walk.leaves import leaves
+from torchtap.taps.walk.structure import map_leaves
 
 __all__ = ["captured", "describe", "is_eager", "is_live", "perturbed", "recording_of"]
 
@@ -73,7 +73,9 @@ def recording_of(thing: Any) -> Recording:
             raise CompareError("the mapping has no tensors to compare")
         return MemoryRecording(values, "values", left)
     if isinstance(thing, Sequence) and not isinstance(thing, str) and thing:
-        values, left = _tensors_of({f"layer_{n}:output": value for n, value in enumerate(thing)})
+        values, left = _tensors_of(
+            {site_name(f"layer_{n}", "output"): value for n, value in enumerate(thing)}
+        )
         if values:
             return MemoryRecording(values, "layers", left)
     raise CompareError(
@@ -156,7 +158,7 @@ def _results_alone(thing: Any, feed: Feed, label: str, hidden: str) -> MemoryRec
             output = feed(thing)
     except Exception as error:
         raise CompareError(f"{label} does not run on these inputs: {_brief(error)}") from error
-    named = {f":output{'.' if leaf else ''}{leaf}": value.detach() for leaf, value in leaves(output)}
+    named = {site_name("", "output", leaf): value.detach() for leaf, value in leaves(output)}
     if not named:
         raise CompareError(f"{label} returned no tensor, and nothing inside it can be seen: {hidden}")
     return MemoryRecording(named, label, (f"{label}: only its results can be seen: {hidden}",))
@@ -179,5 +181,5 @@ def perturbed(inputs: Any, seed: int = 1) -> Feed | None:
         moved = moved or value.is_floating_point()
         return jitter(value.detach(), generator) if value.is_floating_point() else value
 
-    changed = rebuild(inputs, move)
+    changed = map_leaves(inputs, move)
     return feed_of(changed) if moved else None

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import SelectionError
+from torchtap.names import read_name
 from torchtap.sites import Selectable, Selector, Site
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 
@@ -24,9 +25,9 @@ __all__ = ["Choice", "label", "place_of"]
 
 def place_of(name: str) -> tuple[str, str]:
     """A site's kind, and the rest of its name: ``blocks.0:output.1#2`` gives ``("output", "blocks.0.1#2")``."""
-    path, _, rest = name.rpartition(":")
-    rest, _, call = rest.partition("#")
-    kind, _, leaf = rest.partition(".")
+    if ":" not in name:  # an alias
+        return name, "model"
+    path, kind, leaf, call = read_name(name)
     place = ".".join(part for part in (path, leaf) if part) or "model"
     return kind or "value", f"{place}#{call}" if call else place
 

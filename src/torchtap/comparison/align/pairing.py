@@ -29,22 +29,12 @@ from typing import final
 
 from torchtap.comparison.align.rules import Rule, rule_from
 from torchtap.comparison.align.sequence import Node, match_nodes
+from torchtap.names import kind_of, path_of, paths_around, read_name, without_wrappers
 
-__all__ = ["Alignment", "KnownSite", "Pair", "Signatures", "Unaligned", "align", "split_site"]
+__all__ = ["Alignment", "KnownSite", "Pair", "Signatures", "Unaligned", "align"]
 
 # ``(on the reference's side, site) -> a few numbers of its value``, or ``None`` when there is no value to look at.
 Signatures = Callable[[bool, str], "tuple[float, ...] | None"]
-
-_WRAPPERS = frozenset(
-    {
-        "_orig_mod",
-        "module",
-        "_fsdp_wrapped_module",
-        "_checkpoint_wrapped_module",
-        "_forward_module",
-        "_wrapped_module",
-    }
-)
 
 
 @final
@@ -86,12 +76,6 @@ class Alignment:
 
     pairs: tuple[Pair, ...]
     unaligned: tuple[Unaligned, ...]
-
-
-def split_site(name: str) -> tuple[str, str]:
-    """``(module path, the rest)`` of a site's name: ``a.b:output.0#1`` gives ``("a.b", "output.0#1")``."""
-    path, colon, rest = name.rpartition(":")
-    return (path, rest) if colon else (name, "output")
 
 
 def align(
@@ -187,18 +171,18 @@ class _Work:
         )
         known: dict[str, str] = {}
         for n, (place, _, _) in self.paired.items():
-            known.setdefault(split_site(self.reference[n].name)[0], split_site(self.target[place].name)[0])
+            known.setdefault(path_of(self.reference[n].name), path_of(self.target[place].name))
         for paired in match_nodes(mine, theirs, known):
             if paired.reference not in known:
                 self._pair_module(paired.reference, paired.target, paired.why)
 
     def _nodes(self, sites: list[KnownSite], signatures: Signatures | None, reference: bool) -> list[Node]:
-        paths = [split_site(site.name)[0] for site in sites]
-        outer = {".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 1) if path}
+        paths = [path_of(site.name) for site in sites]
+        outer = {around for path in paths for around in paths_around(path)}
         free = set(self.free()[0 if reference else 1])
         found: dict[str, Node] = {}
         for order, (site, path) in enumerate(zip(sites, paths, strict=True)):
-            if not split_site(site.name)[1].startswith("output") or path in found:
+            if kind_of(site.name) != "output" or path in found:
                 continue
             looked_at = None if signatures is None or order not in free else signatures(reference, site.name)
             shape = None if site.shape is None else tuple(n for n in site.shape if n != 1)
@@ -207,18 +191,15 @@ class _Work:
 
     def _pair_module(self, mine: str, theirs: str, why: str) -> None:
         left, right = self.free()
-        there = {
-            split_site(self.target[n].name)[1]: n
-            for n in right
-            if split_site(self.target[n].name)[0] == theirs
-        }
+        there = {read_name(self.target[n].name): n for n in right if path_of(self.target[n].name) == theirs}
         for n in left:
-            path, rest = split_site(self.reference[n].name)
-            if path != mine:
+            name = read_name(self.reference[n].name)
+            if name.path != mine:
                 continue
-            kind = rest.partition("#")[0].partition(".")[0]
-            same = rest if rest in there else next((r for r in there if r.partition(".")[0] == kind), None)
-            if same is not None and _shapes_fit(self.reference[n], self.target[there[same]]):
+            same = name._replace(path=theirs)
+            if same not in there:
+                same = next((other for other in there if other.kind == name.kind), same)
+            if same in there and _shapes_fit(self.reference[n], self.target[there[same]]):
                 self.pair(n, there.pop(same), why)
 
     def by_structure(self) -> None:
@@ -270,9 +251,8 @@ class _Work:
 
 
 def _unwrapped(name: str) -> str:
-    path, rest = split_site(name)
-    kept = [part for part in path.split(".") if part not in _WRAPPERS]
-    return f"{'.'.join(kept)}:{rest}"
+    parts = read_name(name)
+    return str(parts._replace(path=without_wrappers(parts.path)))
 
 
 def _best_prefix(reference: set[str], target: set[str]) -> tuple[str, bool] | None:
@@ -280,11 +260,10 @@ def _best_prefix(reference: set[str], target: set[str]) -> tuple[str, bool] | No
     for names, others, on_reference in ((reference, target, True), (target, reference, False)):
         found: Counter[str] = Counter()
         for name in names:
-            path, rest = split_site(name)
-            parts = path.split(".")
-            for cut in range(1, min(len(parts), 4)):
-                prefix = ".".join(parts[:cut]) + "."
-                if f"{path.removeprefix(prefix)}:{rest}" in others:
+            parts = read_name(name)
+            for outer in list(paths_around(parts.path))[-4:]:
+                prefix = f"{outer}."
+                if outer and str(parts._replace(path=parts.path.removeprefix(prefix))) in others:
                     found[prefix] += 1
         for prefix, hits in sorted(found.items()):
             # One name in common is a coincidence; the larger of two, then the first in the alphabet, is taken.
@@ -302,17 +281,15 @@ def _shapes_fit(a: KnownSite, b: KnownSite) -> bool:
 def _signature(site: KnownSite) -> tuple[str, tuple[int, ...]] | None:
     if site.shape is None:
         return None
-    return split_site(site.name)[1].partition("#")[0].partition(".")[0], site.shape
+    return kind_of(site.name), site.shape
 
 
 def _why(site: KnownSite, everything_there: Sequence[KnownSite], unpaired_there: Sequence[KnownSite]) -> str:
-    base, call, number = site.name.partition("#")
-    if call:
-        calls = sum(1 for other in everything_there if other.name.partition("#")[0] == base)
+    name = read_name(site.name)
+    if name.call:
+        calls = sum(1 for other in everything_there if read_name(other.name)[:3] == name[:3])
         if calls:
-            return (
-                f"this is call {int(number) + 1 if number.isdigit() else number}, the other side has {calls}"
-            )
+            return f"this is call {name.call + 1}, the other side has {calls}"
     near = difflib.get_close_matches(
         site.name, [other.name for other in unpaired_there[:2000]], n=1, cutoff=0.6
     )

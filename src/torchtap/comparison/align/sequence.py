@@ -21,6 +21,8 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.names import is_inside, last_part, paths_around
+
 __all__ = ["Node", "Paired", "match_nodes"]
 
 _VALUE, _WEIGHT, _NEAR_WEIGHT, _NAME, _LAST_NAME, _TYPE, _NUMBERS, _SHAPE = (
@@ -132,9 +134,9 @@ class _Work:
     def containers(self) -> None:
         """Containers that hold the same leaves; the smallest of each side first."""
         left, right = self.free(leaf=False)
-        inside_left = {node.path: {p for p in self.pairs if _within(p, node.path)} for node in left}
+        inside_left = {node.path: {p for p in self.pairs if is_inside(p, node.path)} for node in left}
         inside_right = {
-            node.path: {p for p, q in self.pairs.items() if _within(q, node.path)} for node in right
+            node.path: {p for p, q in self.pairs.items() if is_inside(q, node.path)} for node in right
         }
         scored: list[tuple[float, int, int, Node, Node]] = []
         for a in left:
@@ -143,7 +145,7 @@ class _Work:
                 if not both or not _shapes_fit(a, b):
                     continue
                 share = both / len(inside_left[a.path] | inside_right[b.path])
-                bonus = 0.1 * _values_agree(a, b) + 0.02 * (_last(a.path) == _last(b.path))
+                bonus = 0.1 * _values_agree(a, b) + 0.02 * (last_part(a.path) == last_part(b.path))
                 scored.append((-(share + bonus), a.order, b.order, a, b))
         for score, _, _, a, b in sorted(scored, key=lambda entry: entry[:3]):
             if -score > 0.34 and self._fits_the_tree(a.path, b.path):
@@ -154,9 +156,9 @@ class _Work:
         for mine, theirs in self.pairs.items():
             if not mine or not theirs:
                 continue
-            if _within(mine, left) and _within(right, theirs):
+            if is_inside(mine, left) and is_inside(right, theirs):
                 return False
-            if _within(left, mine) and _within(theirs, right):
+            if is_inside(left, mine) and is_inside(theirs, right):
                 return False
         return True
 
@@ -189,7 +191,9 @@ class _Scores:
             "the same name": _equal(
                 [_without(n.path, prefixes[0]) for n in left], [_without(n.path, prefixes[1]) for n in right]
             ),
-            "the same last name": _equal([_last(n.path) for n in left], [_last(n.path) for n in right]),
+            "the same last name": _equal(
+                [last_part(n.path) for n in left], [last_part(n.path) for n in right]
+            ),
             "the same type": _equal([n.type_name or "?" for n in left], [n.type_name or "??" for n in right]),
             "the same numbers in the name": _equal(
                 [_numbers(n.path) for n in left], [_numbers(n.path) for n in right]
@@ -300,14 +304,6 @@ def _shapes_fit(a: Node, b: Node) -> bool:
     return a.shape is None or b.shape is None or a.shape == b.shape
 
 
-def _within(path: str, outer: str) -> bool:
-    return path != outer and (outer == "" or path.startswith(f"{outer}."))
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
 def _numbers(path: str) -> tuple[int, ...] | None:
     found = tuple(int(part) for part in re.findall(r"\d+", path))
     return found or None
@@ -322,7 +318,8 @@ def _prefix_of(left: list[str], right: list[str]) -> tuple[str, str]:
     best = (_common(left, right), "", "")
     for side in (0, 1):
         names = (left, right)[side]
-        for prefix in sorted({".".join(name.split(".")[:n]) + "." for name in names for n in (1, 2)}):
+        outer = {around for name in names for around in list(paths_around(name))[-3:] if around}
+        for prefix in sorted(f"{around}." for around in outer):
             cut = [name.removeprefix(prefix) for name in names]
             hits = _common(cut, right) if side == 0 else _common(left, cut)
             # One name in common is a coincidence, not a prefix.

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from torchtap.comparison.judge.result import Row
 from torchtap.comparison.judge.status import status_of
 from torchtap.comparison.live.evidence import Evidence, heal
+from torchtap.names import paths_around
 
 __all__ = ["around", "cancels", "right_modules"]
 
@@ -42,9 +43,7 @@ def around(author: str | None, itself: bool) -> list[str]:
     """The modules around a module, the smallest first and the model last; ``itself`` counts it as well."""
     if author is None:
         return [""]
-    parts = author.split(".")
-    outer = [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)] + ([""] if author else [])
-    return [author, *outer] if itself else outer
+    return [author, *paths_around(author)] if itself else list(paths_around(author))
 
 
 def cancels(found: Evidence, module: str, sites: set[str]) -> bool:

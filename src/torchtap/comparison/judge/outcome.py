@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtap.comparison.align.pairing import Unaligned, split_site
+from torchtap.comparison.align.pairing import Unaligned
 from torchtap.comparison.judge.result import AGREES, First, Outcome, Row
 from torchtap.comparison.judge.words import cannot_tell, differs, same
+from torchtap.names import paths_around, read_name
 
 __all__ = ["decide", "doubts"]
 
@@ -76,8 +77,7 @@ def _results(rows: Sequence[Row]) -> bool:
 
 def _inside(site: str, agree: set[str]) -> bool:
     """Whether a site's value could only have mattered through a module that agrees."""
-    module, rest = split_site(site)
-    if rest.partition("#")[0].partition(".")[0] not in _FORWARD:
+    name = read_name(site)
+    if name.kind not in _FORWARD:
         return False
-    parts = module.split(".") if module else []
-    return any(".".join(parts[:n]) in agree for n in range(len(parts) + 1))
+    return name.path in agree or any(outer in agree for outer in paths_around(name.path))

@@ -36,6 +36,7 @@ from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.profile import Profile, locate
 from torchtap.errors import CompareError
+from torchtap.names import read_name
 
 __all__ = ["judge_live"]
 
@@ -133,7 +134,7 @@ def _target_site(found: Evidence, event: Event) -> str:
     if found.names is None:
         return event.site
     theirs = next((mine for mine, name in found.names.items() if name == event.module), event.module)
-    return f"{theirs}:{event.site.rpartition(':')[2]}"
+    return str(read_name(event.site)._replace(path=theirs))
 
 
 def _faults(found: Evidence, events: dict[str, Event]) -> Iterator[_Fault]:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.comparison.judge.result import First
-from torchtap.comparison.live.hooked import Call, Hooked
-from torchtap.comparison.live.tracing import Feed, golden_copy, jitter, site_name
+from torchtap.comparison.live.hooked import visiting
+from torchtap.comparison.live.tracing import Feed, golden_copy, jitter
 from torchtap.comparison.live.untouched import untouched
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.names import last_part, parent_path, site_name
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.visit import Call
 
 __all__ = ["broken_flow", "harmless_copies"]
 
@@ -30,11 +32,11 @@ class _Flow:
     def __init__(self) -> None:
         self.needs: dict[str, tuple[str | None, bool]] = {}
 
-    def arrive(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf, value in input_leaves(call.input_names, args, kwargs):
             self.needs[site_name(call.path, "input", leaf, call.number)] = (call.parent, value.requires_grad)
 
-    def leave(self, call: Call, output: Any) -> None:
+    def after(self, call: Call, output: Any) -> None:
         for leaf, value in leaves(output):
             self.needs[site_name(call.path, "output", leaf, call.number)] = (call.path, value.requires_grad)
 
@@ -70,9 +72,9 @@ def _frozen(reference: nn.Module, target: nn.Module) -> First | None:
     for at, (name, parameter) in enumerate(reference.named_parameters()):
         there = theirs.get(name)
         if there is not None and there.requires_grad != parameter.requires_grad:
-            module, _, leaf = name.rpartition(".")
+            module, leaf = parent_path(name), last_part(name)
             return First(
-                site=f"{module}:param_grad.{leaf}",
+                site=site_name(module, "param_grad", leaf),
                 module=module,
                 index=at,
                 error=float("nan"),
@@ -88,7 +90,7 @@ def _flow(model: nn.Module, feed: Feed) -> dict[str, tuple[str | None, bool]]:
     visitor = _Flow()
     with untouched(model), torch.enable_grad():
         torch.manual_seed(0)
-        with Hooked(model, visitor):
+        with visiting(model, visitor):
             feed(model)
     return visitor.needs
 

@@ -18,6 +18,7 @@ from torchtap.comparison.align.rules import Rule, rule_from
 from torchtap.comparison.align.sequence import Node, Paired, match_nodes
 from torchtap.comparison.live.tracing import Event, Trace
 from torchtap.comparison.measure.signature import signature
+from torchtap.names import join_path, last_part, parent_path, path_of, paths_around, read_name
 from torchtap.sites import places
 
 __all__ = ["Matched", "match_models", "part_of", "plain_module"]
@@ -53,8 +54,7 @@ def plain_module(path: str) -> str:
 
 def part_of(path: str) -> list[str]:
     """The modules that were joined under one name; the name itself when it is one module."""
-    outer, _, last = path.rpartition(".")
-    return [f"{outer}.{part}" if outer else part for part in last.split("+")]
+    return [join_path(parent_path(path), part) for part in last_part(path).split("+")]
 
 
 def _nodes(model: nn.Module, trace: Trace) -> list[Node]:
@@ -64,7 +64,7 @@ def _nodes(model: nn.Module, trace: Trace) -> list[Node]:
         if event.kind == "output" and event.module not in first:
             first[event.module] = (at, event)
     called = {called.module for called in trace.calls}
-    outer = {path for each in called for path in _above(each)}
+    outer = {path for each in called for path in paths_around(each)}
     found = []
     for path, (at, event) in first.items():
         value = trace.values[event.site]
@@ -81,11 +81,6 @@ def _nodes(model: nn.Module, trace: Trace) -> list[Node]:
             )
         )
     return found
-
-
-def _above(path: str) -> list[str]:
-    parts = path.split(".") if path else []
-    return [".".join(parts[:n]) for n in range(len(parts))]
 
 
 def _weight(module: nn.Module) -> tuple[float, ...] | None:
@@ -110,7 +105,7 @@ def _by_rules(rules: list[Rule], left: list[Node], right: list[Node]) -> tuple[d
     for node in left:
         for at, rule in enumerate(rules):
             name = rule.rename(f"{node.path}:output")
-            path = None if name is None else name.rpartition(":")[0]
+            path = None if name is None else path_of(name)
             if path is not None and path in there:
                 chosen.setdefault(node.path, path)
                 used.add(at)
@@ -127,8 +122,7 @@ def _alignment(trace: Trace, listed: Trace, pairs: list[Paired], unused: list[Ru
     for at, event in enumerate(trace.events):
         pair = by_module.get(event.module)
         if pair is not None and (pair.target, event.kind) in theirs:
-            rest = event.site.rpartition(":")[2]
-            sites.append(Pair(at, event.site, f"{pair.target}:{rest}", pair.why))
+            sites.append(Pair(at, event.site, _moved(event.site, pair.target), pair.why))
         else:
             why = "no module of the target was found to be this one"
             left.append(Unaligned(event.site, "reference", why))
@@ -185,7 +179,7 @@ def _parts_of(whole: Node, candidates: list[Node], whole_trace: Trace, parts_tra
     for count in (3, 2):
         for start in range(len(candidates) - count + 1):
             group = candidates[start : start + count]
-            if len({n.path.rpartition(".")[0] for n in group}) != 1:
+            if len({parent_path(n.path) for n in group}) != 1:
                 continue
             elements = sum(n.weight[0] for n in group if n.weight is not None)
             sizes = sum(_last_size(parts_trace, n.path) for n in group)
@@ -226,8 +220,7 @@ def _last_size(trace: Trace, path: str) -> int:
 
 def _joined(trace: Trace, paths: list[str]) -> tuple[Trace, str]:
     """The trace with several modules' outputs side by side as one."""
-    outer = paths[0].rpartition(".")[0]
-    joined = f"{outer}.{'+'.join(p.rpartition('.')[2] for p in paths)}" if outer else "+".join(paths)
+    joined = join_path(parent_path(paths[0]), "+".join(last_part(path) for path in paths))
     values = dict(trace.values)
     events: list[Event] = []
     waiting: dict[str, list[str]] = {}
@@ -235,16 +228,15 @@ def _joined(trace: Trace, paths: list[str]) -> tuple[Trace, str]:
         if event.module not in paths:
             events.append(event)
             continue
-        rest = event.site.rpartition(":")[2]
-        site = f"{joined}:{rest}"
-        values_so_far = waiting.setdefault(rest, [])
+        site = _moved(event.site, joined)
+        values_so_far = waiting.setdefault(site, [])
         values_so_far.append(event.site)
         if event.kind == "input":
             if len(values_so_far) == 1:
                 events.append(Event(site, joined, "input", event.author))
                 values[site] = trace.values[event.site]
         elif len(values_so_far) == len(paths):
-            by_module = {name.rpartition(":")[0]: trace.values[name] for name in values_so_far}
+            by_module = {path_of(name): trace.values[name] for name in values_so_far}
             events.append(Event(site, joined, "output", joined))
             values[site] = torch.cat([by_module[path] for path in paths], -1)
     return replace(trace, values=values, events=events), joined
@@ -258,13 +250,16 @@ def _cut(trace: Trace, path: str, sizes: list[int]) -> Trace:
         if event.module != path:
             events.append(event)
             continue
-        rest = event.site.rpartition(":")[2]
         whole = trace.values[event.site]
         pieces = [whole] * len(sizes) if event.kind == "input" else whole.split(sizes, -1)
         for n, piece in enumerate(pieces):
             name = f"{path}[{n}]"
-            events.append(
-                Event(f"{name}:{rest}", name, event.kind, event.author if event.kind == "input" else name)
-            )
-            values[f"{name}:{rest}"] = piece.contiguous()
+            site = _moved(event.site, name)
+            events.append(Event(site, name, event.kind, event.author if event.kind == "input" else name))
+            values[site] = piece.contiguous()
     return replace(trace, values=values, events=events)
+
+
+def _moved(site: str, path: str) -> str:
+    """The same site of another module."""
+    return str(read_name(site)._replace(path=path))

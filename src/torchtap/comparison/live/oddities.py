@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from torchtap.comparison.live.tracing import Called, Event, Trace
+from torchtap.names import site_name
 
 __all__ = ["Oddity", "OddityKind", "calls_not_made", "different_settings"]
 
@@ -55,7 +56,7 @@ def calls_not_made(trace: Trace, made: set[tuple[str, int]]) -> list[Oddity]:
 
 def _first_site(trace: Trace, called: Called) -> str:
     event = trace.events[called.at] if called.at < len(trace.events) else None
-    return event.site if event is not None and _of(event, called) else f"{called.module}:output"
+    return event.site if event is not None and _of(event, called) else site_name(called.module, "output")
 
 
 def _of(event: Event, called: Called) -> bool:

@@ -22,11 +22,14 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.live.hooked import Call, Hooked, rebuild, steady
+from torchtap.comparison.live.hooked import steady, visiting
 from torchtap.comparison.live.oddities import Oddity, OddityKind, calls_not_made, different_settings
 from torchtap.comparison.live.tracing import Feed, Trace, Versions, default_dtype, jitter, settings_of
 from torchtap.comparison.measure.measures import Measures, measure
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.names import read_name, site_name
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.structure import map_inputs, map_leaves
+from torchtap.taps.walk.visit import Call
 
 __all__ = ["Probe"]
 
@@ -56,10 +59,9 @@ class Probe:
         self._expected: dict[tuple[str, str, int], list[tuple[str, str]]] = {}
         self._place: dict[str, int] = {}
         for at, event in enumerate(trace.events):
-            base, _, number = event.site.partition("#")
-            leaf = base.rpartition(":")[2].partition(".")[2]
-            key = (event.module, event.kind, int(number or 0))
-            self._expected.setdefault(key, []).append((leaf, event.site))
+            name = read_name(event.site)
+            key = (event.module, event.kind, name.call)
+            self._expected.setdefault(key, []).append((name.leaf, event.site))
             self._place[event.site] = at
         self._called = {(called.module, called.number): called for called in trace.calls}
         self._clear()
@@ -116,7 +118,7 @@ class Probe:
             self._noise = torch.Generator().manual_seed(noise)
         with steady(model), default_dtype(self._cast):
             torch.manual_seed(self._seed)
-            with Hooked(model, self, None if self._names is None else self._names.__contains__):
+            with visiting(model, self, None if self._names is None else self._names.__contains__):
                 feed(model)
         if self._names is None:
             self.oddities += calls_not_made(self._trace, self._made)
@@ -124,7 +126,7 @@ class Probe:
 
     # The visitor's side.
 
-    def arrive(
+    def before(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         path = call.path if self._names is None else self._names[call.path]
@@ -137,20 +139,10 @@ class Probe:
         self._frames.append(frame)
         if not instead:
             return None
-        names = call.input_names
-        changed_args = tuple(
-            rebuild(value, lambda leaf, t: instead.get(leaf, t), _argument_name(names, position))
-            for position, value in enumerate(args)
-        )
-        lone = names == ("",)
-        changed_kwargs = {
-            key: rebuild(value, lambda leaf, t: instead.get(leaf, t), "" if lone else key)
-            for key, value in kwargs.items()
-        }
-        return changed_args, changed_kwargs
+        return map_inputs(call.input_names, args, kwargs, lambda leaf, t: instead.get(leaf, t))
 
-    def leave(self, call: Call, output: Any) -> Any:
-        while self._frames and self._frames[-1].call is not call:
+    def after(self, call: Call, output: Any) -> Any:
+        while self._frames and self._frames[-1].call.path != call.path:
             self._frames.pop()  # a call that an exception ended
         if not self._frames:
             return None
@@ -162,7 +154,7 @@ class Probe:
             self._frames[-1].clean = False
         if not instead:
             return None
-        return rebuild(output, lambda leaf, t: instead.get(leaf, t))
+        return map_leaves(output, lambda leaf, t: instead.get(leaf, t))
 
     def _note_call(self, frame: _Frame, settings: dict[str, object]) -> None:
         """Whether the reference made this call, and with the same plain arguments."""
@@ -173,11 +165,11 @@ class Probe:
         called = self._called.get(key)
         if called is None:
             why = f"`{frame.path}` is called {frame.call.number + 1} times, in the reference {frame.call.number}"
-            self._odd(f"{frame.path}:output", self._last, frame.call.parent, "extra", why)
+            self._odd(site_name(frame.path, "output"), self._last, frame.call.parent, "extra", why)
             return
         why = different_settings(called, settings)
         if why:
-            self._odd(f"{frame.path}:input", called.at, frame.call.parent, "argument", why)
+            self._odd(site_name(frame.path, "input"), called.at, frame.call.parent, "argument", why)
 
     def _note_changes(self, frame: _Frame) -> None:
         called = self._called.get((frame.path, frame.call.number))
@@ -185,7 +177,7 @@ class Probe:
             return
         changed = [leaf for leaf in frame.versions.changed() if leaf not in called.changes]
         if changed:
-            site = f"{frame.path}:input{'.' if changed[0] else ''}{changed[0]}"
+            site = site_name(frame.path, "input", changed[0])
             why = f"`{frame.path}` changes what it was given in place, the reference does not"
             self._odd(site, self._last, frame.path, "in place", why)
 
@@ -250,7 +242,7 @@ class Probe:
         for leaf, _ in found:
             if leaf not in sites:
                 whole = False
-                site = f"{path}:{kind}{'.' if leaf else ''}{leaf}"
+                site = site_name(path, kind, leaf)
                 self._odd(site, self._last, author, "extra", "the reference has no tensor here")
         return whole
 
@@ -310,7 +302,3 @@ def _alike(reference: Tensor, value: Tensor, strict: bool) -> bool:
 
 def _shape(value: Tensor) -> str:
     return str(tuple(value.shape))
-
-
-def _argument_name(names: tuple[str, ...] | None, position: int) -> str:
-    return names[position] if names is not None and position < len(names) else str(position)

@@ -8,7 +8,7 @@ wrong scale in the target does not excuse itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -58,7 +58,7 @@ def quantized_like(
             module: Any = copied.get_submodule(path)
             module.weight.copy_(_rounded(module.weight, scheme))
             if scheme.inputs:
-                module.register_forward_pre_hook(_round_inputs)
+                module.forward = _with_rounded_inputs(module.forward)
     return copied
 
 
@@ -139,7 +139,7 @@ def _rounded(weight: Tensor, scheme: _Scheme) -> Tensor:
     return shifted.reshape(weight.shape)
 
 
-def _round_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_rounded_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     def rounded(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
@@ -147,4 +147,4 @@ def _round_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         step = ((high - low) / 127.0).clamp(min=1e-30)  # torch keeps one bit in reserve
         return ((value - low) / step).round() * step + low
 
-    return tuple(rounded(value) for value in args)
+    return lambda *args, **kwargs: forward(*(rounded(value) for value in args), **kwargs)

@@ -19,9 +19,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.live.hooked import Call, Hooked, fresh, rebuild, steady
+from torchtap._torch import version_of
+from torchtap.comparison.live.hooked import fresh, steady, visiting
 from torchtap.errors import CompareError
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.names import site_name
+from torchtap.taps.walk.leaves import argument_name, input_leaves, leaves
+from torchtap.taps.walk.structure import map_leaves
+from torchtap.taps.walk.visit import Call
 
 __all__ = [
     "Called",
@@ -35,7 +39,6 @@ __all__ = [
     "jitter",
     "record",
     "settings_of",
-    "site_name",
 ]
 
 Feed = Callable[[Callable[..., Any]], Any]
@@ -81,11 +84,6 @@ class Trace:
         self.events.append(event)
 
 
-def site_name(path: str, kind: str, leaf: str, number: int) -> str:
-    """The name of a site from its parts."""
-    return f"{path}:{kind}{'.' if leaf else ''}{leaf}{f'#{number}' if number else ''}"
-
-
 def feed_of(inputs: Any, cast: torch.dtype | None = None) -> Feed:
     """How to run a model once: on a tuple of arguments, a mapping of keywords, one value, or by a function.
 
@@ -94,7 +92,7 @@ def feed_of(inputs: Any, cast: torch.dtype | None = None) -> Feed:
     if callable(inputs) and not isinstance(inputs, (Tensor, nn.Module)):
         return lambda model: inputs(model)
     if cast is not None:
-        inputs = rebuild(inputs, _to(cast))
+        inputs = map_leaves(inputs, _to(cast))
     if isinstance(inputs, Mapping):
         return lambda model: model(**{key: fresh(value) for key, value in inputs.items()})
     if isinstance(inputs, tuple):
@@ -123,7 +121,7 @@ def record(
     recorder = _Recorder(keep, noise, cast)
     with steady(model), default_dtype(cast):
         torch.manual_seed(seed)
-        with Hooked(model, recorder):
+        with visiting(model, recorder):
             feed(model)
     if not recorder.trace.events:
         raise CompareError("the model ran, but none of its modules was called; there is nothing to compare")
@@ -144,7 +142,7 @@ class _Recorder:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._open: list[tuple[Called, Versions]] = []
 
-    def arrive(
+    def before(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         settings = settings_of(call.input_names, args, kwargs)
@@ -157,9 +155,9 @@ class _Recorder:
             self._take(Event(site, call.path, "input", call.parent), value)
         if self._cast is None or call.parent is not None:
             return None
-        return rebuild(args, _to(self._cast)), rebuild(kwargs, _to(self._cast))
+        return map_leaves(args, _to(self._cast)), map_leaves(kwargs, _to(self._cast))
 
-    def leave(self, call: Call, output: Any) -> Any:
+    def after(self, call: Call, output: Any) -> Any:
         while self._open:
             called, versions = self._open.pop()
             if (called.module, called.number) == (call.path, call.number):
@@ -169,12 +167,12 @@ class _Recorder:
             site = site_name(call.path, "output", leaf, call.number)
             self._take(Event(site, call.path, "output", call.path), value)
         noise = self._noise
-        return None if noise is None else rebuild(output, lambda _, value: jitter(value, noise))
+        return None if noise is None else map_leaves(output, lambda _, value: jitter(value, noise))
 
     def _take(self, event: Event, value: Tensor) -> None:
         if self._keep is not None and not self._keep(event.site):
             return
-        version = -1 if value.is_inference() else value._version
+        version = version_of(value)
         known = self._known.get(id(value))
         if known is not None and known[0]() is value and known[1] == version >= 0:
             copied = known[2]
@@ -189,11 +187,11 @@ class Versions:
     """Which of a call's tensors were changed in place while it ran."""
 
     def __init__(self, given: list[tuple[str, Tensor]]) -> None:
-        self._given = [(leaf, value, value._version) for leaf, value in given if not value.is_inference()]
+        self._given = [(leaf, value, version_of(value)) for leaf, value in given]
 
     def changed(self) -> tuple[str, ...]:
         """The leaves whose version went on."""
-        return tuple(leaf for leaf, value, version in self._given if value._version != version)
+        return tuple(leaf for leaf, value, version in self._given if version_of(value) != version)
 
 
 def settings_of(
@@ -202,7 +200,7 @@ def settings_of(
     """A call's plain arguments by name: numbers, flags and text; ``None`` and other objects say nothing."""
     given: dict[str, object] = {}
     for position, value in enumerate(args):
-        given[names[position] if names is not None and position < len(names) else str(position)] = value
+        given[argument_name(names, position)] = value
     given.update(kwargs)
     return {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from torchtap.comparison.align.pairing import KnownSite, Unaligned, split_site
+from torchtap.comparison.align.pairing import KnownSite, Unaligned
 from torchtap.comparison.judge.result import AGREES, COMPARED, First, Row
+from torchtap.names import kind_of, parent_path, path_of, paths_around
 
 __all__ = ["Missing", "first_of_rows", "missing_evidence", "next_up"]
 
@@ -31,10 +32,6 @@ class Missing:
     why: str
 
 
-def kind_of(site: str) -> str:
-    return split_site(site)[1].partition("#")[0].partition(".")[0]
-
-
 def missing_evidence(
     unaligned: Sequence[Unaligned],
     left: Sequence[KnownSite],
@@ -47,7 +44,7 @@ def missing_evidence(
     for side, (mine, theirs, before) in sides.items():
         places = {site.name: n for n, site in enumerate(mine)}
         kinds = {kind_of(site.name) for site in theirs}
-        paths = {split_site(site.name)[0] for site in theirs}
+        paths = {path_of(site.name) for site in theirs}
         other = "target" if side == "reference" else "reference"
         for each in unaligned:
             if each.side != side:
@@ -57,21 +54,21 @@ def missing_evidence(
                 found.append(
                     Missing(each.site, side, places[each.site], f"is missing in the {other} from here on")
                 )
-            elif kind in _GRADIENTS and kind in kinds and split_site(each.site)[0] in paths:
+            elif kind in _GRADIENTS and kind in kinds and path_of(each.site) in paths:
                 found.append(Missing(each.site, side, places[each.site], f"is missing in the {other}"))
     return min(found, key=lambda missing: (missing.place, missing.side), default=None)
 
 
 def next_up(missing: Missing, step: int | None) -> First:
     """A verdict that rests on a missing value."""
-    module, _ = split_site(missing.site)
+    module = path_of(missing.site)
     kind = kind_of(missing.site)
     what = {"param_grad": "the gradient", "grad_output": "the gradient", "grad_input": "the gradient"}.get(
         kind, "the value"
     )
     return First(
         site=missing.site,
-        module=module if kind != "input" else module.rpartition(".")[0],
+        module=module if kind != "input" else parent_path(module),
         index=missing.place,
         error=float("nan"),
         floor=float("nan"),
@@ -113,11 +110,9 @@ def first_of_rows(rows: Sequence[Row]) -> tuple[First, Row] | None:
 
 def _container_that_agrees(row: Row, rows: Sequence[Row]) -> str | None:
     """The smallest module around a site whose outputs all agree: the difference inside it cancels out or dies."""
-    parts = row.module.split(".")
-    for depth in range(len(parts) - 1, -1, -1):
-        outer = ".".join(parts[:depth])
+    for outer in paths_around(row.module):
         outputs = [r for r in rows if r.module == outer and r.kind == "output" and r.status in COMPARED]
-        if row.module and outputs and all(r.status != "diverged" for r in outputs):
+        if outputs and all(r.status != "diverged" for r in outputs):
             return outer
     return None
 
@@ -127,9 +122,4 @@ def _author(row: Row, rows: Sequence[Row]) -> str:
     if row.kind != "input":
         return row.module
     known = {other.module for other in rows}
-    parts = row.module.split(".")
-    for depth in range(len(parts) - 1, 0, -1):
-        outer = ".".join(parts[:depth])
-        if outer in known:
-            return outer
-    return ""
+    return next((outer for outer in paths_around(row.module) if outer in known), "")

@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from torchtap.comparison.align.pairing import KnownSite, Pair, split_site
+from torchtap.comparison.align.pairing import KnownSite, Pair
 from torchtap.comparison.judge.result import Row
 from torchtap.comparison.judge.status import note_of, status_of
 from torchtap.comparison.measure.floor import Floor, default_floor, floor_from
@@ -26,6 +26,7 @@ from torchtap.comparison.measure.streams import measure_streams
 from torchtap.comparison.recorded.numbers import STATISTICS, relative, statistics_of
 from torchtap.comparison.recorded.recordings import Recording, RunRecording
 from torchtap.errors import CompareError, RunNotFoundError, TorchtapError
+from torchtap.names import read_name
 
 __all__ = ["Measuring", "blank_row"]
 
@@ -38,13 +39,13 @@ FARTHEST = 0.25
 
 def blank_row(pair: Pair) -> Row:
     """A row before anything is known of its values."""
-    module, rest = split_site(pair.reference)
+    name = read_name(pair.reference)
     return Row(
         index=pair.index,
         site=pair.reference,
         target_site=pair.target,
-        module=module,
-        kind=rest.partition("#")[0].partition(".")[0],
+        module=name.path,
+        kind=name.kind,
         status="not comparable",
         error=math.nan,
         floor=math.nan,

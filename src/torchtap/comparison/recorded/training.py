@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchtap.comparison.align.pairing import split_site
 from torchtap.comparison.judge.result import AGREES, First, Row
 from torchtap.comparison.measure.patterns import factor
 from torchtap.comparison.recorded.recordings import Recording
 from torchtap.errors import TorchtapError
+from torchtap.names import join_path, read_name
 
 __all__ = ["explain_update"]
 
@@ -69,8 +69,8 @@ def explain_update(
 
 
 def _name(site: str) -> str:
-    path, rest = split_site(site)
-    return f"`{path}.{rest.partition('.')[2]}`" if path else f"`{rest.partition('.')[2]}`"
+    name = read_name(site)
+    return f"`{join_path(name.path, name.leaf)}`"
 
 
 def _update(

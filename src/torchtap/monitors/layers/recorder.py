@@ -33,11 +33,13 @@ from torch import Tensor, nn
 from torchtap.errors import SessionError
 from torchtap.monitors.layers.files import write_layers
 from torchtap.monitors.layers.names import LayerNames, find_layers
+from torchtap.names import parent_path, path_of, site_name
 from torchtap.plan import tap
 from torchtap.reduce import Full
 from torchtap.session import watch
 from torchtap.sites import Site
 from torchtap.store.record import StepRecord
+from torchtap.taps.walk.ways import HookWay
 from torchtap.watching import Watch
 
 __all__ = ["LayerPass", "LayerRecorder", "get_layer_hidden_states", "record_layers"]
@@ -129,8 +131,8 @@ class LayerRecorder:
         if isinstance(self.model, torch.jit.ScriptModule):  # which takes no hooks of this kind
             self._handles = [_Around(self.model, self._begin, self._end)]
         elif isinstance(self.model, nn.Module):
-            before = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-            after = self.model.register_forward_hook(self._end, always_call=True)
+            before = HookWay().before(self.model, self._begin, first=True)
+            after = HookWay().after(self.model, self._end, always=True)
             self._handles = [before, after]
 
     def disable(self) -> None:
@@ -175,13 +177,12 @@ class LayerRecorder:
         if self._selectors is not None:
             return list(self._selectors)
         self._names = find_layers(self.model)
-        chosen = [f"{path}:output" for path in self._names.blocks]
-        chosen.append(f"{self._names.blocks[0]}:input")
+        chosen = [site_name(path, "output") for path in self._names.blocks]
+        chosen.append(site_name(self._names.blocks[0], "input"))
         if self._names.embedding is not None:
-            chosen.append(f"{self._names.embedding}:output")
+            chosen.append(site_name(self._names.embedding, "output"))
         return [
-            selector if "." in selector.partition(":")[0] else f"re:{_escaped(selector)}"
-            for selector in chosen
+            selector if parent_path(path_of(selector)) else f"re:{_escaped(selector)}" for selector in chosen
         ]
 
     # A pass.

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torchtap._torch import version_of
 from torchtap.errors import MetricError
 from torchtap.monitors.module_monitor.expressions import Formula, Reading, l2
 from torchtap.monitors.module_monitor.storage import StorageManager, means
@@ -97,14 +98,13 @@ class Ledger:
         """All metrics of a place on one value."""
         if bound.read:
             # The same tensor again, and nobody has written to it: a container returns what its last child did.
-            if self._last() is value and value._version == self._last_version:
+            if self._last() is value and version_of(value) == self._last_version:
                 row = self._last_row
             else:
                 row = self._measure(value)
-                if value.is_inference():  # keeps no version, so nothing would prove it unchanged
-                    self._last = gone
-                else:
-                    self._last, self._last_version, self._last_row = weakref.ref(value), value._version, row
+                version = version_of(value)
+                self._last = weakref.ref(value) if version >= 0 else gone
+                self._last_version, self._last_row = version, row
             if row >= 0:
                 self._bounds.append(bound)
                 self._bound_rows.append(row)

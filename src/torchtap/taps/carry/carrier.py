@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
+from torchtap.names import site_name
 from torchtap.sites import input_names
 from torchtap.taps.carry import op
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive import inside
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.ways import HookWay
 
 __all__ = [
     "Carriers",
@@ -38,6 +40,9 @@ __all__ = [
     "put_carriers",
     "remove_carriers",
 ]
+
+# Carriers go along with copies and pickles of the model.
+_ALONG = HookWay(travelling=True)
 
 # What a pickle says in place of a class of ours. It names only what every Python has; ``nullcontext().__exit__``
 # takes any arguments and does nothing.
@@ -76,9 +81,8 @@ def emit_leaves(
 ) -> None:
     """Hand tensors to the op, under their leaves' names. Of the ``measured`` kinds only statistics are wanted."""
     for leaf, tensor in found:
-        ending = f".{leaf}" if leaf else ""
         for kind in kinds:
-            site = f"{address}:{kind}{ending}"
+            site = site_name(address, kind, leaf)
             in_graph = kind in measured and torch.compiler.is_compiling() and is_fused(tensor)
             if kind.startswith("grad"):
                 torch.ops.torchtap.emit_grad.default(tensor, site.replace("|", "!|", 1) if in_graph else site)
@@ -197,9 +201,9 @@ class Carriers:
             self._handles += note_the_way(module, address)
         for module, before, after in self._modules:
             if before is not None:
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(_ALONG.before(module, before))
             if after is not None:
-                self._handles.append(module.register_forward_hook(after))
+                self._handles.append(_ALONG.after(module, after))
 
     def switch_off(self) -> None:
         """The modules are as they were."""
@@ -211,8 +215,8 @@ class Carriers:
 def note_the_way(module: nn.Module, address: str) -> list[Any]:
     """Have a tracer know when it is inside a module."""
     return [
-        module.register_forward_pre_hook(EnterCarrier(address, ("value",)), with_kwargs=True),
-        module.register_forward_hook(LeaveCarrier(address, ())),
+        _ALONG.before(module, EnterCarrier(address, ("value",))),
+        _ALONG.after(module, LeaveCarrier(address, ())),
     ]
 
 
@@ -237,9 +241,9 @@ def put_carriers(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> Non
         module = model.get_submodule(path)
         before, after = carriers_for(module, path, kinds)
         if before is not None:
-            module.register_forward_pre_hook(before, with_kwargs=True)
+            _ALONG.before(module, before)
         if after is not None:
-            module.register_forward_hook(after)
+            _ALONG.after(module, after)
 
 
 def carried(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -32,6 +32,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from torchtap._torch import in_backward
+from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive.receiver import Receiver
 
@@ -44,7 +46,7 @@ _listeners: tuple[Receiver, ...] = ()
 _numbers = itertools.count(1)
 _tickets = itertools.count(1)
 _booked: dict[str, int] = {}  # site with a ticket -> the call that its gradient belongs to
-_ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*):([a-z_]+)(?:\.([^~]*))?(?:~(\d+))?", re.DOTALL)
+_ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
 
 # channel, module path, kind, leaf, ticket
 Address = tuple[int | None, str, str, str, int | None]
@@ -159,13 +161,14 @@ def _batched(name: str) -> Any:
 
 
 @lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def address(site: str) -> Address:
     """Channel, module path, kind, leaf and ticket of what an op was called with."""
     found = _ADDRESS.fullmatch(site)
-    if found is None:
-        return None, "", "", site, None
-    channel, path, kind, leaf, ticket = found.groups()
-    return int(channel) if channel else None, path, kind, leaf or "", int(ticket) if ticket else None
+    assert found is not None  # it takes any text
+    channel, name, ticket = found.groups()
+    path, kind, leaf, _ = read_name(name)
+    return int(channel) if channel else None, path, kind, leaf, int(ticket) if ticket else None
 
 
 def _receivers(number: int | None) -> tuple[Receiver, ...]:
@@ -203,7 +206,7 @@ def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
 
 def _is_repetition(kind: str) -> bool:
     """A forward value while autograd is at work is one that a checkpoint computes again."""
-    return not kind.startswith("grad") and torch._C._current_graph_task_id() != -1
+    return not kind.startswith("grad") and in_backward()
 
 
 def _on_awaited(value: Tensor, site: str) -> None:

@@ -23,14 +23,16 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from torchtap._torch import is_traced_by_script
 from torchtap.errors import ReductionError, TorchtapError
+from torchtap.names import paths_around
 from torchtap.plan import Plan
 from torchtap.reduce import Full, Stats
 from torchtap.sites import Site
 from torchtap.taps.receive.entries import Entry, Fold, Grid, LivePort, RecentValues
 from torchtap.taps.receive.gradients import ask_for_gradient
-from torchtap.taps.receive.leaves import input_leaves, leaves
-from torchtap.taps.receive.structure import skeleton
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.structure import skeleton
 
 __all__ = ["Receiver"]
 
@@ -139,7 +141,7 @@ class Receiver:
 
     def _is_beside_the_step(self, training: bool | None) -> bool:
         """Whether a pass only serves TorchScript's tracer, which must not find us in it, or is of the other mode."""
-        if torch._C._get_tracing_state() is not None:
+        if is_traced_by_script():
             return True
         if not self._one_mode or training is None:
             return False
@@ -265,13 +267,11 @@ class Receiver:
         if known is None:
             found: dict[int, LivePort] = {}
             for index in range(len(self.plan.taps)):
-                path: str | None = owner
-                while path is not None:
+                for path in (owner, *paths_around(owner)):
                     port = self.ports.get((path, kind, ""))
                     if port is not None and index in port.port.taps:
                         found[id(port)] = port
                         break
-                    path = path.rpartition(".")[0] if path else None
             known = self._enclosing[kind, owner] = tuple(found.values())
         return known
 

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["fill", "from_names", "map_leaves", "plain", "skeleton"]
+from torchtap.names import first_part, join_path
+from torchtap.taps.walk.leaves import argument_name, keyword_name
+
+__all__ = ["fill", "from_names", "map_inputs", "map_leaves", "plain", "skeleton"]
 
 _PLAIN = (str, bytes, int, float, type(None))
 _HOLE = torch.empty(0, device="meta")
@@ -31,7 +34,7 @@ def map_leaves(
         return change(prefix, tree)
 
     def child(key: Any, value: Any) -> Any:
-        return map_leaves(value, change, other, f"{prefix}.{key}" if prefix else str(key))
+        return map_leaves(value, change, other, join_path(prefix, str(key)))
 
     if isinstance(tree, Mapping):
         changed = {key: child(key, value) for key, value in tree.items()}
@@ -54,6 +57,19 @@ def map_leaves(
         children, context = node.flatten_fn(tree)
         return node.unflatten_fn([child(index, value) for index, value in enumerate(children)], context)
     return other(tree)
+
+
+def map_inputs(
+    names: tuple[str, ...] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    change: Callable[[str, Tensor], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with ``change(name, tensor)`` for their tensors, named as `leaves.input_leaves` names them."""
+    return (
+        tuple(map_leaves(value, change, prefix=argument_name(names, n)) for n, value in enumerate(args)),
+        {key: map_leaves(value, change, prefix=keyword_name(names, key)) for key, value in kwargs.items()},
+    )
 
 
 def _assigned(mapping: Any, values: Mapping[Any, Any]) -> Any:
@@ -84,7 +100,7 @@ def from_names(values: Mapping[str, Any]) -> Any:
         return values[""]
     children: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        first, _, rest = name.partition(".")
+        first, rest = first_part(name)
         children.setdefault(first, {})[rest] = value
     built = {name: from_names(inner) for name, inner in children.items()}
     if all(name.isdigit() for name in built):
