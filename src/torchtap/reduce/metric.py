@@ -19,7 +19,8 @@ from torch import Tensor
 from torchtap._torch import version_of
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
-from torchtap.reduce.readable import PLAIN_TYPES, holds_values, readable
+from torchtap.reduce.memory import PLAIN_TYPES
+from torchtap.reduce.readable import holds_values, readable
 from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Metric"]

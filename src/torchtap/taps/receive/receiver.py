@@ -60,6 +60,9 @@ class Receiver:
         for port in plan.ports:
             self.ports[port.site.path, port.site.kind, port.site.leaf] = LivePort(port)
         self.thread: int | None = _NO_THREAD  # the one that is heard; None hears every thread
+        # Values come from several threads where all are heard, and gradients from whichever runs the backward. One at
+        # a time: rows, slots and entries are shared. Reentrant, since reductions may call the model.
+        self.lock = threading.RLock()
         self._open = False
         self.used = False  # whether the model ran, or anything came, in this step
         self.timed = False  # whether folds are to know how long they took
@@ -153,7 +156,8 @@ class Receiver:
         """Let go of the values that were held to recognise repeats."""
         if self._passed_over is not None:
             (self.thread,), self._passed_over = self._passed_over, None
-        self._recent.forget()
+        with self.lock:
+            self._recent.forget()
 
     # -- values -------------------------------------------------------------------------------------------
 
@@ -252,9 +256,10 @@ class Receiver:
             return
         if entry.shape is None:
             entry.shape = tuple(shape)
-        row = entry.row if entry.row >= 0 else self.grid.add(entry)
-        self.grid.block.fold_state(row, state)
-        self.grid.arrived[row] = 1
+        with self.lock:
+            row = entry.row if entry.row >= 0 else self.grid.add(entry)
+            self.grid.block.fold_state(row, state)
+            self.grid.arrived[row] = 1
 
     def take_from_inside(self, kind: str, owner: str | None, leaf: str, tensor: Tensor) -> None:
         """A value made in a module's code: it goes to the innermost enclosing module that each tap asks about."""
@@ -283,6 +288,7 @@ class Receiver:
         if entry is None:
             return
         entry.shape = entry.shape or shape
+        self.lock.acquire()
         try:
             if entry.measured:
                 for piece in pieces():
@@ -293,6 +299,8 @@ class Receiver:
                 fold.seconds += perf_counter() - began
         except Exception as error:
             self.lose(entry, error)
+        finally:
+            self.lock.release()
 
     def _take_leaves(self, port: LivePort, call: int, found: Iterable[tuple[str, Tensor]]) -> bool:
         """The tensors of a structure; says whether it has any. Types of the user's may fail to be looked through."""
@@ -317,15 +325,17 @@ class Receiver:
         try:
             entry = port.entries[leaf, call]
         except KeyError:
-            entry = port.entries[leaf, call] = self._new_entry(port, leaf, call)
+            entry = self._new_entry(port, leaf, call)
         if entry is None:
             return None
         if entry.generation != self.generation:
-            self._refresh(entry)
+            with self.lock:
+                self._refresh(entry)
         return entry if entry.measured or entry.live_folds else None
 
     def _fold(self, entry: Entry, tensor: Tensor) -> None:
         self.used = True
+        self.lock.acquire()
         try:
             if entry.shape is None:
                 entry.shape, entry.dtype = tuple(tensor.shape), tensor.dtype
@@ -340,6 +350,8 @@ class Receiver:
                     self._update(fold, tensor)
         except Exception as error:
             self.lose(entry, error)
+        finally:
+            self.lock.release()
 
     def _measure(self, entry: Entry, tensor: Tensor) -> None:
         grid = self.grid
@@ -375,11 +387,12 @@ class Receiver:
         taps = tuple(
             index for index in port.port.taps if self._whole[index] or self.plan.taps[index].wants(names)
         )
-        if not taps:
-            return None
-        entry = Entry(names[0], taps)
-        self.entries.append(entry)
-        return entry
+        with self.lock:
+            if (leaf, call) not in port.entries:  # another thread may have come first
+                entry = port.entries[leaf, call] = Entry(names[0], taps) if taps else None
+                if entry is not None:
+                    self.entries.append(entry)
+            return port.entries[leaf, call]
 
     def wants_statistics(self, entry: Entry) -> bool:
         """Whether a live tap keeps statistics of this site."""
@@ -389,7 +402,6 @@ class Receiver:
 
     def _refresh(self, entry: Entry) -> None:
         """Which of the entry's reductions are live now. Two taps with the same reduction share one fold."""
-        entry.generation = self.generation
         entry.measured = self.wants_statistics(entry)
         live: dict[str, Fold] = {}
         for index in entry.taps:
@@ -402,6 +414,7 @@ class Receiver:
                 fold = entry.folds[key] = Fold(key, reduction)
             live[key] = fold
         entry.live_folds = tuple(live.values())
+        entry.generation = self.generation  # last: another thread must not go on with half of it
 
     # -- what went wrong ----------------------------------------------------------------------------------
 
