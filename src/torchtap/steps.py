@@ -234,7 +234,7 @@ class Steps:
         at = self.last or self.open
         if at is not None:
             self._collect(at)
-            self._release_for(at)
+            self._release_for(self.last)  # before the first step has ended, what is logged is the open one's
 
     def release(self) -> None:
         """The step that ended last is whole: nothing is logged for it any more."""

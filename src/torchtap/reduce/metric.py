@@ -19,7 +19,8 @@ from torch import Tensor
 from torchtap._torch import version_of
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
-from torchtap.reduce.readable import PLAIN_TYPES, holds_values, readable
+from torchtap.reduce.memory import PLAIN_TYPES
+from torchtap.reduce.readable import holds_values, readable
 from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Metric"]
@@ -102,7 +103,8 @@ class Metric(Reduction[_Fold]):
             if self.aggregate == "mean":
                 combined = combined / state.values
         if isinstance(combined, Tensor):
-            return {self.label: combined.item() if combined.dim() == 0 else combined.to("cpu")}
+            # A number stays on its device: all numbers of a step come to the host together.
+            return {self.label: combined if combined.dim() == 0 else combined.to("cpu")}
         return {self.label: combined}
 
     def spec(self) -> dict[str, Any]:

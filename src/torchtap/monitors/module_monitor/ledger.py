@@ -27,8 +27,8 @@ from torchtap.errors import MetricError
 from torchtap.monitors.module_monitor.expressions import Formula, Reading, l2
 from torchtap.monitors.module_monitor.storage import StorageManager, means
 from torchtap.reduce import kernel
+from torchtap.reduce.memory import PLAIN_TYPES
 from torchtap.reduce.moments import WIDTH
-from torchtap.reduce.readable import PLAIN_TYPES
 from torchtap.taps.receive.entries import gone
 
 __all__ = ["BoundMetrics", "Ledger", "Metric"]
@@ -203,8 +203,10 @@ class Ledger:
         if row == len(self._rows):
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
             self._note_address()
+        rows = self._rows  # held: another thread may make room for more while the kernel reads
         if not kernel.measure(native, self._address + row * _ROW_BYTES, value):
             return -1
+        del rows
         cells, start = self._cells, row * WIDTH
         if cells[start] < 2.0 or cells[start + 1] or cells[start + 2]:
             return -1

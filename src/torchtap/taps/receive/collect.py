@@ -47,6 +47,10 @@ class Collector:
 
     def collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         """Everything that a tally holds, and what of it is still to come; afterwards it holds nothing."""
+        with self._folding.lock:
+            return self._collect(tally)
+
+    def _collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         coming: list[Coming] = []
         statistics = self._statistics(tally, coming)
         scalars = [] if statistics is None else [statistics]
@@ -133,10 +137,18 @@ def result_of(folding: Folding, entry: Entry) -> Any:
     for fold in entry.folds.get(tally.phase, {}).values():
         if fold.state is not None:
             result = fold.reduction.result(fold.state)
-            results[fold.reduction.name] = result["value"] if fold.reduction.whole else result
+            results[fold.reduction.name] = (
+                result["value"]
+                if fold.reduction.whole
+                else {name: _plain(value) for name, value in result.items()}
+            )
     if len(results) == 1:
         return next(iter(results.values()))
     return results
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
 def _is_number(value: Any) -> bool:

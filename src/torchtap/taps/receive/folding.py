@@ -12,6 +12,7 @@ Not here: which values are meant for us (`receiver`), arithmetic (`reduce`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import final
@@ -53,6 +54,9 @@ class Folding:
         self._in_rows = [each.keep.block is self._block_type for each in plan.taps]
         self.entries: list[Entry] = []  # in the order of first arrival, which is the order of execution
         self.rows: list[Entry] = []  # those that have a row in the tallies' blocks
+        # Values come from several threads where all are heard, and gradients from whichever runs the backward. One at
+        # a time: rows, slots and entries are shared. Reentrant, since reductions may call the model.
+        self.lock = threading.RLock()
         self.timed = False  # whether folds are to know how long they took
         self._recent = RecentValues()
         self._generations = 0
@@ -105,7 +109,8 @@ class Folding:
 
     def forget_values(self) -> None:
         """Let go of what was remembered to recognise repeats."""
-        self._recent.forget()
+        with self.lock:
+            self._recent.forget()
 
     # -- the hot path -------------------------------------------------------------------------------------
 
@@ -114,15 +119,17 @@ class Folding:
         try:
             entry = port.entries[leaf, call]
         except KeyError:
-            entry = port.entries[leaf, call] = self._new_entry(port, leaf, call)
+            entry = self._new_entry(port, leaf, call)
         if entry is None:
             return None
         if entry.generation != self.generation:
-            self.refresh(entry)
+            with self.lock:
+                self.refresh(entry)
         return entry if entry.measured or entry.live_folds else None
 
     def fold(self, entry: Entry, tensor: Tensor) -> None:
         """Fold a value into whatever of the entry is live."""
+        self.lock.acquire()
         try:
             if entry.shape is None:
                 entry.shape, entry.dtype = tuple(tensor.shape), tensor.dtype
@@ -137,6 +144,8 @@ class Folding:
                     self._update(fold, tensor)
         except Exception as error:
             self.lose(entry.name, error)
+        finally:
+            self.lock.release()
 
     def _measure(self, entry: Entry, tensor: Tensor) -> None:
         tally = self.tally
@@ -168,6 +177,7 @@ class Folding:
     ) -> None:
         """Fold a value too large to hold, cut along dimension 1."""
         entry.shape = entry.shape or shape
+        self.lock.acquire()
         try:
             if entry.measured:
                 for piece in pieces():
@@ -178,6 +188,8 @@ class Folding:
                 fold.seconds += perf_counter() - began
         except Exception as error:
             self.lose(entry.name, error)
+        finally:
+            self.lock.release()
 
     def fold_state(self, entry: Entry, shape: Iterable[int], state: Tensor) -> None:
         """Fold a row's state that was computed where the value was made."""
@@ -185,9 +197,10 @@ class Folding:
             return
         if entry.shape is None:
             entry.shape = tuple(shape)
-        row = entry.row if entry.row >= 0 else self._new_row(entry)
-        self.tally.block.fold_state(row, state)
-        self.tally.arrived[row] = 1
+        with self.lock:
+            row = entry.row if entry.row >= 0 else self._new_row(entry)
+            self.tally.block.fold_state(row, state)
+            self.tally.arrived[row] = 1
 
     # -- entries ------------------------------------------------------------------------------------------
 
@@ -207,11 +220,12 @@ class Folding:
         taps = tuple(
             index for index in port.port.taps if self._whole[index] or self._taps[index].wants(names)
         )
-        if not taps:
-            return None
-        entry = Entry(names[0], taps)
-        self.entries.append(entry)
-        return entry
+        with self.lock:
+            if (leaf, call) not in port.entries:  # another thread may have come first
+                entry = port.entries[leaf, call] = Entry(names[0], taps) if taps else None
+                if entry is not None:
+                    self.entries.append(entry)
+            return port.entries[leaf, call]
 
     def wants_row(self, entry: Entry, live: frozenset[int]) -> bool:
         """Whether a live tap keeps this site in the block."""
@@ -220,7 +234,6 @@ class Folding:
     def refresh(self, entry: Entry) -> None:
         """Which of the entry's reductions are live now. Two taps with the same reduction share one fold."""
         tally = self.tally
-        entry.generation = tally.generation
         entry.measured = self.wants_row(entry, tally.live)
         known = entry.folds.setdefault(tally.phase, {})
         live: dict[str, Fold] = {}
@@ -233,6 +246,7 @@ class Folding:
                 fold = known[key] = Fold(key, self._taps[index].keep)
             live[key] = fold
         entry.live_folds = tuple(live.values())
+        entry.generation = tally.generation  # last: another thread must not go on with half of it
 
     # -- what went wrong ----------------------------------------------------------------------------------
 

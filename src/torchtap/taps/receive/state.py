@@ -97,6 +97,8 @@ class StateReader:
 
     def unscaling(self, optimizer: Optimizer) -> None:
         self._read_of(optimizer, ("param_grad_accumulated",))
+        # Unscaling changes gradients in place without counting it: the same tensor is another value afterwards.
+        self._receiver.folding.forget_values()
 
     def clipping(self, gradients: Sequence[Tensor]) -> None:
         if not self._receiver.hears_this_thread():
@@ -107,6 +109,7 @@ class StateReader:
             parameter = _tensor_of(ports[0])
             if parameter is not None and id(parameter.grad) in clipped:
                 self._read(ports, ("param_grad_unclipped", "param_grad_accumulated"))
+        self._receiver.folding.forget_values()
 
     def ready(self, optimizer: Optimizer) -> None:
         self._read_of(optimizer, _BEFORE_UPDATE)
