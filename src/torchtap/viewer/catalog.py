@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
+from torchtap.foreign_text import browser_text
 from torchtap.viewer.cards import Card, card_of, folder_signature, short_text
 from torchtap.viewer.opened import OpenRun, Refused
 from torchtap.viewer.shelf import Found, Shelf
@@ -195,10 +196,10 @@ class Catalog:
         from torchtap.store.read.reader import open_run
 
         with self._opening:
-            entry = self._entries.get(name) if name else next(iter(self._entries.values()), None)
+            entry = self._entry(name)
             if entry is None:
                 self.look(force=True)
-                entry = self._entries.get(name)
+                entry = self._entry(name)
             if entry is None:
                 raise Refused(f"there is no run called {name[:200]!r} here; it may have been deleted", 404)
             name = entry.found.name
@@ -211,19 +212,20 @@ class Catalog:
                 self._open.move_to_end(name)
             return opened
 
+    def _entry(self, name: str) -> Entry | None:
+        """The run that the page means: nothing is the first, and some names reach it spelled out."""
+        if not name:
+            return next(iter(self._entries.values()), None)
+        found = self._entries.get(name)
+        return found or next((e for n, e in self._entries.items() if browser_text(n) == name), None)
+
     def place(self, name: str) -> Found:
         """Where a run is."""
         self.look(force=True)
-        entry = self._entries.get(name)
+        entry = self._entry(name)
         if entry is None:
             raise Refused(f"there is no run called {name[:200]!r} here; it may have been deleted", 404)
         return entry.found
-
-    def status(self, name: str) -> str:
-        """How the run stands now."""
-        from torchtap.store.read.reader import open_run
-
-        return open_run(self.place(name).path).status
 
     def forget(self, name: str) -> None:
         """Close a run whose folder was moved or deleted, and look again."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.names import kind_of
 from torchtap.viewer.opened import NumberGrid, OpenRun, Refused
 from torchtap.viewer.wire import pack
 
@@ -49,11 +50,7 @@ def changes_between(
     difference, relative, and the steps that the numbers are of.
     """
     mine, other = before.grid(statistic), after.grid(statistic)
-    sites = [
-        site
-        for site in mine.sites
-        if site in other.row and (not kind or site.rpartition(":")[2].partition(".")[0] == kind)
-    ]
+    sites = [site for site in mine.sites if site in other.row and (not kind or kind_of(site) == kind)]
     if not sites:
         raise Refused("no site has this statistic in both", 404)
     a, a_steps = _at(mine, sites, first)

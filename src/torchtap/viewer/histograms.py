@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.viewer.downsample import buckets
-from torchtap.viewer.opened import OpenRun
+from torchtap.viewer.opened import OpenRun, Refused
 from torchtap.viewer.wire import pack
 
 __all__ = ["histograms_of"]
 
 _BINS = 96
 _TAIL = 0.001
+_LARGEST = 1 << 20  # bytes of one histogram
 
 Counted = tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]]  # step, counts, edges
 
@@ -60,9 +61,10 @@ def histograms_of(shown: OpenRun, site: str, *, linear: bool = True, columns: in
 
 def _read(shown: OpenRun, site: str, columns: int) -> tuple[list[int], list[Counted], int]:
     with shown.lock:
-        steps = sorted(
-            {int(r.step) for r in shown.run.tensors(site) if "histogram" in str(r.reduction).lower()}
-        )
+        kept = [r for r in shown.run.tensors(site) if "histogram" in str(r.reduction).lower()]
+        if any(r.unpacked > _LARGEST for r in kept):
+            raise Refused("a histogram of this site has too many bins to draw", 413)
+        steps = sorted({int(r.step) for r in kept})
         chosen = [steps[start] for start in buckets(len(steps), columns)]
         if steps and chosen[-1] != steps[-1]:
             chosen.append(steps[-1])

@@ -14,16 +14,16 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import final
 from urllib.parse import urlencode
 
 from torchtap.errors import TorchtapError
+from torchtap.foreign_text import browser_text, in_html
+from torchtap.names import kind_of
 from torchtap.viewer.assets import asset
 from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.chosen import matching_sites
-from torchtap.viewer.heatmap import kind_of
 from torchtap.viewer.opened import OpenRun, Refused
 from torchtap.viewer.routes import answer
 
@@ -105,7 +105,7 @@ def write_report(
     for name in names:
         _add_overview(archive, catalog[name])
     for name in names[1:_COMPARED]:
-        archive.add("comparison", {"a": names[0], "b": name})
+        archive.add("comparison", {"a": browser_text(names[0]), "b": browser_text(name)})
     for name in names:
         shown = catalog[name]
         for site in _wanted(shown, sites):
@@ -123,14 +123,14 @@ def write_report(
 def _add_logged(archive: _Archive, shown: OpenRun) -> None:
     for site in shown.sites:
         if "value" in shown.statistics[site]:
-            its: dict[str, str | int] = {"run": shown.name, "site": site}
+            its: dict[str, str | int] = {"run": browser_text(shown.name), "site": browser_text(site)}
             archive.add("scalars", its, {"points": _POINTS})
             archive.add("series", its, {"statistics": "value", "points": _POINTS})
 
 
 def _add_overview(archive: _Archive, shown: OpenRun) -> None:
     for question in ("about", "findings", "coverage"):
-        archive.add(question, {"run": shown.name})
+        archive.add(question, {"run": browser_text(shown.name)})
     statistics: dict[str, dict[str, None]] = {}
     for site, held in shown.statistics.items():
         statistics.setdefault(kind_of(site), {}).update(dict.fromkeys(held))
@@ -142,7 +142,12 @@ def _add_overview(archive: _Archive, shown: OpenRun) -> None:
             derived += ["grad/weight"] if kind == "param_grad" else []
             for name in [*names, *derived]:
                 if (tier is None or name in tier) and archive.size < _BUDGET // 2:
-                    archive.add("map", {"run": shown.name, "statistic": name, "kind": kind}, sizes)
+                    asked: dict[str, str | int] = {
+                        "run": browser_text(shown.name),
+                        "statistic": browser_text(name),
+                        "kind": browser_text(kind),
+                    }
+                    archive.add("map", asked, sizes)
 
 
 def _wanted(shown: OpenRun, patterns: Sequence[str]) -> list[str]:
@@ -154,9 +159,9 @@ def _wanted(shown: OpenRun, patterns: Sequence[str]) -> list[str]:
 
 
 def _add_site(archive: _Archive, shown: OpenRun, site: str) -> None:
-    its: dict[str, str | int] = {"run": shown.name, "site": site}
-    if shown.statistics.get(site):
-        archive.add("series", its, {"statistics": ",".join(shown.statistics[site]), "points": _POINTS})
+    its: dict[str, str | int] = {"run": browser_text(shown.name), "site": browser_text(site)}
+    if statistics := [browser_text(name) for name in shown.statistics.get(site, ())]:
+        archive.add("series", its, {"statistics": ",".join(statistics), "points": _POINTS})
     references = shown.run.tensors(site)
     if not references:
         return
@@ -168,7 +173,7 @@ def _add_site(archive: _Archive, shown: OpenRun, site: str) -> None:
         if archive.size > _BUDGET:
             return
         archive.add("slice", {**its, **parameters})
-        archive.add("tokens", {"run": shown.name, "step": parameters["step"]})
+        archive.add("tokens", {"run": browser_text(shown.name), "step": parameters["step"]})
     if kind_of(site) == "attention":
         archive.add("entropy", its)
 
@@ -178,7 +183,7 @@ def _slices(shown: OpenRun, site: str) -> Iterator[dict[str, str | int]]:
     kept = [r for r in shown.run.tensors(site) if "histogram" not in r.reduction and len(r.shape) <= 16]
     for reference in kept[-_STEPS:]:
         dimensions = max(2, len(reference.shape))
-        base: dict[str, str | int] = {"step": reference.step, "field": reference.field}
+        base: dict[str, str | int] = {"step": reference.step, "field": browser_text(reference.field)}
         place = {"index": ",".join("0" * len(reference.shape))} if len(reference.shape) > 2 else {}
         yield {**base, "down": dimensions - 2, "across": dimensions - 1, **place}
         if kind_of(site) == "attention" and len(reference.shape) >= 3:
@@ -201,7 +206,7 @@ def _page(archive: str, title: str) -> bytes:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
-        f"<title>{escape(title)} · torchtap</title><style>{style}</style></head>"
+        f"<title>{in_html(title)} · torchtap</title><style>{style}</style></head>"
         f'<body><div id="app"></div><script id="torchtap-archive" type="text/plain">{archive}</script>'
         f'<script type="module">{script}</script></body></html>'
     ).encode()

@@ -51,16 +51,16 @@ def _number(parameters: Parameters, name: str, default: int, least: int, most: i
     return default if found is None else found
 
 
-def _site(parameters: Parameters) -> str:
+def _site(catalog: Catalog, parameters: Parameters) -> str:
     site = parameters.get("site")
     if not site:
         raise Refused("which site? the address has no 'site'")
-    return site
+    return catalog[_run(parameters)].asked(site)
 
 
 def _map(catalog: Catalog, parameters: Parameters) -> bytes:
     window = MapWindow(
-        statistic=parameters.get("statistic", "std"),
+        statistic=catalog[_run(parameters)].asked(parameters.get("statistic", "std")),
         kind=parameters.get("kind", ""),
         under=parameters.get("under", ""),
         first_step=_whole(parameters, "from"),
@@ -88,7 +88,7 @@ def _run(parameters: Parameters) -> str:
 def _scalars(catalog: Catalog, parameters: Parameters) -> bytes:
     return scalars_of(
         catalog[_run(parameters)],
-        _site(parameters),
+        _site(catalog, parameters),
         phase=parameters.get("phase") or None,
         smooth=_number(parameters, "smooth", 0, 0, 999) / 1000,
         points=_number(parameters, "points", 2000, 2, 100_000),
@@ -100,7 +100,7 @@ def _changes(catalog: Catalog, parameters: Parameters) -> bytes:
     return changes_between(
         catalog[run],
         catalog[parameters.get("against", "") or run],
-        parameters.get("statistic", "rms"),
+        catalog[run].asked(parameters.get("statistic", "rms")),
         parameters.get("kind", ""),
         _whole(parameters, "before"),
         _whole(parameters, "after"),
@@ -108,10 +108,11 @@ def _changes(catalog: Catalog, parameters: Parameters) -> bytes:
 
 
 def _series(catalog: Catalog, parameters: Parameters) -> bytes:
-    statistics = [name for name in parameters.get("statistics", "").split(",")[:40] if name]
+    shown = catalog[_run(parameters)]
+    statistics = [shown.asked(name) for name in parameters.get("statistics", "").split(",")[:40] if name]
     return series_of(
-        catalog[_run(parameters)],
-        _site(parameters),
+        shown,
+        _site(catalog, parameters),
         statistics,
         _whole(parameters, "from"),
         _whole(parameters, "to"),
@@ -122,7 +123,7 @@ def _series(catalog: Catalog, parameters: Parameters) -> bytes:
 
 def _slice(catalog: Catalog, parameters: Parameters) -> bytes:
     try:
-        index = tuple(int(part) for part in parameters.get("index", "").split(",")[:32] if part != "")
+        index = tuple(int(part[:24]) for part in parameters.get("index", "").split(",")[:32] if part != "")
     except ValueError:
         raise Refused("index is a list of whole numbers, one for each axis") from None
     window = SliceWindow(
@@ -141,11 +142,17 @@ def _slice(catalog: Catalog, parameters: Parameters) -> bytes:
     shown = catalog[_run(parameters)]
     minus_run, minus_step = parameters.get("minusRun", ""), _whole(parameters, "minusStep")
     if not minus_run and minus_step is None:
-        return slice_of(shown, _site(parameters), window)
+        return slice_of(shown, _site(catalog, parameters), window)
     other = catalog[minus_run] if minus_run else shown
     return slice_of(
-        shown, _site(parameters), window, (other, window.step if minus_step is None else minus_step)
+        shown, _site(catalog, parameters), window, (other, window.step if minus_step is None else minus_step)
     )
+
+
+def _ranks(catalog: Catalog, parameters: Parameters) -> bytes:
+    shown = catalog[_run(parameters)]
+    statistic = shown.asked(parameters.get("statistic", "rms"))
+    return ranks_of(shown, _site(catalog, parameters), statistic)
 
 
 QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
@@ -158,13 +165,13 @@ QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
     "series": _series,
     "scalars": _scalars,
     "changes": _changes,
-    "ranks": lambda catalog, p: ranks_of(catalog[_run(p)], _site(p), p.get("statistic", "rms")),
+    "ranks": _ranks,
     "histograms": lambda catalog, p: histograms_of(
-        catalog[_run(p)], _site(p), linear=p.get("axis") != "recorded"
+        catalog[_run(p)], _site(catalog, p), linear=p.get("axis") != "recorded"
     ),
-    "entropy": lambda catalog, p: entropy_of(catalog[_run(p)], _site(p)),
-    "tensors": lambda catalog, p: tensors_of(catalog[_run(p)], _site(p)),
-    "span": lambda catalog, p: span_of(catalog[_run(p)], _site(p), p.get("field", "value")),
+    "entropy": lambda catalog, p: entropy_of(catalog[_run(p)], _site(catalog, p)),
+    "tensors": lambda catalog, p: tensors_of(catalog[_run(p)], _site(catalog, p)),
+    "span": lambda catalog, p: span_of(catalog[_run(p)], _site(catalog, p), p.get("field", "value")),
     "slice": _slice,
     "comparison": lambda catalog, p: comparison_of(catalog, p.get("a", ""), p.get("b", "")),
 }
