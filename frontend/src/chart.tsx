@@ -138,9 +138,12 @@ export function Chart(props: Props) {
     element.dataset["range"] = `${ends[0]}-${ends[1]}`;
     plot.over.addEventListener("dblclick", () => choose.current?.(null, null));
     // With nobody pointing the legend tells the last values.
-    let end = steps.length - 1;
-    while (end > 0 && !Number.isFinite(lines[0]?.values[end])) end--;
-    const rest = () => plot.setLegend({ idx: end });
+    const lasts = lines.map((line) => {
+      let end = steps.length - 1;
+      while (end > 0 && !Number.isFinite(line.values[end])) end--;
+      return end;
+    });
+    const rest = () => plot.setLegend({ idxs: [Math.max(0, ...lasts), ...lasts] });
     plot.over.addEventListener("mouseleave", rest);
     const later = requestAnimationFrame(rest); // not before uPlot has drawn for the first time
     const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height }));

@@ -83,6 +83,7 @@ export function useRuns(): Runs {
         if (runs.some((run) => run.status === "recording")) pause = OFTEN;
         else if (found.folder) pause = 2000;
         if (found.pending > 0 || tick.current === 0) pause = FILLING;
+        else if (found.judging > 0) pause = Math.min(pause, 300);
       } catch (error) {
         if (over) return;
         setState((old) => ({ ...old, error: error instanceof Error ? error.message : String(error) }));

@@ -62,7 +62,7 @@ export function Header({ runs, run, view, params, findings, many, alone, help, d
           </a>
         ))}
       </nav>
-      {live && <button class="icon" onClick={() => void copy()} title="Copy the link to this view" aria-label="Copy link">{copied ? "✓" : "⎘"}</button>}
+      {live && <button class="icon word" onClick={() => void copy()} title="Copy the link to this view" aria-label="Copy link">{copied ? "copied" : "link"}</button>}
       <button class="icon" onClick={toggleTheme} title="Light or dark (t)" aria-label="Light or dark">{dark ? "☀" : "☾"}</button>
       <button class="icon" onClick={help} title="Keys (?)" aria-label="Keys">?</button>
     </header>

@@ -24,7 +24,8 @@ export interface RunLine {
 
 export interface RunsAnswer {
   tick: number;
-  pending: number;
+  pending: number; // runs that were not read yet
+  judging: number; // runs whose findings are not known yet
   names: string[];
   runs: RunLine[];
   comparison: boolean;

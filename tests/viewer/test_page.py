@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import numpy as np
 import pytest
-from tests.viewer.browsing import chromium, need_browser, open_page
+from tests.viewer.browsing import Visit, open_page, wait_for_colours
 from tests.viewer.recordings import train
 
 import torchtap as tt
@@ -20,65 +20,15 @@ from torchtap.viewer.server import ViewerServer
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    need_browser()
-    with chromium() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def server(browser: Any, run_folder: Path, other_folder: Path) -> Iterator[ViewerServer]:
     with ViewerServer(Catalog.open([run_folder, other_folder])) as started:
         yield started
-
-
-class Visit:
-    """A page of the viewer that is held to silence on its console and to one host."""
-
-    def __init__(self, browser: Any, address: str, *, dark: bool = False) -> None:
-        self.page, self.errors, self.asked = open_page(browser, dark=dark)
-        self.address = address
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        self.page.context.close()
-        if kind is None:
-            assert self.errors == []
-            hosts = {urlsplit(address).netloc for address in self.asked if not address.startswith("data:")}
-            assert hosts <= {urlsplit(self.address).netloc}
-
-    def go(self, view: str) -> Any:
-        self.page.goto(self.address + view)
-        return self.page
-
-    def drawn(self, text: str = "") -> str:
-        """What the map says it has drawn; waits for ``text`` in it."""
-        self.page.wait_for_selector(f".heatmap[data-drawn*='{text}']")
-        found: str = self.page.get_attribute(".heatmap", "data-drawn")
-        return found
 
 
 @pytest.fixture
 def visit(browser: Any, server: ViewerServer) -> Iterator[Visit]:
     with Visit(browser, server.address) as opened:
         yield opened
-
-
-def wait_for_colours(page: Any, selector: str, more_than: int) -> None:
-    """Wait until a canvas shows more different colours than so many; an error where it never does."""
-    page.wait_for_function(
-        """([selector, number]) => {
-            const canvas = document.querySelector(selector);
-            if (!canvas || !canvas.width || !canvas.height) return false;
-            const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-            const seen = new Set();
-            for (let i = 0; i < data.length; i += 4) seen.add((data[i] << 16) | (data[i + 1] << 8) | data[i + 2]);
-            return seen.size > number;
-        }""",
-        arg=[selector, more_than],
-    )
 
 
 def test_the_map_is_drawn_and_answers_to_the_pointer_and_a_click(visit: Visit) -> None:

@@ -91,7 +91,7 @@ export function HeatMap(props: Props) {
     const note = box.current?.dataset;
     if (!note) return;
     note["range"] = `${grid.steps[0] ?? ""}-${grid.facts.lastStep ?? ""}`;
-    note["names"] = names.slice(0, 400).join("\n");
+    note["names"] = names.slice(0, 400).join(" | ");
     note["drawn"] = `${grid.facts.statistic}:${grid.facts.revision}:${grid.columns}x${grid.rows}`;
     note["frame"] = JSON.stringify(frame);
     note["loss"] = loss ? loss.name : "";

@@ -14,7 +14,7 @@ export function Spark({ values, broken }: { values: (number | null)[]; broken: b
   return (
     <svg class="spark" width="90" height="20" role="img" aria-label={broken ? "loss over time, with NaN" : "loss over time"}>
       <path d={path} />
-      {broken && <text x="89" y="12" text-anchor="end">NaN</text>}
+      {broken && values[values.length - 1] !== null && <text x="89" y="12" text-anchor="end">NaN</text>}
     </svg>
   );
 }

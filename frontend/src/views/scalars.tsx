@@ -32,7 +32,7 @@ export function RunChips({ runs, chosen }: { runs: RunLine[]; chosen: RunLine[] 
     <span class="chips" role="group" aria-label="Runs">
       {shown.map((r) => (
         <button key={r.name} class="chip" aria-pressed={names.includes(r.name)} onClick={() => toggle(r.name)}>
-          <i class="swatch" style={{ background: colours[Math.max(0, names.indexOf(r.name)) % colours.length] ?? "" }} />{r.name}
+          <i class="swatch" style={{ background: names.includes(r.name) ? colours[names.indexOf(r.name) % colours.length] ?? "" : "var(--line)" }} />{r.name}
         </button>
       ))}
       {shown.length < runs.length && <a class="chip" href={`#/runs?with=${encodeURIComponent(joinNames(names))}`}>choose runs</a>}

@@ -161,14 +161,21 @@ class Catalog:
 
     def _judge(self, entry: Entry) -> None:
         """Count the findings of a run that has ended, once, where that is quick."""
-        card = entry.card
-        quick = card.steps * card.sites * 14 < _FINDINGS
-        if card.findings is not None or card.status == "recording" or card.problem or not quick:
+        if not self.may_judge(entry):
             return
         try:
             self.note_findings(entry.found.name, self._findings(entry))
         except Exception as trouble:
-            card.problem = short_text(trouble)
+            entry.card.problem = short_text(trouble)
+
+    @staticmethod
+    def may_judge(entry: Entry) -> bool:
+        """Whether the run has ended, is not judged yet, and small enough to be judged without being asked for."""
+        card = entry.card
+        quick = card.steps * card.sites * 14 < _FINDINGS
+        return (
+            card.known and card.findings is None and card.status != "recording" and not card.problem and quick
+        )
 
     def _findings(self, entry: Entry) -> list[Any]:
         from torchtap.diagnosis.run import diagnose
