@@ -144,9 +144,15 @@ class FolderRecording:
     def statistics(self, name: str, step: int) -> dict[str, float]:
         return {}
 
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the layers of the first pass, in order."""
+        return tuple(int(path_of(name).removeprefix("layer_")) for name in self._files)
+
     def problems(self) -> list[str]:
-        numbers = [int(path_of(name).removeprefix("layer_")) for name in self._files]
-        missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
+        expected = _recorded_layers(self.folder)
+        if expected is None:
+            expected = set(range(max(self.numbers()) + 1))
+        missing = sorted(expected - set(self.numbers()))
         return [f"{self.folder}: no file for layer {number}" for number in missing]
 
 
@@ -225,6 +231,15 @@ def _pass_number(folder: Path) -> tuple[int, str]:
         return int(torch.load(folder / "metadata.pt", weights_only=True)["pass"]), folder.name
     except Exception:  # a folder without that note is still a pass
         return 1 << 60, folder.name
+
+
+def _recorded_layers(folder: Path) -> set[int] | None:
+    """The numbers of the layers that a recording says it has; ``None`` where it says nothing."""
+    try:
+        sites = torch.load(folder / "metadata.pt", weights_only=True)["sites"]
+        return {int(name.removeprefix("layer_")) for name in sites}
+    except Exception:  # written by others, or damaged: the files themselves still count
+        return None
 
 
 def is_layer_folder(folder: Path) -> bool:
