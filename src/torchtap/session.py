@@ -27,8 +27,8 @@ from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
 from torchtap.store.write.writer import RunWriter
 from torchtap.taps.attach import attach, tree_of
-from torchtap.taps.eager.fitting import Via
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]
@@ -47,7 +47,7 @@ class Capture:
         any_thread: bool,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
-        via: Via = "hook",
+        via: WayName = "hook",
     ) -> None:
         self.plan = plan
         lost: list[str] = []
@@ -81,7 +81,7 @@ def capture(
     merge: bool | None = None,
     any_thread: bool = False,
     strict: bool = True,
-    via: Via = "hook",
+    via: WayName = "hook",
 ) -> Capture:
     """Look inside a model: ``with capture(model, "blocks.*:output") as seen: model(x)``.
 
@@ -107,7 +107,7 @@ def watch(
     *,
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
-    via: Via = "hook",
+    via: WayName = "hook",
     one_mode: bool = False,
     labels: dict[str, Any] | None = None,
     **writer_options: Any,

@@ -48,6 +48,10 @@ class Collector:
 
     def collect(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         """Everything since the last call, and what of it is still to come; afterwards the receiver holds nothing."""
+        with self._receiver.lock:
+            return self._collect()
+
+    def _collect(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         coming: list[Coming] = []
         statistics = self._statistics(self._receiver.grid, coming)
         scalars = [] if statistics is None else [statistics]
@@ -117,7 +121,10 @@ def result_of(receiver: Receiver, entry: Entry) -> Any:
         results["stats"] = dict(zip(STATISTICS, grid.block.result(entry.row).tolist(), strict=True))
     for fold in entry.folds.values():
         if fold.state is not None:
-            result = fold.reduction.result(fold.state)
+            result = {
+                name: value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+                for name, value in fold.reduction.result(fold.state).items()
+            }
             if isinstance(fold.reduction, Full):
                 results[fold.reduction.name] = result["value"]
             else:
