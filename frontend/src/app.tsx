@@ -3,7 +3,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { live } from "./api";
 import { pictureShown, useAbout, useFindings, useRuns } from "./data";
-import { Header } from "./header";
+import { Header, viewWord } from "./header";
 import { Help } from "./help";
 import { setUsual, go, useRoute, VIEWS } from "./route";
 import { toggleTheme } from "./theme";
@@ -80,6 +80,7 @@ export function App() {
       <div class={`body ${drawer ? "drawn" : ""}`}>
         {props && <ModelTree about={props.about} marks={marks.marks} params={route.params} selected={view === "site" ? route.params["site"] ?? "" : ""} under={view === "map" ? route.params["under"] ?? "" : ""} />}
         <main>
+          {view !== "site" && view !== "findings" && found && <h1 class="unseen">{viewWord(view)}</h1>}
           {alone && !found && <Missing name={named} any={runs.length > 0} />}
           {about.error && <p class="alarm">{about.error}</p>}
           {view === "runs" && <RunsView {...listed} params={route.params} />}

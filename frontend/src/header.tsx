@@ -11,6 +11,8 @@ const WORDS: Record<ViewName, string> = {
   runs: "Runs", scalars: "Scalars", map: "Map", site: "Site", attention: "Attention", changes: "Changes", compare: "Compare", findings: "Findings",
 };
 
+export const viewWord = (view: ViewName): string => WORDS[view];
+
 interface Props {
   runs: RunLine[];
   run: RunLine | undefined;

@@ -212,15 +212,16 @@ def without_compiler(path: str) -> str:
 
 # -- order ----------------------------------------------------------------------------------------------------
 
-# Forward values first, as they pass; then gradients, which pass the other way; then what the step ends with.
+# A step's causes before its effects: parameters as the forward uses them; forward values, as they pass; gradients,
+# which pass the other way; then what the step ends with.
 _FORWARD, _BACKWARD = 0, 1
-_PHASE = {"grad_output": _BACKWARD, "grad_input": _BACKWARD, "param_grad": 2, "param": 3, "buffer": 3}
+_PHASE = {"param": -1, "grad_output": _BACKWARD, "grad_input": _BACKWARD, "param_grad": 2, "buffer": 3}
 
 
 def in_passing_order(names: Iterable[str]) -> list[str]:
-    """Sites in the order in which their values pass, given in the order in which forward passes them.
+    """Sites in the order in which their values come about, given in the order in which forward passes them.
 
-    Gradients pass in reverse; what is read at the end of a step comes last.
+    Parameters are there before the forward; gradients pass in reverse; what a step leaves behind comes last.
     """
     groups: dict[int, list[str]] = {}
     for name in names:

@@ -235,7 +235,9 @@ def test_a_replaced_manifest_is_seen_and_an_unchanged_one_is_not_parsed_again(
         writer.flush()
         run.refresh()
         assert run.manifest["plan"] == 2
-        monkeypatch.setattr("torchtap.store.read.part.load_json", lambda text: pytest.fail("parsed again"))
+        monkeypatch.setattr(
+            "torchtap.store.read.documents.load_json", lambda text: pytest.fail("parsed again")
+        )
         run.refresh()
 
 

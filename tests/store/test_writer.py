@@ -82,7 +82,7 @@ def test_the_manifest_can_be_completed_while_recording(tmp_path: Path) -> None:
         manifest = open_run(tmp_path).manifest
     assert manifest["sites"] == [{"name": SITES[1]}]
     assert manifest["plan"] == {"taps": 1}
-    assert manifest["format"] == {"name": "torchtap-run", "version": 1}
+    assert manifest["format"] == {"name": "torchtap-run", "version": 2}
 
 
 def test_the_same_folder_again_is_a_further_attempt(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class Visit:
     def __exit__(self, kind: Any, *_: object) -> None:
         self.page.context.close()
         if kind is None:
-            assert self.errors == []
+            assert self.errors == [], self.errors
             hosts = {urlsplit(address).netloc for address in self.asked if not address.startswith("data:")}
             assert hosts <= {urlsplit(self.address).netloc}
 
@@ -160,10 +160,10 @@ class Hand:
         self.page.select_option(f"select[aria-label='{label}']", option)
         self.count += 1
 
-    def type(self, selector: str, text: str) -> None:
-        """Write into a field and leave it."""
+    def type(self, selector: str, text: str, key: str = "Tab") -> None:
+        """Write into a field and end with a key."""
         self.page.fill(selector, text)
-        self.page.keyboard.press("Tab")
+        self.page.keyboard.press(key)
         self.count += 1
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:

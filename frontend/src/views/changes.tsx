@@ -78,7 +78,7 @@ export function ChangesView({ run, runs, about, params }: ViewProps) {
             {heading("after", against ? against.name : `step ${grouped(after ?? 0)}`)}
             {heading("difference", "difference")}
             {heading("relative", "relative")}
-            <th aria-label="Size of the change" />
+            <th><span class="unseen">size of the change</span></th>
           </tr></thead>
           <tbody>{rows.slice(0, SHOWN).map((r) => (
             <tr key={r.site}>

@@ -122,8 +122,8 @@ function Cell({ run, column, params }: { run: RunLine; column: Column; params: R
     return (
       <td class="number">
         {errors + warnings === 0 ? <span class="quiet">none</span> : (
-          <a href={href("findings", { ...params, run: run.name })} aria-label={`${errors} errors, ${warnings} warnings`}>
-            {errors > 0 && <span class="badge nan">{errors}</span>} {warnings > 0 && <span class="badge warning">{warnings}</span>}
+          <a href={href("findings", { ...params, run: run.name })} title={`${plural(errors, "error")}, ${plural(warnings, "warning")}`}>
+            {errors > 0 && <span class="badge nan">{errors}<span class="unseen"> errors</span></span>} {warnings > 0 && <span class="badge warning">{warnings}<span class="unseen"> warnings</span></span>}
           </a>
         )}
       </td>

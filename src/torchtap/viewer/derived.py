@@ -46,13 +46,13 @@ def derived_of(site: str, statistics: list[str], sites: set[str]) -> list[str]:
 
 
 def derive(
-    statistic: str, grid: Callable[[str], NumberGrid], sites: list[str]
+    statistic: str, grid: Callable[[str], NumberGrid], sites: list[str], recorded: set[str]
 ) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Sites, steps and values of a derived statistic; ``grid`` reads recorded ones."""
+    """Sites, steps and values of a derived statistic; ``grid`` reads those that were ``recorded``."""
     if statistic == "nonfinite":
         nans = grid("nans")
-        infinities = grid("infs")
-        if nans.sites == infinities.sites:
+        infinities = grid("infs") if "infs" in recorded else None
+        if infinities is not None and nans.sites == infinities.sites:
             return nans.sites, nans.steps, nans.values + infinities.values
         return nans.sites, nans.steps, nans.values
     sizes = grid("l2")

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.names import is_inside, kind_of, path_of
+from torchtap.names import is_inside, kind_of, path_of, path_parts
 from torchtap.viewer.downsample import extremes
 from torchtap.viewer.opened import BLOCK, NumberGrid, OpenRun, Refused
 from torchtap.viewer.wire import pack
@@ -98,8 +98,8 @@ def bands_of(grid: NumberGrid, window: MapWindow) -> tuple[Bands, list[str] | No
         return [[row] for row in rows], None
     folded: dict[str, list[int]] = {}
     for row in rows:
-        path = path_of(grid.sites[row])
-        folded.setdefault(".".join(path.split(".")[: window.fold]), []).append(row)
+        parts = path_parts(path_of(grid.sites[row]))
+        folded.setdefault(".".join(parts[: window.fold]), []).append(row)
     return list(folded.values()), list(folded)
 
 

@@ -121,7 +121,7 @@ class OpenRun:
                 self._grids.move_to_end(statistic)
                 return known[1]
             if statistic in DERIVED:
-                fresh = NumberGrid(*derive(statistic, self.grid, self.sites))
+                fresh = NumberGrid(*derive(statistic, self.grid, self.sites, self._recorded()))
                 if statistic == "nonfinite":
                     fresh = self._with_logged(fresh)
             else:
@@ -156,6 +156,9 @@ class OpenRun:
         if statistic in EMPTY_SUMS:
             self._unsay_empty_sums(sites, numbers)
         return NumberGrid(sites, steps, numbers)
+
+    def _recorded(self) -> set[str]:
+        return {name for held in self.statistics.values() for name in held}
 
     def _unsay_empty_sums(self, sites: list[str], numbers: npt.NDArray[np.float32]) -> None:
         """A norm of nothing but NaN is recorded as zero, the sum over no finite value. Zero would lie."""

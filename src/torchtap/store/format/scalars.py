@@ -16,10 +16,11 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.store.files.layout import SegmentName
 from torchtap.store.format.checksum import CHUNK, checksum, checksums
 from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.format.notes import segment_note
 from torchtap.store.record import ScalarBlock, StepRecord
-from torchtap.store.write.tensors import segment_note
 
 __all__ = ["CLOCK", "NO_NUMBER", "GridRows", "ScalarBuffer", "encode_scalars", "grid_note"]
 
@@ -112,8 +113,8 @@ class ScalarBuffer:
             grid = self._grids.setdefault((block.sites, block.statistics), grid)
         return grid
 
-    def encode(self) -> list[bytes | memoryview]:
-        """The segment's bytes."""
+    def encode(self, name: SegmentName) -> list[bytes | memoryview]:
+        """The bytes of the segment of this name."""
         columns = np.array(self._clock, dtype=[(name, kind) for name, (_, kind) in CLOCK.items()])
         clock = {name: np.ascontiguousarray(columns[name]) for name in CLOCK}
         grids = []
@@ -125,19 +126,20 @@ class ScalarBuffer:
                 present = np.stack([everyone if mask is None else mask for mask in grid.present], axis=-1)
             grid.note = grid.note or grid_note(grid.sites, grid.statistics)
             grids.append((grid.note, np.asarray(grid.rows, "<i8"), values, present))
-        return encode_scalars(clock, list(self._phases), grids)
+        return encode_scalars(name, clock, list(self._phases), grids)
 
 
 def encode_scalars(
+    name: SegmentName,
     clock: dict[str, npt.NDArray[Any]],
     phases: list[str],
     grids: Iterable[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_] | None]],
 ) -> list[bytes | memoryview]:
     """A whole scalar segment as buffers: the head, then each array."""
     arrays: list[tuple[str, str, npt.NDArray[Any]]] = [
-        (f"clock.{name}", CLOCK[name][0], clock[name]) for name in CLOCK
+        (f"clock.{column}", CLOCK[column][0], clock[column]) for column in CLOCK
     ]
-    metadata: dict[str, str] = {"torchtap": segment_note("scalars", phases=phases)}
+    metadata: dict[str, str] = {"torchtap": segment_note(name, phases=phases)}
     for number, (note, rows, values, present) in enumerate(grids):
         metadata[f"grid{number}"] = note
         arrays.append((f"grid{number}.rows", "I64", rows))
@@ -148,14 +150,14 @@ def encode_scalars(
     buffers: list[bytes | memoryview] = []
     offset = 0
     arrays.sort(key=lambda array: array[1] in ("U8", "BOOL"))  # bytes last, so that all numbers lie aligned
-    for name, code, array in arrays:
+    for entry, code, array in arrays:
         buffer = array.reshape(-1).view(np.uint8).data
-        entries.append(Entry(name, code, array.shape, offset, offset + len(buffer)))
+        entries.append(Entry(entry, code, array.shape, offset, offset + len(buffer)))
         if len(buffer) > CHUNK:
             facts: dict[str, Any] = {"crc32": checksums(buffer), "chunk": CHUNK}
         else:
             facts = {"crc32": f"{checksum(buffer):08x}"}
-        metadata[name] = json.dumps(facts, separators=(",", ":"))
+        metadata[entry] = json.dumps(facts, separators=(",", ":"))
         buffers.append(buffer)
         offset += len(buffer)
     return [encode_header(entries, metadata), *buffers]

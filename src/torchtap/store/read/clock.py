@@ -9,10 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError
+from torchtap.foreign_text import shortened
 from torchtap.store.format.scalars import CLOCK
 from torchtap.store.format.segment import Segment
 
 __all__ = ["ClockRows", "Timeline", "join_clocks", "read_clock"]
+
+_LONGEST_PHASE = 64
 
 
 @final
@@ -44,7 +47,8 @@ def read_clock(segment: Segment) -> ClockRows:
         raise RunCorruptError("its phases are not names")
     if rows[0] and int(columns["phase"].max()) >= len(phases):
         raise RunCorruptError("its clock has a phase without a name")
-    names = np.asarray(phases or [""], dtype=np.str_)
+    # an array of texts has room for the longest in every row
+    names = np.asarray([shortened(phase, _LONGEST_PHASE) for phase in phases] or [""], dtype=np.str_)
     for name in ("epoch", "batch"):
         unset = columns[name] < 0
         columns[name] = np.where(unset, -1, columns[name])

@@ -15,18 +15,19 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 from urllib.parse import unquote
 
-from torchtap.store.files.layout import FORMAT_VERSION, SegmentName
+from torchtap.store.files.layout import SegmentName
 from torchtap.store.files.place import Place, Stream
 from torchtap.store.format.checksum import checksum
 from torchtap.store.format.compress import Compressor
 from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.format.notes import segment_note
 from torchtap.store.format.payload import Payload, payload_of
 from torchtap.store.record import TensorItem
 
-__all__ = ["ENTRY_COST", "MOST_ENTRIES", "Loss", "TensorName", "TensorSegments", "segment_note"]
+__all__ = ["ENTRY_COST", "MOST_ENTRIES", "Loss", "TensorName", "TensorSegments"]
 
 SPILL = 4 << 20
 MOST_ENTRIES = 2048  # of a segment: to find one tensor, the head of its segment has to be read
@@ -34,11 +35,6 @@ ENTRY_COST = 16 << 10  # so many bytes of data are as much of a burden to a read
 _SMALLEST_RESERVE = 64 << 10
 _INDICES = "@indices"
 _PIECE = 4 << 20  # still in the cache when it is written, after its checksum was taken
-
-
-def segment_note(kind: str, **facts: Any) -> str:
-    """The note under ``torchtap`` that every segment has."""
-    return json.dumps({"format": FORMAT_VERSION, "kind": kind, **facts}, separators=(",", ":"))
 
 
 @final
@@ -114,7 +110,7 @@ class TensorSegments:
         self._notes: dict[str, str] = {}
         self._held: list[memoryview] = []
         self._nbytes = 0
-        self._head_size = 256  # estimate of the JSON's length
+        self._head_size = 512  # estimate of the JSON's length
         self._steps: list[int] = []
         self._attempted = 0
 
@@ -216,7 +212,7 @@ class TensorSegments:
 
     def _commit(self) -> None:
         name = SegmentName("tensors", self._next, self._next, min(self._steps), max(self._steps))
-        metadata = {"torchtap": segment_note("tensors"), **self._notes}
+        metadata = {"torchtap": segment_note(name), **self._notes}
         if self._stream is None:
             self._place.put(name.file, [encode_header(self._entries, metadata), *self._held])
         else:

@@ -121,7 +121,10 @@ def result_of(receiver: Receiver, entry: Entry) -> Any:
         results["stats"] = dict(zip(STATISTICS, grid.block.result(entry.row).tolist(), strict=True))
     for fold in entry.folds.values():
         if fold.state is not None:
-            result = fold.reduction.result(fold.state)
+            result = {
+                name: value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+                for name, value in fold.reduction.result(fold.state).items()
+            }
             if isinstance(fold.reduction, Full):
                 results[fold.reduction.name] = result["value"]
             else:
