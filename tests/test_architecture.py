@@ -36,6 +36,7 @@ LAYERS = [
     ["taps.attach"],
     ["taps.travel"],
     ["coverage", "model_tree", "clock"],
+    ["tapping"],
     # the run folder
     ["store.files"],
     ["store.format"],
@@ -44,7 +45,7 @@ LAYERS = [
     ["store.export"],
     ["spending"],
     ["sinks"],
-    ["seen", "summary", "watching", "session", "verification"],
+    ["outlets", "logged", "steps", "following", "seen", "summary", "watching", "session", "verification"],
     ["editing"],
     # two recordings, what they share, how far they are apart, and whose fault it is
     ["comparison.align"],
