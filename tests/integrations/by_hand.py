@@ -1,4 +1,4 @@
-"""What a careful user would write with plain hooks: outputs and gradients of each real step, training apart from evaluation."""
+"""What a careful user would write with plain hooks: outputs and gradients of each step, evaluation apart."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class ByHand:
         for (name, phase), steps in self.outputs.items():
             for statistic in ("mean", "std", "absmax", "count"):
                 series = run.series(f"{prefix}{name}:output{leaf}", statistic, phase=phase)
-                expected = [_number(torch.cat([v.flatten() for v in steps[s]]), statistic) for s in sorted(steps)]
+                expected = [
+                    _number(torch.cat([v.flatten() for v in steps[s]]), statistic) for s in sorted(steps)
+                ]
                 assert list(series.steps) == [max(s, 0) for s in sorted(steps)], (name, phase)
                 np.testing.assert_allclose(series.values, expected, rtol=1e-5, atol=1e-7)
         for name, steps_of in self.gradients.items():

@@ -9,10 +9,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from ignite.engine import Engine
+from tests.integrations.by_hand import ByHand
 from torch import nn
 
 import torchtap as tt
-from tests.integrations.by_hand import ByHand
 from torchtap.errors import SessionError
 from torchtap.integrations.accelerate import TorchtapTracker, watch_prepared
 from torchtap.integrations.ignite import TorchtapHandler

@@ -8,11 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from tests.integrations.by_hand import ByHand
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchtap as tt
-from tests.integrations.by_hand import ByHand
 from torchtap.integrations.lightning import TorchtapCallback, watch_fabric
 
 TAPS = ["*:output", "*:param_grad"]
@@ -69,7 +69,9 @@ class Adversaries(pl.LightningModule):
         first.step()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.generator.parameters(), 0.1), torch.optim.SGD(self.critic.parameters(), 0.1)
+        return torch.optim.SGD(self.generator.parameters(), 0.1), torch.optim.SGD(
+            self.critic.parameters(), 0.1
+        )
 
 
 class Reference(pl.Callback):
@@ -85,7 +87,9 @@ class Reference(pl.Callback):
 def data() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     return DataLoader(
-        TensorDataset(torch.randn(24, 8, generator=generator), torch.randint(0, 2, (24,), generator=generator)),
+        TensorDataset(
+            torch.randn(24, 8, generator=generator), torch.randint(0, 2, (24,), generator=generator)
+        ),
         batch_size=4,
     )
 

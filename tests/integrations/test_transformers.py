@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.by_hand import ByHand
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import torchtap as tt
-from tests.integrations.by_hand import ByHand
 from torchtap.integrations.transformers import TorchtapCallback
 
 SITES = ("transformer.h.0.mlp", "transformer.h.1.ln_1", "lm_head")
@@ -41,7 +41,13 @@ class Reference(TrainerCallback):
 def model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=32, n_positions=6, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.1, tie_word_embeddings=False
+        vocab_size=32,
+        n_positions=6,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.1,
+        tie_word_embeddings=False,
     )
     return GPT2LMHeadModel(config)
 
@@ -67,7 +73,15 @@ def trainer(net: GPT2LMHeadModel, folder: Path, callbacks: list[Any], **options:
         ({}, 8),
         ({"gradient_accumulation_steps": 2}, 4),
         ({"eval_strategy": "steps", "eval_steps": 2}, 8),
-        ({"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}, 4),
+        (
+            {
+                "gradient_accumulation_steps": 2,
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "eval_on_start": True,
+            },
+            4,
+        ),
         ({"max_grad_norm": 1e-2}, 8),
         ({"bf16": True}, 8),
         ({"gradient_checkpointing": True}, 8),
@@ -107,7 +121,9 @@ def test_what_the_trainer_logs_is_in_the_run(tmp_path: Path) -> None:
 
 def test_a_resumed_training_goes_on_at_its_step(tmp_path: Path) -> None:
     net = model()
-    first = trainer(net, tmp_path, [TorchtapCallback(tmp_path / "run", "lm_head:output")], max_steps=4, save_steps=4)
+    first = trainer(
+        net, tmp_path, [TorchtapCallback(tmp_path / "run", "lm_head:output")], max_steps=4, save_steps=4
+    )
     first.train()
     second = trainer(net, tmp_path, [TorchtapCallback(tmp_path / "run", "lm_head:output")], max_steps=8)
     second.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))

@@ -63,8 +63,8 @@ def check(
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_gpt_with_evaluation_accumulation_and_compile(tmp_path: Path, compiled: bool) -> None:
-    words = ["--compile"] if compiled else []
-    run = check(tmp_path, SCRIPTS / "gpt.py", "--steps", "6", *words, site="blocks.1.mlp:output", evaluations=2, beside_plain=True)
+    script = [SCRIPTS / "gpt.py", "--steps", "6", *(["--compile"] if compiled else [])]
+    run = check(tmp_path, *script, site="blocks.1.mlp:output", evaluations=2, beside_plain=True)
     assert run.series("blocks.0.qkv:output", "count", phase="train").values.tolist() == [2 * 4 * 8 * 48] * 6
     assert "blocks.0.qkv:update.weight" in run.sites()
 
@@ -108,7 +108,9 @@ def test_two_processes_under_torchrun_are_one_run(tmp_path: Path) -> None:
 
 def test_one_variable_does_the_same_for_any_launcher(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
-    plan.write_text('out = "run"\n[[tap]]\nselect = "Generator.main.0:output"\nkeep = "histogram"\nevery = 2\n')
+    plan.write_text(
+        'out = "run"\n[[tap]]\nselect = "Generator.main.0:output"\nkeep = "histogram"\nevery = 2\n'
+    )
     start(sys.executable, SCRIPTS / "gan.py", folder=tmp_path, environment={"TORCHTAP": str(plan)})
     run = tt.open(tmp_path / "run")
     assert run.histogram("Generator.main.0:output", step=2).counts.sum() == 6 * 16
@@ -138,7 +140,9 @@ def test_a_script_without_a_model_is_told_in_one_line(tmp_path: Path) -> None:
     script.write_text("import sys, torch\nprint(torch.ones(2).sum().item(), sys.argv, __name__)\n")
     done = start(*RUN, script, "--lr", "1", folder=tmp_path)
     assert done.stdout == f"2.0 ['{script}', '--lr', '1'] __main__\n"
-    assert done.stderr.splitlines() == ["torchtap: no model was seen that an optimizer trains: nothing was recorded"]
+    assert done.stderr.splitlines() == [
+        "torchtap: no model was seen that an optimizer trains: nothing was recorded"
+    ]
     assert not (tmp_path / "runs").exists()
 
 
@@ -194,7 +198,9 @@ def test_a_plan_that_makes_no_sense_says_why(tmp_path: Path, text: str, said: st
 
 
 def test_a_script_runs_though_the_variable_names_no_plan(tmp_path: Path) -> None:
-    done = start(sys.executable, SCRIPTS / "gan.py", folder=tmp_path, environment={"TORCHTAP": "missing.toml"})
+    done = start(
+        sys.executable, SCRIPTS / "gan.py", folder=tmp_path, environment={"TORCHTAP": "missing.toml"}
+    )
     assert len(losses_of(done.stdout)) == 5
     assert done.stderr.count("torchtap: this training is not recorded") == 1
 

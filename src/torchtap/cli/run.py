@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import click
 
@@ -50,15 +51,17 @@ def command(
     belongs to it. The environment variable TORCHTAP (a plan file, or 1) does the same for any launcher.
     """
     settings = read_plan_file(plan_file) if plan_file is not None else Settings()
-    given = {"out": out, "every": every, "share": share, "model": model}
-    settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
+    asked: dict[str, Any] = {
+        "out": out,
+        "every": every,
+        "share": share,
+        "model": model,
+        "sinks": sinks or None,
+    }
     if taps:
-        settings = replace(settings, tap=tuple({"select": each, "every": settings.every} for each in taps))
-    if sinks:
-        settings = replace(settings, sinks=sinks)
-    settings = Settings.of(
-        {name: getattr(settings, name) for name in Settings.__dataclass_fields__}, "torchtap run"
-    )
+        asked["tap"] = tuple({"select": each, "every": every or settings.every} for each in taps)
+    given = {name: value for name, value in asked.items() if value is not None}
+    settings = Settings.of({**settings.as_dict(), **given}, "torchtap run")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         raise PlanError(
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, which keeps torch from telling torchtap of its start: unset it"

@@ -30,7 +30,7 @@ def watch_prepared(
     **options: Any,
 ) -> Watch:
     """Watch the models that an accelerator has prepared, and follow its optimizers."""
-    models, optimizers = accelerator._models, accelerator._optimizers  # noqa: SLF001  there is no other way
+    models, optimizers = accelerator._models, accelerator._optimizers
     if not models or not optimizers:
         raise SessionError(
             f"the accelerator has prepared {len(models)} models and {len(optimizers)} optimizers: call "
@@ -40,7 +40,7 @@ def watch_prepared(
     return watch(named, run, taps, **options).follow(*optimizers, start=start)
 
 
-class TorchtapTracker(GeneralTracker):
+class TorchtapTracker(GeneralTracker):  # type: ignore[misc]
     """Logs what ``accelerator.log`` is given into a watch: ``Accelerator(log_with=TorchtapTracker())``.
 
     Hand it the watch with ``attach``; until then numbers are dropped, because no step exists to which they belong.

@@ -42,7 +42,7 @@ class FirstCall:
                 self._cover(module)
             return result
 
-        nn.Module.compile = compile_in_place  # type: ignore[method-assign]
+        nn.Module.compile = compile_in_place  # type: ignore[method-assign, assignment]
 
     def wait_for(self, root: nn.Module) -> None:
         """Wait for a call of this module, of any module in it, and of any that takes it in later."""

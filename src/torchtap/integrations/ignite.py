@@ -77,7 +77,9 @@ class TorchtapHandler:
             phase.__exit__(None, None, None)
             if self.watch is not None:
                 metrics: Mapping[str, Any] = evaluator.state.metrics
-                self.watch.log({f"{name}/{key}": each for key, each in metrics.items() if isinstance(each, float)})
+                self.watch.log(
+                    {f"{name}/{key}": each for key, each in metrics.items() if isinstance(each, float)}
+                )
 
     def _fail(self, trainer: Engine, error: BaseException) -> None:
         """Ignite takes an exception that a handler heard of as dealt with; this one is not."""

@@ -21,7 +21,7 @@ from torchtap.watching import Watch
 __all__ = ["TorchtapCallback", "watch_fabric"]
 
 
-class TorchtapCallback(Callback):
+class TorchtapCallback(Callback):  # type: ignore[misc]
     """Watches each fit of a trainer. ``options`` go to `torchtap.watch` (``every=``, ``sinks=``, ``labels=`` …).
 
     Without ``run`` the recording goes to ``torchtap`` in the trainer's log folder.
@@ -42,7 +42,9 @@ class TorchtapCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         labels = {"trainer": "lightning", **self._options.get("labels", {})}
-        place = Path(trainer.log_dir or trainer.default_root_dir) / "torchtap" if self._run is None else self._run
+        place = (
+            Path(trainer.log_dir or trainer.default_root_dir) / "torchtap" if self._run is None else self._run
+        )
         self._training = Accompanied(place, self._taps, {**self._options, "labels": labels})
         self._training.begin(pl_module, trainer.optimizers, start=trainer.global_step)
 

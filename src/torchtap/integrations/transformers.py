@@ -19,7 +19,7 @@ from torchtap.watching import Watch
 __all__ = ["TorchtapCallback"]
 
 
-class TorchtapCallback(TrainerCallback):
+class TorchtapCallback(TrainerCallback):  # type: ignore[misc]
     """Watches each training of a Trainer. ``options`` go to `torchtap.watch` (``every=``, ``sinks=``, ``labels=`` …).
 
     Without ``run`` the recording goes to ``torchtap`` in the Trainer's output folder.

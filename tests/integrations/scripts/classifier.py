@@ -10,7 +10,12 @@ from torch.utils.data import DataLoader, TensorDataset
 def main():
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 3),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = TensorDataset(torch.randn(24, 1, 8, 8), torch.randint(0, 3, (24,)))

@@ -21,7 +21,8 @@ class Block(nn.Module):
         self.heads = heads
         self.norm = nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), up, nn.GELU(), down)
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x):

@@ -37,7 +37,7 @@ class Discovery:
             original(optimizer, *args, **kwargs)
             self._on_optimizer(optimizer)
 
-        Optimizer.__init__ = init  # type: ignore[method-assign]
+        Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
 
     def _on_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.add(optimizer)

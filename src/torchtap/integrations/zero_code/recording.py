@@ -81,7 +81,7 @@ class Recording:
             return
         try:
             self._losses.add(self._watch, loss)
-        except Exception as error:  # noqa: BLE001  the script comes first
+        except Exception as error:
             self._losses.stop()
             _say(f"the loss is not recorded: {error}")
 
@@ -141,7 +141,7 @@ class LossCatcher:
             return scaled
 
         torch.autograd.backward = backward
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
 
     def add(self, watch: Watch, loss: Tensor) -> None:
         """Log the sum of this step's losses so far."""

@@ -56,9 +56,8 @@ class Settings:
         for name in values:
             if name not in known:
                 raise PlanError(f"{where}: there is no setting {name!r}; known are {', '.join(known)}")
-        made = cls(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        )
+        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        made = cls(**given)
         made._check(where)
         return made
 
@@ -84,9 +83,13 @@ class Settings:
             return cls()
         return read_plan_file(words)
 
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as plain data."""
+        return asdict(self)
+
     def to_environment(self) -> str:
         """The words for the ``TORCHTAP`` variable of another process."""
-        return json.dumps(asdict(self))
+        return json.dumps(self.as_dict())
 
     def folder(self) -> str:
         """The run folder: what was asked for, or one that all processes of a launch find by themselves."""
