@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from torchtap.store.read.phases import in_order
 from torchtap.viewer.downsample import extremes
 
 if TYPE_CHECKING:
@@ -101,8 +102,7 @@ def card_of(name: str, path: str, run: Run) -> Card:
 
 def phases_of(run: Run) -> list[str]:
     """The phases that a run has records of, training first."""
-    found = [short_text(phase, 40) for phase in np.unique(run.clock()["phase"])[:_PHASES]]
-    return sorted(found, key=lambda phase: (phase != "train", phase))
+    return [short_text(phase, 40) for phase in in_order(run.phases)[:_PHASES]]
 
 
 def loss_site(sites: list[str]) -> str | None:
