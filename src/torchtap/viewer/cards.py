@@ -68,7 +68,8 @@ class Card:
     tags: list[str] = field(default_factory=list)
     archived: bool = False
     findings: dict[str, int] | None = None
-    problem: str | None = None
+    problem: str | None = None  # why it cannot be read
+    damage: str | None = None  # what of it cannot be read
     revision: int = 0
 
     def line(self) -> dict[str, Any]:
@@ -97,6 +98,7 @@ def card_of(name: str, path: str, run: Run) -> Card:
         labels=_labels(run.manifest.get("labels")),
         tags=tags,
         archived=archived,
+        damage=next((short_text(problem) for problem in run.problems), None),
     )
 
 
