@@ -60,7 +60,9 @@ def test_what_an_optimizer_keeps_is_read_after_its_update() -> None:
     for step, by_hand in enumerate(seen):
         for key in ("exp_avg", "exp_avg_sq", "step"):
             recorded = numbers[step, "train", f"0:optim_state.weight.{key}"]
-            assert recorded["mean"] == pytest.approx(by_hand[f"0.weight {key}"].double().mean().item(), rel=1e-5)
+            assert recorded["mean"] == pytest.approx(
+                by_hand[f"0.weight {key}"].double().mean().item(), rel=1e-5
+            )
 
 
 def test_learning_rates_are_those_of_the_update() -> None:
@@ -75,8 +77,12 @@ def test_learning_rates_are_those_of_the_update() -> None:
             optimizer.step()
             schedule.step()
     numbers = kept.numbers()
-    assert [numbers[step, "train", ":lr.0"]["value"] for step in range(3)] == pytest.approx([0.1, 0.05, 0.025])
-    assert [numbers[step, "train", ":lr.1"]["value"] for step in range(3)] == pytest.approx([0.5, 0.25, 0.125])
+    assert [numbers[step, "train", ":lr.0"]["value"] for step in range(3)] == pytest.approx(
+        [0.1, 0.05, 0.025]
+    )
+    assert [numbers[step, "train", ":lr.1"]["value"] for step in range(3)] == pytest.approx(
+        [0.5, 0.25, 0.125]
+    )
 
 
 def test_recording_updates_changes_no_training() -> None:
