@@ -41,7 +41,8 @@ def check(model: nn.Module) -> None:
         loaded = torch.load(io.BytesIO(whole), weights_only=True)
     for other in (loaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         for one, module in zip(model.modules(), other.modules(), strict=True):
-            assert not module._forward_hooks and not module._forward_pre_hooks
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
             assert not {"forward", "train", "__getstate__"} & set(module.__dict__)
             assert type(one).__name__ == type(module).__name__
         assert torch.equal(other(torch.ones(1, 3)), model(torch.ones(1, 3)))
@@ -99,7 +100,8 @@ def test_a_class_with_a_state_of_its_own_keeps_it() -> None:
     with tt.watch(model, None, "*:output") as watch, watch.step():
         model(torch.ones(1, 2))
         state = model.__getstate__()
-        assert state["saved"] is True and not state["_forward_hooks"]
+        assert state["saved"] is True
+        assert not state["_forward_hooks"]
         assert "__getstate__" not in state
     assert "__getstate__" not in model.__dict__
 
