@@ -129,7 +129,7 @@ class _Forward(StandIn):
         return self.run(self.plain, args, kwargs)
 
     def own(self) -> Any:
-        inner = self.plain
+        inner: Any = self.plain
         if isinstance(inner, StandIn):
             return inner.own()
         return inner if self.was_own else None
@@ -302,7 +302,7 @@ def _put_back(wrappers: list[tuple[nn.Module, str, Any]]) -> None:
     for parent, name, wrapper in reversed(wrappers):
         reveal(parent)
         children: dict[str, Any] = parent._modules
-        current = children.get(name)
+        current: Any = children.get(name)
         if current is wrapper:
             children[name] = wrapper._torchtap_held
         # Somebody wrapped the wrapper, and stays.
