@@ -1,4 +1,4 @@
-"""Watch a training of Ignite: ``TorchtapHandler(model, optimizer, "runs/exp1").attach(trainer, {"valid": evaluator})``."""
+"""Watch a training of Ignite: ``TorchtapHandler(model, optimizer, "runs/exp1").attach(trainer)``."""
 
 from __future__ import annotations
 
