@@ -2,7 +2,8 @@
 
 A model may still be compiled or wrapped (DDP) after its optimizer was made. So the calls of all its modules are
 covered, and wrappers are heard of as they take the model in. The first call that comes is that of the outermost
-module which the training really calls. Everything is taken off before it goes on, so taps that are put on meanwhile see all of it.
+module which the training really calls. Everything is taken off before it goes on:
+taps that are put on meanwhile see all of it.
 
 torch looks for ``_compiled_call_impl`` first when a module is called; that is what is covered here. Copies and pickles
 of a module leave it out, so they carry no trace.
