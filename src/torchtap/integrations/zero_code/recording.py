@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import pkgutil
 import sys
 from collections.abc import Mapping
 from typing import Any, final
@@ -179,10 +180,10 @@ def taps_of(settings: Settings) -> list[Tap]:
 
 def named_model(name: str) -> nn.Module:
     """The model that a variable of the script, or ``package.module:name``, holds."""
-    module, _, attribute = name.rpartition(":")
-    holder: Any = sys.modules.get(module or "__main__")
-    for part in attribute.split("."):
-        holder = getattr(holder, part, None)
+    try:
+        holder: object = pkgutil.resolve_name(name if ":" in name else f"__main__:{name}")
+    except (ImportError, AttributeError, ValueError):
+        holder = None
     if not isinstance(holder, nn.Module):
         raise PlanError(f"--model {name!r} is no module of this script when the first model is called")
     return holder
