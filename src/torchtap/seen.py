@@ -33,7 +33,7 @@ class Seen(Mapping[str, Any]):
         if entry is None:
             reason = self._why_not(name)
             raise no_such_site(name, list(self), "the captured", reason)
-        result = result_of(self._receiver, entry)
+        result = result_of(self._receiver.folding, entry)
         if isinstance(result, dict) and not result:
             reasons = [message for message in self.lost if message.startswith(f"{entry.name}: ")]
             raise SelectionError(f"{name!r} came, but nothing of it could be kept: {', '.join(reasons)}")
@@ -44,7 +44,7 @@ class Seen(Mapping[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         entry = self._find(name)
-        return default if entry is None else result_of(self._receiver, entry)
+        return default if entry is None else result_of(self._receiver.folding, entry)
 
     def __iter__(self) -> Iterator[str]:
         return (entry.name for entry in self._receiver.entries if entry.shape is not None)

@@ -62,7 +62,10 @@ class Recording(Protocol):
         """One statistic of every site that has it at a step."""
 
     def problems(self) -> list[str]:
-        """What is known to be missing or damaged."""
+        """What is odd about it, to be told."""
+
+    def damage(self) -> list[str]:
+        """What is known to be damaged or lost: with it, agreement of the rest proves nothing."""
 
 
 @final
@@ -90,6 +93,9 @@ class MemoryRecording:
 
     def problems(self) -> list[str]:
         return list(self.notes)
+
+    def damage(self) -> list[str]:
+        return []
 
 
 @final
@@ -155,6 +161,9 @@ class FolderRecording:
         missing = sorted(expected - set(self.numbers()))
         return [f"{self.folder}: no file for layer {number}" for number in missing]
 
+    def damage(self) -> list[str]:
+        return []  # a layer that one folder lacks is seen beside the other
+
 
 @final
 class RunRecording:
@@ -169,11 +178,12 @@ class RunRecording:
                 self._tensors.setdefault(ref.step, {})[ref.site] = (tuple(ref.shape), ref.dtype)
         self._matrices: dict[str, tuple[list[str], dict[int, int], Any]] = {}
         self._kept = set(run.statistics())
-        # The session notes the sites in their order of execution as soon as it knows them.
-        noted = [site for event in run.events("sites") for site in event.get("sites", [])]
-        ordered = in_passing_order(dict.fromkeys(site["name"] for site in noted))
-        self._order = {name: n for n, name in enumerate(ordered)}
-        self._dtypes = {site["name"]: site.get("dtype") for site in noted}
+        # The session notes the sites in their order of execution as soon as it knows them; the reader checks it.
+        noted = run.site_facts()
+        self._order = {name: n for n, name in enumerate(in_passing_order(noted))}
+        self._dtypes = {
+            name: dtype for name, facts in noted.items() if isinstance(dtype := facts.get("dtype"), str)
+        }
 
     def steps(self) -> list[int]:
         return [int(step) for step in self.run.steps()]
@@ -223,6 +233,9 @@ class RunRecording:
 
     def problems(self) -> list[str]:
         return [f"{self.label}: {problem}" for problem in self.run.problems]
+
+    def damage(self) -> list[str]:
+        return self.problems()
 
 
 def _pass_number(folder: Path) -> tuple[int, str]:

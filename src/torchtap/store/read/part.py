@@ -257,11 +257,11 @@ class Part:
             self._tensor_heads[name] = []
         return self._tensor_heads[name]
 
-    def refs_in(self, name: SegmentName, site: str | None, steps: set[int]) -> list[TensorRef]:
-        """The tensors of a segment, of one site if asked, at these steps; a damaged note is a problem."""
+    def refs_in(self, name: SegmentName, site: str | None, steps: set[tuple[int, str]]) -> list[TensorRef]:
+        """The tensors of a segment, of one site if asked, at these steps and phases; a damaged note is a problem."""
         refs = []
         for tensor in self.tensors_in(name):
-            if tensor.name.step in steps and (site is None or tensor.name.site == site):
+            if (tensor.name.step, tensor.name.phase) in steps and (site is None or tensor.name.site == site):
                 try:
                     refs.append(tensor.ref())
                 except RunError as error:

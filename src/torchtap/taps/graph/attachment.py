@@ -102,7 +102,7 @@ class _ModuleRoute:
         def module(*args: Any, **kwargs: Any) -> Any:
             given = make(*args, **kwargs)
             attachment = attach_graph(given, self._receiver)
-            attachment.arm(self._receiver.live)
+            attachment.arm(frozenset(range(len(self._receiver.plan.taps))))
             self._given.append(attachment)
             return given
 
