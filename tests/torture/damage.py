@@ -15,7 +15,7 @@ from tests.store.records import record
 
 from torchtap.errors import TorchtapError
 from torchtap.store.read.reader import Run, open_run
-from torchtap.store.record import StepRecord, TensorItem
+from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.store.write.writer import RunWriter
 
 __all__ = ["Tally", "damaged_runs", "good_run", "memory_disk", "read_all"]
@@ -46,8 +46,14 @@ def good_run(folder: Path) -> Truth:
                 compress="zstd",
             )
             for step in range(first, last):
-                writer.write(record(step, tensors=1 + step % 2, size=8))
-                packed = TensorItem("packed:output", "value", "full", np.full((64, 8), step, np.float32))  # type: ignore[arg-type]
+                made = record(step, tensors=1 + step % 2, size=8)
+                blocks = tuple(
+                    ScalarBlock(b.sites, b.statistics, b.values + 100 * first) for b in made.scalars
+                )
+                items = tuple(TensorItem(t.site, t.field, t.reduction, t.value + first) for t in made.tensors)
+                writer.write(StepRecord(step, None, None, "train", float(step), blocks, items))
+                full = np.full((64, 8), step + 100 * first, np.float32)
+                packed = TensorItem("packed:output", "value", "full", full)  # type: ignore[arg-type]
                 writer.write(StepRecord(step, None, None, "train", float(step), (), (packed,)))
                 writer.event("warning", text=f"step {step}")
                 if step % 2:
@@ -58,15 +64,23 @@ def good_run(folder: Path) -> Truth:
                 writer.flush()
                 writer._recorder._place.release()  # type: ignore[union-attr]
                 writer._closed = True
-    truth: Truth = {}
+    earlier: Truth = {}
+    read_all(open_run(folder, attempt=0), earlier, learn=True)
+    truth: Truth = {("earlier", *key): value for key, value in earlier.items()}
     read_all(open_run(folder), truth, learn=True)
     read_all(open_run(folder, rank=1), truth, learn=True)
     return truth
 
 
+class _EarlierValue(Exception):
+    """An earlier attempt's value came through."""
+
+
 def _same(truth: Truth, key: tuple[Any, ...], value: Any, learn: bool) -> None:
     if learn:
         truth[key] = value
+    elif key in truth and truth[key] != value and truth.get(("earlier", *key)) == value:
+        raise _EarlierValue
     elif key not in truth or truth[key] != value:
         raise AssertionError(f"{key}: {str(value)[:80]} was read, {str(truth.get(key))[:80]} was written")
 
@@ -202,11 +216,17 @@ def damaged_runs(count: int, seed: int, *, exports: int = 200) -> Tally:
 
 
 def _look(folder: Path, rank: int | None, truth: Truth, tally: Tally) -> None:
+    intact_closing = _closing(folder, rank or 0) == _closing(folder.parent / "good", rank or 0)
     try:
         run = open_run(folder, rank=rank)
         refused = read_all(run, truth)
     except TorchtapError:
         tally.count("refused as a whole")
+        return
+    except _EarlierValue:
+        # Only if the last attempt's records are gone and with them what it said at its end: then nobody can know.
+        assert not intact_closing, "an earlier attempt's value was given for a step that a later one recorded"
+        tally.count("the end of an attempt gone without a trace")
         return
     if refused:
         tally.count("some values refused")
@@ -214,6 +234,11 @@ def _look(folder: Path, rank: int | None, truth: Truth, tally: Tally) -> None:
         tally.count("read, with problems told")
     else:
         tally.count("read as it was")
+
+
+def _closing(folder: Path, rank: int) -> bytes:
+    path = folder / f"rank-{rank:05d}" / "attempt-0001" / "closed.json"
+    return path.read_bytes() if path.is_file() else b""
 
 
 def _take_out(folder: Path, out: Path, tally: Tally) -> None:

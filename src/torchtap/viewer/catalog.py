@@ -193,7 +193,7 @@ class OpenRun:
             revision = self.revision
             if self._findings is None or self._findings[0] != revision:
                 # A reader of its own: this takes a while, and maps and series are asked for meanwhile.
-                self._findings = (revision, diagnose(open_run(self.run.path)))
+                self._findings = (revision, diagnose(open_run(self.run.path, partial=True)))
             return self._findings[1]
 
 
@@ -216,7 +216,9 @@ class Catalog:
         names = [place.name for place in places]
         if len(set(names)) < len(names):
             names = [str(Path(*place.parts[-2:])) for place in places]
-        return cls([OpenRun(open_run(p), n) for p, n in zip(paths, names, strict=True)], comparison)
+        return cls(
+            [OpenRun(open_run(p, partial=True), n) for p, n in zip(paths, names, strict=True)], comparison
+        )
 
     def compare(self, first: int, second: int) -> dict[str, Any]:
         """The comparison of two of the runs as they are now; the last one is kept, since it reads everything."""
