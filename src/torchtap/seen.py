@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 from torchtap.coverage import Missing, missing_sites
+from torchtap.display import drawn
 from torchtap.errors import SelectionError
 from torchtap.names import belongs_to, first_part, no_such_site, read_name, site_name
 from torchtap.sites import input_names
@@ -57,9 +58,7 @@ class Seen(Mapping[str, Any]):
         return missing_sites(self._receiver, frozenset(range(len(self._receiver.plan.taps))))
 
     def _repr_html_(self) -> str:
-        from torchtap.viewer.notebook import seen_html
-
-        return seen_html(self)
+        return str(drawn("captured values", self))
 
     def __repr__(self) -> str:
         lines = [f"Seen({len(self)} sites)"]

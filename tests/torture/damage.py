@@ -259,7 +259,7 @@ def _take_out(folder: Path, out: Path, tally: Tally) -> None:
     try:
         catalog = Catalog.open([folder])
         for question in ("runs", "about", "findings", "coverage", "map"):
-            answer(catalog, question, {"run": "0", "statistic": "mean"})
+            answer(catalog, question, {"run": "", "statistic": "mean"})
             tally.count("questions of a page answered")
         if built():
             write_report([folder], out / "report.html")

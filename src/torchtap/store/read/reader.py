@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.display import drawn
 from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
 from torchtap.store.files.layout import attempt_folder, parse_attempt, parse_rank, rank_folder
 from torchtap.store.files.opening import folder_of, is_run, run_inside
@@ -484,14 +485,11 @@ class Run:
         return run_text(self)
 
     def _repr_html_(self) -> str:
-        from torchtap.viewer.notebook import run_html
-
-        return run_html(self)
+        return str(drawn("run", self))
 
     def plot(
         self, sites: str | Sequence[str] | None = None, statistic: str | None = None, **options: Any
     ) -> Figure:
         """A matplotlib figure: a few sites as lines, many as a map; the options are those of `torchtap.plot`."""
-        from torchtap.viewer.plot import plot
-
-        return plot(self, sites, statistic, **options)
+        figure: Figure = drawn("figure", self, sites, statistic, **options)
+        return figure

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.display import drawn
 from torchtap.errors import MissingExtraError
 from torchtap.foreign_text import storable
 from torchtap.store.format.dtypes import BY_NAME
@@ -29,9 +30,7 @@ class Series(NamedTuple):
     values: npt.NDArray[np.float64]
 
     def _repr_html_(self) -> str:
-        from torchtap.viewer.notebook import series_svg
-
-        return series_svg(self.values, width=640, height=120)
+        return str(drawn("series", self.values, width=640, height=120))
 
 
 class Matrix(NamedTuple):
