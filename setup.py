@@ -33,17 +33,22 @@ class Python(build_py):
 
 # No fast-math: NaN and infinities are what is being looked for. Memory is read as several types.
 FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-g0", "-pthread"]
+SHARED = [
+    f"src/torchtap/reduce/{name}.h" for name in ("_bfloat16", "_halves_isa", "_float_mode", "_processor")
+]
 # Every part names the C library it was built with, also one that calls nothing of it: wheels are tagged by it.
 LINKED = ["-Wl,--push-state,--no-as-needed,-lc,--pop-state"] if sys.platform == "linux" else []
-WIDENING = ["src/torchtap/reduce/_bfloat16.h", "src/torchtap/reduce/_halves_isa.h"]
 
 setup(
     ext_modules=[
         Extension(
             "torchtap.reduce._native",
             sources=["src/torchtap/reduce/_native.c"],
-            depends=[f"src/torchtap/reduce/_native_{part}.h" for part in ("block", "isa", "layout")]
-            + WIDENING,
+            depends=[
+                f"src/torchtap/reduce/_native_{part}.h"
+                for part in ("kernel", "state", "block", "isa", "layout")
+            ]
+            + SHARED,
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread", *LINKED],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
@@ -53,7 +58,7 @@ setup(
         Extension(
             "torchtap.reduce._rows",
             sources=["src/torchtap/reduce/_rows.c"],
-            depends=["src/torchtap/reduce/_rows_isa.h", *WIDENING],
+            depends=[f"src/torchtap/reduce/_rows_{part}.h" for part in ("kernel", "isa")] + SHARED,
             extra_compile_args=FLAGS,
             extra_link_args=LINKED,
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
@@ -63,6 +68,7 @@ setup(
         Extension(
             "torchtap.comparison.measure._distance",
             sources=["src/torchtap/comparison/measure/_distance.c"],
+            depends=["src/torchtap/comparison/measure/_distance_kernel.h", *SHARED],
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],
             extra_link_args=LINKED,
             define_macros=[("Py_LIMITED_API", "0x030B0000")],

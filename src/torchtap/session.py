@@ -19,16 +19,17 @@ from torchtap.errors import PlanError
 from torchtap.model_tree import environment, model_tree
 from torchtap.names import Kind
 from torchtap.plan import Plan, Tap, bind, candidates, tap
-from torchtap.reduce import Full, Reduction
+from torchtap.reduce import Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Selectable, places, source_of
+from torchtap.store.read.earlier import recorded_steps
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
 from torchtap.store.write.writer import RunWriter
-from torchtap.taps.attach import attach, tree_of
-from torchtap.taps.eager.fitting import Via
-from torchtap.taps.receive.receiver import Receiver
+from torchtap.tapping import Tapping
+from torchtap.taps.attach import tree_of
+from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]
@@ -43,23 +44,23 @@ class Capture:
         model: Any,
         plan: Plan,
         *,
-        merge: bool,
+        apart: frozenset[int],
         any_thread: bool,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
-        via: Via = "hook",
+        via: WayName = "hook",
     ) -> None:
         self.plan = plan
         lost: list[str] = []
-        self._receiver = Receiver(plan, fold_passes=merge, strict=strict, copy=copy, on_lost=lost.append)
-        self.seen = Seen(self._receiver, lost)
-        self._attachment = attach(model, self._receiver, via)
+        self._taps = Tapping(model, plan, strict=strict, copy=copy, on_lost=lost.append, via=via, apart=apart)
+        self.seen = Seen(self._taps.receiver, lost)
         self._any_thread = any_thread
 
     def __enter__(self) -> Seen:
         live = self.plan.live(Moment(0))
-        self._receiver.begin_step(live, None if self._any_thread else threading.get_ident())
-        self._attachment.arm(live)
+        self._taps.receiver.turn_to("train", live)
+        self._taps.begin(None if self._any_thread else threading.get_ident())
+        self._taps.arm(live)
         return self.seen
 
     def __exit__(
@@ -68,10 +69,10 @@ class Capture:
         try:
             # Where the block raised, its own error is the one to see, not one of the values that are still to be read.
             with nullcontext() if error is None else suppress(Exception):
-                self._attachment.finish_step()
+                self._taps.read_state()
         finally:
-            self._receiver.end_step()
-            self._attachment.detach()
+            self._taps.receiver.end_step()
+            self._taps.detach()
 
 
 def capture(
@@ -81,7 +82,7 @@ def capture(
     merge: bool | None = None,
     any_thread: bool = False,
     strict: bool = True,
-    via: Via = "hook",
+    via: WayName = "hook",
 ) -> Capture:
     """Look inside a model: ``with capture(model, "blocks.*:output") as seen: model(x)``.
 
@@ -93,10 +94,11 @@ def capture(
     """
     tree = tree_of(model)
     bound = bind(tree, taps or ("*:output",), keep)
-    if merge is None:
-        merge = not any(isinstance(tap.keep, Full) for tap in bound.taps)
+    apart = frozenset(
+        index for index, each in enumerate(bound.taps) if (each.keep.whole if merge is None else not merge)
+    )
     return Capture(
-        model, bound, merge=merge, any_thread=any_thread, strict=strict, copy=pool_of(tree).copy, via=via
+        model, bound, apart=apart, any_thread=any_thread, strict=strict, copy=pool_of(tree).copy, via=via
     )
 
 
@@ -107,8 +109,7 @@ def watch(
     *,
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
-    via: Via = "hook",
-    one_mode: bool = False,
+    via: WayName = "hook",
     labels: dict[str, Any] | None = None,
     **writer_options: Any,
 ) -> Watch:
@@ -116,8 +117,9 @@ def watch(
 
     ``run`` is the folder, or None to keep none. A bare selector keeps statistics. ``labels`` go into the run's
     manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer; ``via`` is as in
-    `capture`. With ``one_mode`` a step's first pass says whether the step is of training or of evaluation, and
-    passes of the model in the other mode are not taken: a validation in between does not get into it.
+    `capture`. Passes in training and in evaluation are recorded apart, each under its phase. Several models of one
+    training, as ``{"G": generator, "D": discriminator}``, share the clock and the run; their sites begin with their
+    names. A folder that holds steps already is continued after them.
     """
     if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
         raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
@@ -127,11 +129,16 @@ def watch(
             "function, make_sink of a text"
         )
     asked = list(taps) if isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module)) else [taps]
+    models = _models(model)
+    if models is not None:
+        model = nn.ModuleDict(models)
     tree = tree_of(model)
     bound = bind(tree, [each if isinstance(each, Tap) else tap(each) for each in asked])
     consumers = list(sinks)
+    recorded = range(0)
     if run is not None:
         described = environment()
+        recorded = recorded_steps(run, described["rank"])
         writer = RunWriter(
             run,
             manifest=_manifest(tree, bound, described, labels or {}),
@@ -145,7 +152,20 @@ def watch(
         raise PlanError(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
-    return Watch(model, bound, consumers, strict=strict, via=via, one_mode=one_mode)
+    return Watch(model, bound, consumers, models=models, strict=strict, via=via, recorded=recorded)
+
+
+def _models(model: Any) -> dict[str, nn.Module] | None:
+    """Several models by name, or None where one was given."""
+    if not isinstance(model, dict) or not model:
+        return None
+    for name, each in model.items():
+        if not isinstance(name, str) or not name or "." in name or not isinstance(each, nn.Module):
+            raise PlanError(
+                f"several models are given as {{name: nn.Module}}, with names without dots; {name!r} is "
+                f"{type(each).__name__}"
+            )
+    return dict(model)
 
 
 def list_sites(model: Any, *kinds: Kind) -> list[str]:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from torchtap.comparison.live.hooked import rebuild, steady
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
+from torchtap.comparison.live.untouched import untouched
 from torchtap.comparison.recorded.recordings import (
     FolderRecording,
     MemoryRecording,
@@ -26,7 +27,8 @@ from torchtap.comparison.recorded.recordings import (
 )
 from torchtap.errors import CompareError, RunNotFoundError
 from torchtap.names import in_passing_order, site_name
-from torchtap.taps.receive.leaves import leaves
+from torchtap.taps.walk.leaves import leaves
+from torchtap.taps.walk.structure import map_leaves
 
 __all__ = ["captured", "describe", "is_eager", "is_live", "perturbed", "recording_of"]
 
@@ -66,18 +68,36 @@ def recording_of(thing: Any) -> Recording:
     if hasattr(thing, "sites") and hasattr(thing, "tensor") and hasattr(thing, "problems"):
         return thing  # type: ignore[no-any-return]
     if isinstance(thing, Mapping):
-        values = {str(name): value for name, value in thing.items() if isinstance(value, Tensor)}
+        values, left = _tensors_of(thing)
         if not values:
             raise CompareError("the mapping has no tensors to compare")
-        return MemoryRecording(values, "values")
-    if isinstance(thing, Sequence) and not isinstance(thing, str) and thing and isinstance(thing[0], Tensor):
-        return MemoryRecording(
-            {site_name(f"layer_{n}", "output"): value for n, value in enumerate(thing)}, "layers"
+        return MemoryRecording(values, "values", left)
+    if isinstance(thing, Sequence) and not isinstance(thing, str) and thing:
+        values, left = _tensors_of(
+            {site_name(f"layer_{n}", "output"): value for n, value in enumerate(thing)}
         )
+        if values:
+            return MemoryRecording(values, "layers", left)
     raise CompareError(
         f"cannot compare a {type(thing).__name__}: give a run, a folder of layer files, a mapping from names to "
         "tensors, or a model together with inputs=..."
     )
+
+
+def _tensors_of(thing: Mapping[Any, Any]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tensors and arrays of a mapping, and what else it holds, which is told and never lost in silence."""
+    values: dict[str, Tensor] = {}
+    left = []
+    for name, value in thing.items():
+        if isinstance(value, Tensor):
+            values[str(name)] = value
+        elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "fiubc":
+            values[str(name)] = torch.from_numpy(np.ascontiguousarray(value))
+        elif isinstance(value, (bool, int, float, complex)):
+            values[str(name)] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        else:
+            left.append(f"{name} is a {type(value).__name__}, not a tensor")
+    return values, tuple(left)
 
 
 def _from_path(path: str | os.PathLike[str]) -> Recording:
@@ -107,10 +127,7 @@ def captured(
     """Run something once and keep what its form lets out; with ``loss`` a backward pass is run as well."""
     from torchtap.session import capture
 
-    guard: Any = torch.random.fork_rng()
-    if loss is None and isinstance(thing, nn.Module) and not isinstance(thing, torch.jit.ScriptModule):
-        guard = steady(thing)
-    with guard:
+    with untouched(thing):
         torch.manual_seed(0)
         try:
             with (
@@ -141,7 +158,7 @@ def _results_alone(thing: Any, feed: Feed, label: str, hidden: str) -> MemoryRec
             output = feed(thing)
     except Exception as error:
         raise CompareError(f"{label} does not run on these inputs: {_brief(error)}") from error
-    named = {f":output{'.' if leaf else ''}{leaf}": value.detach() for leaf, value in leaves(output)}
+    named = {site_name("", "output", leaf): value.detach() for leaf, value in leaves(output)}
     if not named:
         raise CompareError(f"{label} returned no tensor, and nothing inside it can be seen: {hidden}")
     return MemoryRecording(named, label, (f"{label}: only its results can be seen: {hidden}",))
@@ -164,5 +181,5 @@ def perturbed(inputs: Any, seed: int = 1) -> Feed | None:
         moved = moved or value.is_floating_point()
         return jitter(value.detach(), generator) if value.is_floating_point() else value
 
-    changed = rebuild(inputs, move)
+    changed = map_leaves(inputs, move)
     return feed_of(changed) if moved else None

@@ -6,7 +6,7 @@
     for args, kwargs in caught.calls:
         model.blocks[0](*args, **kwargs)
 
-It guarantees:
+Without a site it is a module that stands in a layer's place (`layer_catcher`). It guarantees:
 - nothing after the place is run, and the model raises nothing for it;
 - what is kept is a detached copy in the structure that it had: positions, keywords, tuples and dicts;
 - leaving the block leaves the model as it was found.
@@ -16,27 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self, final
+from typing import Any, Self, final, overload
 
 from torch import Tensor, nn
 
 from torchtap.editing.eager_only import hookable, running_eagerly
+from torchtap.editing.layer_catcher import Call, LayerCatcher
 from torchtap.errors import PlanError
 from torchtap.plan import Tap, bind
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector
-from torchtap.taps.eager.fitting import Hook
-from torchtap.taps.eager.wrap import replace_forward
-from torchtap.taps.receive.structure import map_leaves
+from torchtap.taps.walk.structure import map_leaves
+from torchtap.taps.walk.visit import Call as WalkedCall
+from torchtap.taps.walk.visit import Stop, Visiting
+from torchtap.taps.walk.wrap import replace_forward
 
 __all__ = ["Call", "Catcher"]
-
-
-class Call(NamedTuple):
-    """The arguments of one call."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class _Caught(BaseException):
@@ -53,7 +48,20 @@ class Catcher:
 
     stop: whether the forward ends there; without it the model goes on. limit: keep so many calls, then let all
     further ones pass. keep: what is done to each tensor, by default ``tensor.detach().clone()``.
+
+    ``Catcher(layer)``, without a site, is a module to stand in the layer's place: `LayerCatcher`.
     """
+
+    @overload
+    def __new__(cls, model: Any, site: Selectable, **options: Any) -> Catcher: ...
+    @overload
+    def __new__(cls, model: nn.Module, site: None = None, **options: Any) -> LayerCatcher: ...  # type: ignore[misc]
+    def __new__(cls, model: Any, site: Selectable | None = None, **options: Any) -> Any:
+        if site is not None:
+            return super().__new__(cls)
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"Catcher({model!r}): without a site it takes the layer that it stands in for")
+        return LayerCatcher(model, **options)
 
     def __init__(
         self,
@@ -88,14 +96,11 @@ class Catcher:
             stack.enter_context(running_eagerly(self._model))
             stack.callback(replace_forward(self._root, self._run))
             if module is not self._root:
-                stack.callback(self._put_on(module).remove)
+                given = self._kind == "input"
+                stop = Stop(self.site, module, inputs=given, outputs=not given)
+                stack.enter_context(Visiting(self._root, self, [stop]))
             self._stack = stack.pop_all()
         return self
-
-    def _put_on(self, module: nn.Module) -> Any:
-        if self._kind == "input":
-            return module.register_forward_pre_hook(Hook(self._on_input), with_kwargs=True)
-        return module.register_forward_hook(Hook(self._on_output))
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -110,22 +115,34 @@ class Catcher:
         own = self._module is self._root  # whose hooks would run outside of this
         try:
             if own and self._kind == "input":
-                self._on_input(self._root, args, kwargs)
+                self._take_input(args, kwargs)
             output = forward(*args, **kwargs)
             if own and self._kind == "output":
-                self._on_output(self._root, args, output)
+                self._take_output(output)
             return output
         except _Caught as caught:
             if caught.catcher is not self:
                 raise
             return None
 
-    def _on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # -- the visitor's side ---------------------------------------------------------------------------------
+
+    def before(self, call: WalkedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is given these values. What a checkpoint repeats was caught the first time."""
+        if not call.repeated:
+            self._take_input(args, kwargs)
+
+    def after(self, call: WalkedCall, output: Any) -> None:
+        """A module returned this."""
+        if not call.repeated:
+            self._take_output(output)
+
+    def _take_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._wants_more():
             self.calls.append(Call(self._kept(args), self._kept(kwargs)))
             self._end()
 
-    def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _take_output(self, output: Any) -> None:
         if self._wants_more():
             self.outputs.append(self._kept(output))
             self._end()

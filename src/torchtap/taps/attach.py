@@ -9,8 +9,8 @@ from torch import fx, nn
 
 from torchtap.errors import FormError
 from torchtap.taps.eager.eager import Attachment, EagerAttachment
-from torchtap.taps.eager.fitting import Via
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.ways import WayName
 
 __all__ = ["attach", "form_of", "tree_of"]
 
@@ -54,7 +54,7 @@ def tree_of(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def attach(model: Any, receiver: Receiver, via: Via = "hook") -> Attachment:
+def attach(model: Any, receiver: Receiver, via: WayName = "hook") -> Attachment:
     """An attachment for this model's form."""
     form = form_of(model)
     if via != "hook" and form != "eager":
@@ -69,7 +69,7 @@ def attach(model: Any, receiver: Receiver, via: Via = "hook") -> Attachment:
 
             return attach_graph(model, receiver)
         case "compiled":
-            from torchtap.taps.carry.compiled import attach_compiled
+            from torchtap.taps.compiled import attach_compiled
 
             return attach_compiled(model, receiver)
         case "exported":

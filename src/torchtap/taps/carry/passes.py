@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
-import torch
 from torch import nn
 
-from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.walker import Walker
 
-__all__ = ["PassHooks", "in_pass"]
+__all__ = ["PassHooks", "PassListener", "in_pass"]
 
 
-def in_pass(receiver: Receiver, model: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+class PassListener(Protocol):
+    """Who is told of passes: a receiver, or whoever looks out for them."""
+
+    def begin_pass(self, training: bool | None = None) -> None:
+        """The model was called; ``training`` is its flag."""
+
+    def end_pass(self) -> None:
+        """The call is over."""
+
+
+def in_pass(receiver: PassListener, model: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     """``call`` with a pass of the receiver around it."""
 
     def one_pass(*args: Any, **kwargs: Any) -> Any:
@@ -30,10 +39,10 @@ def in_pass(receiver: Receiver, model: Any, call: Callable[..., Any]) -> Callabl
 class PassHooks:
     """Two hooks on the object that the user calls."""
 
-    def __init__(self, model: nn.Module, receiver: Receiver) -> None:
+    def __init__(self, model: nn.Module, receiver: PassListener) -> None:
         self._model = model
         self._receiver = receiver
-        self._handles: list[Any] = []
+        self._walker = Walker(model)
         self._covered: Any = None
 
     def switch_on(self) -> None:
@@ -45,23 +54,14 @@ class PassHooks:
             self._covered = compiled
             model.__dict__["_compiled_call_impl"] = in_pass(self._receiver, model, compiled)
             return
-        self._handles = [
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        self._walker.passes(self._begin, self._receiver.end_pass)
 
     def switch_off(self) -> None:
         """The model is as it was."""
-        handles, self._handles = self._handles, []
-        for handle in reversed(handles):
-            handle.remove()
+        self._walker.leave()
         if self._covered is not None:
             self._model.__dict__["_compiled_call_impl"] = self._covered
             self._covered = None
 
-    def _begin(self, *_: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint's repetition
-            self._receiver.begin_pass(self._model.training)
-
-    def _end(self, *_: Any) -> None:
-        self._receiver.end_pass()
+    def _begin(self) -> None:
+        self._receiver.begin_pass(self._model.training)

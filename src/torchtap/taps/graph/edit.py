@@ -15,7 +15,7 @@ from torch import fx
 from torchtap.names import site_name
 from torchtap.taps.carry import op
 from torchtap.taps.graph.regions import Region, module_regions
-from torchtap.taps.receive.leaves import leaves
+from torchtap.taps.walk.leaves import leaves
 
 __all__ = ["carried_sites", "emit_before", "readdress", "tap_graph"]
 

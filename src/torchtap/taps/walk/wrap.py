@@ -1,7 +1,7 @@
 """Taps without hooks: a module's forward is replaced, or the module itself by one that holds it.
 
 It guarantees:
-- removal puts back the very objects that were there, in the same places and order; a module that was given a
+- removal puts back the objects that were there, in the same places and order; a module that was given a
   new child or forward in between keeps it;
 - while wrapped, ``state_dict`` has the same keys, attributes are the same in both directions, ``isinstance``
   says the same, and code that calls ``module.forward`` is seen as well;
@@ -9,7 +9,7 @@ It guarantees:
 
 A wrapped module is a second face of the same object: an instance of a subclass of its class whose ``__dict__``
 is the module's own. A root has no parent that could hold its wrapper, so its forward is replaced instead.
-References to a module outside the module tree (a plain list) go past a wrapper; ``via="forward"`` and hooks
+References to a module outside the module tree (a plain list) go past a wrapper; ``way="forward"`` and hooks
 see those too. A replaced forward sees a value before hooks of the user's own change it.
 """
 
@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 from torchtap.errors import FormError
-from torchtap.taps.eager.fitting import Action, Handle
+from torchtap.taps.walk.untraced import StandIn, conceal, is_wrapper, reveal
+from torchtap.taps.walk.ways import Action, Handle
 
-__all__ = ["ForwardFitting", "WrapFitting", "replace_forward"]
+__all__ = ["ForwardWay", "WrapWay", "replace_forward"]
 
 
 @final
@@ -46,10 +47,14 @@ class _Around:
         output = None
         try:
             for action in tuple(self.before):
-                action(module, args, kwargs)
+                instead = action(module, args, kwargs)
+                if instead is not None:
+                    args, kwargs = instead
             output = call(*args, **kwargs)
             for action in tuple(self.after):
-                action(module, args, output)
+                instead = action(module, args, output)
+                if instead is not None:
+                    output = instead
         finally:
             for action in tuple(self.always):
                 action(module, args, output)
@@ -80,8 +85,8 @@ class _Removal:
                 self.around.take_off()
 
 
-class _Fitting(ABC):
-    """Puts something of ours around each module that has something to run around it."""
+class _Replacing(ABC):
+    """Puts an `_Around` on each module that has something to run around it."""
 
     def __init__(self) -> None:
         self._arounds: dict[int, _Around] = {}
@@ -107,11 +112,11 @@ class _Fitting(ABC):
         """Let ``around`` run the module's calls; returns what undoes it."""
 
 
-# -- via="forward" ---------------------------------------------------------------------------------------------
+# -- way="forward" ---------------------------------------------------------------------------------------------
 
 
 @final
-class _Forward:
+class _Forward(StandIn):
     """Stands in for a module's forward; in a copy of the module it is the plain forward again."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -122,6 +127,12 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.plain, args, kwargs)
+
+    def own(self) -> Any:
+        inner: Any = self.plain
+        if isinstance(inner, StandIn):
+            return inner.own()
+        return inner if self.was_own else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.was_own:
@@ -166,7 +177,13 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], 
         )
     stand_in = _Forward(module, run)
     vars(module)["forward"] = stand_in
-    return stand_in.take_off
+    conceal(module)
+
+    def take_off() -> None:
+        stand_in.take_off()
+        reveal(module)
+
+    return take_off
 
 
 def _run_around(module: nn.Module, around: _Around) -> Callable[[], None]:
@@ -174,14 +191,14 @@ def _run_around(module: nn.Module, around: _Around) -> Callable[[], None]:
 
 
 @final
-class ForwardFitting(_Fitting):
+class ForwardWay(_Replacing):
     """Replaces the forward of each module."""
 
     def _put_on(self, module: nn.Module, around: _Around) -> Callable[[], None]:
         return _run_around(module, around)
 
 
-# -- via="wrap" ------------------------------------------------------------------------------------------------
+# -- way="wrap" ------------------------------------------------------------------------------------------------
 
 
 class _Wrapper:
@@ -239,12 +256,8 @@ def _hold(wrapper: Any, module: nn.Module) -> None:
     object.__setattr__(wrapper, "_torchtap_held", module)
 
 
-def _is_wrapper(module: Any) -> bool:
-    return issubclass(type(module), _Wrapper)
-
-
 @final
-class WrapFitting(_Fitting):
+class WrapWay(_Replacing):
     """Replaces modules in their parents by wrappers that hold them."""
 
     def __init__(self, root: nn.Module) -> None:
@@ -254,14 +267,15 @@ class WrapFitting(_Fitting):
     def _put_on(self, module: nn.Module, around: _Around) -> Callable[[], None]:
         if _same(module, self._root):
             return _run_around(module, around)
-        wrappers: list[tuple[dict[str, Any], str, Any]] = []
+        wrappers: list[tuple[nn.Module, str, Any]] = []
         for parent in _modules_of(self._root):
             children = parent._modules
             for name, child in children.items():
                 if child is not None and _same(child, module):
                     wrapper = _wrapper_of(child, around)
                     children[name] = wrapper
-                    wrappers.append((children, name, wrapper))
+                    conceal(parent)
+                    wrappers.append((parent, name, wrapper))
         if not wrappers:
             raise FormError(f"a {type(module).__name__} is in no module of this model and cannot be wrapped")
         return lambda: _put_back(wrappers)
@@ -284,13 +298,15 @@ def _modules_of(root: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _put_back(wrappers: list[tuple[dict[str, Any], str, Any]]) -> None:
-    for children, name, wrapper in reversed(wrappers):
-        current = children.get(name)
+def _put_back(wrappers: list[tuple[nn.Module, str, Any]]) -> None:
+    for parent, name, wrapper in reversed(wrappers):
+        reveal(parent)
+        children: dict[str, Any] = parent._modules
+        current: Any = children.get(name)
         if current is wrapper:
             children[name] = wrapper._torchtap_held
         # Somebody wrapped the wrapper, and stays.
-        while current is not None and _is_wrapper(current):
+        while current is not None and is_wrapper(current):
             if current._torchtap_held is wrapper:
                 _hold(current, wrapper._torchtap_held)
                 break
