@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages whose Python blocks, one after the other, form a program.
 PROGRAMS = [
     ROOT / "README.md",
@@ -24,6 +25,15 @@ PROGRAMS = [
 ]
 
 
+# Short pages, each a program: those of one group run in one process, one after the other.
+GROUPS = {
+    "guide": [ROOT / "docs" / f"{name}.md" for name in ("index", "sinks", "sites", "watching")],
+    "howto": sorted((ROOT / "docs" / "howto").glob("*.md")),
+    "from": sorted((ROOT / "docs" / "from").glob("*.md")),
+}
+CHINESE = sorted((ROOT / "docs" / "zh").rglob("*.md"))
+
+
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
@@ -34,6 +44,49 @@ def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     assert program
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_python_blocks_of_short_pages_run(group: str, tmp_path: Path) -> None:
+    programs = [(page.stem, "\n".join(blocks(page, "python"))) for page in GROUPS[group]]
+    runner = (
+        "import json, os, sys\n"
+        "for name, program in json.load(open('programs.json')):\n"
+        "    os.makedirs(name); os.chdir(name)\n"
+        "    print(name, file=sys.stderr)\n"
+        "    exec(compile(program, name, 'exec'), {'__name__': name})\n"
+        "    os.chdir('..')\n"
+    )
+    (tmp_path / "programs.json").write_text(json.dumps(programs))
+    done = subprocess.run([sys.executable, "-c", runner], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def shape_of(page: Path) -> tuple[list[str], list[int]]:
+    """A page's code blocks, and the levels of its headings."""
+    text = page.read_text()
+    fences = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return fences, [len(marks) for marks in re.findall(r"^(#+) ", prose, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.stem)
+def test_a_chinese_page_has_the_code_and_the_headings_of_the_english_one(page: Path) -> None:
+    english = ROOT / "docs" / page.relative_to(ROOT / "docs" / "zh")
+    assert shape_of(page) == shape_of(english)
+
+
+def test_the_start_the_how_tos_and_the_five_ways_here_are_there_in_chinese_too() -> None:
+    wanted = [ROOT / "docs" / "index.md", *GROUPS["howto"], *GROUPS["from"]]
+    assert {page.relative_to(ROOT / "docs") for page in wanted} == {
+        page.relative_to(ROOT / "docs" / "zh") for page in CHINESE
+    }
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages == listed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
