@@ -225,6 +225,12 @@ class Steps:
             return False
         self.taps.read_state()
         self.ever_live |= self.state_phase()[1]
+        if not self.taps.receiver.passes and self.taps.listens_to_passes:
+            self._outlets.hint(
+                "silent",
+                f"step {moment.step} is over and no call of the model was seen. Where a compiled or wrapped model "
+                "is called, give torchtap that one",
+            )
         return self._collect(moment, skipped=skipped)
 
     def stop_hearing(self) -> None:
