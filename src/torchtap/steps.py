@@ -74,6 +74,7 @@ class Steps:
         hand_on: Callable[[StepRecord], None],
         *,
         is_training: Callable[[], bool],
+        on_no_clock: Callable[[], None],
         first: int = 0,
     ) -> None:
         self._plan = plan
@@ -84,6 +85,7 @@ class Steps:
         self._outlets = outlets
         self._hand_on = hand_on
         self._is_training = is_training
+        self._on_no_clock = on_no_clock
         self._spending = Spending(plan, self.taps.receiver, outlets.note_spent) if plan.fallbacks else None
         self.open: Moment | None = None  # the open step
         self.last: Moment | None = None  # the step that ended last
@@ -111,6 +113,8 @@ class Steps:
         if moment is None:
             moment = self.last or self._coming_first()
             self.passes_before += self.last is None and phase == "train"
+            if self.passes_before == 2 and self.last is None:
+                self._on_no_clock()
         elif self.fresh:
             moment = self._place_fresh(phase, learning, moment)
         if learning and (phase == "train" or self._learning is None):

@@ -31,9 +31,7 @@ def emitting_output(channel: op.Channel, port: LivePort) -> Callable[[Any], None
     return emit
 
 
-def emitting_pass(
-    channel: op.Channel, root: nn.Module
-) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+def emitting_pass(channel: op.Channel, root: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
     """A function that has the graph tell of each pass. The model's mode is a constant there: the compiler guards it."""
     prefix = channel.prefix
 

@@ -80,9 +80,7 @@ class EagerAttachment:
         ports = [port for port in receiver.ports.values() if not live.isdisjoint(port.port.taps)]
         for port in ports:
             self._put_on(port)
-        self._walker.passes(
-            self._begin_pass, receiver.end_pass, emitting_pass(self._channel, self._root)
-        )
+        self._walker.passes(self._begin_pass, receiver.end_pass, emitting_pass(self._channel, self._root))
         kinds = {port.kind for port in ports}
         if not kinds.isdisjoint(("attention", "value")):
             activate(receiver)
