@@ -143,9 +143,9 @@ class Steps:
                 self._release_for(self.last)
             else:
                 self.leave_last()
-        phase = self._learning or self.taps.receiver.phase or next(iter(self._phases), None)
+        phase = self._learning or self.taps.receiver.phase
         if phase is None:
-            phase = "train" if self._is_training() else "eval"
+            phase = "train" if self._is_training() else next(iter(self._phases), "eval")
         return phase, self.live_at(self.open or self.last or self._coming_first(), phase)
 
     def live_at(self, moment: Moment, phase: str) -> frozenset[int]:
