@@ -87,8 +87,8 @@ def verify(
     values and further keywords are arguments as they stand. ``taps`` are all inputs, outputs and their gradients
     unless given. ``backward`` says whether to run autograd; None does where an output requires grad.
 
-    What several threads compute may differ from one time to the next. ``repeat`` compares so many runs with taps, and as
-    many without between them, with the first; ``threads`` is how many threads torch has meanwhile (None: as it is).
+    What several threads compute may differ from one time to the next. ``repeat`` compares so many runs with taps, and
+    as many without between them, with the first; ``threads`` is how many torch has meanwhile (None: as it is).
     """
     if repeat < 1 or (threads is not None and threads < 1):
         raise PlanError(f"verify(threads={threads}, repeat={repeat}): both are numbers from 1 on")

@@ -1,7 +1,7 @@
 """A fixed number of calls into all native parts, with tensors of any dtype, size and layout, and with nonsense.
 
-``python -m tests.native.fuzz 100000`` under a sanitizer (``make sanitize``) finds what reads or writes beside its memory;
-without one it still holds the answers against numpy's. The same number and seed give the same calls.
+``python -m tests.native.fuzz 100000`` under a sanitizer (``make sanitize``) finds what reads or writes beside its
+memory; without one it still holds the answers against numpy's. The same number and seed give the same calls.
 """
 
 from __future__ import annotations
