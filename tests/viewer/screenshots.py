@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def record(folder: Path) -> None:
         train(folder / "sweep" / name, steps=96, rate=rate, gain=gain, labels=labels, **shape)
 
 
-def main(folder: Path | None = None) -> None:
-    """Train (or take the runs of an earlier time), serve, photograph."""
+def main(folder: Path | None = None, only: Sequence[str] = ()) -> None:
+    """Train (or take the runs of an earlier time), serve, photograph all views or ``only`` some."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as fresh:
         runs = folder or Path(fresh)
@@ -78,7 +79,7 @@ def main(folder: Path | None = None) -> None:
         with ViewerServer(Catalog.open([runs])) as server, chromium() as browser:
             for width, height in SIZES:
                 for dark in (False, True):
-                    for name, view, wait in VIEWS:
+                    for name, view, wait in (v for v in VIEWS if not only or v[0] in only):
                         picture = _photograph(
                             browser, server.address + view, (width, height), dark, name, wait
                         )
@@ -130,4 +131,4 @@ def _pose(page: Any, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None, sys.argv[2:])
