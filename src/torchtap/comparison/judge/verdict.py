@@ -69,7 +69,8 @@ def judge_live(found: Evidence) -> tuple[tuple[Row, ...], First | None]:
     if blamed:
         return tuple(rows), _first_blamed(found, blamed, rows)
     if settled and _results_agree(rows):
-        return tuple(rows), None  # values between two compensated modules differ as they must
+        # Values between two compensated modules differ as they must.
+        return tuple(replace(r, status="compensated") if r.status == "diverged" else r for r in rows), None
     if found.ran_forced:
         return tuple(rows), _first_drift(rows, events)
     return tuple(rows), _first_free(rows, events)
@@ -210,7 +211,7 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
         error=measures.rel_l2,
         floor=floor.l2,
         origin="local",
-        sure="certain" if healed and not later_oddities else "likely",
+        sure="certain" if healed and not later_oddities and not _contained(found, fault, rows) else "likely",
         where=own,
         parameters=differing_parameters(found.reference, found.target, plain_module(module), found.names),
         healed=healed,
@@ -218,6 +219,12 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
         evidence="on the reference's own inputs",
         what=_pattern(found, fault.site),
     )
+
+
+def _contained(found: Evidence, fault: _Fault, rows: list[Row]) -> bool:
+    """Whether a module around the fault returns the right thing all the same; then nothing is certain."""
+    right = right_modules(found, rows)
+    return any(module in right for module in around(fault.author, itself=False))
 
 
 def _worst(found: Evidence, blamed: list[_Fault]) -> tuple[_Fault, str]:
