@@ -36,7 +36,7 @@ from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.profile import Profile, locate
 from torchtap.errors import CompareError
-from torchtap.names import read_name
+from torchtap.names import is_inside, path_of, read_name
 
 __all__ = ["judge_live"]
 
@@ -211,7 +211,7 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
         error=measures.rel_l2,
         floor=floor.l2,
         origin="local",
-        sure="certain" if healed and not later_oddities and not _contained(found, fault, rows) else "likely",
+        sure="certain" if healed and not later_oddities and _proven(found, fault, rows) else "likely",
         where=own,
         parameters=differing_parameters(found.reference, found.target, plain_module(module), found.names),
         healed=healed,
@@ -221,10 +221,14 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
     )
 
 
-def _contained(found: Evidence, fault: _Fault, rows: list[Row]) -> bool:
-    """Whether a module around the fault returns the right thing all the same; then nothing is certain."""
+def _proven(found: Evidence, fault: _Fault, rows: list[Row]) -> bool:
+    """Not when a module around the fault returns the right thing all the same, nor when modules inside the accused
+    one have no partner: one of those may be wrong."""
     right = right_modules(found, rows)
-    return any(module in right for module in around(fault.author, itself=False))
+    if any(module in right for module in around(fault.author, itself=False)):
+        return False
+    unpaired = (path_of(each.site) for each in found.alignment.unaligned if each.side == "reference")
+    return not any(is_inside(path, fault.author or "") for path in unpaired)
 
 
 def _worst(found: Evidence, blamed: list[_Fault]) -> tuple[_Fault, str]:

@@ -93,6 +93,9 @@ def _weight(module: nn.Module) -> tuple[float, ...] | None:
             return None
         own = [packed]
     wide = max(own, key=lambda p: p.numel()).double()
+    wide = torch.where(
+        torch.isfinite(wide), wide, torch.zeros((), dtype=wide.dtype)
+    )  # one NaN is not another weight
     return (
         float(wide.numel()),
         float(wide.norm()),
