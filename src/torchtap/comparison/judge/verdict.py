@@ -161,7 +161,9 @@ def _compensated(found: Evidence, faults: list[_Fault], rows: list[Row]) -> set[
     inside: dict[str, set[str]] = {}
     settled: set[str] = set()
     for fault in faults:
-        outer = around(fault.author, itself=fault.oddity is not None)
+        # What a module changed in place does not leave by its outputs.
+        itself = fault.oddity is not None and fault.oddity.kind != "in place"
+        outer = around(fault.author, itself=itself)
         module = next((each for each in outer if each in right), None)
         if module is not None and fault.oddity is not None:
             settled.add(fault.site)
