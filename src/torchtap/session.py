@@ -15,19 +15,21 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from torchtap.errors import PlanError
+from torchtap.errors import PlanError, SessionError
 from torchtap.model_tree import environment, model_tree
 from torchtap.names import Kind
+from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap, bind, candidates, tap
-from torchtap.reduce import Full, Reduction
+from torchtap.reduce import Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Selectable, places, source_of
+from torchtap.store.read.earlier import recorded_steps
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
 from torchtap.store.write.writer import RunWriter
-from torchtap.taps.attach import attach, tree_of
-from torchtap.taps.receive.receiver import Receiver
+from torchtap.tapping import Tapping
+from torchtap.taps.attach import tree_of
 from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
 
@@ -43,7 +45,7 @@ class Capture:
         model: Any,
         plan: Plan,
         *,
-        merge: bool,
+        apart: frozenset[int],
         any_thread: bool,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
@@ -51,15 +53,15 @@ class Capture:
     ) -> None:
         self.plan = plan
         lost: list[str] = []
-        self._receiver = Receiver(plan, fold_passes=merge, strict=strict, copy=copy, on_lost=lost.append)
-        self.seen = Seen(self._receiver, lost)
-        self._attachment = attach(model, self._receiver, via)
+        self._taps = Tapping(model, plan, strict=strict, copy=copy, on_lost=lost.append, via=via, apart=apart)
+        self.seen = Seen(self._taps.receiver, lost)
         self._any_thread = any_thread
 
     def __enter__(self) -> Seen:
         live = self.plan.live(Moment(0))
-        self._receiver.begin_step(live, None if self._any_thread else threading.get_ident())
-        self._attachment.arm(live)
+        self._taps.receiver.turn_to("train", live)
+        self._taps.begin(None if self._any_thread else threading.get_ident())
+        self._taps.arm(live)
         return self.seen
 
     def __exit__(
@@ -68,16 +70,38 @@ class Capture:
         try:
             # Where the block raised, its own error is the one to see, not one of the values that are still to be read.
             with nullcontext() if error is None else suppress(Exception):
-                self._attachment.finish_step()
+                self._taps.read_state()
         finally:
-            self._receiver.end_step()
-            self._attachment.detach()
+            self._taps.receiver.end_step()
+            self._taps.detach()
+        if error is None:
+            self._warn_of_silence()
+
+    def _warn_of_silence(self) -> None:
+        """One warning for the selectors that brought nothing at all."""
+        came = {
+            index for entry in self._taps.receiver.entries if entry.shape is not None for index in entry.taps
+        }
+        silent = [index for index in range(len(self.plan.asked)) if index not in came]
+        if not silent:
+            return
+        reasons = {missing.site: missing.reason for missing in self.seen.coverage()}
+        ports = [port.site.name for port in self.plan.ports if port.taps[0] in silent]
+        reason = next((reasons[name] for name in ports if name in reasons), "")
+        asked = ", ".join(repr(s.text) for index in silent for s in self.plan.asked[index].selectors)
+        warn(f"torchtap: nothing came from {asked}" + (f": {reason}" if reason else ""))
+
+    def __getitem__(self, name: object) -> Any:
+        raise SessionError(
+            f"capture(...)[{name!r}]: a capture is entered first. Write `with tt.capture(model, ...) as seen:`, "
+            "call the model inside, and ask `seen`"
+        )
 
 
 def capture(
     model: Any,
-    *taps: Tap | Selectable,
-    keep: Reduction[Any] | None = None,
+    *taps: Tap | Selectable | Plan,
+    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
     merge: bool | None = None,
     any_thread: bool = False,
     strict: bool = True,
@@ -89,35 +113,40 @@ def capture(
     gives further calls (``#1``, ``#2`` …) of whole tensors, while other reductions fold all calls into one
     result; ``merge`` decides it the other way. Only values of the entering thread are taken, unless
     ``any_thread`` is set. ``via`` is how taps are put on an eager model: by hooks, by wrapping modules
-    (``"wrap"``), or by replacing their forward (``"forward"``).
+    (``"wrap"``), or by replacing their forward (``"forward"``). A requested site that never came is warned of.
     """
     tree = tree_of(model)
     bound = bind(tree, taps or ("*:output",), keep)
-    if merge is None:
-        merge = not any(isinstance(tap.keep, Full) for tap in bound.taps)
+    apart = frozenset(
+        index for index, each in enumerate(bound.taps) if (each.keep.whole if merge is None else not merge)
+    )
     return Capture(
-        model, bound, merge=merge, any_thread=any_thread, strict=strict, copy=pool_of(tree).copy, via=via
+        model, bound, apart=apart, any_thread=any_thread, strict=strict, copy=pool_of(tree).copy, via=via
     )
 
 
 def watch(
     model: Any,
     run: str | os.PathLike[str] | None = None,
-    taps: Tap | Selectable | Iterable[Tap | Selectable] = "*:output",
+    taps: Plan | Tap | Selectable | Iterable[Tap | Selectable | Sequence[Tap]] = "*:output",
     *,
+    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    every: int | None = None,
+    phase: str | None = None,
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
     via: WayName = "hook",
-    one_mode: bool = False,
     labels: dict[str, Any] | None = None,
     **writer_options: Any,
 ) -> Watch:
     """Accompany a training: take what the taps ask for at each live step, into a run folder and to sinks.
 
-    ``run`` is the folder, or None to keep none. A bare selector keeps statistics. ``labels`` go into the run's
+    ``run`` is the folder, or None to keep none. ``taps`` are taps, selectors or a plan. A bare selector keeps
+    statistics at each step, unless ``keep``, ``every`` or ``phase`` say otherwise. ``labels`` go into the run's
     manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer; ``via`` is as in
-    `capture`. With ``one_mode`` a step's first pass says whether the step is of training or of evaluation, and
-    passes of the model in the other mode are not taken: a validation in between does not get into it.
+    `capture`. Passes in training and in evaluation are recorded apart, each under its phase. Several models of one
+    training, as ``{"G": generator, "D": discriminator}``, share the clock and the run; their sites begin with their
+    names. A folder that holds steps already is continued after them.
     """
     if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
         raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
@@ -126,12 +155,18 @@ def watch(
             f"sinks={sinks!r}: give a list of things with write(record) and close(); CallbackSink makes one of a "
             "function, make_sink of a text"
         )
-    asked = list(taps) if isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module)) else [taps]
+    several = isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module))
+    asked: list[Any] = list(taps) if several else [taps]  # type: ignore[arg-type]
+    models = _models(model)
+    if models is not None:
+        model = nn.ModuleDict(models)
     tree = tree_of(model)
-    bound = bind(tree, [each if isinstance(each, Tap) else tap(each) for each in asked])
+    bound = bind(tree, [_tapped(each, keep, every=every, phase=phase) for each in asked])
     consumers = list(sinks)
+    recorded = range(0)
     if run is not None:
         described = environment()
+        recorded = recorded_steps(run, described["rank"])
         writer = RunWriter(
             run,
             manifest=_manifest(tree, bound, described, labels or {}),
@@ -145,7 +180,30 @@ def watch(
         raise PlanError(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
-    return Watch(model, bound, consumers, strict=strict, via=via, one_mode=one_mode)
+    return Watch(model, bound, consumers, models=models, strict=strict, via=via, recorded=recorded)
+
+
+def _tapped(asked: Any, keep: Any, **when: Any) -> Any:
+    """A bare selector with what was said of all of them; taps say it for themselves."""
+    given = keep is not None or any(value is not None for value in when.values())
+    if isinstance(asked, (Tap, Plan, list, tuple)):
+        if given:
+            raise PlanError("keep=, every= and phase= of a watch are for bare selectors: a tap says its own")
+        return asked
+    return tap(asked, keep, **when)
+
+
+def _models(model: Any) -> dict[str, nn.Module] | None:
+    """Several models by name, or None where one was given."""
+    if not isinstance(model, dict) or not model:
+        return None
+    for name, each in model.items():
+        if not isinstance(name, str) or not name or "." in name or not isinstance(each, nn.Module):
+            raise PlanError(
+                f"several models are given as {{name: nn.Module}}, with names without dots; {name!r} is "
+                f"{type(each).__name__}"
+            )
+    return dict(model)
 
 
 def list_sites(model: Any, *kinds: Kind) -> list[str]:

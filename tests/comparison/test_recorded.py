@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import subprocess
 import sys
@@ -210,6 +211,18 @@ def test_a_run_cut_off_by_a_crash_is_compared_as_far_as_it_goes(models: Any, tmp
     assert result.steps == (0, 1)
     assert result.problems
     watch.close()
+
+
+@pytest.mark.parametrize("sites", ["x", 7, [None, 3, "a"], [{"name": 5}], [{"no": "name"}], {"name": "a"}])
+def test_events_that_are_no_lists_of_sites_do_not_stop_a_comparison(tmp_path: Path, sites: Any) -> None:
+    folders = [trained(tmp_path / name, steps=2) for name in "ab"]
+    for folder in folders:
+        (events,) = folder.rglob("events*.jsonl")
+        with events.open("a") as file:
+            file.write(json.dumps({"kind": "sites", "time": 0.0, "sites": sites}) + "\n")
+    result = tt.compare(*folders)
+    assert result.first is None
+    assert result.compared > 0
 
 
 def test_a_corrupt_tensor_is_not_compared_and_not_called_equal(models: Any, tmp_path: Path) -> None:

@@ -292,9 +292,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     opened = threading.Event()
     original = recorder.TensorSegments.add
 
-    def add(self: recorder.TensorSegments, step: int, item: TensorItem) -> object:
+    def add(self: recorder.TensorSegments, step: int, item: TensorItem, phase: str) -> object:
         opened.wait(30)
-        return original(self, step, item)
+        return original(self, step, item, phase)
 
     monkeypatch.setattr(recorder.TensorSegments, "add", add)
     return opened

@@ -36,12 +36,14 @@ def command(
     from torchtap.store.read.reader import open_run
     from torchtap.viewer.terminal import live_view
 
-    opened = open_run(run)
+    opened = open_run(run, partial=True)
     console = Terminal()
 
     def look() -> object:
         found = diagnose(opened)
-        return live_view(opened, patterns=patterns, statistic=statistic, rows=rows, findings=found)
+        return live_view(
+            opened, patterns=patterns, statistic=statistic, rows=rows, width=console.width, findings=found
+        )
 
     if once or not console.is_terminal:
         console.print(look())

@@ -69,7 +69,7 @@ def attach(model: Any, receiver: Receiver, via: WayName = "hook") -> Attachment:
 
             return attach_graph(model, receiver)
         case "compiled":
-            from torchtap.taps.carry.compiled import attach_compiled
+            from torchtap.taps.compiled import attach_compiled
 
             return attach_compiled(model, receiver)
         case "exported":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torchtap.comparison.align.pairing import Pair, Unaligned
 from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.measure.profile import Profile
+from torchtap.display import drawn
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -149,9 +150,7 @@ class Comparison:
         return self.verdict
 
     def _repr_html_(self) -> str:
-        from torchtap.viewer.notebook import comparison_html
-
-        return comparison_html(self)
+        return str(drawn("comparison", self))
 
     def row(self, site: str) -> Row:
         """The row of one site, by the reference's name for it."""

@@ -179,11 +179,12 @@ class RunRecording:
                 self._tensors.setdefault(ref.step, {})[ref.site] = (tuple(ref.shape), ref.dtype)
         self._matrices: dict[str, tuple[list[str], dict[int, int], Any]] = {}
         self._kept = set(run.statistics())
-        # The session notes the sites in their order of execution as soon as it knows them.
-        noted = [site for event in run.events("sites") for site in event.get("sites", [])]
-        ordered = in_passing_order(dict.fromkeys(site["name"] for site in noted))
-        self._order = {name: n for n, name in enumerate(ordered)}
-        self._dtypes = {site["name"]: site.get("dtype") for site in noted}
+        # The session notes the sites in their order of execution as soon as it knows them; the reader checks it.
+        noted = run.site_facts()
+        self._order = {name: n for n, name in enumerate(in_passing_order(noted))}
+        self._dtypes = {
+            name: dtype for name, facts in noted.items() if isinstance(dtype := facts.get("dtype"), str)
+        }
 
     def steps(self) -> list[int]:
         return [int(step) for step in self.run.steps()]

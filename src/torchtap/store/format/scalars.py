@@ -1,7 +1,7 @@
 """Scalar segments: the clock and every number of some steps, laid out so that one series lies in one stretch.
 
-Entries: ``clock.step/epoch/batch/phase/time`` with one row for each record, and for each grid of sites by
-statistics ``gridN.values`` (statistics, sites, rows), ``gridN.rows`` (which rows of the clock) and, only
+Entries: ``clock.step/epoch/batch/phase/time/passes/skipped`` with one row for each record, and for each grid of
+sites by statistics ``gridN.values`` (statistics, sites, rows), ``gridN.rows`` (which rows of the clock) and, only
 where a site was absent, ``gridN.present`` (sites, rows). A step exists once its row of the clock does: the
 tensors of a step appear before it.
 """
@@ -30,6 +30,8 @@ CLOCK: dict[str, tuple[str, str]] = {
     "batch": ("I64", "<i8"),
     "phase": ("U8", "|u1"),
     "time": ("F64", "<f8"),
+    "passes": ("I64", "<i8"),
+    "skipped": ("U8", "|u1"),
 }
 NO_NUMBER = -(2**63)  # an epoch or batch that nobody set
 
@@ -62,7 +64,7 @@ class ScalarBuffer:
 
     def clear(self) -> None:
         """Forget what was gathered."""
-        self._clock: list[tuple[int, int, int, int, float]] = []
+        self._clock: list[tuple[int, int, int, int, float, int, int]] = []
         self._phases: dict[str, int] = {}
         self._grids: dict[tuple[tuple[str, ...], tuple[str, ...]], GridRows] = {}
         self.nbytes = 0
@@ -94,8 +96,10 @@ class ScalarBuffer:
         phase = self._phases.setdefault(record.phase, len(self._phases))
         epoch = NO_NUMBER if record.epoch is None else record.epoch
         batch = NO_NUMBER if record.batch is None else record.batch
-        self._clock.append((record.step, epoch, batch, phase, record.time))
-        self.nbytes += 40
+        self._clock.append(
+            (record.step, epoch, batch, phase, record.time, record.passes, int(record.skipped))
+        )
+        self.nbytes += 50
         for block in record.scalars:
             grid = self._grid(block)
             grid.rows.append(row)

@@ -46,11 +46,22 @@ class StoredTensor:
     name: TensorName
     entry: Entry
 
+    def in_phase(self, phase: str) -> StoredTensor:
+        """The same tensor, known to be of a phase."""
+        return StoredTensor(self.segment, self.name._replace(phase=phase), self.entry)
+
     def ref(self) -> TensorRef:
         name, about = self.name, _described(self.segment, self.entry)
         shape = about.shape if about.dense_shape is None else about.dense_shape
         return TensorRef(
-            name.site, name.field, name.reduction, name.step, shape, about.type.name, self.entry.nbytes
+            name.site,
+            name.field,
+            name.reduction,
+            name.step,
+            shape,
+            about.type.name,
+            self.entry.nbytes,
+            name.phase,
         )
 
     def _bytes(self, about: _Description) -> bytearray | memoryview:
@@ -68,7 +79,8 @@ class StoredTensor:
 
     def _indices(self, about: _Description) -> npt.NDArray[np.int64]:
         name = self.name
-        other = TensorName(name.step, name.reduction, name.field, name.site, name.copy, indices=True)
+        stored = TensorName.parse(self.entry.name) or name
+        other = stored._replace(indices=True)
         entry = self.segment.header.entries.get(str(other))
         if entry is None:
             raise RunCorruptError(f"the indices of the sparse tensor {name} are missing")

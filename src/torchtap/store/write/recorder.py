@@ -156,7 +156,7 @@ class Recorder:
         # its tensors belong to it only once its clock is written, so a record that is refused leaves nothing
         self._scalars.add(record)
         for item in record.tensors:
-            self._count(self._tensors.add(record.step, item))
+            self._count(self._tensors.add(record.step, item, record.phase))
 
     def _count(self, loss: Loss | None) -> None:
         if loss is not None:

@@ -37,7 +37,7 @@ from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive.receiver import Receiver
 
-__all__ = ["Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
+__all__ = ["PASSES", "Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
@@ -45,8 +45,18 @@ _channels: dict[int, Receiver] = {}
 _listeners: tuple[Receiver, ...] = ()
 _numbers = itertools.count(1)
 _tickets = itertools.count(1)
-_booked: dict[str, int] = {}  # site with a ticket -> the call that its gradient belongs to
+# Channel -> site with a ticket -> the call that its gradient belongs to. Forgotten when nobody listens any more.
+_booked: dict[int | None, dict[str, int]] = {}
 _ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
+
+# What a graph emits when a pass begins: by whether the model trains, and whether gradients are on.
+PASSES = {
+    (True, True): "pass_learning",
+    (True, False): "pass_in_training",
+    (False, True): "pass_with_gradients",
+    (False, False): "pass",
+}
+_MODES = {kind: mode for mode, kind in PASSES.items()}
 
 # channel, module path, kind, leaf, ticket
 Address = tuple[int | None, str, str, str, int | None]
@@ -71,6 +81,7 @@ class Channel:
     def close(self) -> None:
         """Nobody listens any more; the ops cost next to nothing."""
         _channels.pop(self.number, None)
+        _booked.pop(self.number, None)
 
 
 def register() -> None:
@@ -110,6 +121,8 @@ def stop_listening(receiver: Receiver) -> None:
     global _listeners
     with _lock:
         _listeners = tuple(each for each in _listeners if each is not receiver)
+        if not _listeners:
+            _booked.pop(None, None)
 
 
 def _define() -> torch.library.Library:
@@ -183,12 +196,15 @@ def _on_value(value: Tensor, site: str) -> None:
     receivers = _receivers(number)
     if not receivers or _is_repetition(kind):
         return
-    call = None if ticket is None else _booked.get(site)
+    call = None if ticket is None else _booked.get(number, {}).get(site)
     # A new tensor object each time: a compiler writes new values into memory, and so into tensors, that it has used
     # before, without a trace in their version.
     value = value.detach()
     for receiver in receivers:
-        if kind in ("attention", "value"):
+        if kind in _MODES:
+            receiver.end_pass()
+            receiver.begin_pass(*_MODES[kind])
+        elif kind in ("attention", "value"):
             receiver.take_from_inside(kind, path, leaf, value)
         else:
             receiver.take_named(path, kind, leaf, value, call)
@@ -199,7 +215,7 @@ def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
     receivers = _receivers(number)
     if not receivers or _is_repetition(kind):
         return
-    call = None if ticket is None else _booked.get(site)
+    call = None if ticket is None else _booked.get(number, {}).get(site)
     for receiver in receivers:
         receiver.take_state(path, kind, leaf, state, shape, call)
 
@@ -215,7 +231,7 @@ def _on_awaited(value: Tensor, site: str) -> None:
     number, path, kind, leaf, ticket = address(site)
     if ticket is not None:  # in the forward graph of a compiled model
         for receiver in _receivers(number):
-            _booked[site] = receiver.next_call(path, kind, leaf)
+            _booked.setdefault(number, {})[site] = receiver.next_call(path, kind, leaf)
         return
     wanted = value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, FunctionalTensor):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from torch import nn
 
-from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.walker import Walker
 
-__all__ = ["PassHooks", "in_pass"]
+__all__ = ["PassHooks", "PassListener", "in_pass"]
 
 
-def in_pass(receiver: Receiver, model: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+class PassListener(Protocol):
+    """Who is told of passes: a receiver, or whoever looks out for them."""
+
+    def begin_pass(self, training: bool | None = None) -> None:
+        """The model was called; ``training`` is its flag."""
+
+    def end_pass(self) -> None:
+        """The call is over."""
+
+
+def in_pass(receiver: PassListener, model: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     """``call`` with a pass of the receiver around it."""
 
     def one_pass(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +39,7 @@ def in_pass(receiver: Receiver, model: Any, call: Callable[..., Any]) -> Callabl
 class PassHooks:
     """Two hooks on the object that the user calls."""
 
-    def __init__(self, model: nn.Module, receiver: Receiver) -> None:
+    def __init__(self, model: nn.Module, receiver: PassListener) -> None:
         self._model = model
         self._receiver = receiver
         self._walker = Walker(model)

@@ -21,8 +21,8 @@ from torchtap.taps.carry.op import address
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.graph.edit import carried_sites, readdress, tap_graph
 from torchtap.taps.graph.regions import module_regions, outermost_class
-from torchtap.taps.graph.skeleton import skeleton
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.stand_ins import skeleton
 
 __all__ = ["attach_exported", "attach_graph", "called_modules", "exported_tree", "graph_tree"]
 
@@ -102,7 +102,7 @@ class _ModuleRoute:
         def module(*args: Any, **kwargs: Any) -> Any:
             given = make(*args, **kwargs)
             attachment = attach_graph(given, self._receiver)
-            attachment.arm(self._receiver.live)
+            attachment.arm(frozenset(range(len(self._receiver.plan.taps))))
             self._given.append(attachment)
             return given
 

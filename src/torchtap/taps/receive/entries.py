@@ -12,16 +12,16 @@ from torch import Tensor
 from torchtap._torch import version_of
 from torchtap.names import Kind
 from torchtap.plan import Port
-from torchtap.reduce import Reduction, StatsBlock
+from torchtap.reduce.base import Reduction, RowBlock
 from torchtap.sites import Site, input_names
 from torchtap.taps.walk.counting import CallCounter
 
-__all__ = ["Entry", "Fold", "Grid", "LivePort", "RecentValues", "gone"]
+__all__ = ["Entry", "Fold", "LivePort", "RecentValues", "Tally", "gone"]
 
 
 @final
 class Fold:
-    """One reduction at one site and its state in the current step; no state means that nothing arrived.
+    """One reduction at one site in one phase, and its state in the open step; no state means that nothing arrived.
 
     Equal reductions have equal keys.
     """
@@ -40,6 +40,7 @@ class Entry:
     """A site that was seen: who wants it, and what has been folded so far."""
 
     __slots__ = (
+        "also",
         "asked",
         "dtype",
         "folds",
@@ -58,51 +59,70 @@ class Entry:
         self.name = site.name
         self.taps = taps
         self.generation = -1
-        self.measured = False  # whether statistics are wanted in this generation
+        self.also: Entry | None = None  # which takes the same values, of all passes together
+        self.measured = False  # whether a row of the block is wanted in this generation
         self.asked = False  # whether the newest call, repetitions apart, asked for its gradient
-        self.row = -1  # its row in the grid of statistics, once it has one
-        self.folds: dict[str, Fold] = {}
+        self.row = -1  # its row in each tally's block, once it has one
+        self.folds: dict[str, dict[str, Fold]] = {}  # by phase, then by key
         self.live_folds: tuple[Fold, ...] = ()
         self.shape: tuple[int, ...] | None = None  # of the first value; None means that none ever came
         self.dtype: torch.dtype | None = None
 
 
 @final
-class Grid:
-    """The statistics of all sites: a row a site, in the order of first arrival."""
+class Tally:
+    """What one phase has folded in the open step. Passes of different phases never meet in one.
 
-    __slots__ = ("arrived", "block", "entries")
+    ``serial`` changes when the tally is emptied: a gradient that comes later than that has nowhere to go.
+    """
 
-    def __init__(self, scratch: int, rows: int = 64) -> None:
-        self.block = StatsBlock(rows, scratch=scratch)
+    __slots__ = ("arrived", "block", "generation", "live", "numbers", "passes", "phase", "serial", "touched")
+
+    def __init__(self, phase: str, block: RowBlock, rows: int) -> None:
+        self.phase = phase
+        self.live: frozenset[int] = frozenset()
+        self.generation = 0  # of the live taps
+        self.passes = 0
+        self.serial = 0
+        self.touched = False  # whether it was turned to since it was emptied
+        self.numbers: dict[
+            str, dict[str, float | Tensor]
+        ] = {}  # that came as such: statistic -> site -> number
+        self.block = block
         self.arrived = bytearray(rows)
-        self.entries: list[Entry] = []
 
-    def add(self, entry: Entry) -> int:
-        """A row for a new site."""
-        row = len(self.entries)
-        self.entries.append(entry)
-        if row >= len(self.arrived):
-            self.block.grow(2 * len(self.arrived))
-            self.arrived.extend(bytes(len(self.arrived)))
-        entry.row = row
-        return row
+    def reserve(self, rows: int) -> None:
+        """Have room for so many sites."""
+        if rows > len(self.arrived):
+            more = max(rows, 2 * len(self.arrived))
+            self.block.grow(more)
+            self.arrived.extend(bytes(more - len(self.arrived)))
 
     def clear(self) -> None:
         """Nothing has arrived: a new step begins."""
-        self.block.reset()
-        self.arrived[:] = bytes(len(self.arrived))
+        self.serial += 1
+        self.touched = False
+        self.passes = 0
+        self.numbers = {}
+        if any(self.arrived):
+            self.block.reset()
+            self.arrived[:] = bytes(len(self.arrived))
 
 
 @final
 class LivePort(CallCounter):
-    """A plan's port at run time: counts calls in a pass and keeps the entries of its leaves."""
+    """A plan's port at run time: counts calls in a pass and keeps the entries of its leaves.
 
-    __slots__ = ("entries", "input_names", "kind", "note", "port", "structure")
+    ``apart`` are the taps that keep each pass by itself: their calls are counted on from pass to pass.
+    """
 
-    def __init__(self, port: Port) -> None:
+    __slots__ = ("apart", "earlier", "entries", "input_names", "kind", "note", "port", "structure")
+
+    def __init__(self, port: Port, apart: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self.port = port
+        self.apart = apart.intersection(port.taps)
+        self.earlier: tuple[int, dict[str, int]] = (0, {})  # calls, and calls of each leaf, in earlier passes
         self.kind: Kind = port.site.kind
         self.entries: dict[tuple[str, int], Entry | None] = {}
         self.structure: Any = None  # of an output that is not one tensor, from the first call
@@ -110,6 +130,18 @@ class LivePort(CallCounter):
         module = port.site.module
         takes_arguments = self.kind in ("input", "grad_input") and module is not None
         self.input_names = input_names(module) if takes_arguments and module is not None else None
+
+    def start_pass(self, pass_number: int) -> None:
+        if not self.apart:
+            super().start_pass(pass_number)
+            return
+        self.pass_number, self.called = pass_number, True
+        self.earlier = self.calls, dict(self.leaf_calls)
+
+    def call_in_pass(self, leaf: str, call: int) -> int:
+        """The number that a call has in its own pass."""
+        calls, of_leaves = self.earlier
+        return call - of_leaves.get(leaf, 0) - calls
 
 
 @final
@@ -121,7 +153,7 @@ class RecentValues:
     """
 
     SLOTS = 4
-    __slots__ = ("copies", "keys", "next_slot", "slots", "tensors", "versions")
+    __slots__ = ("copies", "keys", "measured", "next_slot", "slots", "tensors", "versions")
 
     def __init__(self) -> None:
         self.next_slot = 0
@@ -132,6 +164,7 @@ class RecentValues:
         self.keys = [0] * self.SLOTS
         self.tensors: list[Callable[[], Tensor | None]] = [gone] * self.SLOTS
         self.versions = [0] * self.SLOTS
+        self.measured = bytearray(self.SLOTS)  # whether the block has the numbers of what is in a slot
         self.copies: list[dict[str, Any]] = [{} for _ in range(self.SLOTS)]  # what Full made of it, by key
 
     def slot_of(self, tensor: Tensor) -> tuple[int, bool]:
@@ -149,6 +182,7 @@ class RecentValues:
             return slot, True
         self.tensors[slot] = ref(tensor)
         self.versions[slot] = version
+        self.measured[slot] = 0
         if self.copies[slot]:
             self.copies[slot] = {}
         return slot, False

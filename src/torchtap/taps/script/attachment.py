@@ -14,9 +14,9 @@ from torch import nn
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.carry.op import Channel, address, register
 from torchtap.taps.carry.passes import in_pass
-from torchtap.taps.graph.skeleton import skeleton
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.script.graph import assigned_attributes, constant_sites, script_modules, tapped_copy
+from torchtap.taps.walk.stand_ins import skeleton
 
 __all__ = ["attach_script", "script_tree"]
 
