@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 # From the ground up. A file may import from its own layer and from those before it.
 LAYERS = [
     ["errors"],
+    ["names"],
     ["registry"],
     ["sites"],
     ["schedule"],
@@ -29,7 +33,6 @@ LAYERS = [
     ["comparison"],
     ["diagnosis"],
     ["monitors"],
-    ["distributed"],
     ["integrations"],
     ["viewer"],
     ["testing"],
@@ -92,3 +95,59 @@ def test_every_file_says_its_job(path: Path) -> None:
     text = path.read_text().strip()
     if text:
         assert ast.get_docstring(ast.parse(text)), f"{module_name(path)} has no docstring"
+
+
+# -- one place for each job -----------------------------------------------------------------------------------
+
+CUTS = {"partition", "rpartition", "split", "rsplit", "find", "rfind", "index", "rindex"}
+# Text that is not a site's name is cut elsewhere too.
+OTHER_TEXT = {
+    "cli/rcc.py": "file.py:function",
+    "cli/sites.py": "file.py:model",
+    "comparison/align/rules.py": "the little language of rules",
+    "diagnosis/checks.py": "a class's dotted name",
+    "monitors/torch_module_monitor/__init__.py": "a module's dotted name",
+    "reduce/full.py": "a slice",
+    "registry.py": "module:attribute of an entry point",
+    "sinks/registry.py": "sink:place on a command line",
+    "store/export/front.py": "module:attribute",
+    "taps/graph/skeleton.py": "a class's dotted name",
+    "viewer/security.py": "host:port",
+}
+
+
+def cuts_of(tree: ast.AST) -> list[int]:
+    """Lines where text is cut at a character that site names are made of."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CUTS
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and node.args[0].value in (":", "#", ".")
+    ]
+
+
+def test_site_names_are_cut_in_one_file() -> None:
+    cutting = {str(path.relative_to(SOURCE)) for path in files() if cuts_of(ast.parse(path.read_text()))}
+    assert cutting - set(OTHER_TEXT) == {"names.py"}
+
+
+def test_the_names_of_wrappers_are_listed_in_one_file() -> None:
+    naming = {
+        str(path.relative_to(SOURCE))
+        for path in files()
+        if any(
+            isinstance(node, ast.Constant) and node.value in ("_fsdp_wrapped_module", "_forward_module")
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    assert naming == {"names.py"}
+
+
+def test_reading_names_needs_no_torch() -> None:
+    code = "import sys, torchtap.names; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from torch import nn
 
+from torchtap.names import path_parts
 from torchtap.sites import unwrap
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
@@ -67,7 +68,7 @@ def _replaced_paths(receiver: Receiver) -> set[str]:
 def _now_at(root: nn.Module, path: str) -> dict[str, Any] | None:
     """The state of the module that is now at a path: a wrapper of ours is a second face with the same."""
     module: nn.Module | None = root
-    for name in path.split("."):
+    for name in path_parts(path):
         module = unwrap(module)._modules.get(name) if module is not None else None
     return None if module is None else unwrap(module).__dict__
 

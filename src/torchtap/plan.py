@@ -16,9 +16,10 @@ from torch import nn
 
 from torchtap.budget import Budget, lesser
 from torchtap.errors import PlanError, SelectionError
+from torchtap.names import KINDS, Kind, no_such_site
 from torchtap.reduce import Full, Reduction, Stats
 from torchtap.schedule import Always, Moment, Never, Schedule, schedule_of
-from torchtap.sites import KINDS, Kind, Place, Selectable, Selector, Site, no_such_site, places, selectors_of
+from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
 __all__ = ["Plan", "Port", "Tap", "bind", "candidates", "tap"]
 

@@ -45,8 +45,9 @@ class Registry:
                     f"the {self.what} {name!r} of {entry.value!r} cannot be imported: {error!r}"
                 ) from error
         known = self.names()
-        near = difflib.get_close_matches(name, known, n=1) or known
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
         raise self.error(
-            f"there is no {self.what} {name!r}; known are {', '.join(near)}. A package adds its own by an entry "
-            f"point in the group {self.group!r}"
+            f"there is no {self.what} {name!r}{meant}; known are {', '.join(known)}. A package adds its own by an "
+            f"entry point in the group {self.group!r}"
         )

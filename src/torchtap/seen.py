@@ -7,7 +7,8 @@ from typing import Any, final
 
 from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import SelectionError
-from torchtap.sites import Site, input_names, no_such_site
+from torchtap.names import belongs_to, first_part, no_such_site, read_name, site_name
+from torchtap.sites import input_names
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.entries import Entry
 from torchtap.taps.receive.receiver import Receiver
@@ -80,14 +81,14 @@ class Seen(Mapping[str, Any]):
 
     def _only_leaf(self, name: str) -> Entry | None:
         """A value that came inside a structure, such as ``(hidden, None)``, needs no leaf if it is alone."""
-        path, _, kind = name.rpartition(":")
-        if "." in kind or "#" in kind:
+        asked = read_name(name)
+        if asked.leaf or asked.call:
             return None
-        inside = f"{path}:{kind or 'output'}."
         found = [
-            e
-            for n, e in self._by_name.items()
-            if n.startswith(inside) and not e.site.call and e.shape is not None
+            entry
+            for entry in self._by_name.values()
+            if (entry.site.path, entry.site.kind, entry.site.call) == (asked.path, asked.kind, 0)
+            and entry.shape is not None
         ]
         return found[0] if len(found) == 1 else None
 
@@ -96,35 +97,30 @@ class Seen(Mapping[str, Any]):
         plan = self._receiver.plan
         for table in (plan.aliases, plan.other_names):
             for other, first in table.items():
-                if name == other or name.startswith((f"{other}.", f"{other}#")):
+                if belongs_to(name, other):
                     yield first + name[len(other) :]
-        if ":" not in name:
-            yield f"{name}:output"
+        yield str(read_name(name))
         yield from self._by_position(name)
 
     def _by_position(self, name: str) -> Iterator[str]:
         """``x:input.1`` for the second parameter, and ``x:output.0`` for an output that is one tensor."""
-        path, _, rest = name.rpartition(":")
-        kind, _, leaf = rest.partition("#")[0].partition(".")
-        call = "#" + name.rpartition("#")[2] if "#" in name else ""
-        first, dot, more = leaf.partition(".")
-        if not first.isdigit():
+        path, kind, leaf, call = read_name(name)
+        first, more = first_part(leaf)
+        if not first.isdecimal():
             return
-        if first == "0" and not dot:
-            yield f"{path}:{kind}{call}"
+        if leaf == "0":
+            yield site_name(path, kind, "", call)
         if kind in ("input", "grad_input"):
             for place in self._receiver.plan.places:
                 if place.path == path:
                     names = input_names(place.module) or ()
                     if int(first) < len(names):
-                        yield f"{path}:{kind}.{names[int(first)]}{dot}{more}{call}"
+                        named = names[int(first)]
+                        yield site_name(path, kind, f"{named}.{more}" if more else named, call)
 
     def _why_not(self, name: str) -> str:
-        try:
-            bare = Site.parse(name)
-        except LookupError:
-            return ""
-        leaves = [known for known in self if known.startswith(f"{bare.path}:{bare.kind}.")]
+        bare = read_name(name).bare
+        leaves = [known for known in self if known.startswith(f"{bare}.")]
         if leaves:
             return f"That value has several leaves: {', '.join(leaves[:6])}."
         for missing in self.coverage():

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from torchtap.errors import PlanError
 from torchtap.model_tree import environment, model_tree
+from torchtap.names import Kind
 from torchtap.plan import Plan, Tap, bind, candidates, tap
 from torchtap.reduce import Full, Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
-from torchtap.sites import Kind, Selectable, places, source_of
+from torchtap.sites import Selectable, places, source_of
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
 from torchtap.store.write.writer import RunWriter

@@ -1,7 +1,6 @@
-"""Names of places: what a site is, which sites a model has, and how a selector picks them.
+"""The places of a model: which modules and sites it has, and how a selector picks them.
 
-A site's name is ``<module path>:<kind>[.<leaf>][#<call>]``. This file knows names only: it puts no hook on
-anything and reads no value. It guarantees:
+How a name is written is known to `names`. Nothing here puts a hook on a model or reads a value. It guarantees:
 - wrappers (``torch.compile``, DDP, FSDP, checkpoint wrappers) leave no trace in a name;
 - a module or parameter that is registered twice has one site, under its first name, and is found by all its names;
 - a selector that picks nothing says which names are nearest.
@@ -15,36 +14,37 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Any, TypeAlias, cast, final
 
 from torch import nn
 
-from torchtap.errors import PlanError, SelectionError
+from torchtap.errors import PlanError
+from torchtap.names import (
+    KINDS,
+    WRAPPED_ATTRIBUTES,
+    WRAPPER_CLASSES,
+    Kind,
+    first_part,
+    join_path,
+    last_part,
+    parse_name,
+    path_parts,
+    regex_parts,
+    selector_parts,
+    site_name,
+)
 
 __all__ = [
-    "KINDS",
-    "Kind",
     "Place",
     "Selectable",
     "Selector",
     "Site",
     "input_names",
-    "nearest_names",
-    "no_such_site",
     "places",
     "selectors_of",
     "source_of",
     "unwrap",
 ]
-
-Kind = Literal[
-    "input", "output", "grad_input", "grad_output", "param", "param_grad", "buffer", "attention", "value"
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-
-# A wrapper's only child, by the attribute that holds it. ``module`` is too common a name to go by alone.
-_WRAPPED_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_WRAPPER_CLASSES = ("DistributedDataParallel", "DataParallel", "AveragedModel")
 
 
 @final
@@ -60,9 +60,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        leaf = f".{self.leaf}" if self.leaf else ""
-        call = f"#{self.call}" if self.call else ""
-        return f"{self.path}:{self.kind}{leaf}{call}"
+        return site_name(self.path, self.kind, self.leaf, self.call)
 
     def __str__(self) -> str:
         return self.name
@@ -70,15 +68,8 @@ class Site:
     @classmethod
     def parse(cls, name: str) -> Site:
         """The site of a full name, e.g. ``blocks.0.attn:output.1#2``."""
-        path, _, rest = name.rpartition(":")
-        rest, _, call = rest.partition("#")
-        kind, _, leaf = rest.partition(".")
-        if ":" not in name or kind not in KINDS or (call and not call.isdigit()):
-            raise SelectionError(
-                f"{name!r} is not a site's name: it has to read <module path>:<kind>[.<leaf>][#<call>], "
-                f"with one of the kinds {', '.join(KINDS)}"
-            )
-        return cls(path, kind, leaf, int(call or 0))
+        path, kind, leaf, call = parse_name(name)
+        return cls(path, cast("Kind", kind), leaf, call)
 
 
 @final
@@ -102,10 +93,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     children = module._modules
-    for name in _WRAPPED_ATTRIBUTES:
+    for name in WRAPPED_ATTRIBUTES:
         if (child := children.get(name)) is not None:
             return child
-    if type(module).__name__ in _WRAPPER_CLASSES:
+    if type(module).__name__ in WRAPPER_CLASSES:
         return children.get("module")
     return None
 
@@ -123,7 +114,7 @@ def places(model: nn.Module) -> list[Place]:
         found[id(module)] = (module, [path])
         for name, child in module._modules.items():
             if child is not None:
-                visit(child, f"{path}.{name}" if path else name)
+                visit(child, join_path(path, name))
 
     visit(model, "")
     # The children of a shared module are reached by each of its names as well.
@@ -140,7 +131,7 @@ def _descendants(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
     for name, child in module._modules.items():
         if child is not None:
             child = unwrap(child)
-            child_path = f"{path}.{name}" if path else name
+            child_path = join_path(path, name)
             yield child_path, child
             yield from _descendants(child, child_path)
 
@@ -238,7 +229,7 @@ def _always(_: Site) -> bool:
 
 def _from_type(module_type: type[nn.Module], kind: Kind) -> Selector:
     return Selector(
-        f"{module_type.__qualname__}:{kind}",
+        site_name(module_type.__qualname__, kind),
         lambda site: site.kind == kind and isinstance(site.module, module_type),
         _always,
         kinds=frozenset((kind,)),
@@ -248,7 +239,7 @@ def _from_type(module_type: type[nn.Module], kind: Kind) -> Selector:
 def _from_module(module: nn.Module, kind: Kind) -> Selector:
     one = unwrap(module)
     return Selector(
-        f"<this {type(one).__qualname__}>:{kind}",
+        site_name(f"<this {type(one).__qualname__}>", kind),
         lambda site: site.kind == kind and site.module is one,
         _always,
         kinds=frozenset((kind,)),
@@ -264,14 +255,14 @@ def _from_regex(text: str) -> Selector:
     # Leaves and calls are known only once the model runs, so a port is bound when the expression could match
     # the bare name or any usual continuation of it; picks_leaf then decides on the full name.
     continuations = ("", *(f".{n}" for n in range(10)), "#1", ".0#1", ".weight", ".bias")
-    path_part, colon, rest = text[3:].rpartition(":")
+    path_part, rest = regex_parts(text[3:])
     try:
-        path_pattern = re.compile(path_part) if colon else None
+        path_pattern = None if path_part is None else re.compile(path_part)
     except re.error:
         path_pattern = None
 
     def picks_port(site: Site) -> bool:
-        bare = f"{site.path}:{site.kind}"
+        bare = site_name(site.path, site.kind)
         if any(pattern.fullmatch(bare + more) for more in continuations):
             return True
         names_leaf = re.match(rf"{site.kind}\\?[^a-z_]", rest) is not None
@@ -281,11 +272,7 @@ def _from_regex(text: str) -> Selector:
 
 
 def _from_glob(text: str, default_kind: Kind) -> Selector:
-    path_text, colon, kind_text = text.rpartition(":")
-    if not colon:
-        path_text, kind_text = text, default_kind
-    kind_text, _, call_text = kind_text.partition("#")
-    kind_glob, _, leaf_glob = kind_text.partition(".")
+    path_text, kind_glob, leaf_glob, call_text = selector_parts(text, default_kind)
     kinds = frozenset(kind for kind in KINDS if fnmatch.fnmatchcase(kind, kind_glob))
     if not kinds:
         close = difflib.get_close_matches(kind_glob, KINDS, n=3, cutoff=0.3)
@@ -316,10 +303,10 @@ def _spellings(site: Site) -> Iterator[str]:
     """A leaf's name and, for a named input, its position as well."""
     yield site.leaf
     if site.kind in ("input", "grad_input") and site.module is not None:
-        first, dot, rest = site.leaf.partition(".")
+        first, rest = first_part(site.leaf)
         names = input_names(site.module) or ()
         if first in names:
-            yield f"{names.index(first)}{dot}{rest}"
+            yield join_path(str(names.index(first)), rest) if rest else str(names.index(first))
 
 
 def _path_pattern(text: str) -> Callable[[str], bool]:
@@ -329,11 +316,9 @@ def _path_pattern(text: str) -> Callable[[str], bool]:
     if text in ("*", "**"):
         return lambda path: True
     if "." not in text:
-        return lambda path: (
-            path != "" and (path == text or fnmatch.fnmatchcase(path.rpartition(".")[2], text))
-        )
+        return lambda path: path != "" and (path == text or fnmatch.fnmatchcase(last_part(path), text))
     pieces: list[str] = []
-    components = text.split(".")
+    components = path_parts(text)
     for position, component in enumerate(components):
         last = position == len(components) - 1
         if component == "**":
@@ -349,25 +334,6 @@ def _path_pattern(text: str) -> Callable[[str], bool]:
     pattern = re.compile("".join(pieces))
     # A module may be called "[0]" or "a?": what a listing shows can be asked for as it stands.
     return lambda path: path == text or pattern.fullmatch(path) is not None
-
-
-def nearest_names(asked: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
-    """The names most like what was asked for."""
-    return tuple(difflib.get_close_matches(asked, list(names), n=count, cutoff=0.4))
-
-
-def no_such_site(asked: str, names: Sequence[str], where: str, advice: str = "") -> SelectionError:
-    """The error for a name or selector that picks nothing among ``names``."""
-    nearest = nearest_names(asked, names)
-    if nearest:
-        found = "the nearest are " + ", ".join(repr(name) for name in nearest)
-    elif names:
-        found = "there are " + ", ".join(repr(name) for name in names[:3]) + (" …" if len(names) > 3 else "")
-    else:
-        found = "there are none"
-    plural = "site" if len(names) == 1 else "sites"
-    message = f"{asked!r} matches none of {where} {len(names)} {plural}; {found}."
-    return SelectionError(f"{message} {advice}".rstrip(), nearest=nearest)
 
 
 def selectors_of(

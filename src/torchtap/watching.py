@@ -28,6 +28,7 @@ from torch import Tensor
 from torchtap.clock import Clock
 from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import RecordingLostError, SessionError
+from torchtap.names import site_name
 from torchtap.plan import Plan
 from torchtap.schedule import Moment
 from torchtap.spending import Spending
@@ -227,7 +228,7 @@ class Watch:
         if name is not None:
             numbers |= name if isinstance(name, Mapping) else {name: cast("float", value)}
         for key, number in numbers.items():
-            site = key if ":" in key else f":value.{key}"
+            site = key if ":" in key else site_name("", "value", key)
             if isinstance(number, Tensor) and number.numel() != 1:
                 self._logged_tensors[site] = number.detach().clone()
             elif isinstance(number, Tensor) and not number.is_complex():

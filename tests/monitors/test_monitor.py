@@ -101,10 +101,10 @@ def test_a_new_epoch_lets_go_of_the_one_before_and_clearing_can_be_partial(tmp_p
     for epoch in train(training, 2, epoch_callback=monitor.set_epoch, batch_callback=monitor.set_batch_idx):
         assert {key[0] for key in monitor.get_single_data()["maps"]["data"]} == {epoch}
     monitor.clear_epoch_data()
-    assert not monitor.get_epoch_data()["ffn"]["data"]
+    assert monitor.get_epoch_data() == {}
     assert monitor.get_single_data()["maps"]["data"]
     monitor.clear_current_epoch_data()
-    assert not monitor.get_single_data()["maps"]["data"]
+    assert monitor.get_single_data() == {}
     monitor.remove_hooks()
 
 

@@ -85,7 +85,11 @@ def test_arguments_win_over_the_file(tmp_path: Path) -> None:
         ("a.yaml", "a: [", "is not what its suffix says"),
         ("a.ini", "", r"ends in '.ini'; known are .json, .yaml, .toml"),
         ("missing.json", None, "cannot be read: No such file"),
-        ("a.json", json.dumps(SETTINGS), "no 'monitor_output_dir' in it"),
+        (
+            "a.json",
+            json.dumps(SETTINGS),
+            "has no 'monitor_output_dir': add to it, or give output_dir= beside it",
+        ),
     ],
 )
 def test_a_bad_configuration_says_what_is_wrong_with_it(

@@ -29,8 +29,9 @@ def command(model: str, kinds: tuple[str, ...], selector: str | None, plain: boo
     or pickled `.pt`, or an exported `.pt2`.
     """
     loaded = load_model(model, unsafe=unsafe)
+    from torchtap.names import KINDS
     from torchtap.plan import bind, candidates
-    from torchtap.sites import KINDS, places, source_of
+    from torchtap.sites import places, source_of
     from torchtap.taps.attach import tree_of
 
     unknown = [kind for kind in kinds if kind not in KINDS]

@@ -27,11 +27,12 @@ from torchtap.comparison.judge.verdict import judge_live, sentence, status_of
 from torchtap.comparison.live.evidence import gather, missing
 from torchtap.comparison.live.hooked import Call, Hooked, steady
 from torchtap.comparison.live.passes import Probe
-from torchtap.comparison.live.tracing import Feed, feed_of, jitter, record, site_name
+from torchtap.comparison.live.tracing import Feed, feed_of, jitter, record
 from torchtap.comparison.measure.floor import Floor, floor_from
 from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.sources import describe, is_eager
 from torchtap.errors import CompareError
+from torchtap.names import parent_path, path_of, site_name
 from torchtap.taps.receive.leaves import input_leaves, leaves
 
 __all__ = ["Bisection", "bisect"]
@@ -156,9 +157,9 @@ class _Work:
         """Run the modules of the sites that are left on the reference's inputs, and replace the culprit's value."""
         # A little on both sides: the inputs of the first suspect, and the border of the module around the last.
         names = self.order[max(0, low - 2) : high + 3]
-        modules = {name.rpartition(":")[0] for name in names}
-        outer = {path.rpartition(".")[0] for path in modules}
-        wanted = {site for site in self.order if site.rpartition(":")[0] in modules | outer}
+        modules = {path_of(name) for name in names}
+        outer = {parent_path(path) for path in modules}
+        wanted = {site for site in self.order if path_of(site) in modules | outer}
         found = gather(self.reference, self.target, self.feed, rules=rules, keep=wanted.__contains__)
         rows, first = judge_live(found)
         self.forwards += found.forwards

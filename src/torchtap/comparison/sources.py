@@ -22,10 +22,10 @@ from torchtap.comparison.recorded.recordings import (
     MemoryRecording,
     Recording,
     RunRecording,
-    in_passing_order,
     is_layer_folder,
 )
 from torchtap.errors import CompareError, RunNotFoundError
+from torchtap.names import in_passing_order, site_name
 from torchtap.taps.receive.leaves import leaves
 
 __all__ = ["captured", "describe", "is_eager", "is_live", "perturbed", "recording_of"]
@@ -71,7 +71,9 @@ def recording_of(thing: Any) -> Recording:
             raise CompareError("the mapping has no tensors to compare")
         return MemoryRecording(values, "values")
     if isinstance(thing, Sequence) and not isinstance(thing, str) and thing and isinstance(thing[0], Tensor):
-        return MemoryRecording({f"layer_{n}:output": value for n, value in enumerate(thing)}, "layers")
+        return MemoryRecording(
+            {site_name(f"layer_{n}", "output"): value for n, value in enumerate(thing)}, "layers"
+        )
     raise CompareError(
         f"cannot compare a {type(thing).__name__}: give a run, a folder of layer files, a mapping from names to "
         "tensors, or a model together with inputs=..."

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.names import read_name, site_name
+
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
@@ -45,13 +47,6 @@ class Grid:
     values: npt.NDArray[np.floating[Any]]
 
 
-def _split(name: str) -> tuple[str, str, str]:
-    """Module, kind and leaf of a site's name, whatever else the name holds."""
-    module, _, tail = name.rpartition(":")
-    kind, _, leaf = tail.partition("#")[0].partition(".")
-    return module, kind, leaf
-
-
 def _shape(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, list) or len(value) > 64 or not all(isinstance(n, int) for n in value):
         return None
@@ -64,9 +59,9 @@ def places(run: Run) -> list[Place]:
     names = run.sites()
     found = []
     for index, name in enumerate(names):
-        module, kind, leaf = _split(name)
+        module, kind, leaf, _ = read_name(name)
         # A leaf or a further call is not in the plan by its own name; its module is.
-        facts = {**described.get(f"{module}:{kind}", {}), **described.get(name, {})}
+        facts = {**described.get(site_name(module, kind), {}), **described.get(name, {})}
         found.append(
             Place(
                 name,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError
+from torchtap.names import belongs_to
 from torchtap.plan import Port, Tap, bind
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site, input_names
@@ -94,7 +95,7 @@ class Edit:
 
     def _was_applied(self, port: Port) -> bool:
         bare = port.site.name
-        return any(name == bare or name.startswith((f"{bare}.", f"{bare}#")) for name in self.applied)
+        return any(belongs_to(name, bare) for name in self.applied)
 
     def _put_on(self, port: Port) -> Any:
         module = port.site.module

@@ -8,6 +8,7 @@ from typing import Any, final, get_type_hints
 from torch import fx, nn
 
 from torchtap.errors import FormError
+from torchtap.names import join_path, path_parts, selector_parts
 from torchtap.plan import Plan, Port
 from torchtap.sites import Site, input_names
 from torchtap.taps.receive.leaves import children
@@ -96,16 +97,16 @@ class _Tracer(fx.Tracer):
 
     def _leaf_asked_for(self, index: int) -> str:
         text = self._plan.taps[index].selectors[0].text
-        return text.rpartition(":")[2].partition("#")[0].partition(".")[2]
+        return selector_parts(text)[2]
 
 
 def _leaves(value: Any, name: str, asked: str = "") -> Iterator[tuple[str, fx.Proxy]]:
     """Proxies by name. What a leaf module returns shows no structure: there ``asked`` says where to look."""
     if isinstance(value, fx.Proxy):
         inner: Any = value
-        for part in asked.split(".") if asked else ():
+        for part in path_parts(asked):
             inner = inner[int(part) if part.isdigit() else part]
         yield asked or name, inner
         return
     for key, child in children(value):
-        yield from _leaves(child, f"{name}.{key}" if name else str(key))
+        yield from _leaves(child, join_path(name, str(key)))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import MissingExtraError, PlanError, SelectionError
+from torchtap.names import read_name, site_name
 from torchtap.plan import Tap, bind
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site
@@ -74,7 +75,7 @@ def attribute(
         parts = result if isinstance(result, tuple) else (result,)
         for number, part in enumerate(parts):
             suffix = f".{number}" if len(parts) > 1 else ""
-            into.log(f"{place.path}:value.{method}{suffix}", part)
+            into.log(site_name(place.path, "value", f"{method}{suffix}"), part)
     return result
 
 
@@ -84,7 +85,7 @@ def _place(model: Any, site: Selectable) -> Site:
         found = ", ".join(port.site.name for port in ports[:4])
         raise PlanError(f"an attribution is of one module's output or input; {site!r} picks {found}")
     bare = ports[0].site
-    leaf = Site.parse(site).leaf if isinstance(site, str) and ":" in site else ""
+    leaf = read_name(site).leaf if isinstance(site, str) else ""
     return Site(bare.path, bare.kind, leaf, module=bare.module)
 
 

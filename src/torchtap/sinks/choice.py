@@ -1,12 +1,13 @@
 """Which numbers and tensors a sink takes, and what it calls them.
 
 Names put kind and statistic first and the module last, ``output.mean/blocks.0.attn``: tools that group by
-the part before the slash then show one statistic of all modules side by side. Choosing is done once for
-each grid, not for each step.
+the part before the slash then show one statistic of all modules side by side. Numbers of any phase but training have
+the phase before that, ``eval.output.mean/blocks.0.attn``. Choosing is done once for each grid, not for each step.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import SelectionError
+from torchtap.names import read_name
 from torchtap.sites import Selectable, Selector, Site
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 
@@ -23,17 +25,18 @@ __all__ = ["Choice", "label", "place_of"]
 
 def place_of(name: str) -> tuple[str, str]:
     """A site's kind, and the rest of its name: ``blocks.0:output.1#2`` gives ``("output", "blocks.0.1#2")``."""
-    path, _, rest = name.rpartition(":")
-    rest, _, call = rest.partition("#")
-    kind, _, leaf = rest.partition(".")
+    if ":" not in name:  # an alias
+        return name, "model"
+    path, kind, leaf, call = read_name(name)
     place = ".".join(part for part in (path, leaf) if part) or "model"
     return kind or "value", f"{place}#{call}" if call else place
 
 
-def label(site: str, statistic: str) -> str:
+def label(site: str, statistic: str, phase: str = "train") -> str:
     """What a number is called in tools that group by the part before the slash."""
     kind, place = place_of(site)
-    return f"{kind}/{place}" if kind == statistic == "value" else f"{kind}.{statistic}/{place}"
+    name = f"{kind}/{place}" if kind == statistic == "value" else f"{kind}.{statistic}/{place}"
+    return name if phase == "train" else f"{phase}.{name}"
 
 
 @final
@@ -61,22 +64,33 @@ class Choice:
             several = [sites] if isinstance(sites, str) or not isinstance(sites, Sequence) else sites
             self._selectors = [Selector.of(one) for one in several]
         self._statistics = None if statistics is None else frozenset(statistics)
-        self._parts: dict[tuple[int, int], _Part] = {}
+        self._met: set[str] = set()  # selectors and statistics that something came for
+        self._parts: dict[tuple[int, int, str], _Part] = {}
 
     def takes(self, site: str) -> bool:
         """Whether a site was asked for."""
         if self._selectors is None:
             return True
-        try:
-            parsed = Site.parse(site)
-        except SelectionError:  # an alias: it can be asked for by its own name
-            return any(selector.text in (site, f"{site}:output") for selector in self._selectors)
-        return any(selector.picks(parsed) for selector in self._selectors)
+        picking = [selector.text for selector in self._selectors if _picks(selector, site)]
+        self._met.update(picking)
+        return bool(picking)
+
+    def tell_what_never_came(self, sink: str) -> None:
+        """Warn of sites and statistics that were asked for and of which no record had any."""
+        asked = [f"site {each.text!r}" for each in self._selectors or () if each.text not in self._met]
+        asked += [f"statistic {each!r}" for each in sorted((self._statistics or frozenset()) - self._met)]
+        if asked and self._parts:
+            warnings.warn(
+                f"{sink} was asked for {', '.join(asked)}, and no record had it: see which sites and statistics "
+                "the taps keep",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def numbers(self, record: StepRecord) -> Iterator[tuple[list[str], npt.NDArray[np.float64]]]:
         """The names and values that are taken, grid by grid, of the sites that arrived."""
         for block in record.scalars:
-            part = self._part(block)
+            part = self._part(block, record.phase)
             values = block.values.reshape(-1)[part.positions]
             if block.present is None or block.present.all():
                 yield part.labels, values
@@ -99,10 +113,10 @@ class Choice:
                 found.setdefault(item.site, {})[item.field] = item
         for site, fields in found.items():
             if "counts" in fields and "edges" in fields:
-                yield label(site, "histogram"), fields["counts"], fields["edges"]
+                yield label(site, "histogram", record.phase), fields["counts"], fields["edges"]
 
-    def _part(self, block: ScalarBlock) -> _Part:
-        identity = (id(block.sites), id(block.statistics))
+    def _part(self, block: ScalarBlock, phase: str) -> _Part:
+        identity = (id(block.sites), id(block.statistics), phase)
         part = self._parts.get(identity)
         if (
             part is None
@@ -111,10 +125,11 @@ class Choice:
         ):
             if len(self._parts) > 256:
                 self._parts.clear()
-            part = self._parts[identity] = self._make(block)
+            part = self._parts[identity] = self._make(block, phase)
         return part
 
-    def _make(self, block: ScalarBlock) -> _Part:
+    def _make(self, block: ScalarBlock, phase: str) -> _Part:
+        self._met.update(block.statistics)
         columns = [
             (column, name)
             for column, name in enumerate(block.statistics)
@@ -127,5 +142,12 @@ class Choice:
             block.statistics,
             np.array([row * width + column for row, _ in rows for column, _ in columns], np.intp),
             np.array([row for row, _ in rows for _ in columns], np.intp),
-            [label(site, statistic) for _, site in rows for _, statistic in columns],
+            [label(site, statistic, phase) for _, site in rows for _, statistic in columns],
         )
+
+
+def _picks(selector: Selector, site: str) -> bool:
+    try:
+        return selector.picks(Site.parse(site))
+    except SelectionError:  # an alias: it can be asked for by its own name
+        return selector.text in (site, f"{site}:output")

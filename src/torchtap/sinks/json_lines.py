@@ -73,6 +73,11 @@ class JsonLinesSink:
         # one call for the whole line, so that a reader of the growing file sees whole lines
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
+    def alert(self, level: str, title: str, text: str, step: int | None, site: str | None) -> None:
+        """A finding, as a line of its own."""
+        line = {"alert": level, "title": title, "text": text, "step": step, "site": site}
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
     def flush(self) -> None:
         self._file.flush()
 

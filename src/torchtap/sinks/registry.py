@@ -20,7 +20,9 @@ SINKS = Registry(
     built_in={
         "jsonl": "torchtap.sinks.json_lines:JsonLinesSink",
         "memory": "torchtap.sinks.memory:MemorySink",
+        "mlflow": "torchtap.sinks.mlflow:MlflowSink",
         "tensorboard": "torchtap.sinks.tensorboard:TensorBoardSink",
+        "trackio": "torchtap.sinks.trackio:TrackioSink",
         "wandb": "torchtap.sinks.wandb:WandbSink",
     },
     error=PlanError,

@@ -75,6 +75,13 @@ class WandbSink:
             self._defined.add(group)
         self._run.log({_STEP: record.step, **numbers})
 
+    def alert(self, level: str, title: str, text: str, step: int | None, site: str | None) -> None:
+        """A finding, as an alert of wandb's, which takes a title of at most 64 characters."""
+        kind = {"info": "INFO", "error": "ERROR"}.get(level, "WARN")
+        where = "" if step is None else f" (step {step})"
+        self._run.alert(title=title[:63], text=f"{title}{where}: {text}", level=kind)
+
     def close(self) -> None:
+        self._choice.tell_what_never_came("WandbSink")
         if self._own:
             self._run.finish()

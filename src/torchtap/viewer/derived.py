@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.names import kind_of, read_name
+
 if TYPE_CHECKING:
     from torchtap.viewer.catalog import NumberGrid
 
@@ -22,14 +24,13 @@ DERIVED = ("nonfinite", "grad/weight")
 
 def _parameter_of(site: str) -> str:
     """The parameter whose gradient ``site`` is."""
-    head, _, tail = site.rpartition(":param_grad")
-    return f"{head}:param{tail}"
+    return str(read_name(site)._replace(kind="param"))
 
 
 def derived_of(site: str, statistics: list[str], sites: set[str]) -> list[str]:
     """Which derived statistics ``site`` has, given what was recorded of it."""
     found = []
-    if ":param_grad" in site and "l2" in statistics and _parameter_of(site) in sites:
+    if kind_of(site) == "param_grad" and "l2" in statistics and _parameter_of(site) in sites:
         found.append("grad/weight")
     return found
 
@@ -44,7 +45,9 @@ def derive(
             return nans.sites, nans.steps, nans.values + infinities.values
         return nans.sites, nans.steps, nans.values
     sizes = grid("l2")
-    names = [s for s in sites if ":param_grad" in s and s in sizes.row and _parameter_of(s) in sizes.row]
+    names = [
+        s for s in sites if kind_of(s) == "param_grad" and s in sizes.row and _parameter_of(s) in sizes.row
+    ]
     gradients = sizes.values[[sizes.row[s] for s in names]]
     weights = sizes.values[[sizes.row[_parameter_of(s)] for s in names]]
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -12,11 +12,12 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.names import is_inside, kind_of, path_of
 from torchtap.viewer.catalog import BLOCK, NumberGrid, OpenRun, Refused
 from torchtap.viewer.downsample import extremes
 from torchtap.viewer.wire import pack
 
-__all__ = ["MapWindow", "heat_map", "kind_of"]
+__all__ = ["MapWindow", "heat_map"]
 
 _SAMPLE = 200_000
 _QUANTILES = (0.0, 0.01, 0.05, 0.5, 0.95, 0.99, 1.0)
@@ -38,14 +39,9 @@ class MapWindow:
     columns: int = 1200
 
 
-def kind_of(site: str) -> str:
-    """The kind in a site's name."""
-    return site.rpartition(":")[2].partition("#")[0].partition(".")[0]
-
-
 def _inside(site: str, module: str) -> bool:
-    path = site.rpartition(":")[0]
-    return path == module or path.startswith(module + ".")
+    path = path_of(site)
+    return path == module or is_inside(path, module)
 
 
 def _quantiles(finite: npt.NDArray[np.float32], least: float, greatest: float) -> list[float] | None:

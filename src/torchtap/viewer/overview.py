@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchtap.names import site_name
 from torchtap.viewer.catalog import Catalog, OpenRun
 from torchtap.viewer.derived import derived_of
 from torchtap.viewer.wire import encode_json
@@ -161,7 +162,7 @@ def coverage_of(shown: OpenRun) -> bytes:
                 if isinstance(entry, Mapping)
             ]
         else:  # the session says why when it ends; until then only that
-            come = set(shown.sites) | {f"{place.module}:{place.kind}" for place in shown.places}
+            come = set(shown.sites) | {site_name(place.module, place.kind) for place in shown.places}
             missing = [{"site": name, "reason": "not arrived yet"} for name in planned if name not in come]
         return encode_json(
             {

@@ -20,10 +20,10 @@ from typing import final
 from urllib.parse import urlencode
 
 from torchtap.errors import TorchtapError
+from torchtap.names import kind_of
 from torchtap.viewer.assets import asset
 from torchtap.viewer.catalog import Catalog, OpenRun, Refused
 from torchtap.viewer.chosen import matching_sites
-from torchtap.viewer.heatmap import kind_of
 from torchtap.viewer.routes import answer
 
 __all__ = ["Report", "write_report"]

@@ -26,19 +26,9 @@ from itertools import pairwise
 from typing import final
 
 from torchtap.comparison.align.rules import Rule, rule_from
+from torchtap.names import kind_of, path_of, paths_around, read_name, without_wrappers
 
-__all__ = ["Alignment", "KnownSite", "Pair", "Unaligned", "align", "split_site"]
-
-_WRAPPERS = frozenset(
-    {
-        "_orig_mod",
-        "module",
-        "_fsdp_wrapped_module",
-        "_checkpoint_wrapped_module",
-        "_forward_module",
-        "_wrapped_module",
-    }
-)
+__all__ = ["Alignment", "KnownSite", "Pair", "Unaligned", "align"]
 
 
 @final
@@ -83,13 +73,7 @@ class Alignment:
 
     def module_names(self) -> dict[str, str]:
         """Reference module path to target module path, as far as the paired sites say."""
-        return {split_site(pair.reference)[0]: split_site(pair.target)[0] for pair in self.pairs}
-
-
-def split_site(name: str) -> tuple[str, str]:
-    """``(module path, the rest)`` of a site's name: ``a.b:output.0#1`` gives ``("a.b", "output.0#1")``."""
-    path, colon, rest = name.rpartition(":")
-    return (path, rest) if colon else (name, "output")
+        return {path_of(pair.reference): path_of(pair.target) for pair in self.pairs}
 
 
 def align(
@@ -227,9 +211,8 @@ class _Work:
 
 
 def _unwrapped(name: str) -> str:
-    path, rest = split_site(name)
-    kept = [part for part in path.split(".") if part not in _WRAPPERS]
-    return f"{'.'.join(kept)}:{rest}"
+    parts = read_name(name)
+    return str(parts._replace(path=without_wrappers(parts.path)))
 
 
 def _best_prefix(reference: set[str], target: set[str]) -> tuple[str, bool] | None:
@@ -237,11 +220,10 @@ def _best_prefix(reference: set[str], target: set[str]) -> tuple[str, bool] | No
     for names, others, on_reference in ((reference, target, True), (target, reference, False)):
         found: Counter[str] = Counter()
         for name in names:
-            path, rest = split_site(name)
-            parts = path.split(".")
-            for cut in range(1, len(parts)):
-                prefix = ".".join(parts[:cut]) + "."
-                if f"{path.removeprefix(prefix)}:{rest}" in others:
+            parts = read_name(name)
+            for outer in reversed(tuple(paths_around(parts.path))):
+                prefix = f"{outer}."
+                if outer and str(parts._replace(path=parts.path.removeprefix(prefix))) in others:
                     found[prefix] += 1
         for prefix, hits in found.items():
             if best is None or hits > best[0]:
@@ -252,17 +234,15 @@ def _best_prefix(reference: set[str], target: set[str]) -> tuple[str, bool] | No
 def _signature(site: KnownSite) -> tuple[str, tuple[int, ...]] | None:
     if site.shape is None:
         return None
-    return split_site(site.name)[1].partition("#")[0].partition(".")[0], site.shape
+    return kind_of(site.name), site.shape
 
 
 def _why(site: KnownSite, everything_there: Sequence[KnownSite], unpaired_there: Sequence[KnownSite]) -> str:
-    base, call, number = site.name.partition("#")
-    if call:
-        calls = sum(1 for other in everything_there if other.name.partition("#")[0] == base)
+    name = read_name(site.name)
+    if name.call:
+        calls = sum(1 for other in everything_there if read_name(other.name)[:3] == name[:3])
         if calls:
-            return (
-                f"this is call {int(number) + 1 if number.isdigit() else number}, the other side has {calls}"
-            )
+            return f"this is call {name.call + 1}, the other side has {calls}"
     near = difflib.get_close_matches(
         site.name, [other.name for other in unpaired_there[:2000]], n=1, cutoff=0.6
     )

@@ -24,6 +24,7 @@ from torchtap.comparison.measure.floor import Floor
 from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.measure.profile import Profile, locate
 from torchtap.errors import CompareError
+from torchtap.names import is_inside, paths_around
 
 __all__ = ["judge_live", "sentence", "status_of"]
 
@@ -105,7 +106,7 @@ def _compensated(found: Evidence, faults: list[Event]) -> set[str]:
     """Faults that cancel inside a module whose own outputs, in the free pass, are right."""
     settled: set[str] = set()
     authors = {event.author for event in faults if event.author is not None}
-    around = sorted({outer for author in authors for outer in _enclosing(author)}, key=len, reverse=True)
+    around = sorted({outer for author in authors for outer in paths_around(author)}, key=len, reverse=True)
     for module in around:
         inside = [
             e for e in faults if e.author is not None and _within(e.author, module) and e.site not in settled
@@ -122,14 +123,8 @@ def _compensated(found: Evidence, faults: list[Event]) -> set[str]:
     return settled
 
 
-def _enclosing(path: str) -> list[str]:
-    """The modules around a module, the model itself last."""
-    parts = path.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)] + ([""] if path else [])
-
-
 def _within(path: str, module: str) -> bool:
-    return module == "" or path.startswith(f"{module}.")
+    return module == "" or is_inside(path, module)
 
 
 def _with_origin(row: Row, local: list[str], settled: set[str], known: bool) -> Row:

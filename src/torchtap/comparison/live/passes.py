@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchtap.comparison.live.hooked import Call, Hooked, rebuild, steady
 from torchtap.comparison.live.tracing import Feed, Trace, default_dtype, jitter
 from torchtap.comparison.measure.measures import Measures, measure
+from torchtap.names import read_name
 from torchtap.taps.receive.leaves import input_leaves, leaves
 
 __all__ = ["Probe"]
@@ -37,10 +38,9 @@ class Probe:
         self._seed = seed
         self._expected: dict[tuple[str, str, int], list[tuple[str, str]]] = {}
         for event in trace.events:
-            base, _, number = event.site.partition("#")
-            leaf = base.rpartition(":")[2].partition(".")[2]
-            key = (event.module, event.kind, int(number or 0))
-            self._expected.setdefault(key, []).append((leaf, event.site))
+            name = read_name(event.site)
+            key = (event.module, event.kind, name.call)
+            self._expected.setdefault(key, []).append((name.leaf, event.site))
         self._clear()
 
     def _clear(self) -> None:

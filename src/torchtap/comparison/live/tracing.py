@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from torchtap.comparison.live.hooked import Call, Hooked, fresh, rebuild, steady
 from torchtap.errors import CompareError
+from torchtap.names import site_name
 from torchtap.taps.receive.leaves import input_leaves, leaves
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "golden_copy",
     "jitter",
     "record",
-    "site_name",
 ]
 
 Feed = Callable[[Callable[..., Any]], Any]
@@ -61,11 +61,6 @@ class Trace:
         """Note one more value."""
         self.values[event.site] = value
         self.events.append(event)
-
-
-def site_name(path: str, kind: str, leaf: str, number: int) -> str:
-    """The name of a site from its parts."""
-    return f"{path}:{kind}{'.' if leaf else ''}{leaf}{f'#{number}' if number else ''}"
 
 
 def feed_of(inputs: Any, cast: torch.dtype | None = None) -> Feed:

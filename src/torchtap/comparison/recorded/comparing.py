@@ -23,7 +23,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from torchtap.comparison.align.pairing import Alignment, Pair, Unaligned, align, split_site
+from torchtap.comparison.align.pairing import Alignment, Pair, Unaligned, align
 from torchtap.comparison.align.rules import Rule
 from torchtap.comparison.judge.result import COMPARED, Comparison, First, Row
 from torchtap.comparison.judge.verdict import sentence, status_of
@@ -33,6 +33,7 @@ from torchtap.comparison.measure.profile import Profile, locate
 from torchtap.comparison.measure.streams import measure_streams
 from torchtap.comparison.recorded.recordings import Recording, RunRecording
 from torchtap.errors import CompareError, TorchtapError
+from torchtap.names import paths_around, read_name
 
 __all__ = ["compare_recordings"]
 
@@ -177,13 +178,13 @@ class _Work:
         return self.rows
 
     def _row(self, pair: Pair, step: int, before: float) -> Row:
-        module, rest = split_site(pair.reference)
+        name = read_name(pair.reference)
         blank = Row(
             index=pair.index,
             site=pair.reference,
             target_site=pair.target,
-            module=module,
-            kind=rest.partition("#")[0].partition(".")[0],
+            module=name.path,
+            kind=name.kind,
             status="not compared",
             error=math.nan,
             floor=math.nan,
@@ -383,11 +384,9 @@ def _note(measures: Measures, reference: torch.dtype, target: torch.dtype) -> st
 
 def _container_that_agrees(row: Row, rows: tuple[Row, ...]) -> str | None:
     """The smallest module around a site whose outputs all agree: the difference inside it cancels out or dies."""
-    parts = row.module.split(".")
-    for depth in range(len(parts) - 1, -1, -1):
-        outer = ".".join(parts[:depth])
+    for outer in paths_around(row.module):
         outputs = [r for r in rows if r.module == outer and r.kind == "output" and r.status in COMPARED]
-        if row.module and outputs and all(r.status != "diverged" for r in outputs):
+        if outputs and all(r.status != "diverged" for r in outputs):
             return outer
     return None
 
@@ -397,9 +396,4 @@ def _author(row: Row, rows: tuple[Row, ...]) -> str:
     if row.kind != "input":
         return row.module
     known = {other.module for other in rows}
-    parts = row.module.split(".")
-    for depth in range(len(parts) - 1, 0, -1):
-        outer = ".".join(parts[:depth])
-        if outer in known:
-            return outer
-    return ""
+    return next((outer for outer in paths_around(row.module) if outer in known), "")

@@ -9,7 +9,7 @@ Not here: making a recording of a live model (`live`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import torch
 from torch import Tensor
 
-from torchtap.comparison.align.pairing import KnownSite, split_site
+from torchtap.comparison.align.pairing import KnownSite
 from torchtap.comparison.measure.mapped import mapped
 from torchtap.comparison.measure.streams import PIECE_BYTES, Stream
 from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
+from torchtap.names import execution_order, in_passing_order, path_of, site_name
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
@@ -31,8 +32,6 @@ __all__ = [
     "MemoryRecording",
     "Recording",
     "RunRecording",
-    "execution_order",
-    "in_passing_order",
     "is_layer_folder",
     "load_tensor",
 ]
@@ -114,7 +113,7 @@ class FolderRecording:
             if (match := _LAYER_FILE.match(path.name))
         )
         for number, path in numbered:
-            self._files.setdefault(f"layer_{number}:output", path)
+            self._files.setdefault(site_name(f"layer_{number}", "output"), path)
         if not self._files:
             raise CompareError(
                 f"{self.folder} has neither {_EMBEDDING_FILE} nor layer_N_output.pt files, and is no run folder"
@@ -146,7 +145,7 @@ class FolderRecording:
         return {}
 
     def problems(self) -> list[str]:
-        numbers = [int(name.partition("_")[2].partition(":")[0]) for name in self._files]
+        numbers = [int(path_of(name).removeprefix("layer_")) for name in self._files]
         missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
         return [f"{self.folder}: no file for layer {number}" for number in missing]
 
@@ -218,47 +217,6 @@ class RunRecording:
 
     def problems(self) -> list[str]:
         return [f"{self.label}: {problem}" for problem in self.run.problems]
-
-
-def in_passing_order(names: Iterable[str]) -> list[str]:
-    """Sites in the order in which their values pass, given in the order in which forward passes them.
-
-    Gradients pass in reverse; what is read at the end of a step comes last.
-    """
-    groups: dict[int, list[str]] = {}
-    for name in names:
-        kind = split_site(name)[1].partition("#")[0].partition(".")[0]
-        groups.setdefault(_KIND_ORDER.get(kind, 0), []).append(name)
-    groups.get(1, []).reverse()
-    return [name for phase in sorted(groups) for name in groups[phase]]
-
-
-# Forward values first, as they pass; then gradients, which pass the other way; then what the step ends with.
-_KIND_ORDER = {"grad_output": 1, "grad_input": 1, "param_grad": 2, "param": 3, "buffer": 3}
-
-
-def execution_order(sites: list[str]) -> dict[str, tuple[Any, ...]]:
-    """A sorting key for each site: modules as they are listed, a module's input before and its output after
-    everything inside it, further calls after the first, gradients in reverse."""
-    place: dict[str, int] = {}
-    for site in sites:
-        path = split_site(site)[0]
-        parts = path.split(".") if path else []
-        for depth in range(len(parts) + 1):
-            place.setdefault(".".join(parts[:depth]), len(place))
-    keys: dict[str, tuple[Any, ...]] = {}
-    for n, site in enumerate(sites):
-        path, rest = split_site(site)
-        kind = rest.partition("#")[0].partition(".")[0]
-        parts = path.split(".") if path else []
-        trail = tuple(place[".".join(parts[: depth + 1])] for depth in range(len(parts)))
-        phase = _KIND_ORDER.get(kind, 0)
-        call = int(rest.partition("#")[2] or 0)
-        if phase == 1:
-            trail = tuple(-each for each in trail)
-        late = kind in ("output", "grad_input")
-        keys[site] = (phase, call, (*trail, float("inf") if late else float("-inf")), n)
-    return keys
 
 
 def _pass_number(folder: Path) -> tuple[int, str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchtap.comparison.adjacent import LayerChange, layer_changes
 from torchtap.comparison.recorded.recordings import FolderRecording, load_tensor
 from torchtap.errors import RunCorruptError, SelectionError
+from torchtap.names import site_name
 
 __all__ = ["Layers", "layer_statistics", "open_layers", "write_layers"]
 
@@ -74,7 +75,7 @@ class Layers(Sequence[Tensor]):
     def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
         if isinstance(index, slice):
             return [self[n] for n in range(*index.indices(len(self)))]
-        wanted = f"layer_{index if index >= 0 else len(self) + index}:output"
+        wanted = site_name(f"layer_{index if index >= 0 else len(self) + index}", "output")
         if wanted not in self._sites:
             if index == len(self) or index < -len(self):
                 raise IndexError(index)

@@ -13,6 +13,7 @@ from typing import Any, final
 from torch import nn
 
 from torchtap.errors import SelectionError
+from torchtap.names import is_inside
 from torchtap.sites import Place, places
 from torchtap.taps.attach import tree_of
 
@@ -39,7 +40,7 @@ def find_layers(model: Any) -> LayerNames:
     outer = [
         (place, children)
         for place, children in lists
-        if not any(other.path != place.path and _inside(place.path, other.path) for other, _ in lists)
+        if not any(other.path != place.path and is_inside(place.path, other.path) for other, _ in lists)
     ]
     if not outer:
         raise SelectionError(
@@ -72,10 +73,6 @@ def _like_children(module: nn.Module) -> list[str]:
 def _class_name(module: nn.Module) -> str:
     """The class that a module was written as, also after scripting."""
     return str(getattr(module, "original_name", type(module).__qualname__))
-
-
-def _inside(path: str, outer: str) -> bool:
-    return outer == "" or path.startswith(f"{outer}.")
 
 
 def _embedding(model: Any, found: list[Place]) -> str | None:

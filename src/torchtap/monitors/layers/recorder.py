@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torchtap.errors import SessionError
 from torchtap.monitors.layers.files import write_layers
 from torchtap.monitors.layers.names import LayerNames, find_layers
+from torchtap.names import parent_path, path_of, site_name
 from torchtap.plan import tap
 from torchtap.reduce import Full
 from torchtap.session import watch
@@ -175,13 +176,12 @@ class LayerRecorder:
         if self._selectors is not None:
             return list(self._selectors)
         self._names = find_layers(self.model)
-        chosen = [f"{path}:output" for path in self._names.blocks]
-        chosen.append(f"{self._names.blocks[0]}:input")
+        chosen = [site_name(path, "output") for path in self._names.blocks]
+        chosen.append(site_name(self._names.blocks[0], "input"))
         if self._names.embedding is not None:
-            chosen.append(f"{self._names.embedding}:output")
+            chosen.append(site_name(self._names.embedding, "output"))
         return [
-            selector if "." in selector.partition(":")[0] else f"re:{_escaped(selector)}"
-            for selector in chosen
+            selector if parent_path(path_of(selector)) else f"re:{_escaped(selector)}" for selector in chosen
         ]
 
     # A pass.

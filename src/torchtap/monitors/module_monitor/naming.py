@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchtap.errors import MonitorError
+from torchtap.names import WRAPPED_ATTRIBUTES, join_path
 from torchtap.sites import unwrap
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
 ROOT = "[root module]"
 
 # Wrappers whose attribute is left in the raw name, because a user's own format function may look for it.
-_SPELLED_WRAPPERS = ("_forward_module", "_orig_mod", "_fsdp_wrapped_module")
+_SPELLED_WRAPPERS = tuple(name for name in WRAPPED_ATTRIBUTES if name != "_checkpoint_wrapped_module")
 
 
 def default_format_module_name_fn(name: str) -> str:
@@ -53,7 +54,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
             if wrapper and child_name not in _SPELLED_WRAPPERS:
                 yield from visit(child, name)
             else:
-                yield from visit(child, f"{name}.{child_name}" if name else child_name)
+                yield from visit(child, join_path(name, child_name))
 
     return visit(model, "")
 
@@ -66,7 +67,7 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         for leaf, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                found.append((f"{name}.{leaf}" if name else leaf, parameter))
+                found.append((join_path(name, leaf), parameter))
     return found
 
 
@@ -90,5 +91,4 @@ def leaf_name(module_name: str, leaf: str) -> str:
 
 
 def _is_wrapper(module: Any) -> bool:
-    # DeepSpeed and Fabric keep the model in an attribute that `unwrap` does not look for.
-    return unwrap(module) is not module or "_forward_module" in module._modules
+    return unwrap(module) is not module

@@ -28,6 +28,7 @@ from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 from torchtap.monitors.module_monitor.naming import ROOT, named_modules
 from torchtap.monitors.module_monitor.reference import Copies
 from torchtap.monitors.module_monitor.replay import Replay, has_no_other_hook, is_function
+from torchtap.names import paths_around
 from torchtap.reduce import row_norms
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
@@ -262,8 +263,7 @@ class _Place:
         self._module = module
         self._is_function = is_function(module, reference)
         self.terms = Terms(name, module, reference)
-        parts = name.split(".")
-        self.containers = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+        self.containers = [path for path in reversed(tuple(paths_around(name))) if path]
         self.shares = False  # whether a container is going to run it on the same value
 
     def is_same_function(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, final
 import numpy as np
 
 from torchtap.monitors.module_monitor.naming import ROOT
+from torchtap.names import last_part, parent_path, read_name, site_name
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 
 __all__ = ["StepKeeper", "key_of", "site_of"]
@@ -39,10 +40,9 @@ def site_of(key: str) -> tuple[str, str]:
                 module, _, leaf = place.removesuffix("]").rpartition("[")
                 leaf += "]"
             path = "" if module == ROOT else module
-            site = f"{path}:output" + (f".{leaf.removesuffix(']')}" if leaf else "")
+            site = site_name(path, "output", leaf.removesuffix("]"))
         else:
-            path, _, leaf = place.rpartition(".")
-            site = f"{path}:{kind}.{leaf}"
+            site = site_name(parent_path(place), kind, last_part(place))
         if key_of(site, statistic) == key:
             return site, statistic
     return f":value.{key}", "value"
@@ -50,8 +50,7 @@ def site_of(key: str) -> tuple[str, str]:
 
 def key_of(site: str, statistic: str) -> str:
     """A monitor's key from where a run has it."""
-    path, _, rest = site.rpartition(":") if not site.startswith(":value.") else ("", "", site[1:])
-    kind, _, leaf = rest.partition(".")
+    path, kind, leaf, _ = read_name(site)
     if kind == "value":
         return leaf
     if kind == "output":

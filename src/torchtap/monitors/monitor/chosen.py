@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeAlias, final, get_args
 from torch import nn
 
 from torchtap.errors import PlanError
-from torchtap.sites import nearest_names, places
+from torchtap.names import nearest_names, without_wrappers
+from torchtap.sites import places
 
 __all__ = [
     "LayerConfig",
@@ -30,7 +31,6 @@ LayerConfig: TypeAlias = "Sequence[str] | Mapping[str, Mapping[str, Any] | None]
 
 # Classes of torch that hold modules and have no forward of their own.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 @final
@@ -82,7 +82,7 @@ def _clean(name: str, paths: Mapping[str, str]) -> str:
     """A layer's name without what wrappers put into ``named_modules()``."""
     if name in paths:
         return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return without_wrappers(name)
 
 
 def _layer(name: str, options: Any, path: str) -> MonitoredLayer:

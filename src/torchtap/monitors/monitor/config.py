@@ -1,4 +1,4 @@
-"""A `Monitor`'s settings out of a training's configuration file: JSON, YAML or TOML, told by the suffix.
+"""A `Monitor`'s settings out of a training's configuration: a dict, or a file in JSON, YAML or TOML.
 
 Only keys that begin with ``monitor_`` are looked at; the rest belongs to the training. The schema:
 
@@ -16,7 +16,8 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -25,15 +26,16 @@ from torchtap.errors import MissingExtraError, PlanError
 __all__ = ["MonitorConfig", "read_config"]
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "monitor_layers": (dict, list),
-    "monitor_epochs": (list,),
-    "monitor_batch_indices": (list,),
-    "monitor_output_dir": (str,),
+    "monitor_layers": (dict, list, tuple),
+    "monitor_epochs": (list, tuple, range),
+    "monitor_batch_indices": (list, tuple, range),
+    "monitor_output_dir": (str, os.PathLike),
     "monitor_format": (str,),
     "monitor_memory_ceiling": (int,),
     "monitor_asynchronous": (bool,),
 }
-_OPTIONS = ("format", "memory_ceiling", "asynchronous")
+# What `Monitor` calls it, where that is another word.
+_ARGUMENTS = {"monitor_layers": "layers_to_monitor", "monitor_epochs": "epochs_to_record"}
 
 
 @final
@@ -41,43 +43,68 @@ _OPTIONS = ("format", "memory_ceiling", "asynchronous")
 class MonitorConfig:
     """What a configuration says about monitoring. Layers and numbers are checked when the monitor is made."""
 
-    layers: dict[str, Any] | list[str]
-    epochs: list[int]
-    batch_indices: list[int] | None = None
-    output_dir: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any]
+    source: str
 
     @classmethod
     def of(cls, settings: Any, source: str = "the configuration") -> MonitorConfig:
         """From a configuration's data."""
-        if not isinstance(settings, dict):
+        if not isinstance(settings, Mapping):
             raise PlanError(
                 f"{source} is a {type(settings).__name__}: it has to be a table of names to values"
             )
         found = {key: value for key, value in settings.items() if str(key).startswith("monitor_")}
         for key, value in found.items():
-            if key not in _TYPES:
-                near = difflib.get_close_matches(key, _TYPES, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(_TYPES)}"
-                raise PlanError(f"{source} has {key!r}{hint}")
-            if not isinstance(value, _TYPES[key]) or (isinstance(value, bool) and bool not in _TYPES[key]):
-                wanted = " or ".join(each.__name__ for each in _TYPES[key])
-                raise PlanError(f"{source}: {key!r} is {value!r}; it has to be a {wanted}")
-        for needed in ("monitor_layers", "monitor_epochs"):
-            if needed not in found:
-                raise PlanError(f"{source} has no {needed!r}")
-        return cls(
-            layers=found["monitor_layers"],
-            epochs=found["monitor_epochs"],
-            batch_indices=found.get("monitor_batch_indices"),
-            output_dir=found.get("monitor_output_dir"),
-            options={key: found[f"monitor_{key}"] for key in _OPTIONS if f"monitor_{key}" in found},
-        )
+            _check(source, key, value)
+        return cls({_argument(key): value for key, value in found.items()}, source)
+
+    def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments for a `Monitor`: those given, then those configured. An error names all that both lack."""
+        arguments = {**self.arguments, **{key: value for key, value in given.items() if value is not None}}
+        needed = ["monitor_layers", "monitor_epochs", "monitor_output_dir"]
+        single = _single_layers(arguments.get("layers_to_monitor"))
+        if single:
+            needed.append("monitor_batch_indices")
+        lacking = [key for key in needed if _argument(key) not in arguments]
+        if lacking:
+            because = f" (these layers are 'single': {single})" if "monitor_batch_indices" in lacking else ""
+            raise PlanError(
+                f"{self.source} has no {' and no '.join(map(repr, lacking))}{because}: add to it, or give "
+                f"{', '.join(f'{_argument(key)}=' for key in lacking)} beside it"
+            )
+        return arguments
 
 
-def read_config(path: str | os.PathLike[str]) -> MonitorConfig:
-    """The monitor's part of a configuration file."""
-    place = Path(path)
+def _argument(key: str) -> str:
+    return _ARGUMENTS.get(key, key.removeprefix("monitor_"))
+
+
+def _check(source: str, key: str, value: Any) -> None:
+    if key not in _TYPES:
+        near = difflib.get_close_matches(key, _TYPES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(_TYPES)}"
+        raise PlanError(f"{source} has {key!r}{hint}")
+    if not isinstance(value, _TYPES[key]) or (isinstance(value, bool) and bool not in _TYPES[key]):
+        wanted = " or ".join(each.__name__ for each in _TYPES[key] if each in (dict, list, str, int, bool))
+        raise PlanError(f"{source}: {key!r} is {value!r}; it has to be a {wanted}")
+
+
+def _single_layers(layers: Any) -> list[str]:
+    """The layers of which given batches are recorded; what is wrong with them is told when the monitor is made."""
+    if isinstance(layers, Mapping):
+        return [
+            str(name)
+            for name, options in layers.items()
+            if not isinstance(options, Mapping) or options.get("record_type", "single") == "single"
+        ]
+    return [str(name) for name in layers] if isinstance(layers, (list, tuple)) else []
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> MonitorConfig:
+    """The monitor's part of a configuration: of a file, or of a dict."""
+    if isinstance(config, Mapping):
+        return MonitorConfig.of(config)
+    place = Path(config)
     try:
         text = place.read_text(encoding="utf-8")
     except OSError as error:

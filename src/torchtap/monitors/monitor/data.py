@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 from torchtap.monitors.monitor.chosen import MonitoredLayer
@@ -102,21 +103,32 @@ class Outputs:
     # -- out ------------------------------------------------------------------------------------------------
 
     def copy(self, aliases: list[str]) -> dict[str, dict[str, Any]]:
-        """Deep copies, in the form that `Monitor` documents."""
+        """Deep copies, in the form that `Monitor` documents, of the layers that have outputs."""
+        return self._told(aliases, _copied)
+
+    def view(self) -> Mapping[str, Mapping[str, Any]]:
+        """The same without copies. It cannot be written to: an output that was put in would be lost."""
+        shown = self._told(list(self.layers), lambda value: value)
+        for each in shown.values():
+            each["data"] = MappingProxyType(each["data"])
+        return MappingProxyType({alias: MappingProxyType(each) for alias, each in shown.items()})
+
+    def _told(self, aliases: list[str], value: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
         self._settle()
         return {
             alias: {
                 "layer": data.layer.name,
                 "alias": alias,
-                "output_shape": next(iter(data.outputs.values())).shape if data.outputs else [],
-                "data": {key: self._value(output) for key, output in data.outputs.items()},
+                "output_shape": next(iter(data.outputs.values())).shape,
+                "data": {key: self._value(output, value) for key, output in data.outputs.items()},
             }
             for alias, data in ((alias, self.layers[alias]) for alias in aliases)
+            if data.outputs
         }
 
-    def _value(self, output: _Output) -> Any:
+    def _value(self, output: _Output, value: Callable[[Any], Any]) -> Any:
         if output.value is not None:
-            return map_leaves(output.value, lambda _, tensor: tensor.clone())
+            return value(output.value)
         assert output.file is not None
         found = dict(leaves(read_item(output.file)["output"]))
         return fill(output.bones, found)
@@ -203,6 +215,10 @@ class Outputs:
 
     def __iter__(self) -> Iterator[LayerData]:
         return iter(self.layers.values())
+
+
+def _copied(value: Any) -> Any:
+    return map_leaves(value, lambda _, tensor: tensor.clone())
 
 
 def _move(source: Path, target: Path) -> None:

@@ -26,7 +26,7 @@ from torchtap.errors import OutputError, PlanError
 from torchtap.taps.receive.leaves import leaves
 from torchtap.taps.receive.structure import from_names, plain
 
-__all__ = ["FileFormat", "check_format", "read_item", "shape_of", "write_item"]
+__all__ = ["FileFormat", "check_format", "read_item", "shape_of", "writable_folder", "write_item"]
 
 FileFormat = Literal["pt", "npz", "safetensors"]
 _FACTS = "facts"  # where the formats that hold arrays only keep everything else, as JSON
@@ -38,6 +38,22 @@ def check_format(name: str) -> FileFormat:
         if name == known:
             return known  # type: ignore[no-any-return]
     raise PlanError(f"format {name!r}: outputs are saved as {', '.join(map(repr, get_args(FileFormat)))}")
+
+
+def writable_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder, made where it is missing, after a file could be written into it."""
+    place = Path(folder)
+    probe = place / f".torchtap-{os.getpid()}"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(
+            f"output_dir {str(folder)!r} cannot be written to ({error.strerror or error}): choose a folder with "
+            "write permission"
+        ) from error
+    return place
 
 
 def shape_of(output: Any) -> list[Any]:

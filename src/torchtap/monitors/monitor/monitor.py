@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from torchtap.errors import OutputError, PlanError, RecordingLostError, SessionError
+from torchtap.errors import PlanError, RecordingLostError, SessionError
 from torchtap.monitors.monitor.chosen import (
     LayerConfig,
     MonitoredLayer,
@@ -31,8 +31,11 @@ from torchtap.monitors.monitor.chosen import (
 )
 from torchtap.monitors.monitor.config import read_config
 from torchtap.monitors.monitor.data import Outputs
-from torchtap.monitors.monitor.files import check_format, read_item, write_item
+from torchtap.monitors.monitor.files import check_format, read_item, writable_folder, write_item
+from torchtap.monitors.monitor.forgotten import ForgottenClock
+from torchtap.monitors.monitor.own_hooks import put_on_own_hooks
 from torchtap.monitors.monitor.saver import Saver
+from torchtap.names import site_name
 from torchtap.plan import Tap
 from torchtap.reduce import Full
 from torchtap.schedule import Epochs
@@ -41,7 +44,7 @@ from torchtap.sites import Selector, Site
 from torchtap.store.record import StepRecord
 from torchtap.taps.attach import tree_of
 from torchtap.taps.eager.fitting import Via
-from torchtap.taps.receive.structure import fill, from_names
+from torchtap.taps.receive.structure import fill, from_names, map_leaves
 
 __all__ = ["Monitor"]
 
@@ -79,7 +82,7 @@ class Monitor:
         )
         self.format = check_format(format)
         self.model = model
-        self.output_dir = _writable(output_dir)
+        self.output_dir = writable_folder(output_dir)
         self.current_epoch: int | None = None
         self.current_batch_idx: int | None = None
         self._unwritten: list[str] = []
@@ -94,37 +97,41 @@ class Monitor:
         full = tuple(layer for layer in self._layers if layer.record_type == "epoch_full")
         self._single = Outputs(single, self.output_dir, self.format, self._saver)
         self._epoch = Outputs(full, self.output_dir, self.format, self._saver)
+        self._own_hooks = self._hook_fn.__func__ is not Monitor._hook_fn  # type: ignore[attr-defined]
         self._watch = watch(
             model, None, [self._tap(layer) for layer in self._layers], sinks=[_Arrivals(self)],
             strict=strict, via=via, one_mode=True,
         )  # fmt: skip
+        self._handles = put_on_own_hooks(model, self._layers, self._hook_fn) if self._own_hooks else []
+        self._forgotten = ForgottenClock(model, self._warn_once)
+        self._forgotten.wait_for("set_epoch was not called")
 
     @classmethod
     def from_config(
         cls,
         model: nn.Module,
-        config: str | os.PathLike[str],
+        config: str | os.PathLike[str] | Mapping[str, Any],
         output_dir: str | os.PathLike[str] | None = None,
         batch_indices: Iterable[int] | None = None,
         **options: Any,
     ) -> Self:
-        """From a JSON, YAML or TOML file with ``monitor_layers`` and ``monitor_epochs``; arguments win over it."""
-        settings = read_config(config)
-        folder = output_dir if output_dir is not None else settings.output_dir
-        if folder is None:
-            raise PlanError(f"{config}: no 'monitor_output_dir' in it; add one, or give output_dir=")
-        batches = batch_indices if batch_indices is not None else settings.batch_indices
-        return cls(
-            model, settings.layers, settings.epochs, folder, batches, **{**settings.options, **options}
-        )
+        """From a JSON, YAML or TOML file, or a dict, with ``monitor_layers`` and ``monitor_epochs``.
+
+        Arguments, those of `Monitor` itself among them, win over the configuration and stand in for what it lacks.
+        """
+        given = {"output_dir": output_dir, "batch_indices": batch_indices, **options}
+        return cls(model, **read_config(config).completed(given))
 
     def _tap(self, layer: MonitoredLayer) -> Tap:
         def picks(site: Site) -> bool:
             return site.path == layer.path and site.kind == "output"
 
-        selector = Selector(f"{layer.path}:output", picks, lambda _: True, kinds=frozenset({"output"}))
+        selector = Selector(
+            site_name(layer.path, "output"), picks, lambda _: True, kinds=frozenset({"output"})
+        )
         batches = self.batch_indices if layer.record_type == "single" else None
-        return Tap((selector,), Full(), Epochs(self.epochs_to_record, batches))
+        epochs = () if self._own_hooks else self.epochs_to_record
+        return Tap((selector,), Full(), Epochs(epochs, batches))
 
     # -- the clock ------------------------------------------------------------------------------------------
 
@@ -132,12 +139,18 @@ class Monitor:
         """A new epoch begins. Data of the one before is let go of, so save or use it first."""
         self._check_open()
         _check_number(epoch, "set_epoch", "an epoch")
+        if self.current_epoch is None:
+            self._forgotten.arrived()
         self._settle()
         self._warn_of_silence()
         self._single.clear()
         self._epoch.clear()
         self._watch.set_epoch(epoch)
         self.current_epoch, self.current_batch_idx = epoch, None
+        if epoch in self.epochs_to_record:
+            self._forgotten.wait_for(f"set_batch_idx was not called in epoch {epoch}")
+        else:
+            self._forgotten.arrived()
 
     def set_batch_idx(self, batch_idx: int) -> None:
         """A batch begins; passes over the model from now on are its."""
@@ -148,6 +161,7 @@ class Monitor:
                 f"set_batch_idx({batch_idx}) before set_epoch: say which epoch the batch belongs to first, "
                 "with monitor.set_epoch(epoch)"
             )
+        self._forgotten.arrived()
         self._watch.set_batch(batch_idx)
         self.current_batch_idx = batch_idx
 
@@ -161,11 +175,24 @@ class Monitor:
 
     # -- data -----------------------------------------------------------------------------------------------
 
+    @property
+    def single_data(self) -> Mapping[str, Mapping[str, Any]]:
+        """The ``single`` outputs themselves, to look at: the form of `get_single_data`, without the copies."""
+        self._settle()
+        return self._single.view()
+
+    @property
+    def epoch_data(self) -> Mapping[str, Mapping[str, Any]]:
+        """The same for the ``epoch_full`` outputs."""
+        self._settle()
+        return self._epoch.view()
+
     def get_single_data(self, layers: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         """Copies of the ``single`` outputs, by alias.
 
         ``{alias: {"layer": str, "alias": str, "output_shape": list, "data": {(epoch, batch_idx): output}}}``;
-        ``layers`` are names or aliases, all by default. The batch that is open ends with this call.
+        ``layers`` are names or aliases, all by default. A layer of which nothing was recorded is left out. The
+        batch that is open ends with this call.
         """
         self._settle()
         return self._single.copy(self._aliases(layers, self._single))
@@ -238,6 +265,10 @@ class Monitor:
         if self._removed:
             return
         self._removed = True
+        self._forgotten.tell()
+        self._forgotten.arrived()
+        for handle in self._handles:
+            handle.remove()
         try:
             self._watch.close()
         finally:
@@ -255,6 +286,22 @@ class Monitor:
     def _custom_condition(self, output: Any) -> bool:
         """Whether an output is kept. A subclass may decide by itself."""
         return self._condition is None or bool(self._condition(output))
+
+    def _hook_fn(self, layer_name: str) -> Callable[[nn.Module, Any, Any], Any]:
+        """A forward hook that keeps a layer's output.
+
+        A subclass that overrides it has its own hooks on the layers, and nothing else is recorded. Its hook may
+        call ``super()._hook_fn(layer_name)(module, input, output)`` where an output is to be kept.
+        """
+        layer = next(each for each in self._layers if each.name == layer_name)
+
+        def hook(module: nn.Module, input: Any, output: Any) -> None:
+            epoch, batch = self.current_epoch, self.current_batch_idx
+            if epoch is not None and batch is not None and self._live(layer, epoch, batch):
+                kept = map_leaves(output, lambda _, tensor: tensor.detach().to("cpu", copy=True))
+                self._keep(layer, epoch, batch, kept)
+
+        return hook
 
     def _take(self, record: StepRecord) -> None:
         if record.epoch is None or record.batch is None:
@@ -299,6 +346,7 @@ class Monitor:
 
     def _settle(self) -> None:
         if not self._removed:
+            self._forgotten.tell()
             self._watch.end_step()
 
     def _save(self, outputs: Outputs, layers: Sequence[str] | None) -> list[Path]:
@@ -324,7 +372,7 @@ class Monitor:
         """Say which layers were live at some time and brought nothing, and why."""
         if not self._watch.passes:
             return
-        names = {f"{layer.path}:output": layer.name for layer in self._layers}
+        names = {site_name(layer.path, "output"): layer.name for layer in self._layers}
         for missing in self._watch.coverage():
             if missing.site in names and not missing.reason.startswith("off schedule"):
                 self._warn_once(f"nothing was recorded for layer {names[missing.site]!r}: {missing.reason}")
@@ -375,19 +423,3 @@ def _lists(data: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
 def _check_number(number: Any, call: str, what: str) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise PlanError(f"{call}({number!r}): {what} is a whole number from 0 on")
-
-
-def _writable(folder: str | os.PathLike[str]) -> Path:
-    """The folder, made where it is missing, after a file could be written into it."""
-    place = Path(folder)
-    probe = place / f".torchtap-{os.getpid()}"
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise OutputError(
-            f"output_dir {str(folder)!r} cannot be written to ({error.strerror or error}): choose a folder with "
-            "write permission"
-        ) from error
-    return place

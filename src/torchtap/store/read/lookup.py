@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtap.errors import SelectionError
+from torchtap.names import path_of
 from torchtap.store.read.clock import Timeline
 from torchtap.store.read.part import Part
 from torchtap.store.read.results import TensorRef
@@ -55,7 +56,7 @@ def no_such_tensor(site: str, step: int | None, field: str, stored: Sequence[Ten
 
 
 def no_such_site(site: str, known: Collection[str]) -> SelectionError:
-    of_module = tuple(name for name in known if name.startswith(f"{site}:"))[:3]
+    of_module = tuple(name for name in known if path_of(name) == site)[:3]
     near = of_module or tuple(difflib.get_close_matches(site, known, n=3, cutoff=0.3))
     hint = f"the nearest are {', '.join(map(repr, near))}" if near else "run.sites() lists them"
     return SelectionError(f"the run has no site {site!r} among its {len(known)}; {hint}", nearest=near)

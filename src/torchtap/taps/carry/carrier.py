@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
+from torchtap.names import site_name
 from torchtap.sites import input_names
 from torchtap.taps.carry import op
 from torchtap.taps.carry.fused import emit_measured, is_fused
@@ -76,9 +77,8 @@ def emit_leaves(
 ) -> None:
     """Hand tensors to the op, under their leaves' names. Of the ``measured`` kinds only statistics are wanted."""
     for leaf, tensor in found:
-        ending = f".{leaf}" if leaf else ""
         for kind in kinds:
-            site = f"{address}:{kind}{ending}"
+            site = site_name(address, kind, leaf)
             in_graph = kind in measured and torch.compiler.is_compiling() and is_fused(tensor)
             if kind.startswith("grad"):
                 torch.ops.torchtap.emit_grad.default(tensor, site.replace("|", "!|", 1) if in_graph else site)

@@ -11,6 +11,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from torchtap.errors import FormError
+from torchtap.names import parse_name, path_of, read_name
 from torchtap.taps.carry import op
 from torchtap.taps.carry.forms import CarriedAttachment
 from torchtap.taps.graph.skeleton import skeleton
@@ -56,8 +57,8 @@ class EmittingModel:
         for receiver in self.receivers:
             if receiver.hears_this_thread():
                 for site, tensor in found:
-                    _, path, kind, leaf, _ = op.address(site.partition("#")[0])
-                    receiver.take_named(path, kind, leaf, tensor)
+                    name = parse_name(site)
+                    receiver.take_named(name.path, name.kind, name.leaf, tensor)
 
 
 @final
@@ -78,13 +79,13 @@ class _Hearing:
 def emitting_tree(model: Any) -> nn.Module:
     """Stand-ins for the modules whose values a model emits."""
     _check(model)
-    return skeleton(op.address(site.partition("#")[0])[1] for site in model.torchtap_sites)
+    return skeleton(path_of(site) for site in model.torchtap_sites)
 
 
 def attach_emitting(model: Any, receiver: Receiver) -> CarriedAttachment:
     """Put a plan on a model that emits."""
     _check(model)
-    emitted = {op.address(site.partition("#")[0])[1:3] for site in model.torchtap_sites}
+    emitted = {read_name(site)[:2] for site in model.torchtap_sites}
     for port in receiver.ports.values():
         if (port.port.site.path, port.kind) not in emitted:
             port.note = "not among the sites that were put into this model before it was compiled"

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive.receiver import Receiver
 
@@ -44,7 +45,7 @@ _listeners: tuple[Receiver, ...] = ()
 _numbers = itertools.count(1)
 _tickets = itertools.count(1)
 _booked: dict[str, int] = {}  # site with a ticket -> the call that its gradient belongs to
-_ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*):([a-z_]+)(?:\.([^~]*))?(?:~(\d+))?", re.DOTALL)
+_ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
 
 # channel, module path, kind, leaf, ticket
 Address = tuple[int | None, str, str, str, int | None]
@@ -159,13 +160,14 @@ def _batched(name: str) -> Any:
 
 
 @lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def address(site: str) -> Address:
     """Channel, module path, kind, leaf and ticket of what an op was called with."""
     found = _ADDRESS.fullmatch(site)
-    if found is None:
-        return None, "", "", site, None
-    channel, path, kind, leaf, ticket = found.groups()
-    return int(channel) if channel else None, path, kind, leaf or "", int(ticket) if ticket else None
+    assert found is not None  # it takes any text
+    channel, name, ticket = found.groups()
+    path, kind, leaf, _ = read_name(name)
+    return int(channel) if channel else None, path, kind, leaf, int(ticket) if ticket else None
 
 
 def _receivers(number: int | None) -> tuple[Receiver, ...]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torchtap.names import site_name
 from torchtap.taps.receive import inside
 from torchtap.taps.receive.active import calling_module, listening
 from torchtap.taps.receive.receiver import Receiver
@@ -303,7 +304,7 @@ def _traced(
     with torch.no_grad():
         arguments = arguments_of(bind(args, kwargs))
     if arguments is not None:
-        torch.ops.torchtap.emit.default(_whole_map(*arguments), f"{inside.paths[-1]}:attention")
+        torch.ops.torchtap.emit.default(_whole_map(*arguments), site_name(inside.paths[-1], "attention"))
     result = original(*args, **kwargs)
     inside.busy.pop()
     return result

@@ -14,6 +14,7 @@ from typing import Any, final
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from torchtap.names import last_part, parent_path
 from torchtap.taps.carry.carrier import Carriers
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.carry.op import address
@@ -39,8 +40,7 @@ def graph_tree(model: fx.GraphModule) -> nn.Module:
     paths.pop("_guards_fn", None)
     tree = skeleton(paths, dict(model.named_modules()), classes)
     for path, module in real.items():
-        parent, _, name = path.rpartition(".")
-        tree.get_submodule(parent)._modules[name] = module
+        tree.get_submodule(parent_path(path))._modules[last_part(path)] = module
     tree.__dict__["forward"] = model.forward  # its signature names the inputs
     return tree
 

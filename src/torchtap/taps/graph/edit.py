@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchtap.names import site_name
 from torchtap.taps.carry import op
 from torchtap.taps.graph.regions import Region, module_regions
 from torchtap.taps.receive.leaves import leaves
@@ -41,10 +42,12 @@ def _tap_region(graph: fx.Graph, region: Region, kind: str, prefix: str) -> None
     if kind in ("input", "grad_input"):
         first = next(iter(region.nodes))
         for leaf, value in region.inputs():
-            emit_before(graph, first, value, prefix, f"{region.path}:{kind}", leaf)
+            emit_before(graph, first, value, prefix, site_name(region.path, kind), leaf)
     elif kind in ("output", "grad_output"):
         for leaf, value in region.outputs():
-            emit_before(graph, region.first_use_outside(value), value, prefix, f"{region.path}:{kind}", leaf)
+            emit_before(
+                graph, region.first_use_outside(value), value, prefix, site_name(region.path, kind), leaf
+            )
 
 
 def emit_before(graph: fx.Graph, before: fx.Node, value: fx.Node, prefix: str, bare: str, leaf: str) -> None:

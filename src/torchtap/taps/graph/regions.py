@@ -18,6 +18,8 @@ from typing import Any, final
 import torch
 from torch import fx
 
+from torchtap.names import without_compiler
+
 __all__ = ["Region", "module_regions", "outermost_class"]
 
 
@@ -114,8 +116,7 @@ def _stack(node: fx.Node) -> Iterator[tuple[str, tuple[str, Any]]]:
 
 def _plain(path: str) -> str:
     """A path without what export adds: the call's number and the wrapper of ``torch.compile``."""
-    path = path.partition("@")[0]
-    return ".".join(part for part in path.split(".") if part != "_orig_mod")
+    return without_compiler(path.partition("@")[0])
 
 
 def _numbered(found: dict[fx.Node, None]) -> list[tuple[str, fx.Node]]:

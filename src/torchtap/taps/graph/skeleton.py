@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from torchtap.names import last_part, parent_path, path_parts, paths_around
+
 __all__ = ["skeleton"]
 
 
@@ -29,11 +31,10 @@ def skeleton(
     known, classes = known or {}, classes or {}
     wanted = {"": None}
     for path in paths:
-        parts = path.split(".") if path else []
-        for length in range(1, len(parts) + 1):
-            wanted[".".join(parts[:length])] = None
+        for each in (*reversed(tuple(paths_around(path))), path):
+            wanted[each] = None
     made: dict[str, nn.Module] = {}
-    for path in sorted(wanted, key=lambda each: each.count(".") + bool(each)):
+    for path in sorted(wanted, key=lambda each: len(path_parts(each))):
         module = made[path] = _stand_in(classes.get(path))
         real = known.get(path)
         if real is not None:
@@ -47,8 +48,7 @@ def skeleton(
                 )  # its signature names the inputs, its graph the source
     for path in wanted:
         if path:
-            parent, _, name = path.rpartition(".")
-            made[parent]._modules[name] = made[path]
+            made[parent_path(path)]._modules[last_part(path)] = made[path]
     return made[""]
 
 

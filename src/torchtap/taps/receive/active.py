@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from torchtap.names import site_name
 from torchtap.taps.receive import inside
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def emit(name: str, value: Tensor) -> Tensor:
     With no session that asks for values it costs one look-up.
     """
     if inside.paths:  # a tracer follows: the value becomes a part of the graph
-        torch.ops.torchtap.emit.default(value, f"{inside.paths[-1]}:value.{name}")
+        torch.ops.torchtap.emit.default(value, site_name(inside.paths[-1], "value", name))
     elif not torch.compiler.is_compiling() and _active:
         for receiver in listening():
             if receiver.listens_to("value"):

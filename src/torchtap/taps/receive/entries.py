@@ -9,9 +9,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from torchtap.names import Kind
 from torchtap.plan import Port
 from torchtap.reduce import Reduction, StatsBlock
-from torchtap.sites import Kind, Site, input_names
+from torchtap.sites import Site, input_names
 
 __all__ = ["Entry", "Fold", "Grid", "LivePort", "RecentValues", "gone"]
 

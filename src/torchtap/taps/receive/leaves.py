@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.utils import _pytree as pytree
 
+from torchtap.names import join_path
+
 __all__ = ["children", "input_leaves", "leaves"]
 
 
@@ -22,7 +24,7 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         yield prefix, tree  # type: ignore[misc]
         return
     for key, child in children(tree):
-        yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))
+        yield from leaves(child, join_path(prefix, str(key)))
 
 
 def children(tree: Any) -> Iterator[tuple[Any, Any]]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.errors import ReductionError, TorchtapError
+from torchtap.names import paths_around
 from torchtap.plan import Plan
 from torchtap.reduce import Full, Stats
 from torchtap.sites import Site
@@ -265,13 +266,11 @@ class Receiver:
         if known is None:
             found: dict[int, LivePort] = {}
             for index in range(len(self.plan.taps)):
-                path: str | None = owner
-                while path is not None:
+                for path in (owner, *paths_around(owner)):
                     port = self.ports.get((path, kind, ""))
                     if port is not None and index in port.port.taps:
                         found[id(port)] = port
                         break
-                    path = path.rpartition(".")[0] if path else None
             known = self._enclosing[kind, owner] = tuple(found.values())
         return known
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchtap.names import first_part, join_path
+
 __all__ = ["fill", "from_names", "map_leaves", "plain", "skeleton"]
 
 _PLAIN = (str, bytes, int, float, type(None))
@@ -31,7 +33,7 @@ def map_leaves(
         return change(prefix, tree)
 
     def child(key: Any, value: Any) -> Any:
-        return map_leaves(value, change, other, f"{prefix}.{key}" if prefix else str(key))
+        return map_leaves(value, change, other, join_path(prefix, str(key)))
 
     if isinstance(tree, Mapping):
         changed = {key: child(key, value) for key, value in tree.items()}
@@ -84,7 +86,7 @@ def from_names(values: Mapping[str, Any]) -> Any:
         return values[""]
     children: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        first, _, rest = name.partition(".")
+        first, rest = first_part(name)
         children.setdefault(first, {})[rest] = value
     built = {name: from_names(inner) for name, inner in children.items()}
     if all(name.isdigit() for name in built):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from torchtap.names import kind_of
 from torchtap.taps.carry import op
 from torchtap.taps.script.types import can_hold_tensors, emit_lines, field_names
 
@@ -127,9 +128,9 @@ def _kinds_in(instance: Any) -> set[str]:
     for method in _forwards(instance):
         for node in method.graph.findAllNodes("prim::Constant"):
             if node.hasAttributes() and node.output().type().kind() == "StringType":
-                text = re.fullmatch(r":([a-z_]+)(?:\..*)?", node.s("value"))
-                if text is not None:
-                    found.add(text.group(1))
+                text = node.s("value")
+                if text.startswith(":"):
+                    found.add(kind_of(text))
     return found
 
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchtap.errors import MissingExtraError, PlanError
+from torchtap.names import site_name
 from torchtap.plan import Plan, Tap, bind
-from torchtap.sites import Selectable, input_names
+from torchtap.sites import Selectable, Site, input_names
 from torchtap.taps.carry.emitting import EmittingModel
 from torchtap.taps.receive.leaves import input_leaves, leaves
 from torchtap.taps.travel.copying import copy_with_shared_tensors
@@ -45,26 +46,24 @@ class _Flat(nn.Module):
         self.names: tuple[str, ...] = ()
         for port in plan.ports:
             module = self.model.get_submodule(port.site.path)
-            bare = f"{port.site.path}:{port.site.kind}"
             if port.site.kind == "output":
                 module.register_forward_hook(
-                    lambda _m, _a, output, bare=bare: self._keep(bare, leaves(output))
+                    lambda _m, _a, output, site=port.site: self._keep(site, leaves(output))
                 )
             else:
                 names = input_names(module)
                 module.register_forward_pre_hook(
-                    lambda _m, args, kwargs, bare=bare, names=names: self._keep(
-                        bare, input_leaves(names, args, kwargs)
+                    lambda _m, args, kwargs, site=port.site, names=names: self._keep(
+                        site, input_leaves(names, args, kwargs)
                     ),
                     with_kwargs=True,
                 )
 
-    def _keep(self, bare: str, found: Any) -> None:
-        call = self._calls.get(bare, 0)
-        self._calls[bare] = call + 1
+    def _keep(self, site: Site, found: Any) -> None:
+        call = self._calls.get(site.name, 0)
+        self._calls[site.name] = call + 1
         for leaf, tensor in found:
-            name = bare + (f".{leaf}" if leaf else "") + (f"#{call}" if call else "")
-            self._found.append((name, tensor.detach().clone()))
+            self._found.append((site_name(site.path, site.kind, leaf, call), tensor.detach().clone()))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         self._found, self._calls = [], {}

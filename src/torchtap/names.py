@@ -1,0 +1,281 @@
+"""The grammar of a site's name, ``<module path>:<kind>[.<leaf>][#<call>]``: parsing, printing, order, wrappers.
+
+No other file cuts a site's name or a module's path. This one knows text only: it imports no torch, so that runs
+are read without it. It guarantees:
+- a printed name parses back to the same parts, also where a leaf or a path has a colon, a dot or a ``#`` in it,
+  as long as a leaf does not end like a call (``#2``);
+- `read_name` takes any text, since names also come from files that somebody else wrote.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, final, get_args
+
+from torchtap.errors import SelectionError
+
+__all__ = [
+    "KINDS",
+    "WRAPPED_ATTRIBUTES",
+    "WRAPPER_CLASSES",
+    "Kind",
+    "Name",
+    "belongs_to",
+    "call_of",
+    "execution_order",
+    "first_part",
+    "in_passing_order",
+    "is_inside",
+    "join_path",
+    "kind_of",
+    "last_part",
+    "nearest_names",
+    "no_such_site",
+    "parent_path",
+    "parse_name",
+    "path_of",
+    "path_parts",
+    "paths_around",
+    "read_name",
+    "regex_parts",
+    "selector_parts",
+    "site_name",
+    "without_compiler",
+    "without_wrappers",
+]
+
+Kind = Literal[
+    "input", "output", "grad_input", "grad_output", "param", "param_grad", "buffer", "attention", "value"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# What wrappers call the module inside. These names are theirs alone.
+WRAPPED_ATTRIBUTES = (
+    "_orig_mod",  # torch.compile
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",  # Lightning Fabric, DeepSpeed
+    "_wrapped_module",
+)
+# These call it ``module``, which is too common a name to go by alone.
+WRAPPER_CLASSES = ("DistributedDataParallel", "DataParallel", "AveragedModel")
+
+# The first colon that a kind follows ends the path: a leaf may be the key of a dict, and have colons of its own.
+_NAME = re.compile(
+    rf"(?P<path>.*?):(?P<kind>{'|'.join(KINDS)})(?:\.(?P<leaf>.*?))?(?:#(?P<call>[0-9]{{1,9}}))?", re.DOTALL
+)
+_FOREIGN = re.compile(
+    r"(?:(?P<path>.*):)?(?P<kind>[^.#]*)(?:\.(?P<leaf>.*?))?(?:#(?P<call>[0-9]{1,9}))?(?:#.*)?", re.DOTALL
+)
+
+
+@final
+class Name(NamedTuple):
+    """The parts of a site's name. ``kind`` is one of `KINDS`, or whatever a foreign name has there."""
+
+    path: str
+    kind: str
+    leaf: str = ""
+    call: int = 0
+
+    @property
+    def bare(self) -> str:
+        """The name without leaf and call."""
+        return f"{self.path}:{self.kind}"
+
+    def __str__(self) -> str:
+        return site_name(*self)
+
+
+def site_name(path: str, kind: str, leaf: str = "", call: int = 0) -> str:
+    """A site's name from its parts."""
+    return f"{path}:{kind}{'.' if leaf else ''}{leaf}{f'#{call}' if call else ''}"
+
+
+def parse_name(name: str) -> Name:
+    """The parts of a site's name; an error if it is none."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise SelectionError(
+            f"{name!r} is not a site's name: it has to read <module path>:<kind>[.<leaf>][#<call>], "
+            f"with one of the kinds {', '.join(KINDS)}"
+        )
+    return _parts(found)
+
+
+def read_name(name: str) -> Name:
+    """The parts of any text, as far as it has them. Text without a colon is the path of an output."""
+    found = _NAME.fullmatch(name)
+    if found is not None:
+        return _parts(found)
+    if ":" not in name:
+        return Name(name, "output")
+    foreign = _FOREIGN.fullmatch(name)
+    return Name(name, "") if foreign is None else _parts(foreign)
+
+
+def _parts(found: re.Match[str]) -> Name:
+    return Name(found["path"] or "", found["kind"], found["leaf"] or "", int(found["call"] or 0))
+
+
+def kind_of(name: str) -> str:
+    """The kind in a site's name."""
+    return read_name(name).kind
+
+
+def path_of(name: str) -> str:
+    """The module's path in a site's name."""
+    return read_name(name).path
+
+
+def call_of(name: str) -> int:
+    """The call's number in a site's name."""
+    return read_name(name).call
+
+
+def belongs_to(name: str, bare: str) -> bool:
+    """Whether ``name`` is the site ``bare``, or one of its leaves or calls."""
+    return name == bare or name.startswith((f"{bare}.", f"{bare}#"))
+
+
+def selector_parts(text: str, kind: str = "output") -> tuple[str, str, str, str]:
+    """Path, kind, leaf and call as a selector writes them, each possibly with wildcards.
+
+    ``kind`` is meant where none is written.
+    """
+    path, colon, rest = text.rpartition(":")
+    if not colon:
+        path, rest = text, kind
+    rest, _, call = rest.partition("#")
+    written_kind, _, leaf = rest.partition(".")
+    return path, written_kind, leaf, call
+
+
+def regex_parts(pattern: str) -> tuple[str | None, str]:
+    """What a regular expression over names says of the path, and of the rest; no path where it has no colon."""
+    path, colon, rest = pattern.rpartition(":")
+    return path if colon else None, rest
+
+
+# -- paths of modules and leaves ------------------------------------------------------------------------------
+
+
+def path_parts(path: str) -> list[str]:
+    """The components of a path; none for the model itself."""
+    return path.split(".") if path else []
+
+
+def join_path(path: str, name: str) -> str:
+    """The path of what is called ``name`` inside ``path``."""
+    return f"{path}.{name}" if path else name
+
+
+def parent_path(path: str) -> str:
+    """The path around a path: that of the model where it has no other."""
+    return path.rpartition(".")[0]
+
+
+def last_part(path: str) -> str:
+    """A path's own name in what is around it."""
+    return path.rpartition(".")[2]
+
+
+def first_part(leaf: str) -> tuple[str, str]:
+    """The first component of a leaf, and the rest."""
+    first, _, rest = leaf.partition(".")
+    return first, rest
+
+
+def paths_around(path: str) -> Iterator[str]:
+    """The paths around a path, the innermost first and the model's last."""
+    while path:
+        path = parent_path(path)
+        yield path
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Whether a path is inside another; the model has everything inside but itself."""
+    return path.startswith(f"{outer}.") if outer else path != ""
+
+
+def without_wrappers(path: str) -> str:
+    """A path without what wrappers put into it. A module of the model's own called ``module`` is lost as well."""
+    return ".".join(part for part in path_parts(path) if part != "module" and part not in WRAPPED_ATTRIBUTES)
+
+
+def without_compiler(path: str) -> str:
+    """A path without what ``torch.compile`` puts into it."""
+    return ".".join(part for part in path_parts(path) if part != "_orig_mod")
+
+
+# -- order ----------------------------------------------------------------------------------------------------
+
+# Forward values first, as they pass; then gradients, which pass the other way; then what the step ends with.
+_FORWARD, _BACKWARD = 0, 1
+_PHASE = {"grad_output": _BACKWARD, "grad_input": _BACKWARD, "param_grad": 2, "param": 3, "buffer": 3}
+
+
+def in_passing_order(names: Iterable[str]) -> list[str]:
+    """Sites in the order in which their values pass, given in the order in which forward passes them.
+
+    Gradients pass in reverse; what is read at the end of a step comes last.
+    """
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        groups.setdefault(_PHASE.get(kind_of(name), _FORWARD), []).append(name)
+    groups.get(_BACKWARD, []).reverse()
+    return [name for phase in sorted(groups) for name in groups[phase]]
+
+
+class OrderKey(NamedTuple):
+    """Sorts sites by execution."""
+
+    phase: int
+    call: int
+    trail: tuple[float, ...]
+    listed: int
+
+
+def execution_order(sites: Sequence[str]) -> dict[str, OrderKey]:
+    """A sorting key for each site: modules as they are listed, a module's input before and its output after
+    everything inside it, further calls after the first, gradients in reverse."""
+    place: dict[str, int] = {}
+    names = [read_name(site) for site in sites]
+    for name in names:
+        for path in (*reversed(tuple(paths_around(name.path))), name.path):
+            place.setdefault(path, len(place))
+    keys: dict[str, OrderKey] = {}
+    for listed, (site, name) in enumerate(zip(sites, names, strict=True)):
+        way = [name.path, *paths_around(name.path)][:-1] if name.path else []
+        trail: tuple[float, ...] = tuple(place[path] for path in reversed(way))
+        phase = _PHASE.get(name.kind, _FORWARD)
+        if phase == _BACKWARD:
+            trail = tuple(-each for each in trail)
+        late = name.kind in ("output", "grad_input")
+        edge = float("inf") if late else float("-inf")
+        keys[site] = OrderKey(phase, name.call, (*trail, edge), listed)
+    return keys
+
+
+# -- names that are not there ---------------------------------------------------------------------------------
+
+
+def nearest_names(asked: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
+    """The names most like what was asked for."""
+    return tuple(difflib.get_close_matches(asked, list(names), n=count, cutoff=0.4))
+
+
+def no_such_site(asked: str, names: Sequence[str], where: str, advice: str = "") -> SelectionError:
+    """The error for a name or selector that picks nothing among ``names``."""
+    nearest = nearest_names(asked, names)
+    if nearest:
+        found = "the nearest are " + ", ".join(repr(name) for name in nearest)
+    elif names:
+        found = "there are " + ", ".join(repr(name) for name in names[:3]) + (" …" if len(names) > 3 else "")
+    else:
+        found = "there are none"
+    plural = "site" if len(names) == 1 else "sites"
+    message = f"{asked!r} matches none of {where} {len(names)} {plural}; {found}."
+    return SelectionError(f"{message} {advice}".rstrip(), nearest=nearest)
