@@ -9,8 +9,9 @@ from typing import Any, final
 
 from torch import nn
 
-from torchtap.names import path_parts
+from torchtap.names import is_unplaced, path_parts
 from torchtap.sites import unwrap
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
 
@@ -41,7 +42,11 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
         if port.port.site.path in replaced:
             yield Missing(site, "its module was replaced after the taps were put on; nothing came since then")
             continue
-        if port.kind in ("attention", "value") or _arrived(port):
+        if port.kind in ("attention", "value"):
+            continue
+        if _arrived(port):
+            if numbered := _only_numbered(port):
+                yield Missing(site, reasons.UNPLACED.format(names=", ".join(numbered)))
             continue
         if ever_live.isdisjoint(port.port.taps):
             yield Missing(site, "off schedule: no step was live for its taps")
@@ -116,3 +121,9 @@ def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[M
 
 def _arrived(port: LivePort) -> bool:
     return any(entry is not None and entry.shape is not None for entry in port.entries.values())
+
+
+def _only_numbered(port: LivePort) -> list[str]:
+    """The sites of a port from which only numbered tensors came."""
+    found = [entry for entry in port.entries.values() if entry is not None and entry.shape is not None]
+    return [entry.name for entry in found] if all(is_unplaced(entry.site.leaf) for entry in found) else []

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import SelectionError
-from torchtap.names import belongs_to, first_part, no_such_site, read_name, site_name
+from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
 from torchtap.sites import input_names
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.entries import Entry
@@ -90,7 +90,7 @@ class Seen(Mapping[str, Any]):
             if (entry.site.path, entry.site.kind, entry.site.call) == (asked.path, asked.kind, 0)
             and entry.shape is not None
         ]
-        return found[0] if len(found) == 1 else None
+        return found[0] if len(found) == 1 and not is_unplaced(found[0].site.leaf) else None
 
     def _spellings(self, name: str) -> Iterator[str]:
         yield name
@@ -108,7 +108,7 @@ class Seen(Mapping[str, Any]):
         first, more = first_part(leaf)
         if not first.isdecimal():
             return
-        if leaf == "0":
+        if leaf == "0" and (self._receiver.knows_positions or not path):
             yield site_name(path, kind, "", call)
         if kind in ("input", "grad_input"):
             for place in self._receiver.plan.places:

@@ -14,14 +14,21 @@ from typing import Any, final
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from torchtap.names import last_part, parent_path
+from torchtap.names import is_inside, last_part, parent_path
 from torchtap.taps.carry.carrier import Carriers
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.carry.op import address
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.graph.edit import carried_sites, readdress, tap_graph
-from torchtap.taps.graph.regions import module_regions, outermost_class
+from torchtap.taps.graph.regions import (
+    graphs_inside,
+    module_regions,
+    outermost_class,
+    without,
+    wrapped_paths,
+)
 from torchtap.taps.graph.skeleton import skeleton
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["attach_exported", "attach_graph", "called_modules", "exported_tree", "graph_tree"]
@@ -31,14 +38,21 @@ def graph_tree(model: fx.GraphModule) -> nn.Module:
     """The modules that a plan binds to: real ones where the graph calls them, stand-ins elsewhere."""
     real = called_modules(model)
     classes: dict[str, Any] = {"": outermost_class(model.graph)}
-    paths: dict[str, None] = {path: None for path, _ in model.named_modules()}
-    for region in module_regions(model.graph):
+    inside = graph_paths(model)
+    wrapped = wrapped_paths(model)
+    known = {
+        without(path, wrapped): module
+        for path, module in model.named_modules()
+        if path not in wrapped and path not in inside and not any(is_inside(path, each) for each in inside)
+    }
+    paths: dict[str, None] = dict.fromkeys(known)
+    for region in module_regions(model):
         paths[region.path] = None
-        classes.setdefault(region.path, region.described)
-    for site in carried_sites(model.graph):
+        classes.setdefault(region.path, region.mark.described)
+    for site in carried_sites(model):
         paths[address(site)[1]] = None
     paths.pop("_guards_fn", None)
-    tree = skeleton(paths, dict(model.named_modules()), classes)
+    tree = skeleton(paths, known, classes)
     for path, module in real.items():
         tree.get_submodule(parent_path(path))._modules[last_part(path)] = module
     tree.__dict__["forward"] = model.forward  # its signature names the inputs
@@ -48,6 +62,11 @@ def graph_tree(model: fx.GraphModule) -> nn.Module:
 def exported_tree(program: ExportedProgram) -> nn.Module:
     """The modules of an exported program."""
     return graph_tree(program.module())
+
+
+def graph_paths(model: fx.GraphModule) -> set[str]:
+    """Where a graph module keeps the graphs that its own graph runs: they are no modules of the model's."""
+    return {name for node in model.graph.nodes for name in graphs_inside(model, node)}
 
 
 def called_modules(model: fx.GraphModule) -> dict[str, nn.Module]:
@@ -60,9 +79,10 @@ def called_modules(model: fx.GraphModule) -> dict[str, nn.Module]:
 
 def attach_graph(model: fx.GraphModule, receiver: Receiver) -> CarriedAttachment:
     """Put a plan on a graph module."""
+    receiver.knows_positions = False
     real: dict[str, nn.Module] = {"": model, **called_modules(model)}
     ports = receiver.ports.values()
-    carried = {address(site)[1:3] for site in carried_sites(model.graph)}
+    carried = {address(site)[1:3] for site in carried_sites(model)}
     carriers = Carriers(
         (port.port.site.path, real[port.port.site.path], port.kind)
         for port in ports
@@ -72,19 +92,56 @@ def attach_graph(model: fx.GraphModule, receiver: Receiver) -> CarriedAttachment
     for port in ports:
         if port.port.site.path not in real:
             kinds_of.setdefault(port.port.site.path, []).append(port.kind)
-    graph = copy.deepcopy(model.graph)
-    readdress(graph, carriers.channel.prefix)
-    known = tap_graph(graph, kinds_of, carriers.channel.prefix)
+    tapped = editable_copy(model)
+    readdress(tapped, carriers.channel.prefix)
+    known = tap_graph(tapped, kinds_of, carriers.channel.prefix)
     known |= {path for path, _ in carried}
     for port in ports:
         if port.port.site.path not in real and port.port.site.path not in known:
-            port.note = "no operation of its own is left in the graph: a pass-through, folded, or fused away"
+            port.note = reasons.NO_OPERATION
         if port.kind in ("attention", "value"):
-            port.note = f"a graph gives no {port.kind}: capture it before the model is traced"
+            port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
     # The tapped code runs on the model itself, so that it always has the model's present attributes.
-    forward = types.MethodType(type(fx.GraphModule(model, graph)).forward, model)
-    routes: list[Any] = [ForwardRoute(model, forward), carriers, PassHooks(model, receiver)]
-    return CarriedAttachment(receiver, carriers.channel, routes)
+    forward = types.MethodType(type(tapped).forward, model)
+    routes: list[Any] = [_GraphsInside(model, tapped), ForwardRoute(model, forward)]
+    return CarriedAttachment(
+        receiver, carriers.channel, [*routes, carriers, PassHooks(model, receiver)]
+    )
+
+
+_OWN = "_torchtap_"  # begins the names of edited graphs inside
+
+
+def editable_copy(model: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph module whose graph can be edited, and the graphs inside, which have names of their own."""
+    made = fx.GraphModule(model, copy.deepcopy(model.graph))
+    for node in list(made.graph.nodes):
+        inside = graphs_inside(made, node)
+        for given in node.all_input_nodes:
+            target = str(given.target)
+            if given.op == "get_attr" and target in inside and not target.startswith(_OWN):
+                name = _OWN + target.replace(".", "_")
+                if name not in made._modules:
+                    made.add_module(name, editable_copy(inside[target]))
+                given.target = name
+    made.recompile()
+    return made
+
+
+@final
+class _GraphsInside:
+    """While it is on, a model has the edited graphs beside its own."""
+
+    def __init__(self, model: fx.GraphModule, tapped: fx.GraphModule) -> None:
+        self._attributes = model.__dict__
+        self._graphs = {name: each for name, each in tapped._modules.items() if name.startswith(_OWN)}
+
+    def switch_on(self) -> None:
+        self._attributes.update(self._graphs)
+
+    def switch_off(self) -> None:
+        for name in self._graphs:
+            self._attributes.pop(name, None)
 
 
 @final

@@ -80,6 +80,7 @@ class Receiver:
         self.generation = 0
         self._pass_number = 0
         self.passes = 0  # calls of the model in open steps
+        self.knows_positions = True  # whether the form tells where in a structure a tensor stands
         self._recent = RecentValues()
 
     # -- what a carrier asks ------------------------------------------------------------------------------

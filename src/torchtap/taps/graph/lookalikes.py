@@ -1,0 +1,50 @@
+"""Module paths of a graph that may be names of one module.
+
+``model.b = model.a`` gives one module two names; eager counts its calls under the first. ``model.b.weight =
+model.a.weight`` makes two modules that share their parameters. An exported graph looks the same for both, so a
+name is certain only up to the first call of a second path.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import fx, nn
+
+from torchtap.names import is_inside
+
+__all__ = ["Lookalikes", "lookalike_paths"]
+
+
+def lookalike_paths(model: nn.Module) -> list[tuple[str, ...]]:
+    """Groups of paths whose modules hold the same parameters under the same names, and nothing else."""
+    found: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        held = tuple((name, id(tensor)) for name, tensor in module.named_parameters(remove_duplicate=False))
+        if held and path:
+            found.setdefault(held, []).append(path)
+    return [tuple(paths) for paths in found.values() if len(paths) > 1 and not _nested(paths)]
+
+
+def _nested(paths: list[str]) -> bool:
+    """Whether the paths are a module and what it wraps, which hold the same parameters under other names."""
+    return any(is_inside(one, other) for one in paths for other in paths)
+
+
+@final
+class Lookalikes:
+    """Asked for each module call, in the order of the calls."""
+
+    def __init__(self, model: fx.GraphModule) -> None:
+        self._groups = lookalike_paths(model)
+        self._doubtful = [False] * len(self._groups)
+
+    def is_certain(self, path: str) -> bool:
+        """Whether the next call at this path has the name that eager gives it."""
+        certain = True
+        for number, group in enumerate(self._groups):
+            if any(path == each or is_inside(path, each) for each in group):
+                first = group[0]
+                self._doubtful[number] |= not (path == first or is_inside(path, first))
+                certain &= not self._doubtful[number]
+        return certain
