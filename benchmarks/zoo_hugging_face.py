@@ -75,9 +75,12 @@ def _build(
 ) -> Built:
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **more})
+    given = inputs()
+    # Switches go into the configuration: a trace takes tensors only.
+    switches = {key: value for key, value in given.items() if isinstance(value, bool)}
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **more, **switches})
     made = getattr(transformers, model)(config)
-    return made, (), inputs()
+    return made, (), {key: value for key, value in given.items() if key not in switches}
 
 
 def _case(

@@ -58,10 +58,15 @@ class Channel:
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.prefix = f"{self.number}|"
+        self._through: Callable[[Receiver], Any] = lambda receiver: receiver
 
     def open(self, receiver: Receiver) -> None:
         """From now on what is emitted under this prefix reaches the receiver."""
-        _channels[self.number] = receiver
+        _channels[self.number] = self._through(receiver)
+
+    def open_through(self, between: Callable[[Receiver], Any]) -> None:
+        """Let what ``between`` makes of the receiver hear in its place."""
+        self._through = between
 
     def is_open(self) -> bool:
         """Whether a receiver listens."""

@@ -14,7 +14,7 @@ from torch import fx
 
 from torchtap.names import site_name, unplaced
 from torchtap.taps.carry import op
-from torchtap.taps.graph.lookalikes import Lookalikes
+from torchtap.taps.graph.lookalikes import Lookalikes, lookalike_paths
 from torchtap.taps.graph.naming import named_inputs, named_outputs
 from torchtap.taps.graph.regions import Region, graphs_inside, module_regions
 from torchtap.taps.receive.leaves import leaves
@@ -31,7 +31,7 @@ def tap_graph(
     """Emit these kinds of these module paths, also from the graphs inside. Returns the paths that are known."""
     op.register()
     carried = {op.address(site)[1:3] for site in carried_sites(owner)}
-    uncertain = Lookalikes(owner)
+    uncertain = Lookalikes(lookalike_paths(owner) if is_exported(owner) else [])
     known = set()
     for region in module_regions(owner, lifted):
         known.add(region.path)
@@ -91,6 +91,11 @@ def _site_argument(node: fx.Node) -> int | None:
     if str(node.target) == "with_effects" and str(node.args[1]).startswith("torchtap.emit"):
         return 3
     return None
+
+
+def is_exported(owner: fx.GraphModule) -> bool:
+    """Whether export made a graph. It knows modules by their paths; an FX trace knows the modules themselves."""
+    return any("val" in node.meta for node in owner.graph.nodes if node.op == "call_function")
 
 
 def all_graphs(owner: fx.GraphModule) -> list[fx.GraphModule]:

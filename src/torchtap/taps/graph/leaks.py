@@ -19,7 +19,7 @@ from torch import nn
 
 from torchtap.taps.graph.skeleton import find_class
 
-__all__ = ["can_leak", "is_torch_class", "returns_structure"]
+__all__ = ["can_leak", "is_torch_class", "returns_structure", "takes_one"]
 
 _STORES = frozenset(("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_NAME"))
 _CHANGING_METHODS = frozenset(
@@ -49,6 +49,15 @@ def returns_structure(described: Any) -> bool:
     """Whether the forward of a class is seen to return a tuple, list or dict, at least in one place."""
     found = described if isinstance(described, type) else find_class(described)
     return found is not None and _builds_what_it_returns(found)
+
+
+def takes_one(described: Any) -> bool:
+    """Whether the forward of a class has one parameter beside ``self``."""
+    found = described if isinstance(described, type) else find_class(described)
+    if found is None:
+        return False
+    parameters = list(inspect.signature(inspect.unwrap(found.forward)).parameters.values())  # type: ignore[attr-defined]
+    return len(parameters) == 2 and parameters[1].kind is parameters[1].POSITIONAL_OR_KEYWORD
 
 
 @lru_cache(maxsize=4096)

@@ -7,13 +7,16 @@ name is certain only up to the first call of a second path.
 
 from __future__ import annotations
 
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
-from torch import fx, nn
+from torch import Tensor, nn
 
-from torchtap.names import is_inside
+from torchtap.names import is_inside, unplaced
 
-__all__ = ["Lookalikes", "lookalike_paths"]
+if TYPE_CHECKING:
+    from torchtap.taps.receive.receiver import Receiver
+
+__all__ = ["DoubtfulNames", "Lookalikes", "lookalike_paths"]
 
 
 def lookalike_paths(model: nn.Module) -> list[tuple[str, ...]]:
@@ -35,8 +38,12 @@ def _nested(paths: list[str]) -> bool:
 class Lookalikes:
     """Asked for each module call, in the order of the calls."""
 
-    def __init__(self, model: fx.GraphModule) -> None:
-        self._groups = lookalike_paths(model)
+    def __init__(self, groups: list[tuple[str, ...]]) -> None:
+        self._groups = groups
+        self._doubtful = [False] * len(groups)
+
+    def begin(self) -> None:
+        """The calls are counted anew."""
         self._doubtful = [False] * len(self._groups)
 
     def is_certain(self, path: str) -> bool:
@@ -48,3 +55,28 @@ class Lookalikes:
                 self._doubtful[number] |= not (path == first or is_inside(path, first))
                 certain &= not self._doubtful[number]
         return certain
+
+
+@final
+class DoubtfulNames:
+    """Stands before a receiver and numbers the leaves of calls whose names are not certain."""
+
+    def __init__(self, receiver: Receiver, groups: list[tuple[str, ...]]) -> None:
+        self._receiver = receiver
+        self._lookalikes = Lookalikes(groups)
+        self._pass = receiver.passes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._receiver, name)
+
+    def _leaf(self, path: str, leaf: str) -> str:
+        if self._pass != self._receiver.passes:
+            self._pass = self._receiver.passes
+            self._lookalikes.begin()
+        return leaf if self._lookalikes.is_certain(path) else f"{unplaced(0)}{'.' if leaf else ''}{leaf}"
+
+    def take_named(self, path: str, kind: str, leaf: str, tensor: Tensor, call: int | None = None) -> None:
+        self._receiver.take_named(path, kind, self._leaf(path, leaf), tensor, call)
+
+    def await_gradient(self, path: str, kind: str, leaf: str, tensor: Tensor) -> None:
+        self._receiver.await_gradient(path, kind, self._leaf(path, leaf), tensor)

@@ -12,16 +12,14 @@ operation without effect handed on was not made here.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchtap.names import unplaced
-from torchtap.taps.graph.leaks import can_leak, is_torch_class, returns_structure
+from torchtap.taps.graph.leaks import can_leak, is_torch_class, returns_structure, takes_one
 from torchtap.taps.graph.regions import Region
-from torchtap.taps.graph.skeleton import find_class
 
 __all__ = ["named_inputs", "named_outputs"]
 
@@ -54,18 +52,9 @@ def named_outputs(region: Region) -> list[tuple[str, fx.Node]]:
 def named_inputs(region: Region) -> list[tuple[str, fx.Node]]:
     """``(leaf, value)`` for the tensors that come into a module call."""
     found = region.entering()
-    if len(found) == 1 and _takes_one(region.mark.described) and not _may_read_elsewhere(region):
+    if len(found) == 1 and takes_one(region.mark.described) and not _may_read_elsewhere(region):
         return [("", found[0])]
     return _numbered(found)
-
-
-def _takes_one(described: Any) -> bool:
-    """Whether the forward of a class has one parameter beside ``self``."""
-    known = described if isinstance(described, type) else find_class(described)
-    if known is None:
-        return False
-    parameters = list(inspect.signature(inspect.unwrap(known.forward)).parameters.values())  # type: ignore[attr-defined]
-    return len(parameters) == 2 and parameters[1].kind is parameters[1].POSITIONAL_OR_KEYWORD
 
 
 def _may_read_elsewhere(region: Region) -> bool:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-__all__ = ["NOT_IN_A_GRAPH", "NO_OPERATION", "UNPLACED"]
+__all__ = ["FOLDED", "NOT_IN_A_GRAPH", "NO_OPERATION", "UNPLACED"]
 
+FOLDED = "folded into its parent when the model was frozen"
 NO_OPERATION = (
     "no operation of its own is left in the graph: it handed on what it was given, was not called, or nothing used "
     "what it made; `like=` the eager model tells"

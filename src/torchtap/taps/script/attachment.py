@@ -14,9 +14,12 @@ from torch import nn
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.carry.op import Channel, address, register
 from torchtap.taps.carry.passes import in_pass
+from torchtap.taps.graph.lookalikes import DoubtfulNames, lookalike_paths
 from torchtap.taps.graph.skeleton import skeleton
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.script.graph import assigned_attributes, constant_sites, script_modules, tapped_copy
+from torchtap.taps.script.traced import TracedNames
 
 __all__ = ["attach_script", "script_tree"]
 
@@ -40,7 +43,7 @@ def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
         if port.kind in _PASSED_ON:
             kinds_of.setdefault(port.port.site.path, set()).add(port.kind)
         elif port.kind in ("attention", "value"):
-            port.note = f"a scripted model gives no {port.kind}: capture it before torch.jit.script"
+            port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
     constant = {address(site)[1] for site in constant_sites(model)}
     copy = tapped_copy(model, kinds_of, channel.prefix)
     copies = dict(copy.named_modules())
@@ -50,11 +53,26 @@ def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
         if module._c._has_method("forward") and path in copies:
             forward = shared.around(copies[path].forward)
             routes.append(ForwardRoute(module, in_pass(receiver, model, forward) if path == "" else forward))
-    absent = set(kinds_of) - set(script_modules(model)) - constant
-    for port in receiver.ports.values():
-        if port.port.site.path in absent:
-            port.note = "folded into its parent when the model was frozen or traced"
+    _note_reasons(model, receiver, constant)
+    groups = [] if TracedNames(script_modules(model)).is_traced else lookalike_paths(model)
+    if groups:
+        channel.open_through(lambda heard: DoubtfulNames(heard, groups))
     return CarriedAttachment(receiver, channel, routes)
+
+
+def _note_reasons(model: Any, receiver: Receiver, constant: set[str]) -> None:
+    """Say of each place that cannot bring anything why not."""
+    instances = script_modules(model)
+    traced = TracedNames(instances)
+    receiver.knows_positions = not traced.is_traced
+    for port in receiver.ports.values():
+        path = port.port.site.path
+        if path in constant or port.kind not in _PASSED_ON:
+            continue
+        if path not in instances:
+            port.note = reasons.FOLDED
+        elif traced.is_traced and not traced.brings(path, port.kind):
+            port.note = reasons.NO_OPERATION
 
 
 @final
