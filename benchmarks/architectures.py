@@ -212,7 +212,10 @@ def main(arguments: list[str] | None = None) -> None:
             try:
                 result = count(name, form, options.like and form in NAMELESS, options.compare)
             except Exception as error:
-                print(f"{form:24} {name:26} does not: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+                print(
+                    f"{form:24} {name:26} does not: {type(error).__name__}: {str(error).splitlines()[:1]}",
+                    flush=True,
+                )
                 rows.append({"form": form, "name": name, "problem": f"{type(error).__name__}: {error}"[:300]})
                 continue
             finally:

@@ -48,13 +48,20 @@ class _Residual(nn.Module):
 def _resnet() -> nn.Module:
     stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
     stages = nn.Sequential(_Residual(8), _Residual(8, 2))
-    return nn.Sequential(stem, stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(8, 5))
+    return nn.Sequential(
+        stem, stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(8, 5)
+    )
 
 
 def _vgg() -> nn.Module:
     layers: list[nn.Module] = []
     for given, made in ((3, 8), (8, 8)):
-        layers += [nn.Conv2d(given, made, 3, padding=1), nn.BatchNorm2d(made), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+        layers += [
+            nn.Conv2d(given, made, 3, padding=1),
+            nn.BatchNorm2d(made),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+        ]
     head = nn.Sequential(nn.Flatten(), nn.Linear(128, 16), nn.ReLU(True), nn.Dropout(), nn.Linear(16, 5))
     return nn.Sequential(nn.Sequential(*layers), nn.Identity(), head)
 
@@ -76,7 +83,9 @@ class _Inverted(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.expand = nn.Sequential(nn.Conv2d(width, 16, 1), nn.BatchNorm2d(16), nn.Hardswish(inplace=True))
-        self.deep = nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1, groups=16), nn.BatchNorm2d(16), nn.ReLU6(inplace=True))
+        self.deep = nn.Sequential(
+            nn.Conv2d(16, 16, 3, 1, 1, groups=16), nn.BatchNorm2d(16), nn.ReLU6(inplace=True)
+        )
         self.gate = _Gate(16)
         self.project = nn.Sequential(nn.Conv2d(16, width, 1), nn.BatchNorm2d(width), nn.Identity())
         self.drop = _DropPath()
@@ -177,7 +186,10 @@ class _Lora(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base_layer = base
-        self.lora_A, self.lora_B = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        self.lora_A, self.lora_B = (
+            nn.Linear(base.in_features, 2, bias=False),
+            nn.Linear(2, base.out_features, bias=False),
+        )
         self.lora_dropout = nn.Identity()
         self.scaling = 0.5
 
@@ -281,7 +293,9 @@ class _Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.fc(x)
-        if not torch.compiler.is_compiling():  # eager `torch.cond` compiles, and takes no hooks that keep anything
+        if (
+            not torch.compiler.is_compiling()
+        ):  # eager `torch.cond` compiles, and takes no hooks that keep anything
             return self.yes(x).relu() if x.sum() > 0 else self.no(x).tanh()  # type: ignore[no-any-return]
         return torch.cond(x.sum() > 0, lambda t: self.yes(t).relu(), lambda t: self.no(t).tanh(), (x,))  # type: ignore[no-any-return]
 
@@ -315,14 +329,21 @@ def _quantized() -> nn.Module:
 
 def _autoencoder() -> nn.Module:
     return nn.Sequential(
-        nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.LeakyReLU(0.1, True), nn.GroupNorm(2, 8), nn.Dropout2d(0.1)),
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1), nn.LeakyReLU(0.1, True), nn.GroupNorm(2, 8), nn.Dropout2d(0.1)
+        ),
         nn.Sequential(nn.ConvTranspose2d(8, 3, 4, 2, 1), nn.Sigmoid()),
     )
 
 
 def _mixer() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.AdaptiveAvgPool1d(1)
+        nn.Conv2d(3, 16, 4, 4),
+        nn.Flatten(2),
+        nn.LayerNorm(16),
+        nn.Linear(16, 16),
+        nn.GELU(),
+        nn.AdaptiveAvgPool1d(1),
     )
 
 

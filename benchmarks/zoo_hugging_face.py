@@ -55,7 +55,12 @@ def _cached() -> dict[str, Any]:
 
 
 def _attending() -> dict[str, Any]:
-    return {"input_ids": _tokens(), "use_cache": False, "output_attentions": True, "output_hidden_states": True}
+    return {
+        "input_ids": _tokens(),
+        "use_cache": False,
+        "output_attentions": True,
+        "output_hidden_states": True,
+    }
 
 
 def _both() -> dict[str, Any]:
@@ -71,7 +76,11 @@ def _sound() -> dict[str, Any]:
 
 
 def _build(
-    name: str, model: str, sizes: Mapping[str, Any], inputs: Callable[[], dict[str, Any]], more: Mapping[str, Any]
+    name: str,
+    model: str,
+    sizes: Mapping[str, Any],
+    inputs: Callable[[], dict[str, Any]],
+    more: Mapping[str, Any],
 ) -> Built:
     import transformers
 

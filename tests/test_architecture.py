@@ -28,7 +28,7 @@ LAYERS = [
     ["store"],
     ["spending"],
     ["sinks"],
-    ["seen", "summary", "watching", "session", "verification"],
+    ["matching", "seen", "summary", "watching", "session", "verification"],
     ["editing"],
     ["comparison"],
     ["diagnosis"],

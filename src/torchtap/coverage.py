@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import nn
 
-from torchtap.names import is_unplaced, path_parts
+from torchtap.names import belongs_to, is_unplaced, path_parts
 from torchtap.sites import unwrap
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import LivePort
@@ -32,13 +32,16 @@ class Missing:
 
 def missing_sites(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing]:
     """Every place of the plan from which no value arrived, in the plan's order."""
-    return [*_silent_ports(receiver, ever_live), *_silent_insides(receiver, ever_live)]
+    told = [Missing(site, reason) for site, reason in receiver.missing.items()]
+    return [*told, *_silent_ports(receiver, ever_live), *_silent_insides(receiver, ever_live)]
 
 
 def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
     replaced = _replaced_paths(receiver)
     for port in receiver.ports.values():
         site = port.port.site.name
+        if any(belongs_to(each, site) for each in receiver.missing) and not _arrived(port):
+            continue  # it was told already, leaf by leaf
         if port.port.site.path in replaced:
             yield Missing(site, "its module was replaced after the taps were put on; nothing came since then")
             continue

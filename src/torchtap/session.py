@@ -16,6 +16,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from torchtap.errors import PlanError
+from torchtap.matching import site_map_of
 from torchtap.model_tree import environment, model_tree
 from torchtap.names import Kind
 from torchtap.plan import Plan, Tap, bind, candidates, tap
@@ -26,6 +27,8 @@ from torchtap.sites import Selectable, places, source_of
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
 from torchtap.store.write.writer import RunWriter
+from torchtap.taps.alike.mapped import with_paths
+from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import attach, tree_of
 from torchtap.taps.eager.fitting import Via
 from torchtap.taps.receive.receiver import Receiver
@@ -48,12 +51,13 @@ class Capture:
         strict: bool,
         copy: Callable[[Tensor], Tensor],
         via: Via = "hook",
+        site_map: SiteMap | None = None,
     ) -> None:
         self.plan = plan
         lost: list[str] = []
         self._receiver = Receiver(plan, fold_passes=merge, strict=strict, copy=copy, on_lost=lost.append)
         self.seen = Seen(self._receiver, lost)
-        self._attachment = attach(model, self._receiver, via)
+        self._attachment = attach(model, self._receiver, via, site_map)
         self._any_thread = any_thread
 
     def __enter__(self) -> Seen:
@@ -82,6 +86,8 @@ def capture(
     any_thread: bool = False,
     strict: bool = True,
     via: Via = "hook",
+    like: nn.Module | SiteMap | str | os.PathLike[str] | None = None,
+    inputs: Any = None,
 ) -> Capture:
     """Look inside a model: ``with capture(model, "blocks.*:output") as seen: model(x)``.
 
@@ -90,13 +96,26 @@ def capture(
     result; ``merge`` decides it the other way. Only values of the entering thread are taken, unless
     ``any_thread`` is set. ``via`` is how taps are put on an eager model: by hooks, by wrapping modules
     (``"wrap"``), or by replacing their forward (``"forward"``).
+
+    A graph or trace does not tell every name. ``like`` the eager model, with ``inputs`` to run both once, gives each value
+    the name that it has there; ``like`` also takes what `match` made, or its file.
     """
     tree = tree_of(model)
+    site_map = None if like is None else site_map_of(model, like, inputs)
+    if site_map is not None:
+        tree = with_paths(tree, site_map)
     bound = bind(tree, taps or ("*:output",), keep)
     if merge is None:
         merge = not any(isinstance(tap.keep, Full) for tap in bound.taps)
     return Capture(
-        model, bound, merge=merge, any_thread=any_thread, strict=strict, copy=pool_of(tree).copy, via=via
+        model,
+        bound,
+        merge=merge,
+        any_thread=any_thread,
+        strict=strict,
+        copy=pool_of(tree).copy,
+        via=via,
+        site_map=site_map,
     )
 
 

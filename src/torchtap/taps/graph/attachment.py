@@ -7,19 +7,20 @@ from a copy of the graph, which runs while a tap is live.
 
 from __future__ import annotations
 
-import copy
 import types
 from typing import Any, final
 
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from torchtap.names import is_inside, last_part, parent_path
+from torchtap.names import KINDS, is_inside, last_part, parent_path
+from torchtap.taps.alike.mapped import mapped_sites
+from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.carry.carrier import Carriers
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.carry.op import address
 from torchtap.taps.carry.passes import PassHooks
-from torchtap.taps.graph.edit import carried_sites, readdress, tap_graph
+from torchtap.taps.graph.edit import EditedGraphs, carried_sites, editable_copy, readdress, tap_graph
 from torchtap.taps.graph.regions import (
     graphs_inside,
     module_regions,
@@ -28,6 +29,7 @@ from torchtap.taps.graph.regions import (
     wrapped_paths,
 )
 from torchtap.taps.graph.skeleton import skeleton
+from torchtap.taps.graph.values import digest_of, tap_values
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.receiver import Receiver
 
@@ -77,9 +79,11 @@ def called_modules(model: fx.GraphModule) -> dict[str, nn.Module]:
     }
 
 
-def attach_graph(model: fx.GraphModule, receiver: Receiver) -> CarriedAttachment:
-    """Put a plan on a graph module."""
-    receiver.knows_positions = False
+def attach_graph(
+    model: fx.GraphModule, receiver: Receiver, site_map: SiteMap | None = None
+) -> CarriedAttachment:
+    """Put a plan on a graph module. A map says which of its values are which sites."""
+    receiver.knows_positions = site_map is not None
     real: dict[str, nn.Module] = {"": model, **called_modules(model)}
     ports = receiver.ports.values()
     carried = {address(site)[1:3] for site in carried_sites(model)}
@@ -93,63 +97,34 @@ def attach_graph(model: fx.GraphModule, receiver: Receiver) -> CarriedAttachment
         if port.port.site.path not in real:
             kinds_of.setdefault(port.port.site.path, []).append(port.kind)
     tapped = editable_copy(model)
+    if site_map is not None:
+        site_map.check(digest_of(model))
+        mapped = mapped_sites(
+            site_map, receiver, without=carried | {(path, kind) for path in real for kind in KINDS}
+        )
+        tap_values(tapped, mapped, carriers.channel.prefix)
+        kinds_of = {}
     readdress(tapped, carriers.channel.prefix)
     known = tap_graph(tapped, kinds_of, carriers.channel.prefix)
     known |= {path for path, _ in carried}
     for port in ports:
-        if port.port.site.path not in real and port.port.site.path not in known:
+        if port.port.site.path not in real and port.port.site.path not in known and site_map is None:
             port.note = reasons.NO_OPERATION
         if port.kind in ("attention", "value"):
             port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
     # The tapped code runs on the model itself, so that it always has the model's present attributes.
     forward = types.MethodType(type(tapped).forward, model)
-    routes: list[Any] = [_GraphsInside(model, tapped), ForwardRoute(model, forward)]
-    return CarriedAttachment(
-        receiver, carriers.channel, [*routes, carriers, PassHooks(model, receiver)]
-    )
-
-
-_OWN = "_torchtap_"  # begins the names of edited graphs inside
-
-
-def editable_copy(model: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph module whose graph can be edited, and the graphs inside, which have names of their own."""
-    made = fx.GraphModule(model, copy.deepcopy(model.graph))
-    for node in list(made.graph.nodes):
-        inside = graphs_inside(made, node)
-        for given in node.all_input_nodes:
-            target = str(given.target)
-            if given.op == "get_attr" and target in inside and not target.startswith(_OWN):
-                name = _OWN + target.replace(".", "_")
-                if name not in made._modules:
-                    made.add_module(name, editable_copy(inside[target]))
-                given.target = name
-    made.recompile()
-    return made
-
-
-@final
-class _GraphsInside:
-    """While it is on, a model has the edited graphs beside its own."""
-
-    def __init__(self, model: fx.GraphModule, tapped: fx.GraphModule) -> None:
-        self._attributes = model.__dict__
-        self._graphs = {name: each for name, each in tapped._modules.items() if name.startswith(_OWN)}
-
-    def switch_on(self) -> None:
-        self._attributes.update(self._graphs)
-
-    def switch_off(self) -> None:
-        for name in self._graphs:
-            self._attributes.pop(name, None)
+    routes: list[Any] = [EditedGraphs(model, tapped), ForwardRoute(model, forward)]
+    return CarriedAttachment(receiver, carriers.channel, [*routes, carriers, PassHooks(model, receiver)])
 
 
 @final
 class _ModuleRoute:
     """While it is on, every module that the program gives is tapped."""
 
-    def __init__(self, program: ExportedProgram, receiver: Receiver) -> None:
+    def __init__(self, program: ExportedProgram, receiver: Receiver, site_map: SiteMap | None) -> None:
         self._program = program
+        self._site_map = site_map
         self._receiver = receiver
         self._given: list[CarriedAttachment] = []
 
@@ -158,7 +133,7 @@ class _ModuleRoute:
 
         def module(*args: Any, **kwargs: Any) -> Any:
             given = make(*args, **kwargs)
-            attachment = attach_graph(given, self._receiver)
+            attachment = attach_graph(given, self._receiver, self._site_map)
             attachment.arm(self._receiver.live)
             self._given.append(attachment)
             return given
@@ -172,6 +147,8 @@ class _ModuleRoute:
             attachment.detach()
 
 
-def attach_exported(program: ExportedProgram, receiver: Receiver) -> CarriedAttachment:
+def attach_exported(
+    program: ExportedProgram, receiver: Receiver, site_map: SiteMap | None = None
+) -> CarriedAttachment:
     """Put a plan on an exported program: on each module that it gives while a tap is live."""
-    return CarriedAttachment(receiver, None, [_ModuleRoute(program, receiver)])
+    return CarriedAttachment(receiver, None, [_ModuleRoute(program, receiver, site_map)])

@@ -6,8 +6,9 @@ is taken before a later module can change it in place. Sites that came with the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import fx
@@ -19,7 +20,17 @@ from torchtap.taps.graph.naming import named_inputs, named_outputs
 from torchtap.taps.graph.regions import Region, graphs_inside, module_regions
 from torchtap.taps.receive.leaves import leaves
 
-__all__ = ["all_graphs", "carried_sites", "emit_before", "readdress", "tap_graph"]
+__all__ = [
+    "OWN",
+    "EditedGraphs",
+    "all_graphs",
+    "carried_sites",
+    "editable_copy",
+    "emit_all",
+    "emit_before",
+    "readdress",
+    "tap_graph",
+]
 
 
 def tap_graph(
@@ -121,3 +132,38 @@ def readdress(owner: fx.GraphModule, prefix: str) -> None:
         at = _site_argument(node)
         if at is not None:
             node.update_arg(at, prefix + str(node.args[at]).rpartition("|")[2])
+
+
+OWN = "_torchtap_"  # begins the names of edited graphs inside
+
+
+def editable_copy(model: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph module whose graph can be edited, and the graphs inside, which have names of their own."""
+    made = fx.GraphModule(model, copy.deepcopy(model.graph))
+    for node in list(made.graph.nodes):
+        inside = graphs_inside(made, node)
+        for given in node.all_input_nodes:
+            target = str(given.target)
+            if given.op == "get_attr" and target in inside and not target.startswith(OWN):
+                name = OWN + target.replace(".", "_")
+                if name not in made._modules:
+                    made.add_module(name, editable_copy(inside[target]))
+                given.target = name
+    made.recompile()
+    return made
+
+
+@final
+class EditedGraphs:
+    """While it is on, a model has the edited graphs beside its own."""
+
+    def __init__(self, model: fx.GraphModule, tapped: fx.GraphModule) -> None:
+        self._attributes = model.__dict__
+        self._graphs = {name: each for name, each in tapped._modules.items() if name.startswith(OWN)}
+
+    def switch_on(self) -> None:
+        self._attributes.update(self._graphs)
+
+    def switch_off(self) -> None:
+        for name in self._graphs:
+            self._attributes.pop(name, None)

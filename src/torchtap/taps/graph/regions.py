@@ -117,13 +117,13 @@ def _attribute(owner: Any, target: str) -> Any:
 
 def module_regions(owner: fx.GraphModule, lifted: frozenset[str] = frozenset()) -> list[Region]:
     """Every module call that a graph knows of, in the order in which they began, but not that of the outermost."""
-    names = frozenset(
-        node for node in owner.graph.nodes if node.op == "placeholder" and node.name in lifted
-    )
+    names = frozenset(node for node in owner.graph.nodes if node.op == "placeholder" and node.name in lifted)
     regions: list[Region] = []
     _collect(owner, names, 0, regions)
     first_paths: dict[str, str] = {}
-    for region in regions:  # export by Dynamo tells a module by its number: further names of it are one module
+    for (
+        region
+    ) in regions:  # export by Dynamo tells a module by its number: further names of it are one module
         number = region.mark.call.partition("@")[0]
         if number.isdigit():
             first = first_paths.setdefault(number, region.mark.path)
@@ -223,7 +223,9 @@ def without(path: str, wrapped: Iterable[str]) -> str:
     """A path without the last part of each of these paths that it is inside of."""
     for outer in sorted(wrapped, key=len, reverse=True):
         if path == outer or is_inside(path, outer):
-            path = join_path(parent_path(outer), path[len(outer) + 1 :]) if path != outer else parent_path(outer)
+            path = (
+                join_path(parent_path(outer), path[len(outer) + 1 :]) if path != outer else parent_path(outer)
+            )
     return path
 
 

@@ -81,6 +81,7 @@ class Receiver:
         self._pass_number = 0
         self.passes = 0  # calls of the model in open steps
         self.knows_positions = True  # whether the form tells where in a structure a tensor stands
+        self.missing: dict[str, str] = {}  # sites that a form is known not to have, with the reason
         self._recent = RecentValues()
 
     # -- what a carrier asks ------------------------------------------------------------------------------

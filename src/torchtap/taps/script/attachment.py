@@ -11,6 +11,9 @@ from typing import Any, final
 
 from torch import nn
 
+from torchtap.names import KINDS
+from torchtap.taps.alike.mapped import mapped_sites
+from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.carry.op import Channel, address, register
 from torchtap.taps.carry.passes import in_pass
@@ -18,8 +21,10 @@ from torchtap.taps.graph.lookalikes import DoubtfulNames, lookalike_paths
 from torchtap.taps.graph.skeleton import skeleton
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.script.graph import assigned_attributes, constant_sites, script_modules, tapped_copy
+from torchtap.taps.script.copying import script_copy, script_modules
+from torchtap.taps.script.graph import assigned_attributes, constant_sites, tapped_copy
 from torchtap.taps.script.traced import TracedNames
+from torchtap.taps.script.values import digest_of, tap_values
 
 __all__ = ["attach_script", "script_tree"]
 
@@ -34,8 +39,8 @@ def script_tree(model: Any) -> nn.Module:
     return skeleton(paths, modules, {path: module.original_name for path, module in modules.items()})
 
 
-def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
-    """Put a plan on a scripted model."""
+def attach_script(model: Any, receiver: Receiver, site_map: SiteMap | None = None) -> CarriedAttachment:
+    """Put a plan on a scripted or traced model. A map says which values of a trace are which sites."""
     register()
     channel = Channel()
     kinds_of: dict[str, set[str]] = {}
@@ -45,7 +50,12 @@ def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
         elif port.kind in ("attention", "value"):
             port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
     constant = {address(site)[1] for site in constant_sites(model)}
-    copy = tapped_copy(model, kinds_of, channel.prefix)
+    traced = TracedNames(script_modules(model))
+    if site_map is not None and traced.is_traced:
+        copy = _mapped_copy(model, receiver, site_map, channel.prefix, kinds_of)
+    else:
+        copy = tapped_copy(model, kinds_of, channel.prefix)
+        _note_reasons(model, receiver, constant, traced)
     copies = dict(copy.named_modules())
     shared = _SharedState(model, copy)
     routes = []
@@ -53,17 +63,25 @@ def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
         if module._c._has_method("forward") and path in copies:
             forward = shared.around(copies[path].forward)
             routes.append(ForwardRoute(module, in_pass(receiver, model, forward) if path == "" else forward))
-    _note_reasons(model, receiver, constant)
-    groups = [] if TracedNames(script_modules(model)).is_traced else lookalike_paths(model)
+    groups = [] if traced.is_traced else lookalike_paths(model)
     if groups:
         channel.open_through(lambda heard: DoubtfulNames(heard, groups))
     return CarriedAttachment(receiver, channel, routes)
 
 
-def _note_reasons(model: Any, receiver: Receiver, constant: set[str]) -> None:
+def _mapped_copy(
+    model: Any, receiver: Receiver, site_map: SiteMap, prefix: str, kinds_of: dict[str, set[str]]
+) -> Any:
+    """A copy of a trace that emits the sites of a map, and those of the outermost module, which it tells itself."""
+    fresh = script_copy(model)
+    site_map.check(digest_of(fresh))
+    tap_values(fresh, mapped_sites(site_map, receiver, without={("", kind) for kind in KINDS}), prefix)
+    return tapped_copy(fresh, {"": kinds_of.get("", set())}, prefix)
+
+
+def _note_reasons(model: Any, receiver: Receiver, constant: set[str], traced: TracedNames) -> None:
     """Say of each place that cannot bring anything why not."""
     instances = script_modules(model)
-    traced = TracedNames(instances)
     receiver.knows_positions = not traced.is_traced
     for port in receiver.ports.values():
         path = port.port.site.path

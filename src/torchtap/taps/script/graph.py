@@ -12,16 +12,14 @@ edits a copy of the module, whose graphs nobody has run; its parameters and buff
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from torchtap.names import WRAPPER_CLASSES, join_path, kind_of
+from torchtap.names import kind_of
 from torchtap.taps.carry import op
-from torchtap.taps.graph.regions import without
+from torchtap.taps.script.copying import script_copy, script_modules
 from torchtap.taps.script.traced import TracedNames, forward_methods
 from torchtap.taps.script.types import can_hold_tensors, emit_lines, field_names
 
@@ -30,7 +28,6 @@ __all__ = [
     "assigned_attributes",
     "constant_sites",
     "inputs_of",
-    "script_modules",
     "tapped_copy",
 ]
 
@@ -38,20 +35,10 @@ __all__ = [
 PATH_ATTRIBUTE = "_torchtap_path"
 
 
-def script_modules(module: Any) -> dict[str, Any]:
-    """Path to the C++ module, each instance under the first of its names. Wrappers leave no trace in a path."""
-    modules = dict(module.named_modules())
-    wrapped = [join_path(path, "module") for path, each in modules.items() if each.original_name in WRAPPER_CLASSES]
-    return {without(path, wrapped): each._c for path, each in modules.items() if path not in wrapped}
-
-
 def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str = "") -> Any:
     """A copy of a scripted module that emits these kinds at these paths; ``prefix`` is a channel's."""
     op.register()
-    buffer = io.BytesIO()
-    torch.jit.save(module, buffer)
-    buffer.seek(0)
-    copy = torch.jit.load(buffer)
+    copy = script_copy(module)
     originals = script_modules(module)
     constants = constant_sites(copy)
     present = {op.address(site)[1:3] for site in constants}
@@ -62,7 +49,6 @@ def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str 
     kinds_by_class: dict[str, set[str]] = {}
     instances: dict[str, list[tuple[str, Any]]] = {}
     for path, instance in script_modules(copy).items():
-        _share_tensors(originals[path], instance)
         name = instance.qualified_name
         instances.setdefault(name, []).append((path, instance))
         asked = {kind for kind in kinds_of.get(path, ()) if (path, kind) not in present}
@@ -131,13 +117,6 @@ def _kinds_in(instance: Any) -> set[str]:
                 if text.startswith(":"):
                     found.add(kind_of(text))
     return found
-
-
-def _share_tensors(original: Any, copy: Any) -> None:
-    held: tuple[Any, ...] = (torch._C.ParameterDict, torch._C.BufferDict)
-    for each in held:
-        for name, tensor in each(original).items():
-            copy.setattr(name, tensor)
 
 
 def _edit(method: Any, kinds: set[str], path: str, traced: TracedNames | None) -> None:

@@ -19,7 +19,16 @@ __all__ = ["TracedNames", "forward_methods"]
 # Operations that may return the tensor itself that they are given.
 _HANDS_ON = frozenset(
     f"aten::{name}"
-    for name in ("to", "contiguous", "type_as", "flatten", "dropout", "alpha_dropout", "feature_dropout", "alias")
+    for name in (
+        "to",
+        "contiguous",
+        "type_as",
+        "flatten",
+        "dropout",
+        "alpha_dropout",
+        "feature_dropout",
+        "alias",
+    )
 )
 
 
