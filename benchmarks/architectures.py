@@ -222,8 +222,8 @@ def main(arguments: list[str] | None = None) -> None:
                 torch._dynamo.reset()
             print(
                 f"{form:24} {name:26} {result.sites:4} clean {result.clean:4} wrong {result.wrong:3} renamed "
-                f"{result.renamed:3} missing {result.missing:3} unexplained {result.unexplained:3} {result.verdict[:40]} "
-                f"{time.perf_counter() - began:.1f}s",
+                f"{result.renamed:3} missing {result.missing:3} unexplained {result.unexplained:3} "
+                f"{result.verdict[:40]} {time.perf_counter() - began:.1f}s",
                 flush=True,
             )
             for line in result.details[: options.details]:

@@ -327,6 +327,14 @@ def _quantized() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-any-return]
 
 
+def _encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+
+
+def _transformer() -> nn.Module:
+    return nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
+
+
 def _autoencoder() -> nn.Module:
     return nn.Sequential(
         nn.Sequential(
@@ -393,8 +401,8 @@ _WRITTEN_HERE: dict[str, Callable[[], Built]] = {
     "branching": _of(_Branching, _rows),
     "siamese": _of(_Siamese, lambda: (*_rows(), *_rows())),
     "multihead attention": _of(_Listening, lambda: (torch.randn(2, 5, 16),)),
-    "encoder": _of(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2), lambda: (torch.randn(2, 5, 16),)),
-    "transformer": _of(lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True), lambda: (torch.randn(2, 5, 16), torch.randn(2, 4, 16))),
+    "encoder": _of(_encoder, lambda: (torch.randn(2, 5, 16),)),
+    "transformer": _of(_transformer, lambda: (torch.randn(2, 5, 16), torch.randn(2, 4, 16))),
     "quantized": _of(_quantized, _rows),
 }  # fmt: skip
 

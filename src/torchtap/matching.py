@@ -1,7 +1,7 @@
 """`torchtap.match`: run a form and the eager model once, and find out which value of the form is which site.
 
-A graph knows tensors, not the structures that they were returned in, and not the modules that only handed a tensor on. With
-the model at hand both are known: the values tell.
+A graph knows tensors, not the structures that they were returned in, and not the modules that only handed a tensor
+on. With the model at hand both are known: the values tell.
 """
 
 from __future__ import annotations

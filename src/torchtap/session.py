@@ -97,8 +97,8 @@ def capture(
     ``any_thread`` is set. ``via`` is how taps are put on an eager model: by hooks, by wrapping modules
     (``"wrap"``), or by replacing their forward (``"forward"``).
 
-    A graph or trace does not tell every name. ``like`` the eager model, with ``inputs`` to run both once, gives each value
-    the name that it has there; ``like`` also takes what `match` made, or its file.
+    A graph or trace does not tell every name. ``like`` the eager model, with ``inputs`` to run both once, gives each
+    value the name that it has there; ``like`` also takes what `match` made, or its file.
     """
     tree = tree_of(model)
     site_map = None if like is None else site_map_of(model, like, inputs)

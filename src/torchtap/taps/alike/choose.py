@@ -1,8 +1,8 @@
 """Give each site of the eager model the value of a form that it is.
 
 By value first: a value with the same bytes. Of several, the one at the right place in the graph: what leaves the same
-module call, then what was made in it, then what is nearest in the order of execution. A form that rounds otherwise has no
-equal value; there a near one that leaves the same module call counts, then the only one of its shape.
+module call, then what was made in it, then what is nearest in the order of execution. A form that rounds otherwise has
+no equal value; there a near one that leaves the same module call counts, then the only one of its shape.
 """
 
 from __future__ import annotations

@@ -24,14 +24,14 @@ _VALUE_OF = {"grad_input": "input", "grad_output": "output"}
 def mapped_sites(
     site_map: SiteMap, receiver: Receiver, without: Collection[tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    """``(site without its call, key of its value)`` for the sites that a plan asks for and that do not come in another way.
+    """``(site without its call, key of its value)`` for what a plan asks for and does not get in another way.
 
     What the map misses is noted with the receiver, for the coverage.
     """
     asked = {(port.port.site.path, port.kind) for port in receiver.ports.values()} - set(without)
     kinds_of: dict[tuple[str, str], list[str]] = {}
-    for path, kind in asked:
-        kinds_of.setdefault((path, _VALUE_OF.get(kind, kind)), []).append(kind)
+    for path, asked_kind in asked:
+        kinds_of.setdefault((path, _VALUE_OF.get(asked_kind, asked_kind)), []).append(asked_kind)
     calls: dict[tuple[str, str, str], list[tuple[int, Found]]] = {}
     for site, found in site_map.sites.items():
         name = read_name(site)

@@ -23,8 +23,21 @@ __all__ = ["can_leak", "is_torch_class", "returns_structure", "takes_one"]
 
 _STORES = frozenset(("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_NAME"))
 _CHANGING_METHODS = frozenset(
-    ("append", "appendleft", "extend", "insert", "update", "setdefault", "put", "push", "setattr")
-    + ("register_buffer", "__setattr__", "__setitem__", "__dict__")
+    [
+        "append",
+        "appendleft",
+        "extend",
+        "insert",
+        "update",
+        "setdefault",
+        "put",
+        "push",
+        "setattr",
+        "register_buffer",
+        "__setattr__",
+        "__setitem__",
+        "__dict__",
+    ]
 )
 _BUILDS = frozenset(("BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_MAP"))
 _MOST_FUNCTIONS = 200  # that a forward is followed into

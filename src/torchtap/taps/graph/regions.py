@@ -100,7 +100,7 @@ class Region:
 
 
 def graphs_inside(owner: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModule]:
-    """The graphs that a node runs, by where they are kept: branches, loops, blocks under ``no_grad`` or ``autocast``."""
+    """The graphs that a node runs, by where they are kept: branches, loops, blocks under ``no_grad``."""
     found = {}
     for given in node.all_input_nodes if node.op == "call_function" else ():
         inner = _attribute(owner, str(given.target)) if given.op == "get_attr" else None
@@ -169,7 +169,7 @@ def _marks(owner: fx.GraphModule) -> dict[fx.Node, tuple[Mark, ...]]:
         if known:
             found[node] = _common(known)
         elif str(node.target) == "<built-in function getitem>" and _runs_a_graph(owner, node.args[0]):
-            found[node] = found[node.args[0]]  # type: ignore[index]
+            found[node] = found[node.args[0]]
         else:
             found[node] = tuple(_own_marks(node))
     return found

@@ -30,9 +30,9 @@ def digest_of(model: fx.GraphModule) -> str:
 def _keyed(owner: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule, fx.Node]]:
     """Every node that may stand for a tensor, with a key that is the same in every copy of the graph."""
     for node in owner.graph.nodes:
-        if node.op in ("placeholder", "call_function", "call_module", "call_method"):
-            if "torchtap" not in str(node.target) and node.target is not emit_all:
-                yield join_path(prefix, node.name).replace(".", "/"), owner, node
+        stands_for_a_value = node.op in ("placeholder", "call_function", "call_module", "call_method")
+        if stands_for_a_value and "torchtap" not in str(node.target) and node.target is not emit_all:
+            yield join_path(prefix, node.name).replace(".", "/"), owner, node
         for target, inner in graphs_inside(owner, node).items():
             yield from _keyed(inner, join_path(prefix, target.removeprefix(OWN)))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchtap.errors import FormError
 from torchtap.names import WRAPPER_CLASSES, join_path
 from torchtap.taps.graph.regions import without
 
@@ -19,13 +20,31 @@ __all__ = ["script_copy", "script_modules"]
 def script_copy(module: Any) -> Any:
     """A copy by way of a file. Names of values in it do not depend on whether the original was loaded itself."""
     buffer = io.BytesIO()
-    torch.jit.save(module, buffer)
+    try:
+        torch.jit.save(module, buffer)
+    except RuntimeError as error:
+        called = sorted({node.pyname() for node in _python_calls(module)})
+        if not called:
+            raise
+        raise FormError(
+            f"this trace calls Python ({', '.join(called)}), which TorchScript cannot copy or save, so no taps can be put "
+            "into it; tap the eager model, or export it with torch.export"
+        ) from error
     buffer.seek(0)
     copy = torch.jit.load(buffer)
     originals = script_modules(module)
     for path, instance in script_modules(copy).items():
         _share_tensors(originals[path], instance)
     return copy
+
+
+def _python_calls(module: Any) -> list[Any]:
+    methods = [method for instance in script_modules(module).values() for method in _methods(instance)]
+    return [node for method in methods for node in method.graph.findAllNodes("prim::PythonOp")]
+
+
+def _methods(instance: Any) -> list[Any]:
+    return [instance._get_method(name) for name in instance._method_names()]
 
 
 def script_modules(module: Any) -> dict[str, Any]:

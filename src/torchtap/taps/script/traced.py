@@ -43,8 +43,8 @@ class _Origin(NamedTuple):
 def forward_methods(instance: Any) -> dict[str, Any]:
     """The methods that are calls of a module, by name.
 
-    A trace gives a module that is called again a further method: forward, forward1, forward2 … An overloaded forward, as
-    recurrent layers have, is compiled as forward__0, forward__1 …
+    A trace gives a module that is called again a further method: forward, forward1, forward2 … An overloaded forward,
+    as recurrent layers have, is compiled as forward__0, forward__1 …
     """
     names = [name for name in instance._method_names() if re.fullmatch(r"forward(?:__)?\d*", name)]
     return {name: instance._get_method(name) for name in names}
