@@ -3,6 +3,7 @@
 #   make demo        train a small model and look inside it
 #   make test        run the tests
 #   make check       ruff and mypy
+#   make dist        the sdist and the wheel, into dist/
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
 
 PYTHON ?= python3
@@ -67,5 +68,6 @@ browser:
 clean:
 	rm -rf $(VENV) build dist demo-run demo-run.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# The web viewer's page.
+# The web viewer's page; what users install.
 -include frontend.mk
+-include packaging/packaging.mk

@@ -4,26 +4,26 @@
 #   make screenshots   take the pictures of docs/images
 
 STATIC := src/torchtap/viewer/static
-PAGE_SOURCES := $(shell find frontend -path frontend/node_modules -prune -o -type f -print)
 NPM_CI := npm ci --no-audit --no-fund --loglevel=error
 
 .PHONY: frontend page screenshots
 
-frontend: $(STATIC)/app.js
+# The built page is part of the repository, with a note of the sources that it was built from.
+UP_TO_DATE := $(PYTHON) packaging/fingerprint.py --check
 
-$(STATIC)/app.js: $(PAGE_SOURCES)
+frontend:
 	@command -v npm >/dev/null || { echo "the viewer's page needs npm (Node.js 20 or newer) to be built" >&2; exit 1; }
 	cd frontend && $(NPM_CI) && npm run --silent build
-	@touch $@
+	$(PYTHON) packaging/fingerprint.py --write
 
-# Everything else works without the page: where it cannot be built, say so and go on.
+# Only where its sources were changed; everything else works without the page.
 page:
-	@if [ -f $(STATIC)/app.js ] && [ -z "$$(find $(PAGE_SOURCES) -newer $(STATIC)/app.js)" ]; then :; \
+	@if $(UP_TO_DATE); then :; \
 	elif command -v npm >/dev/null; then $(MAKE) --no-print-directory frontend || \
-	  echo "the viewer's page was not built; everything but 'torchtap view' and 'torchtap report' works"; \
-	else echo "no npm: 'torchtap view' and 'torchtap report' will say that their page is missing"; fi
+	  echo "the viewer's page was not built anew; it is of older sources"; \
+	else echo "no npm: the viewer's page is of older sources"; fi
 
-demo test wheel: page
+demo test: page
 
 screenshots: $(VENV)/.dev browser frontend
 	$(BIN)/python -m tests.viewer.screenshots

@@ -14,7 +14,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 
 # From the ground up. A file may import from its own layer and from those before it.
 LAYERS = [
-    ["errors"],
+    ["foreign_text"],
+    ["errors", "_torch"],
     ["names"],
     ["registry"],
     ["sites"],
@@ -112,6 +113,7 @@ OTHER_TEXT = {
     "sinks/registry.py": "sink:place on a command line",
     "store/export/front.py": "module:attribute",
     "taps/graph/skeleton.py": "a class's dotted name",
+    "taps/travel/program_gate.py": "an operator's dotted name",
     "viewer/security.py": "host:port",
 }
 
@@ -145,6 +147,45 @@ def test_the_names_of_wrappers_are_listed_in_one_file() -> None:
         )
     }
     assert naming == {"names.py"}
+
+
+REGISTERING = {
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_module_forward_hook",
+    "register_module_forward_pre_hook",
+}
+
+
+def registers_hooks(tree: ast.AST) -> bool:
+    """Whether forward hooks are put on modules here. A `HooksManager` has a method of the same name."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr in REGISTERING
+        and not ast.unparse(node.value).endswith("hooks")
+        for node in ast.walk(tree)
+    )
+
+
+def test_forward_hooks_are_registered_in_one_file() -> None:
+    registering = {
+        str(path.relative_to(SOURCE)) for path in files() if registers_hooks(ast.parse(path.read_text()))
+    }
+    assert registering == {"taps/walk/ways.py"}
+
+
+def test_a_tensor_s_version_is_asked_in_one_file() -> None:
+    asking = {
+        str(path.relative_to(SOURCE))
+        for path in files()
+        if any(
+            isinstance(node, ast.Attribute) and node.attr == "_version"
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    assert asking == {"_torch.py"}
 
 
 def test_reading_names_needs_no_torch() -> None:

@@ -123,6 +123,43 @@ def test_another_thread_is_heard_if_asked() -> None:
     assert len(seen) == 1
 
 
+class Chain(nn.Module):
+    """Thirty-two modules one after the other; each adds one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Identity() for _ in range(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x + 1)
+        return x
+
+
+def test_values_of_many_threads_at_once_do_not_mix() -> None:
+    # More sites than the first rows of statistics hold, and values so large that the kernel lets go of the interpreter.
+    starts = [torch.arange(300_000.0) * (number + 1) for number in range(4)]
+    for _ in range(3):
+        model = nn.ModuleList(Chain() for _ in starts)
+        taps = tt.tap("*:output", keep=tt.Stats()), tt.tap("*.parts.31:output", keep=tt.Full())
+        with tt.capture(model, *taps, any_thread=True) as seen:
+            threads = [
+                threading.Thread(target=model[number], args=(start,)) for number, start in enumerate(starts)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        for number, start in enumerate(starts):
+            for part in range(32):
+                site = f"{number}.parts.{part}:output"
+                found = seen[site]["stats"] if part == 31 else seen[site]
+                assert found["count"] == 300_000, site
+                assert found["min"] == part + 1, site
+                assert found["max"] == float((start + part + 1).max()), site
+            assert torch.equal(seen[f"{number}.parts.31:output"]["full"], model[number](start))
+
+
 def test_emitted_values_have_sites() -> None:
     class Router(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

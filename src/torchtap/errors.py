@@ -24,6 +24,8 @@ keyword-only with a default, so that every error survives pickling between ranks
 
 from __future__ import annotations
 
+from torchtap.foreign_text import shown
+
 __all__ = [
     "CompareError",
     "FormError",
@@ -45,8 +47,17 @@ __all__ = [
 ]
 
 
+_LONGEST_MESSAGE = 20_000
+
+
 class TorchtapError(Exception):
-    """The root: ``except TorchtapError`` catches everything that torchtap raises on purpose."""
+    """The root: ``except TorchtapError`` catches everything that torchtap raises on purpose.
+
+    Its text is safe to print: messages name sites and files, which may be called anything.
+    """
+
+    def __str__(self) -> str:
+        return shown(super().__str__(), _LONGEST_MESSAGE, lines=True)
 
 
 class SelectionError(TorchtapError, LookupError):

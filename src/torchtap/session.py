@@ -30,8 +30,8 @@ from torchtap.store.write.writer import RunWriter
 from torchtap.taps.alike.mapped import with_paths
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import attach, tree_of
-from torchtap.taps.eager.fitting import Via
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]
@@ -50,7 +50,7 @@ class Capture:
         any_thread: bool,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
-        via: Via = "hook",
+        via: WayName = "hook",
         site_map: SiteMap | None = None,
     ) -> None:
         self.plan = plan
@@ -85,7 +85,7 @@ def capture(
     merge: bool | None = None,
     any_thread: bool = False,
     strict: bool = True,
-    via: Via = "hook",
+    via: WayName = "hook",
     like: nn.Module | SiteMap | str | os.PathLike[str] | None = None,
     inputs: Any = None,
 ) -> Capture:
@@ -126,7 +126,7 @@ def watch(
     *,
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
-    via: Via = "hook",
+    via: WayName = "hook",
     one_mode: bool = False,
     labels: dict[str, Any] | None = None,
     **writer_options: Any,

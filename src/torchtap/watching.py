@@ -35,9 +35,9 @@ from torchtap.spending import Spending
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 from torchtap.store.write.pool import HostPool
 from torchtap.taps.attach import attach
-from torchtap.taps.eager.fitting import Via
 from torchtap.taps.receive.collect import Collector, Coming, numbers_on_host
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.ways import WayName
 
 __all__ = ["Watch"]
 
@@ -53,7 +53,7 @@ class Watch:
         consumers: Sequence[Consumer],
         *,
         strict: bool = False,
-        via: Via = "hook",
+        via: WayName = "hook",
         one_mode: bool = False,
     ) -> None:
         self.plan = plan

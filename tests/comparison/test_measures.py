@@ -15,6 +15,16 @@ from torchtap.comparison.measure.measures import measure
 from torchtap.comparison.measure.streams import Stream, measure_streams
 
 
+@pytest.fixture(params=["native", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test with the native kernel, and as if it had not been built."""
+    if request.param == "torch":
+        for module in (sums, measures):
+            monkeypatch.setattr(module, "native", None)
+    elif sums.native is None:
+        pytest.skip("the native kernel is not built here")
+
+
 def pair(
     dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (7, 11, 13)
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,3 +205,50 @@ def test_a_large_tensor_needs_little_more_memory() -> None:
     assert measure(reference.view(64, -1), target).identical
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < (64 + 32) * 1024
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("size", [1e-200, 1e-170, 1e200, 1e300])
+def test_squares_beyond_float64_neither_overflow_nor_vanish(size: float) -> None:
+    reference = torch.tensor([1.0, -2.0, 3.0] * 300, dtype=torch.float64) * size
+    opposite = measure(reference, -reference)
+    assert opposite.cosine == pytest.approx(-1)
+    assert opposite.rel_l2 == pytest.approx(2)
+    assert opposite.sqnr_db == pytest.approx(-6.0206, rel=1e-4)
+    assert measure(reference, 2 * reference).rel_l2 == pytest.approx(1)
+    assert measure(reference, reference).cosine == 1
+    assert measure(reference, reference).reference_l2 == pytest.approx(size * math.sqrt(14 * 300))
+    some = reference.clone()
+    some[7] = torch.nan
+    assert measure(some, -some).cosine == pytest.approx(-1)
+    mixed = torch.cat([reference, torch.ones(5000, dtype=torch.float64)])
+    larger = max(size, 1.0)
+    assert measure(mixed, mixed * 2).rel_l2 == pytest.approx(1)
+    assert measure(mixed, mixed * 2).reference_l2 >= larger
+
+
+@pytest.mark.usefixtures("way")
+def test_the_largest_numbers_have_their_distance_in_units_of_the_last_place() -> None:
+    largest = torch.tensor([torch.finfo(torch.float64).max, 2.0**1023], dtype=torch.float64)
+    below = torch.nextafter(largest, torch.zeros(2, dtype=torch.float64))
+    assert measure(largest, below).max_ulp == 1.0
+    assert measure(largest[:1], -largest[:1]).max_ulp > 0
+
+
+def test_flushing_small_numbers_to_zero_does_not_reach_the_sums() -> None:
+    small = torch.full((999,), 5, dtype=torch.int32).view(torch.float32)
+    if sums.native is None or not torch.set_flush_denormal(True):
+        pytest.skip("no native kernel, or a processor that cannot flush")
+    try:
+        found = measure(small, torch.zeros(999))
+    finally:
+        torch.set_flush_denormal(False)
+    assert found.max_abs == 5 * 2.0**-149
+    assert found.mismatched == 1
+
+
+@pytest.mark.usefixtures("way")
+def test_a_real_tensor_is_compared_with_a_complex_one() -> None:
+    real = torch.randn(1001)
+    assert measure(real, real.to(torch.complex64)).identical
+    assert measure(real * (1 + 1j), real).rel_l2 == pytest.approx(1 / math.sqrt(2))

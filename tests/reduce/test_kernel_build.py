@@ -9,6 +9,7 @@ import pytest
 
 import torchtap.reduce
 from torchtap.reduce import kernel
+from torchtap.reduce.moments import WIDTH
 
 
 def test_a_build_of_an_older_source_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,4 +21,6 @@ def test_a_build_of_an_older_source_is_as_good_as_none(monkeypatch: pytest.Monke
     assert kernel._load() is None
     for name in kernel._FUNCTIONS:
         setattr(stale, name, print)
+    assert kernel._load() is None
+    stale.FIELDS = WIDTH  # type: ignore[attr-defined]
     assert kernel._load() is stale

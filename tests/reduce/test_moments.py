@@ -47,7 +47,7 @@ def test_measuring_and_merging_on_a_device_never_wait_for_it() -> None:
 
 def test_nothing_merges_without_a_trace() -> None:
     nothing = torch.from_numpy(blank_states(1))
-    something = torch.from_numpy(np.array([[3.0, 0, 1, 1, 5.0, 2.0, 4.0, 6.0, 10.0]]))
+    something = torch.from_numpy(np.array([[3.0, 0, 1, 1, 5.0, 2.0, 4.0, 6.0, 10.0, 0.0]]))
     assert torch.equal(merge_states(nothing, something), something)
     assert torch.equal(merge_states(something, nothing), something)
     assert torch.equal(merge_states(nothing, nothing), nothing)
@@ -56,6 +56,6 @@ def test_nothing_merges_without_a_trace() -> None:
 def test_values_that_are_all_strange_leave_the_moments_of_others_alone() -> None:
     strange = torch.from_numpy(blank_states(1))
     strange[0, :3] = torch.tensor([4.0, 3.0, 1.0])
-    something = torch.from_numpy(np.array([[2.0, 0, 0, 0, 5.0, 2.0, 4.0, 6.0, 10.0]]))
+    something = torch.from_numpy(np.array([[2.0, 0, 0, 0, 5.0, 2.0, 4.0, 6.0, 10.0, 0.0]]))
     merged = merge_states(strange, something)[0]
-    assert merged.tolist() == [6.0, 3.0, 1.0, 0.0, 5.0, 2.0, 4.0, 6.0, 10.0]
+    assert merged.tolist() == [6.0, 3.0, 1.0, 0.0, 5.0, 2.0, 4.0, 6.0, 10.0, 0.0]

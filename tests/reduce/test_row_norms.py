@@ -145,3 +145,14 @@ def test_tensors_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
     assert read(waiting) == [(1.0, 2.0), (3.0,), (4.0, 5.0, 6.0)]
     assert len(reads) == 1
+
+
+def test_a_bias_of_the_full_shape_counts_row_by_row(way: str) -> None:
+    value, between, start = (torch.randn(4, 6) for _ in range(3))
+    for shape in ((4, 6), (1, 6), (6,)):
+        bias, start_bias = torch.randn(shape), torch.randn(shape)
+        v, b, s, p, q = (each.double() for each in (value, between, start, bias, start_bias))
+        held(
+            of_steps(value, between, start, (bias, start_bias)),
+            sums(v - b, b - s, v - p, s - q, (v - p) - (b - q)),
+        )

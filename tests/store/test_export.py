@@ -78,7 +78,7 @@ def test_hdf5_holds_series_tensors_and_the_manifest(run: Run, tmp_path: Path) ->
         assert np.array_equal(file[f"tensors/{SITES[0]}/value/3"], image(3))
         assert np.array_equal(file["tensors/..%2Fevil%2F:output/value/6"], NARROW.float())
         assert file["tensors/..%2Fevil%2F:output/value/6"].attrs["dtype"] == "bfloat16"
-        assert json.loads(file.attrs["manifest"])["format"]["name"] == "torchtap-run"
+        assert json.loads(file["manifest"][()])["format"]["name"] == "torchtap-run"
         assert file["clock/phase"][-1] == b"eval"
 
 

@@ -236,3 +236,27 @@ def test_a_model_has_one_pool_that_goes_with_it() -> None:
     del model
     gc.collect()
     assert pool() is None
+
+
+@pytest.mark.skipif(checksum.copy_bytes is None, reason="not built, or a processor without the instruction")
+def test_the_checksum_is_that_of_the_copy_also_where_the_source_changes_meanwhile() -> None:
+    assert checksum.copy_bytes is not None
+    size = 4099  # a head, whole lines and a tail
+    source = torch.zeros(1 << 20, dtype=torch.uint8)
+    target = torch.zeros(1 << 20, dtype=torch.uint8)
+    done = threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            source.add_(1)  # lets go of the interpreter while it writes
+
+    writer = threading.Thread(target=change)
+    writer.start()
+    try:
+        for turn in range(6000):
+            start = (turn * 37) % 4000
+            crc = checksum.copy_bytes(target.data_ptr() + 1, source.data_ptr() + start, size)
+            assert crc == zlib.crc32(target[1 : 1 + size].numpy().data)
+    finally:
+        done.set()
+        writer.join()

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
-from torchtap.taps.receive.structure import map_leaves
+from torchtap.taps.walk.structure import map_leaves
 
 ALL = sorted(CASES)
 

@@ -13,6 +13,7 @@ from importlib import import_module
 import click
 
 from torchtap.errors import TorchtapError
+from torchtap.foreign_text import shown
 
 __all__ = ["main", "torchtap"]
 
@@ -77,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
             traceback.print_exc()
         expected = isinstance(error, (TorchtapError, OSError))
         what = str(error) if expected else f"{type(error).__name__}: {error}"
-        print(f"torchtap: {what}", file=sys.stderr)
+        print(f"torchtap: {shown(what, 20_000, lines=True)}", file=sys.stderr)
         if not expected and "--debug" not in words:
             print("This was not expected; `torchtap --debug …` shows where it came from.", file=sys.stderr)
         sys.exit(2)

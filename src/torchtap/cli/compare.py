@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from torchtap.cli.console import say
+
 __all__ = ["command"]
 
 
@@ -63,26 +65,26 @@ def command(
         if json_path is not None and json_path != "-":
             result.to_json(json_path)
     except (TorchtapError, OSError) as error:
-        click.echo(f"could not compare: {error}", err=True)
+        say(f"could not compare: {error}", err=True)
         raise SystemExit(2) from None
     except Exception as error:
         # A damaged recording may fail in ways that nobody foresaw; the answer is still "not compared".
-        click.echo(f"could not compare: {type(error).__name__}: {error}", err=True)
+        say(f"could not compare: {type(error).__name__}: {error}", err=True)
         raise SystemExit(2) from None
     if json_path == "-":
         click.echo(result.to_json())
     elif quiet:
-        click.echo(result.verdict)
+        say(result.verdict)
     else:
-        from rich.console import Console
+        from torchtap.cli.console import Terminal
 
-        console = Console()
+        console = Terminal()
         console.print(result.table(every=every))
-        console.print(f"noise floor: {result.basis}", markup=False)
+        console.print(f"noise floor: {result.basis}")
         for line in result.problems:
-            console.print(f"note: {line}", markup=False)
+            console.print(f"note: {line}")
         for left in result.unaligned[:10]:
-            console.print(f"not compared: {left.site} ({left.side}): {left.why}", markup=False)
+            console.print(f"not compared: {left.site} ({left.side}): {left.why}")
         if len(result.unaligned) > 10:
-            console.print(f"... and {len(result.unaligned) - 10} more that were not compared", markup=False)
+            console.print(f"... and {len(result.unaligned) - 10} more that were not compared")
     raise SystemExit(1 if result.diverged else 0)

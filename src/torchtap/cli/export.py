@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
 
+from torchtap.cli.console import Terminal, say
 from torchtap.store.read.reader import open_run
 
 __all__ = ["command"]
@@ -22,7 +22,7 @@ def command(run: str, target: str, out: str | None) -> None:
 
     opened = open_run(run)
     path = out if out is not None else f"{str(Path(run)).rstrip('/')}.{target}"
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     with console.status(f"writing {path}"):
         written = export_run(opened, target, path)
-    click.echo(str(written))
+    say(str(written))

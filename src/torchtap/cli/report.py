@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from torchtap.cli.console import say
+
 __all__ = ["command"]
 
 
@@ -27,9 +29,9 @@ def command(
     from torchtap.viewer.still import write_picture
 
     report = write_report(runs, out, sites=sites, title=title)
-    click.echo(f"{report.path}  {report.size / 1e6:.1f} MB, {len(report.sites)} sites")
+    say(f"{report.path}  {report.size / 1e6:.1f} MB, {len(report.sites)} sites")
     if report.left_out:
         click.echo(f"{len(report.left_out)} sites did not fit; --site chooses which do", err=True)
     if png is not None:
         how = write_picture(report.path, runs[0], png)
-        click.echo(f"{png}  drawn by {how}")
+        say(f"{png}  drawn by {how}")

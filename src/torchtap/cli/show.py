@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from torchtap.cli.console import Terminal, say_json
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.read.show import compact
 
@@ -35,11 +35,11 @@ def command(
 ) -> None:
     """Show RUN: its newest statistics with their history, its tensors, or its coverage."""
     opened = open_run(run)
-    console = Console()
     if as_json:
-        console.print_json(data=_facts(opened))
+        say_json(_facts(opened))
         return
-    console.print(repr(opened), markup=False, highlight=False)
+    console = Terminal()
+    console.print(repr(opened), highlight=False)
     if coverage:
         _print_coverage(console, opened)
     elif tensors:
@@ -47,7 +47,7 @@ def command(
     else:
         _print_statistics(console, opened, pattern, statistic, rows)
     for problem in opened.problems[:10]:
-        console.print(f"problem: {problem}", style="red", markup=False)
+        console.print(f"problem: {problem}", style="red")
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _print_statistics(console: Console, run: Run, pattern: str, statistic: str, rows: int) -> None:
+def _print_statistics(console: Terminal, run: Run, pattern: str, statistic: str, rows: int) -> None:
     chosen = [site for site in run.sites() if fnmatch.fnmatchcase(site, pattern) or pattern in site]
     table = Table(title=f"newest statistics, and {statistic} over time", title_justify="left")
     columns = _COLUMNS if console.width >= 100 else _NARROW_COLUMNS
@@ -118,7 +118,7 @@ def sparkline(values: list[float], width: int = 12) -> str:
     )
 
 
-def _print_tensors(console: Console, run: Run, pattern: str, rows: int) -> None:
+def _print_tensors(console: Terminal, run: Run, pattern: str, rows: int) -> None:
     table = Table("site", "field", "step", "dtype", "shape", "size", title="tensors", title_justify="left")
     found = [ref for ref in run.tensors() if fnmatch.fnmatchcase(ref.site, pattern) or pattern in ref.site]
     for ref in found[:rows]:
@@ -129,12 +129,13 @@ def _print_tensors(console: Console, run: Run, pattern: str, rows: int) -> None:
         console.print(f"{len(found) - rows} further tensors", style="dim")
 
 
-def _print_coverage(console: Console, run: Run) -> None:
-    missing = run.coverage().get("missing", [])
-    if not missing:
+def _print_coverage(console: Terminal, run: Run) -> None:
+    missing = run.coverage().get("missing")
+    if not isinstance(missing, list) or not missing:
         console.print("everything that the plan expected arrived")
         return
     table = Table("site", "why it did not come", title=f"{len(missing)} missing", title_justify="left")
     for entry in missing:
-        table.add_row(str(entry["site"]), str(entry["reason"]))
+        if isinstance(entry, dict):
+            table.add_row(str(entry.get("site")), str(entry.get("reason")))
     console.print(table)

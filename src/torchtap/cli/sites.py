@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from torchtap.cli.console import Terminal, say
 from torchtap.errors import FormError
 
 __all__ = ["command", "load_model"]
@@ -20,7 +20,9 @@ __all__ = ["command", "load_model"]
 @click.option("--select", "selector", help="Only sites that this selector picks.")
 @click.option("--plain", is_flag=True, help="Names only, one a line.")
 @click.option(
-    "--unsafe", is_flag=True, help="Allow a pickled model file, which can run code of whoever made it."
+    "--unsafe",
+    is_flag=True,
+    help="Allow a pickle or a compiled package, which can run code of whoever made it.",
 )
 def command(model: str, kinds: tuple[str, ...], selector: str | None, plain: bool, unsafe: bool) -> None:
     """List the sites of MODEL.
@@ -44,7 +46,7 @@ def command(model: str, kinds: tuple[str, ...], selector: str | None, plain: boo
         sites = [names[0] for names in candidates(places(tree_of(loaded)), wanted)]
     if plain:
         for site in sites:
-            click.echo(site.name)
+            say(site.name)
         return
     table = Table(title=f"{len(sites)} sites of {type(loaded).__name__}", title_justify="left")
     table.add_column("site", overflow="fold")
@@ -53,14 +55,16 @@ def command(model: str, kinds: tuple[str, ...], selector: str | None, plain: boo
     for site in sites:
         source = source_of(site.module) if site.module is not None else None
         table.add_row(site.name, type(site.module).__name__, source or "")
-    Console().print(table)
+    Terminal().print(table)
 
 
 def load_model(text: str, *, unsafe: bool = False) -> Any:
     """A model from what was written on the command line."""
     path = Path(text)
-    if path.suffix in (".pt", ".pth", ".pt2", ".ts") and ":" not in text:
-        return _from_file(path, unsafe)
+    if path.suffix in (".pt", ".pth", ".pt2", ".ts", ".onnx") and ":" not in text:
+        from torchtap.taps.travel.load import load
+
+        return load(path, unsafe=unsafe)
     source, colon, name = text.rpartition(":")
     if not colon:
         raise FormError(
@@ -104,26 +108,3 @@ def _module(source: str) -> Any:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
         raise FormError(f"cannot import {source!r}: {error}") from None
-
-
-def _from_file(path: Path, unsafe: bool) -> Any:
-    from torchtap.taps.travel.load import load
-
-    try:
-        return load(path)
-    except FormError:
-        if not path.is_file():
-            raise
-    if not unsafe:
-        raise FormError(
-            f"{str(path)!r} is a pickle, and opening it can run code of whoever made it; "
-            "if you trust it, say --unsafe"
-        )
-    import torch
-
-    loaded = torch.load(path, map_location="cpu", weights_only=False)
-    if isinstance(loaded, dict):
-        raise FormError(
-            f"{str(path)!r} holds weights, not a model: name the code that makes it, package.module:factory"
-        )
-    return loaded

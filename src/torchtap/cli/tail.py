@@ -29,15 +29,15 @@ def command(
 
     Ends when the recording has ended.
     """
-    from rich.console import Console
     from rich.live import Live
 
+    from torchtap.cli.console import Terminal
     from torchtap.diagnosis.run import diagnose
     from torchtap.store.read.reader import open_run
     from torchtap.viewer.terminal import live_view
 
     opened = open_run(run)
-    console = Console()
+    console = Terminal()
 
     def look() -> object:
         found = diagnose(opened)

@@ -25,7 +25,7 @@ from torchtap.comparison.align.rules import Rule
 from torchtap.comparison.judge.result import Comparison, First
 from torchtap.comparison.judge.verdict import judge_live, sentence, status_of
 from torchtap.comparison.live.evidence import gather, missing
-from torchtap.comparison.live.hooked import Call, Hooked, steady
+from torchtap.comparison.live.hooked import steady, visiting
 from torchtap.comparison.live.passes import Probe
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter, record
 from torchtap.comparison.measure.floor import Floor, floor_from
@@ -33,7 +33,8 @@ from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.sources import describe, is_eager
 from torchtap.errors import CompareError
 from torchtap.names import parent_path, path_of, site_name
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.visit import Call
 
 __all__ = ["Bisection", "bisect"]
 
@@ -86,11 +87,11 @@ class _Summaries:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._noise = None if noise is None else torch.Generator().manual_seed(noise)
 
-    def arrive(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf, value in input_leaves(call.input_names, args, kwargs):
             self._take(site_name(call.path, "input", leaf, call.number), value)
 
-    def leave(self, call: Call, output: Any) -> Any:
+    def after(self, call: Call, output: Any) -> Any:
         for leaf, value in leaves(output):
             self._take(site_name(call.path, "output", leaf, call.number), value)
         if self._noise is not None and isinstance(output, Tensor):
@@ -215,7 +216,7 @@ class _Work:
     def _run(self, model: nn.Module, visitor: _Summaries, only: Callable[[str], bool] | None = None) -> None:
         with steady(model):
             torch.manual_seed(0)
-            with Hooked(model, visitor, only):
+            with visiting(model, visitor, only):
                 self.feed(model)
         self.forwards += 1
 

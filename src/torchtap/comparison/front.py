@@ -20,7 +20,7 @@ from torchtap.comparison.recorded.comparing import compare_recordings
 from torchtap.comparison.recorded.recordings import MemoryRecording, Recording
 from torchtap.comparison.sources import captured, describe, is_eager, is_live, perturbed, recording_of
 from torchtap.errors import CompareError
-from torchtap.taps.receive.leaves import leaves
+from torchtap.taps.walk.leaves import leaves
 
 __all__ = ["compare"]
 

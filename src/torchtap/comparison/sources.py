@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchtap.comparison.live.hooked import rebuild, steady
+from torchtap.comparison.live.hooked import steady
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
 from torchtap.comparison.recorded.recordings import (
     FolderRecording,
@@ -29,7 +29,8 @@ from torchtap.errors import CompareError, RunNotFoundError
 from torchtap.matching import has_names, match
 from torchtap.names import in_passing_order, site_name
 from torchtap.taps.alike.site_map import SiteMap
-from torchtap.taps.receive.leaves import leaves
+from torchtap.taps.walk.leaves import leaves
+from torchtap.taps.walk.structure import map_leaves
 
 __all__ = ["captured", "describe", "is_eager", "is_live", "perturbed", "recording_of"]
 
@@ -181,5 +182,5 @@ def perturbed(inputs: Any, seed: int = 1) -> Feed | None:
         moved = moved or value.is_floating_point()
         return jitter(value.detach(), generator) if value.is_floating_point() else value
 
-    changed = rebuild(inputs, move)
+    changed = map_leaves(inputs, move)
     return feed_of(changed) if moved else None

@@ -18,16 +18,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self, final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError
 from torchtap.plan import Tap, bind
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector
-from torchtap.taps.eager.fitting import Hook
-from torchtap.taps.eager.wrap import replace_forward
-from torchtap.taps.receive.structure import map_leaves
+from torchtap.taps.walk.structure import map_leaves
+from torchtap.taps.walk.visit import Call as WalkedCall
+from torchtap.taps.walk.visit import Stop, Visiting
+from torchtap.taps.walk.wrap import replace_forward
 
 __all__ = ["Call", "Catcher"]
 
@@ -88,14 +89,11 @@ class Catcher:
             stack.enter_context(running_eagerly(self._model))
             stack.callback(replace_forward(self._root, self._run))
             if module is not self._root:
-                stack.callback(self._put_on(module).remove)
+                given = self._kind == "input"
+                stop = Stop(self.site, module, inputs=given, outputs=not given)
+                stack.enter_context(Visiting(self._root, self, [stop]))
             self._stack = stack.pop_all()
         return self
-
-    def _put_on(self, module: nn.Module) -> Any:
-        if self._kind == "input":
-            return module.register_forward_pre_hook(Hook(self._on_input), with_kwargs=True)
-        return module.register_forward_hook(Hook(self._on_output))
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -110,22 +108,34 @@ class Catcher:
         own = self._module is self._root  # whose hooks would run outside of this
         try:
             if own and self._kind == "input":
-                self._on_input(self._root, args, kwargs)
+                self._take_input(args, kwargs)
             output = forward(*args, **kwargs)
             if own and self._kind == "output":
-                self._on_output(self._root, args, output)
+                self._take_output(output)
             return output
         except _Caught as caught:
             if caught.catcher is not self:
                 raise
             return None
 
-    def _on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # -- the visitor's side ---------------------------------------------------------------------------------
+
+    def before(self, call: WalkedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is given these values. What a checkpoint repeats was caught the first time."""
+        if not call.repeated:
+            self._take_input(args, kwargs)
+
+    def after(self, call: WalkedCall, output: Any) -> None:
+        """A module returned this."""
+        if not call.repeated:
+            self._take_output(output)
+
+    def _take_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._wants_more():
             self.calls.append(Call(self._kept(args), self._kept(kwargs)))
             self._end()
 
-    def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _take_output(self, output: Any) -> None:
         if self._wants_more():
             self.outputs.append(self._kept(output))
             self._end()

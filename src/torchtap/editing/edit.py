@@ -20,17 +20,16 @@ from functools import partial
 from typing import Any, Self, TypeAlias, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError
 from torchtap.names import belongs_to
 from torchtap.plan import Port, Tap, bind
 from torchtap.reduce import Stats
-from torchtap.sites import Selectable, Selector, Site, input_names
-from torchtap.taps.eager.eager import in_backward
-from torchtap.taps.eager.fitting import Hook
-from torchtap.taps.receive.structure import map_leaves
+from torchtap.sites import Selectable, Selector, Site
+from torchtap.taps.walk.structure import map_inputs, map_leaves
+from torchtap.taps.walk.visit import Call, Stop, Visiting
 
 __all__ = ["Change", "Edit", "edit"]
 
@@ -68,17 +67,13 @@ class Edit:
                     f"{port.site.name} cannot be edited: the kinds that pass through a forward are "
                     f"{', '.join(_KINDS)}; parameters and buffers can be changed in place"
                 )
-        self._calls: dict[tuple[int, bool], int] = {}
         self._stack = ExitStack()
         self.applied: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(running_eagerly(self._model))
-            begin = self._root.register_forward_pre_hook(Hook(self._begin_pass), prepend=True)
-            stack.callback(begin.remove)
-            for port in self._plan.ports:
-                stack.callback(self._put_on(port).remove)
+            stack.enter_context(Visiting(self._root, self, map(_stop, self._plan.ports)))
             self._stack = stack.pop_all()
         return self
 
@@ -97,47 +92,17 @@ class Edit:
         bare = port.site.name
         return any(belongs_to(name, bare) for name in self.applied)
 
-    def _put_on(self, port: Port) -> Any:
-        module = port.site.module
-        assert module is not None
-        if port.site.kind in ("output", "grad_output"):
-            return module.register_forward_hook(Hook(partial(self._on_output, port)))
-        hook = Hook(partial(self._on_input, port, input_names(module)))
-        return module.register_forward_pre_hook(hook, with_kwargs=True)
+    # -- the visitor's side ---------------------------------------------------------------------------------
 
-    # -- hooks ----------------------------------------------------------------------------------------------
-
-    def _begin_pass(self, *_: Any) -> None:
-        if not in_backward():
-            self._calls.clear()
-
-    def _next_call(self, port: Port) -> int:
-        # A checkpoint's repetition counts anew: its calls are those that it repeats.
-        key = id(port), in_backward()
-        call = self._calls.get(key, 0)
-        self._calls[key] = call + 1
-        return call
-
-    def _on_output(self, port: Port, module: nn.Module, args: Any, output: Any) -> Any:
-        return map_leaves(output, partial(self._change, port, self._next_call(port)))
-
-    def _on_input(
-        self, port: Port, names: tuple[str, ...] | None, module: nn.Module, args: Any, kwargs: Any
+    def before(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        change = partial(self._change, port, self._next_call(port))
-        lone = names == ("",)
+        """A module is given these values."""
+        return map_inputs(call.input_names, args, kwargs, partial(self._change, call.key, call.number))
 
-        def changed(name: str, value: Any) -> Any:
-            return map_leaves(value, change, prefix=name)
-
-        positions = [
-            names[index] if names is not None and index < len(names) else str(index)
-            for index in range(len(args))
-        ]
-        return (
-            tuple(changed(name, value) for name, value in zip(positions, args, strict=True)),
-            {key: changed("" if lone else key, value) for key, value in kwargs.items()},
-        )
+    def after(self, call: Call, output: Any) -> Any:
+        """A module returned this."""
+        return map_leaves(output, partial(self._change, call.key, call.number))
 
     def _change(self, port: Port, call: int, leaf: str, value: Tensor) -> Tensor:
         names = [Site(each.path, each.kind, leaf, call, module=each.module) for each in port.names]
@@ -162,6 +127,12 @@ class Edit:
 
     def _count(self, site: Site) -> None:
         self.applied[site.name] = self.applied.get(site.name, 0) + 1
+
+
+def _stop(port: Port) -> Stop:
+    assert port.site.module is not None
+    returned = port.site.kind in ("output", "grad_output")
+    return Stop(port.site.path, port.site.module, inputs=not returned, outputs=returned, key=port)
 
 
 class _ChangedGradient(torch.autograd.Function):

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from torchtap._torch import version_of
 from torchtap.editing.eager_only import hookable
 from torchtap.errors import PlanError, SelectionError
 from torchtap.plan import Plan, Port, Tap, bind
 from torchtap.reduce import Stats
-from torchtap.sites import Selectable, Selector, Site, input_names, selectors_of
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.sites import Selectable, Selector, Site, selectors_of
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.visit import Call, Stop, Visiting
 
 __all__ = ["Features", "features"]
 
@@ -76,9 +77,22 @@ class Features(nn.Module):
         self.model = _second_tree(root, second)
         self._found: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._calls: dict[int, int] = {}
-        for number, port in enumerate(self._plan.ports):
-            self._put_on(second[id(port.site.module)], number, port)
+        self._passed: set[int] = set()  # numbers of the ports whose modules were called
+        self._visiting = Visiting(
+            self.model,
+            self,
+            [
+                Stop(
+                    port.site.path,
+                    second[id(port.site.module)],
+                    inputs=port.site.kind == "input",
+                    outputs=port.site.kind == "output",
+                    key=number,
+                )
+                for number, port in enumerate(self._plan.ports)
+            ],
+        )
+        self._visiting.begin()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -88,7 +102,8 @@ class Features(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
         found = self._found
         found.clear()
-        self._calls.clear()
+        self._passed.clear()
+        self._visiting.start_pass()
         try:
             output = self.model(*args, **kwargs)
         except _Reached:  # torch.compile follows this, and not contextlib.suppress
@@ -108,42 +123,31 @@ class Features(nn.Module):
 
         return graph_with_values(self._original[0], self._plan, self._stop)
 
-    def _put_on(self, module: nn.Module, number: int, port: Port) -> None:
-        take = partial(self._take, number, port)
-        stops = self._stop is not None and self._stop in port.taps
-        if port.site.kind == "output":
+    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is given these values."""
+        self._take(call, input_leaves(call.input_names, args, kwargs))
 
-            def on_output(_: nn.Module, args: Any, output: Any) -> None:
-                take(leaves(output))
-                if stops and not _in_plain_export():
-                    raise _Reached
+    def after(self, call: Call, output: Any) -> None:
+        """A module returned this."""
+        self._take(call, leaves(output))
 
-            module.register_forward_hook(on_output)
-        else:
-            names = input_names(module)
-
-            def on_input(_: nn.Module, args: Any, kwargs: Any) -> None:
-                take(input_leaves(names, args, kwargs))
-                if stops and not _in_plain_export():
-                    raise _Reached
-
-            module.register_forward_pre_hook(on_input, with_kwargs=True)
-
-    def _take(self, number: int, port: Port, values: Any) -> None:
-        call = self._calls.get(number, 0)
-        self._calls[number] = call + 1
+    def _take(self, call: Call, values: Any) -> None:
+        port = self._plan.ports[call.key]
+        self._passed.add(call.key)
         for leaf, tensor in values:
             for index in port.taps:
                 site = port.names[0]
-                name = Site(site.path, site.kind, leaf, call, module=site.module)
+                name = Site(site.path, site.kind, leaf, call.number, module=site.module)
                 if index != self._stop and self._plan.taps[index].wants((name,)):
                     self._found[name.name] = tensor
                     if not torch.compiler.is_compiling():
-                        self._versions[name.name] = _version(tensor)
+                        self._versions[name.name] = version_of(tensor)
+        if self._stop is not None and self._stop in port.taps and not _in_plain_export():
+            raise _Reached
 
     def _check_complete(self, values: dict[str, Tensor]) -> None:
         for number, port in enumerate(self._plan.ports):
-            if number not in self._calls:
+            if number not in self._passed:
                 after = f" before {self.until}" if self.until is not None else ""
                 raise SelectionError(
                     f"{port.site.name} did not pass{after} in this call: its module was not called"
@@ -153,7 +157,7 @@ class Features(nn.Module):
 
     def _warn_of_changes(self, values: dict[str, Tensor]) -> None:
         changed = [
-            name for name, tensor in values.items() if _version(tensor) != self._versions.get(name, -1)
+            name for name, tensor in values.items() if version_of(tensor) != self._versions.get(name, -1)
         ]
         if changed:
             warnings.warn(
@@ -167,10 +171,6 @@ class Features(nn.Module):
 def _in_plain_export() -> bool:
     """Whether torch.export runs this code itself, not through the compiler: no exception may cross modules then."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _check(ports: tuple[Port, ...], stop: int | None) -> None:

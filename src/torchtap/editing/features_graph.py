@@ -11,7 +11,7 @@ from torchtap.errors import FormError
 from torchtap.names import join_path, path_parts, selector_parts
 from torchtap.plan import Plan, Port
 from torchtap.sites import Site, input_names
-from torchtap.taps.receive.leaves import children
+from torchtap.taps.walk.leaves import children
 
 __all__ = ["graph_with_values"]
 

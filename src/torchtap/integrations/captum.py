@@ -19,7 +19,7 @@ from torchtap.names import read_name, site_name
 from torchtap.plan import Tap, bind
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site
-from torchtap.taps.receive.leaves import leaves
+from torchtap.taps.walk.leaves import leaves
 from torchtap.watching import Watch
 
 __all__ = ["METHODS", "attribute"]

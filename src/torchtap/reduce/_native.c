@@ -11,224 +11,8 @@
  */
 
 #include <Python.h>
-#include <float.h>
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if !defined(_WIN32)
-#include <pthread.h>
-#define HAVE_THREADS 1
-#endif
 
-#include "_bfloat16.h"
-
-enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8, UINT8, INT16, INT32, INT64, BOOL, DTYPES };
-static const size_t ITEM_BYTES[DTYPES] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
-
-#define BLOCK 8192         /* elements of up to four bytes: 32 KiB, which the second-level cache surely holds */
-#define PIECE_BLOCKS 32    /* what a thread takes at a time */
-#define MOST_THREADS 64    /* memory is saturated long before */
-#define MOST_DIMENSIONS 64 /* as in torch */
-/* Below this, handing the interpreter over and waiting to get it back costs more than the work. */
-#define RELEASE_BYTES (1 << 20)
-
-/* The same fields in the same order as moments.FIELDS. */
-typedef struct {
-    double count, nans, infs, zeros, mean, squares, low, high, l1;
-} State;
-
-static const State BLANK = {0, 0, 0, 0, 0, 0, INFINITY, -INFINITY, 0};
-
-/* Bins: equal ones between `edges`, or, without, those of octaves.py: 2**bits to each power of two. */
-typedef struct {
-    const double *edges;
-    Py_ssize_t bins, low, high, bits;
-} Grid;
-
-static void merge(State *into, const State *from)
-{
-    const double before = into->count - into->nans - into->infs;
-    const double more = from->count - from->nans - from->infs;
-    into->count += from->count;
-    into->nans += from->nans;
-    into->infs += from->infs;
-    into->zeros += from->zeros;
-    into->l1 += from->l1;
-    if (more == 0)
-        return;
-    if (before == 0) {
-        into->mean = from->mean;
-        into->squares = from->squares;
-        into->low = from->low;
-        into->high = from->high;
-        return;
-    }
-    const double share = more / (before + more);
-    const double delta = from->mean - into->mean;
-    if (delta - delta == 0)
-        into->mean += delta * share;
-    else /* two means at opposite ends of the range: their distance overflows, their average does not */
-        into->mean = into->mean * (1 - share) + from->mean * share;
-    into->squares += from->squares + delta * delta * (before * share);
-    if (from->low < into->low)
-        into->low = from->low;
-    if (from->high > into->high)
-        into->high = from->high;
-}
-
-/* A center near `mean`, in steps of about the spread. Its low digits would be rounded away in the same
- * direction whenever it is taken from a larger number, and that would add up; so it has none. */
-static double blunt(double mean, double spread)
-{
-    int exponent;
-    if (!(spread > 0 && spread - spread == 0))
-        return mean;
-    frexp(spread, &exponent);
-    const double step = ldexp(1, exponent - 1), steps = mean / step;
-    return fabs(steps) < 0x1p52 ? floor(steps + 0.5) * step : mean;
-}
-
-static double center_of(const State *state)
-{
-    return blunt(state->mean, sqrt(state->squares / (state->count - state->nans - state->infs)));
-}
-
-typedef void (*BlockFunction)(int, const char *, size_t, State *, const State *);
-typedef void (*CountFunction)(int, const char *, size_t, const Grid *, int64_t *);
-
-#define TARGET
-#define ISA(x) x##_plain
-#include "_native_isa.h"
-#undef TARGET
-#undef ISA
-
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#define HAVE_X86_CHOICE 1
-#include <immintrin.h>
-#define HALF_BY_INSTRUCTION 1
-#define TARGET __attribute__((target("avx2,fma,f16c")))
-#define ISA(x) x##_avx2
-#include "_native_isa.h"
-#undef TARGET
-#undef ISA
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" WIDE_VECTORS)))
-#if defined(__clang__)
-#define WIDE_VECTORS ""
-#else
-#define WIDE_VECTORS ",prefer-vector-width=512"
-#endif
-#define ISA(x) x##_avx512
-#include "_native_isa.h"
-#undef TARGET
-#undef ISA
-#endif
-
-static BlockFunction block = block_plain;
-static CountFunction count = count_plain;
-static const char *instructions = "plain";
-
-static void choose_instructions(void)
-{
-#ifdef HAVE_X86_CHOICE
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        block = block_avx2;
-        count = count_avx2;
-        instructions = "avx2";
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-            block = block_avx512;
-            count = count_avx512;
-            instructions = "avx512";
-        }
-    }
-#endif
-}
-
-static size_t block_length(int dtype)
-{
-    return dtype == FLOAT32 || dtype == BFLOAT16 ? BLOCK : dtype == INT32 || dtype == INT64 ? BLOCK / 4 : BLOCK / 2;
-}
-
-static void measure_span(int dtype, const char *raw, size_t n, State *out)
-{
-    const size_t most = block_length(dtype), bytes = ITEM_BYTES[dtype];
-    const State *before = NULL;
-    State one;
-    *out = BLANK;
-    while (n) {
-        const size_t now = n < most ? n : most;
-        block(dtype, raw, now, &one, before);
-        merge(out, &one);
-        before = one.count > one.nans + one.infs ? &one : NULL;
-        raw += now * bytes;
-        n -= now;
-    }
-}
-
-typedef struct {
-    int dtype;
-    const char *raw;
-    size_t n, piece, pieces, next;
-    State *states;
-} Work;
-
-static void *take_pieces(void *given)
-{
-    Work *work = given;
-    for (;;) {
-#ifdef HAVE_THREADS
-        const size_t index = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
-#else
-        const size_t index = work->next++;
-#endif
-        if (index >= work->pieces)
-            return NULL;
-        const size_t start = index * work->piece, left = work->n - start;
-        measure_span(work->dtype, work->raw + start * ITEM_BYTES[work->dtype],
-                     left < work->piece ? left : work->piece, work->states + index);
-    }
-}
-
-static void measure_contiguous(int dtype, const char *raw, size_t n, int threads, State *out)
-{
-    const size_t piece = PIECE_BLOCKS * block_length(dtype);
-    const size_t pieces = (n + piece - 1) / piece;
-#ifdef HAVE_THREADS
-    if (threads > 1 && pieces > 1) {
-        Work work = {dtype, raw, n, piece, pieces, 0, malloc(pieces * sizeof(State))};
-        if (work.states) {
-            pthread_t others[MOST_THREADS];
-            int started = 0;
-            if (threads > MOST_THREADS)
-                threads = MOST_THREADS;
-            if ((size_t)threads > pieces)
-                threads = (int)pieces;
-            /* A thread that cannot be started leaves its pieces to the others. */
-            while (started < threads - 1 && pthread_create(others + started, NULL, take_pieces, &work) == 0)
-                started++;
-            take_pieces(&work);
-            for (int i = 0; i < started; i++)
-                pthread_join(others[i], NULL);
-            *out = BLANK;
-            for (size_t i = 0; i < pieces; i++)
-                merge(out, work.states + i);
-            free(work.states);
-            return;
-        }
-    }
-#endif
-    State one;
-    *out = BLANK;
-    for (size_t start = 0; start < n; start += piece) {
-        measure_span(dtype, raw + start * ITEM_BYTES[dtype], n - start < piece ? n - start : piece, &one);
-        merge(out, &one);
-    }
-}
-
-#include "_native_layout.h"
+#include "_native_kernel.h"
 
 /* ---- the way in from Python ---- */
 
@@ -246,6 +30,13 @@ static int take_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t want
     return 1;
 }
 
+static void fold_into(State *row, const State *state)
+{
+    const FloatMode mode = take_small_numbers();
+    merge(row, state);
+    put_back(mode);
+}
+
 static int known_dtype(Py_ssize_t dtype)
 {
     if (dtype >= 0 && dtype < DTYPES)
@@ -254,14 +45,28 @@ static int known_dtype(Py_ssize_t dtype)
     return 0;
 }
 
-static void measure_released(int dtype, const char *raw, size_t n, int threads, State *out)
+/* Memory as it is handed over: address, count, dtype. What lies there is for the caller to vouch for (memory.py). */
+static int known_memory(const Py_ssize_t *memory)
 {
+    if (!known_dtype(memory[2]))
+        return 0;
+    if (memory[1] >= 0 && (memory[0] || !memory[1]) && (size_t)memory[0] % ITEM_BYTES[memory[2]] == 0)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "no memory of %zd elements begins at %zd", memory[1], memory[0]);
+    return 0;
+}
+
+static void measure_released(const Py_ssize_t *memory, Py_ssize_t threads, State *out)
+{
+    const char *raw = (const char *)memory[0];
+    const size_t n = (size_t)memory[1];
+    const int dtype = (int)memory[2];
     if (n * ITEM_BYTES[dtype] < RELEASE_BYTES) {
-        measure_contiguous(dtype, raw, n, 1, out);
+        measure_contiguous(dtype, raw, n, (int)threads, out);
         return;
     }
     Py_BEGIN_ALLOW_THREADS
-    measure_contiguous(dtype, raw, n, threads, out);
+    measure_contiguous(dtype, raw, n, (int)threads, out);
     Py_END_ALLOW_THREADS
 }
 
@@ -269,10 +74,12 @@ static void measure_released(int dtype, const char *raw, size_t n, int threads, 
 static PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Py_ssize_t a[5];
+    State found; /* what others may look at is written with the interpreter's lock alone */
     (void)self;
-    if (!take_numbers(args, nargs, 5, a) || !known_dtype(a[3]))
+    if (!take_numbers(args, nargs, 5, a) || !known_memory(a + 1))
         return NULL;
-    measure_released((int)a[3], (const char *)a[1], (size_t)a[2], (int)a[4], (State *)a[0]);
+    measure_released(a + 1, a[4], &found);
+    *(State *)a[0] = found;
     Py_RETURN_NONE;
 }
 
@@ -280,11 +87,13 @@ static PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t na
 static PyObject *py_measure_fold(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Py_ssize_t a[6];
+    State found;
     (void)self;
-    if (!take_numbers(args, nargs, 6, a) || !known_dtype(a[4]))
+    if (!take_numbers(args, nargs, 6, a) || !known_memory(a + 2))
         return NULL;
-    measure_released((int)a[4], (const char *)a[2], (size_t)a[3], (int)a[5], (State *)a[1]);
-    merge((State *)a[0], (const State *)a[1]);
+    measure_released(a + 2, a[5], &found);
+    *(State *)a[1] = found;
+    fold_into((State *)a[0], &found);
     Py_RETURN_NONE;
 }
 
@@ -295,7 +104,7 @@ static PyObject *py_fold(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     (void)self;
     if (!take_numbers(args, nargs, 2, a))
         return NULL;
-    merge((State *)a[0], (const State *)a[1]);
+    fold_into((State *)a[0], (const State *)a[1]);
     Py_RETURN_NONE;
 }
 
@@ -322,25 +131,32 @@ static PyObject *py_measure_strided(PyObject *self, PyObject *const *args, Py_ss
         const Py_ssize_t stride = PyLong_AsSsize_t(PyTuple_GetItem(args[5], i));
         if (PyErr_Occurred())
             return NULL;
+        if (size < 0) {
+            PyErr_SetString(PyExc_ValueError, "a size below zero");
+            return NULL;
+        }
         elements *= (size_t)size;
         if (size != 1) {
             layout.size[layout.dimensions] = (size_t)size;
             layout.stride[layout.dimensions++] = stride;
         }
     }
-    State *out = (State *)a[0];
+    const Py_ssize_t memory[3] = {a[1], (Py_ssize_t)elements, a[2]};
+    if (!known_memory(memory))
+        return NULL;
     const char *raw = (const char *)a[1];
-    if (elements == 0)
-        *out = BLANK;
-    else if (layout.dimensions == 0)
-        measure_contiguous((int)a[2], raw, 1, 1, out);
-    else if (elements * ITEM_BYTES[a[2]] < RELEASE_BYTES)
-        measure_layout((int)a[2], raw, &layout, 1, out);
-    else {
+    State found = BLANK;
+    if (layout.dimensions == 0)
+        measure_contiguous((int)a[2], raw, 1, 1, &found);
+    else if (elements * ITEM_BYTES[a[2]] < RELEASE_BYTES) {
+        if (elements)
+            measure_layout((int)a[2], raw, &layout, 1, &found);
+    } else {
         Py_BEGIN_ALLOW_THREADS
-        measure_layout((int)a[2], raw, &layout, (int)a[3], out);
+        measure_layout((int)a[2], raw, &layout, (int)a[3], &found);
         Py_END_ALLOW_THREADS
     }
+    *(State *)a[0] = found;
     Py_RETURN_NONE;
 }
 
@@ -349,14 +165,14 @@ static PyObject *py_count(PyObject *self, PyObject *const *args, Py_ssize_t narg
 {
     Py_ssize_t a[9];
     (void)self;
-    if (!take_numbers(args, nargs, 9, a) || !known_dtype(a[3]))
+    if (!take_numbers(args, nargs, 9, a) || !known_memory(a + 1))
         return NULL;
     const Grid grid = {(const double *)a[4], a[5], a[6], a[7], a[8]};
     if ((size_t)a[2] * ITEM_BYTES[a[3]] < RELEASE_BYTES)
-        count((int)a[3], (const char *)a[1], (size_t)a[2], &grid, (int64_t *)a[0]);
+        count_contiguous((int)a[3], (const char *)a[1], (size_t)a[2], &grid, (int64_t *)a[0]);
     else {
         Py_BEGIN_ALLOW_THREADS
-        count((int)a[3], (const char *)a[1], (size_t)a[2], &grid, (int64_t *)a[0]);
+        count_contiguous((int)a[3], (const char *)a[1], (size_t)a[2], &grid, (int64_t *)a[0]);
         Py_END_ALLOW_THREADS
     }
     Py_RETURN_NONE;
@@ -395,9 +211,8 @@ static PyMethodDef methods[] = {
 
 static int start(PyObject *module)
 {
-    (void)module;
     choose_instructions();
-    return 0;
+    return PyModule_AddIntConstant(module, "FIELDS", sizeof(State) / sizeof(double));
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)start}, {0, NULL}};

@@ -109,7 +109,7 @@
 #define LOOK_AT_DISTANCES                                                                                         \
     {                                                                                                             \
         const double v = (double)WIDEN(p[lane]);                                                                  \
-        const double d = fabs(v) <= (double)LARGEST ? v - center : 0.0;                                           \
+        const double d = fabs(v) <= (double)LARGEST ? v * scale - scaled_center : 0.0;                            \
         drift[lane] += d;                                                                                         \
         squares[lane] += d * d;                                                                                   \
     }
@@ -124,7 +124,8 @@ TARGET static void NAME(careful)(const S *x, size_t n, State *out)
     }
     const size_t whole = n & ~(size_t)7;
     CAREFUL_LOOK(LOOK_AT_VALUES);
-    State s = {(double)n, 0, 0, 0, 0, 0, INFINITY, -INFINITY, 0};
+    State s = BLANK;
+    s.count = (double)n;
     double total = 0, bad = 0;
     for (int lane = 0; lane < 8; lane++) {
         total += sum[lane];
@@ -140,21 +141,21 @@ TARGET static void NAME(careful)(const S *x, size_t n, State *out)
     if (count > 0) {
         /* Of one value only, the mean is that value and not what rounding makes of it. */
         const double center = s.low == s.high ? s.low : total / count * 0x1p13;
+        /* Squares of very large and very small numbers are taken of their multiples. */
+        const double size = fabs(s.low) > fabs(s.high) ? fabs(s.low) : fabs(s.high);
+        const double scale = size > 0x1p480 ? 0x1p-540 : size < 0x1p-400 ? 0x1p500 : 1;
+        const double scaled_center = center * scale;
         double drift[8] = {0}, squares[8] = {0};
         CAREFUL_LOOK(LOOK_AT_DISTANCES);
-        double drifted = 0;
+        double drifted = 0, squared = 0;
         for (int lane = 0; lane < 8; lane++) {
             drifted += drift[lane];
-            s.squares += squares[lane];
+            squared += squares[lane];
         }
         drifted /= count;
-        if (drifted - drifted == 0) {
-            s.mean = center + drifted;
-            s.squares -= count * drifted * drifted;
-        } else {
-            s.mean = center;
-        }
-        s.squares = s.squares > 0 ? s.squares : (s.squares == s.squares ? 0.0 : INFINITY);
+        squared -= count * drifted * drifted;
+        set_mean(&s, center, drifted / scale);
+        s.deviation = squared > 0 ? sqrt(squared / count) / scale : 0;
     }
     *out = s;
 }
@@ -234,7 +235,7 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
             high[lane] = MORE(high[lane], high[lane + half]);
             least[lane] = LESS(least[lane], least[lane + half]);
         }
-    State s = {(double)n, 0, 0, 0, 0, 0, (double)low[0], (double)high[0], l1[0]};
+    State s = {(double)n, 0, 0, 0, 0, 0, (double)low[0], (double)high[0], l1[0], 0};
     if (least[0] == 0)
         s.zeros = NAME(zeros)(x, n);
     if (s.low == s.high) {
@@ -258,8 +259,8 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
         NAME(careful)(x, n, out);
         return;
     }
-    s.mean = (double)center + drifted;
-    s.squares = squared - excess;
+    set_mean(&s, (double)center, drifted);
+    s.deviation = sqrt((squared - excess) / (double)n);
     *out = s;
 }
 

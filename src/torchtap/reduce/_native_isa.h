@@ -29,7 +29,8 @@
 #define LANES 8
 #define LARGEST DBL_MAX
 #define LANE_INTEGER int64_t
-#define TINY 0.0
+/* As above: below 1e-308. */
+#define TINY 1e-280
 #define FABS fabs
 
 #define S double
@@ -103,6 +104,37 @@ TARGET static void ISA(doubles)(int dtype, const char *raw, size_t n, double *ma
         EACH(int64_t, (double)v);
 }
 
+/* 64-bit integers beyond what double counts one by one, but near each other: as distances from the smallest. */
+TARGET static int ISA(distances)(const int64_t *given, size_t n, double *made, int64_t *from)
+{
+    int64_t low = given[0], high = given[0];
+    for (size_t i = 0; i < n; i++) {
+        low = given[i] < low ? given[i] : low;
+        high = given[i] > high ? given[i] : high;
+    }
+    const uint64_t apart = (uint64_t)high - (uint64_t)low;
+    if ((low >= -DOUBLE_COUNTS && high <= DOUBLE_COUNTS) || apart > (uint64_t)DOUBLE_COUNTS)
+        return 0;
+    *from = low;
+    for (size_t i = 0; i < n; i++)
+        made[i] = (double)(int64_t)((uint64_t)given[i] - (uint64_t)low);
+    return 1;
+}
+
+/* The state of numbers of one sign, all larger than DOUBLE_COUNTS or so, from that of their distances. */
+TARGET static void ISA(move_by)(int64_t from, State *state)
+{
+    const double whole = (double)from;
+    const double left = whole < 0x1p63 ? (double)(from - (int64_t)whole) : (double)(from - INT64_MAX) - 1;
+    const double mean = state->mean, rest = state->rest, sum = state->l1;
+    set_mean(state, whole, mean);
+    set_mean(state, state->mean, state->rest + left + rest);
+    state->low += whole;
+    state->high += whole;
+    state->l1 = fabs(whole * state->count + sum);
+    state->zeros = 0;
+}
+
 /* The state of one block of at most `block_length(dtype)` elements. `before` is the state of values nearby, or NULL. */
 TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, const State *before)
 {
@@ -120,8 +152,17 @@ TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, 
     case BFLOAT16:
         STATE_OF(bfloat16, 128, (const uint16_t *)raw, n);
         break;
+    case INT64: {
+        int64_t from;
+        if (ISA(distances)((const int64_t *)raw, n, room.doubles, &from)) {
+            before = NULL; /* of other distances */
+            STATE_OF(double, 64, (const double *)room.doubles, n);
+            ISA(move_by)(from, out);
+            break;
+        }
+    }
+        /* fall through */
     case INT32:
-    case INT64:
         ISA(doubles)(dtype, raw, n, room.doubles);
         STATE_OF(double, 64, (const double *)room.doubles, n);
         break;

@@ -34,6 +34,7 @@ static void measure_gathered(int dtype, const char *raw, const Layout *layout, S
     size_t at[MOST_DIMENSIONS] = {0};
     size_t filled = 0;
     double room[BLOCK / 2];
+    const FloatMode mode = take_small_numbers();
     State one;
     *out = BLANK;
     for (;;) {
@@ -69,6 +70,7 @@ static void measure_gathered(int dtype, const char *raw, const Layout *layout, S
         block(dtype, (const char *)room, filled, &one, NULL);
         merge(out, &one);
     }
+    put_back(mode);
 }
 
 static void measure_layout(int dtype, const char *raw, Layout *layout, int threads, State *out)

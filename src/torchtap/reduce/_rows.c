@@ -11,87 +11,8 @@
  */
 
 #include <Python.h>
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
 
-#include "_bfloat16.h"
-
-enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, DTYPES };
-static const size_t ITEM_BYTES[DTYPES] = {4, 8, 2, 2};
-
-enum { VALUE, BETWEEN, START, BIAS, START_BIAS, OPERANDS }; /* the last two are one row each */
-#define MOST_NORMS 5
-
-#define CHUNK 1024 /* elements between two additions in double precision; what a 16-bit row is widened in */
-/* Squares below are added up with fewer digits or not at all, squares above may have overflowed. */
-#define TINY 1e-30
-#define HUGE_SQUARES 1e37
-#define RELEASE_BYTES (1 << 20)
-
-static int is_same(const void *left, const void *right, size_t n)
-{
-    return memcmp(left, right, n * sizeof(float)) == 0;
-}
-
-/* Whether the norm number `k` is that of a difference between equal bytes; else its squares may only have vanished. */
-static int is_nothing(int k, const void *const *o, size_t n)
-{
-    if (!o[START])
-        return k == 1 && is_same(o[VALUE], o[BETWEEN], n);
-    if (k == 1)
-        return is_same(o[BETWEEN], o[START], n);
-    return (k == 0 || (k == 4 && is_same(o[BIAS], o[START_BIAS], n))) && is_same(o[VALUE], o[BETWEEN], n);
-}
-
-typedef void (*RowsFunction)(int, size_t, size_t, const char *const *, double *);
-
-#define TARGET
-#define ISA(x) x##_plain
-#include "_rows_isa.h"
-#undef TARGET
-#undef ISA
-
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#define HAVE_X86_CHOICE 1
-#include <immintrin.h>
-#define HALF_BY_INSTRUCTION 1
-#define TARGET __attribute__((target("avx2,fma,f16c")))
-#define ISA(x) x##_avx2
-#include "_rows_isa.h"
-#undef TARGET
-#undef ISA
-#if defined(__clang__)
-#define WIDE_VECTORS ""
-#else
-#define WIDE_VECTORS ",prefer-vector-width=512"
-#endif
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" WIDE_VECTORS)))
-#define ISA(x) x##_avx512
-#include "_rows_isa.h"
-#undef TARGET
-#undef ISA
-#endif
-
-static RowsFunction add_rows = add_rows_plain;
-static const char *instructions = "plain";
-
-static void choose_instructions(void)
-{
-#ifdef HAVE_X86_CHOICE
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        add_rows = add_rows_avx2;
-        instructions = "avx2";
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-            add_rows = add_rows_avx512;
-            instructions = "avx512";
-        }
-    }
-#endif
-}
+#include "_rows_kernel.h"
 
 /* ---- the way in from Python ---- */
 
@@ -124,12 +45,18 @@ static PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t nargs
         PyErr_Format(PyExc_ValueError, "there is no dtype number %zd", dtype);
         return NULL;
     }
+    for (Py_ssize_t i = 3; i < nargs; i++)
+        if (numbers[1] < 0 || numbers[2] < 0 || (size_t)numbers[i] % ITEM_BYTES[dtype] ||
+            (!numbers[i] && numbers[1] && numbers[2])) {
+            PyErr_Format(PyExc_ValueError, "no %zd rows of %zd begin at %zd", numbers[1], numbers[2], numbers[i]);
+            return NULL;
+        }
     const size_t rows = (size_t)numbers[1], width = (size_t)numbers[2];
     if (rows * width * ITEM_BYTES[dtype] < RELEASE_BYTES)
-        add_rows((int)dtype, rows, width, operands, sums);
+        sum_rows((int)dtype, rows, width, operands, sums);
     else {
         Py_BEGIN_ALLOW_THREADS
-        add_rows((int)dtype, rows, width, operands, sums);
+        sum_rows((int)dtype, rows, width, operands, sums);
         Py_END_ALLOW_THREADS
     }
     const Py_ssize_t found = nargs == 5 ? 2 : nargs == 6 ? 4 : 5;

@@ -1,8 +1,7 @@
 """The native kernel where it was built, and the way in: from a tensor to an address, or not at all.
 
-``native`` is the compiled module or ``None``; everything that uses it has a torch path beside it. Raw memory
-is read only of plain tensors on the CPU that have memory: for anything else ``measure`` answers False and has
-read nothing.
+``native`` is the compiled module or ``None``; everything that uses it has a torch path beside it. What raw memory may
+be read, `memory` says: for anything else ``measure`` answers False and has read nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from torchtap.reduce.readable import PLAIN_TYPES
+from torchtap.reduce.memory import located
+from torchtap.reduce.moments import WIDTH
 
 __all__ = ["DTYPE_CODES", "MANY", "count", "measure", "native"]
 
@@ -26,7 +26,8 @@ def _load() -> ModuleType | None:
     except ImportError:
         return None
     # A checkout may still hold the build of an older source: it is as good as none.
-    return _native if all(hasattr(_native, name) for name in _FUNCTIONS) else None
+    current = all(hasattr(_native, name) for name in _FUNCTIONS)
+    return _native if current and getattr(_native, "FIELDS", 0) == WIDTH else None
 
 
 native = _load()
@@ -53,24 +54,17 @@ MANY = 1 << 22
 def measure(kernel: ModuleType, address: int, value: Tensor) -> bool:
     """Write the state of ``value`` to ``address``; False where its memory cannot be read as it is."""
     code = DTYPE_CODES.get(value.dtype)
-    if code is None or type(value) not in PLAIN_TYPES or not value.is_cpu or value.is_neg():
+    place = located(value) if code is not None else None
+    if code is None or place is None:
         return False
-    try:
-        pointer = value.data_ptr()
-    except RuntimeError:  # sparse, or wrapped by a torch.func transform
-        return False
-    if value.layout is not torch.strided:
-        return False
+    pointer, storage = place  # held, so that it stays while the kernel lets go of the interpreter
     count = value.numel()
-    if not pointer and count:
-        return False
     threads = torch.get_num_threads() if count > MANY else 1
     if value.is_contiguous():
         kernel.measure(address, pointer, count, code, threads)
-    elif value.is_nested:
-        return False
     else:
         kernel.measure_strided(address, pointer, code, threads, value.shape, value.stride())
+    del storage
     return True
 
 
@@ -79,13 +73,15 @@ def count(
 ) -> bool:
     """Add to ``counts`` how many elements are in each bin; False where the kernel cannot read the value.
 
-    ``value`` comes from `readable`, so that its memory is there. Bins are between float64 ``edges``, or those of an
-    octave grid: its lowest and highest exponent and the bits that cut an octave.
+    Bins are between float64 ``edges``, or those of an octave grid: its lowest and highest exponent and the bits that
+    cut an octave.
     """
     code = DTYPE_CODES.get(value.dtype)
-    if native is None or code is None or not value.is_cpu:
+    place = located(flat := value.contiguous()) if native is not None and code is not None else None
+    if native is None or place is None:
         return False
-    flat = value.contiguous()
+    pointer, storage = place
     at, bins = (0, 0) if edges is None else (edges.data_ptr(), len(edges) - 1)
-    native.count(counts.data_ptr(), flat.data_ptr(), flat.numel(), code, at, bins, *octaves)
+    native.count(counts.data_ptr(), pointer, flat.numel(), code, at, bins, *octaves)
+    del storage
     return True

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from torchtap.reduce import device_kernel, kernel
+from torchtap.reduce.memory import PLAIN_TYPES
 from torchtap.reduce.moments import WIDTH, measure_with_torch, merge_states
-from torchtap.reduce.readable import PLAIN_TYPES, holds_values, readable_real
+from torchtap.reduce.readable import holds_values, readable_real
 from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["measure"]
@@ -50,5 +51,5 @@ def _measure_sparse(value: Tensor) -> Tensor:
     missing = value.numel() - stored.numel()
     if missing <= 0:
         return state
-    zeros = torch.tensor([missing, 0, 0, missing, 0, 0, 0, 0, 0], dtype=state.dtype, device=state.device)
+    zeros = torch.tensor([missing, 0, 0, missing, 0, 0, 0, 0, 0, 0], dtype=state.dtype, device=state.device)
     return merge_states(state, zeros)

@@ -16,9 +16,11 @@ from typing import Any, ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
+from torchtap._torch import version_of
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
-from torchtap.reduce.readable import PLAIN_TYPES, holds_values, readable
+from torchtap.reduce.memory import PLAIN_TYPES
+from torchtap.reduce.readable import holds_values, readable
 from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Metric"]
@@ -122,7 +124,7 @@ class Metric(Reduction[_Fold]):
         # A subclass may be just what the function is for; what has no values is refused as everywhere.
         special = type(value) not in PLAIN_TYPES and holds_values(value)
         given = value.detach() if special else readable(value)
-        before = given._version
+        before = version_of(given)
         try:
             with torch.no_grad():
                 answer = self.fn(given)
@@ -130,7 +132,7 @@ class Metric(Reduction[_Fold]):
             raise self._failure(
                 f"raised {error!r} on a value of shape {tuple(value.shape)} ({value.dtype})"
             ) from error
-        if given._version != before:
+        if version_of(given) != before:
             raise self._failure("changed the value in place; let it work on a copy")
         checked = self._checked(answer)
         if isinstance(checked, Tensor) and _shares_memory(checked, given):

@@ -1,8 +1,9 @@
 """What is known of a stream of numbers after one pass: the state behind every statistic, and its arithmetic.
 
-A state is ``WIDTH`` float64 numbers in the order of ``FIELDS``; ``mean`` and ``squares`` (the sum of squared
-distances from the mean) are of the finite values. Everything else that is reported follows from these. It
-guarantees:
+A state is ``WIDTH`` float64 numbers in the order of ``FIELDS``. Of the finite values, ``deviation`` is the root of the
+mean squared distance from the mean, and ``mean + rest`` is the mean to twice the digits of one number: so states of
+values with a mean far above their spread, or near the ends of the range, merge without loss. Everything else that is
+reported follows from these. It guarantees:
 - merging is exact up to float64 rounding, in any grouping, also with states that have seen nothing;
 - ``measure_with_torch`` never waits for a device: its answer is a tensor where the value is.
 
@@ -30,12 +31,20 @@ __all__ = [
 ]
 
 STATISTICS = ("count", "mean", "std", "min", "max", "absmax", "l1", "l2", "rms", "zeros", "nans", "infs")
-FIELDS = ("count", "nans", "infs", "zeros", "mean", "squares", "min", "max", "l1")
+FIELDS = ("count", "nans", "infs", "zeros", "mean", "deviation", "min", "max", "l1", "rest")
 WIDTH = len(FIELDS)
 
 # Bounds the temporary memory of the torch path: about ten arrays of this many float64.
 _CHUNK = 1 << 22
 _CHUNK_CPU = 1 << 17  # what caches hold, too
+
+_COUNTED = 1 << 53  # up to here float64 has every integer
+_LARGEST = torch.iinfo(torch.int64).max
+# From which size on squares overflow, and what then scales numbers down; below which they vanish, and what scales up.
+_SCALES = {
+    torch.float64: (2.0**480, 2.0**-540, 2.0**-400, 2.0**500),
+    torch.float32: (2.0**50, 2.0**-80, 2.0**-40, 2.0**60),
+}
 
 States = npt.NDArray[np.float64]
 
@@ -50,21 +59,21 @@ def blank_states(rows: int) -> States:
 
 def finish(states: States) -> States:
     """The twelve statistics of each state, in the order of ``STATISTICS``."""
-    count, nans, infs, zeros, mean, squares, low, high, l1 = states.T
+    count, nans, infs, zeros, mean, deviation, low, high, l1, _ = states.T
     finite = count - nans - infs
     out = np.empty((len(states), len(STATISTICS)))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         nothing = np.where(finite > 0, 0.0, np.nan)  # added to what has no meaning without finite values
-        total = squares + finite * mean * mean
+        rms = np.hypot(deviation, mean) + nothing
         out[:, 0] = count
         out[:, 1] = mean + nothing
-        out[:, 2] = np.sqrt(np.where(finite > 1, squares, np.nan) / (finite - 1))
+        out[:, 2] = deviation * np.sqrt(np.where(finite > 1, finite, np.nan) / (finite - 1))
         out[:, 3] = low + nothing
         out[:, 4] = high + nothing
         out[:, 5] = np.maximum(-low, high) + nothing
         out[:, 6] = l1
-        out[:, 7] = np.sqrt(total)
-        out[:, 8] = np.sqrt(total / finite)
+        out[:, 7] = np.where(finite > 0, rms * np.sqrt(finite), 0.0)
+        out[:, 8] = rms
         out[:, 9] = zeros / count
         out[:, 10] = nans
         out[:, 11] = infs
@@ -76,20 +85,37 @@ def merge_states(left: Tensor, right: Tensor) -> Tensor:
     summed = left + right  # right for count, nans, infs, zeros and l1; the others are replaced below
     count_left = left[..., 0] - left[..., 1] - left[..., 2]
     count_right = right[..., 0] - right[..., 1] - right[..., 2]
-    share = count_right / (count_left + count_right).clamp(min=1)
+    all_of = (count_left + count_right).clamp(min=1)
+    share, keep = count_right / all_of, count_left / all_of
     mean_left, mean_right = left[..., 4], right[..., 4]
-    delta = mean_right - mean_left
-    mean = mean_left + delta * share
-    # Two means of opposite sign near the end of the range: their distance overflows, their average does not.
-    mean = torch.where(delta.isfinite(), mean, mean_left * (1 - share) + mean_right * share)
-    spread = delta * delta * (count_left * share)
-    # Where one side saw nothing finite its mean is no mean, and 0 * inf would be NaN.
+    # Halves, since the distance of two means at opposite ends of the range overflows. A part whose other side saw
+    # nothing finite has no mean, and 0 * inf would be NaN.
     both = (count_left > 0) & (count_right > 0)
-    summed[..., 4] = torch.where(both, mean, torch.where(count_left > 0, mean_left, mean_right))
-    summed[..., 5] += torch.where(both, spread, torch.zeros_like(spread))
+    half = (mean_right * 0.5 - mean_left * 0.5) + (right[..., 9] - left[..., 9]) * 0.5
+    half = torch.where(both, half, torch.zeros_like(half))
+    delta = half * 2
+    near = delta.isfinite()
+    mean, rest = _sum_of_two(
+        torch.where(near, mean_left, mean_left * keep),
+        torch.where(near, left[..., 9] + delta * share, mean_right * share),
+    )
+    deviation = torch.hypot(keep.sqrt() * left[..., 5], share.sqrt() * right[..., 5])
+    deviation = torch.hypot(deviation, half * (2 * (keep * share).sqrt()))
+    only = torch.where((count_left > 0)[..., None], left, right)
+    summed[..., 4] = torch.where(both, mean, only[..., 4])
+    summed[..., 5] = torch.where(both, deviation, only[..., 5])
     summed[..., 6] = torch.minimum(left[..., 6], right[..., 6])
     summed[..., 7] = torch.maximum(left[..., 7], right[..., 7])
+    summed[..., 9] = torch.where(both, rest, only[..., 9])
     return summed
+
+
+def _sum_of_two(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """A sum, and what rounding left out of it."""
+    total = one + other
+    part = total - one
+    rest = (one - (total - part)) + (other - part)
+    return total, torch.where(rest.isfinite(), rest, torch.zeros_like(rest))
 
 
 def measure_with_torch(value: Tensor) -> Tensor:
@@ -99,7 +125,7 @@ def measure_with_torch(value: Tensor) -> Tensor:
     if not flat.numel():
         return torch.tensor(blank_states(1)[0], dtype=wide, device=value.device)
     chunks = torch.split(flat, _CHUNK_CPU if value.device.type == "cpu" else _CHUNK)
-    states = torch.stack([_measure_chunk(chunk.to(wide)) for chunk in chunks])
+    states = torch.stack([_measure_chunk(chunk, wide) for chunk in chunks])
     while len(states) > 1:
         half = len(states) // 2
         merged = merge_states(states[:half], states[half : 2 * half])
@@ -107,7 +133,10 @@ def measure_with_torch(value: Tensor) -> Tensor:
     return states[0]
 
 
-def _measure_chunk(chunk: Tensor) -> Tensor:
+def _measure_chunk(chunk: Tensor, wide: torch.dtype) -> Tensor:
+    if chunk.dtype is torch.int64:
+        return _measure_integers(chunk, wide)
+    chunk = chunk.to(wide)
     # Looking whether all is finite would mean waiting for another device, but not for the CPU, where it saves most.
     if chunk.device.type == "cpu":
         l1 = chunk.abs().sum().item()
@@ -116,18 +145,48 @@ def _measure_chunk(chunk: Tensor) -> Tensor:
     return measure_masked(chunk)
 
 
+def _measure_integers(chunk: Tensor, wide: torch.dtype) -> Tensor:
+    """Integers that lie near each other but beyond what float64 counts are measured from the smallest of them on."""
+    low, high = chunk.aminmax()
+    far = (low < -_COUNTED) | (high > _COUNTED)
+    near = (high >> 1) - (low >> 1) < _COUNTED // 2
+    start = torch.where(far & near, low, torch.zeros_like(low))
+    state = measure_masked((chunk - start).to(wide))
+    whole = start.to(wide)
+    # `whole` may be 2**63, which int64 is not.
+    left = torch.where(whole < 2.0**63, start - whole.to(torch.int64), start - _LARGEST - 1).to(wide)
+    mean, rest = _sum_of_two(whole, state[4])
+    mean, rest = _sum_of_two(mean, rest + (left + state[9]))
+    moved = state.clone()
+    moved[3] = torch.where(start == 0, state[3], torch.zeros_like(whole))
+    moved[4], moved[9] = mean, rest
+    moved[6], moved[7] = state[6] + whole, state[7] + whole
+    moved[8] = torch.where(start == 0, state[8], (whole * chunk.numel() + state[8]).abs())
+    return moved
+
+
 def _measure_finite(chunk: Tensor, l1: float) -> Tensor:
     low, high = (end.item() for end in chunk.aminmax())
     count = chunk.numel()
-    mean, squares = low, 0.0
+    mean, rest, deviation = low, 0.0, 0.0
     if low < high:
+        scale = _scale_for(max(-low, high))
         center = chunk.sum().item() / count
-        distance = chunk - center
+        distance = chunk * scale - center * scale
         drift = distance.sum().item() / count  # what rounding left in the first estimate
-        mean = center + drift
-        squares = max(torch.dot(distance, distance).item() - count * drift * drift, 0.0)
+        mean = center + drift / scale
+        rest = (center - mean) + drift / scale
+        squares = torch.dot(distance, distance).item() - count * drift * drift
+        deviation = math.sqrt(max(squares, 0.0) / count) / scale
     zeros = count - int(chunk.count_nonzero()) if low <= 0 <= high else 0
-    return torch.tensor([count, 0, 0, zeros, mean, squares, low, high, l1], dtype=chunk.dtype)
+    return torch.tensor([count, 0, 0, zeros, mean, deviation, low, high, l1, rest], dtype=chunk.dtype)
+
+
+def _scale_for(size: float) -> float:
+    """A power of two that makes squares of numbers of this size neither overflow nor vanish."""
+    if size > 2.0**480:
+        return 2.0**-540
+    return 1.0 if size >= 2.0**-400 else 2.0**500
 
 
 def measure_masked(chunk: Tensor) -> Tensor:
@@ -140,16 +199,20 @@ def measure_masked(chunk: Tensor) -> Tensor:
     safe = torch.where(finite, chunk, zero)
     low = torch.where(finite, chunk, torch.inf).amin()
     high = torch.where(finite, chunk, -torch.inf).amax()
+    large, shrink, small, stretch = _SCALES[chunk.dtype]
+    size = torch.maximum(-low, high)
+    scale = torch.ones_like(size).masked_fill(size > large, shrink).masked_fill(size < small, stretch)
     # Halved, because a sum of finite values may overflow where their mean does not.
     center = (safe * 2.0**-22).sum() / some * 2.0**22
     center = torch.where(low == high, low, center)
-    distance = torch.where(finite, chunk - center, zero)
+    distance = torch.where(finite, chunk * scale - center * scale, zero)
     drift = distance.sum() / some  # what rounding left in the first estimate
-    squares = (distance * distance).sum() - some * drift * drift
-    mean = torch.where(drift.isfinite(), center + drift, center)
-    squares = torch.where(squares.isnan(), torch.inf, squares.clamp(min=0))
+    squares = ((distance * distance).sum() - some * drift * drift).clamp(min=0)
+    deviation = (squares / some).sqrt() / scale
+    mean = center + drift / scale
+    rest = (center - mean) + drift / scale
     zeros = (chunk == 0).sum()
     infs = chunk.numel() - count - nans
     total = torch.full_like(count, chunk.numel())
-    fields = (total, nans, infs, zeros, mean, squares, low, high, safe.abs().sum())
+    fields = (total, nans, infs, zeros, mean, deviation, low, high, safe.abs().sum(), rest)
     return torch.stack([field.to(chunk.dtype) for field in fields])

@@ -21,12 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from torchtap.errors import ReductionError
+from torchtap.reduce.memory import PLAIN_TYPES, has_memory
 
-__all__ = ["COMPUTABLE", "PLAIN_TYPES", "holds_values", "readable", "readable_real"]
+__all__ = ["COMPUTABLE", "holds_values", "readable", "readable_real"]
 
 _functorch: Any = torch._C._functorch
-
-PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 # Real number formats in which every torch op that is used here exists.
 COMPUTABLE = frozenset(
@@ -64,10 +63,10 @@ def readable(value: Tensor) -> Tensor:
             f"a value of type {kind} cannot be read as a plain tensor ({error}); use Metric with a function "
             "that can"
         ) from error
-    if plain.numel() and not plain.data_ptr():
+    if plain.numel() and not has_memory(plain):
         raise ReductionError(
             f"a value of type {kind} and shape {tuple(plain.shape)} has no memory of its own: it is a "
-            "wrapper, or its storage was freed; use Metric with a function that can read it"
+            "wrapper, or its storage was freed or made too small; use Metric with a function that can read it"
         )
     return plain
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchtap.reduce.kernel import DTYPE_CODES
-from torchtap.reduce.readable import PLAIN_TYPES
+from torchtap.reduce.memory import located
 
 __all__ = ["RowNorms", "native", "of_change", "of_steps", "read", "row_count"]
 
@@ -99,22 +99,19 @@ def _by_kernel(values: tuple[Tensor, ...], biases: tuple[Tensor, ...] = ()) -> t
     shape, dtype = first.shape, first.dtype
     if native is None or not shape or dtype not in _READ_BY_KERNEL:
         return None
-    addresses = []
-    for each in values + biases:
-        if type(each) not in PLAIN_TYPES or each.dtype is not dtype or not each.is_cpu or each.is_neg():
+    addresses, held = [], []
+    for index, each in enumerate(values + biases):
+        wanted = shape if index < len(values) else shape[-1:]
+        if each.dtype is not dtype or each.shape != wanted or not each.is_contiguous():
             return None
-        try:
-            addresses.append(each.data_ptr())
-        except RuntimeError:  # sparse, or wrapped by a torch.func transform
+        place = located(each)
+        if place is None:
             return None
-        if each.layout is not torch.strided or not each.is_contiguous():
-            return None
-        if each.shape != shape and not (each.shape == shape[-1:] and len(addresses) > len(values)):
-            return None
-    if 0 in addresses and first.numel():
-        return None
+        addresses.append(place[0])
+        held.append(place[1])
     rows = row_count(first)
     answer: tuple[float, ...] = native.sums(DTYPE_CODES[dtype], rows, shape[-1], *addresses)
+    held.clear()  # only now: the kernel may have let go of the interpreter
     return answer
 
 

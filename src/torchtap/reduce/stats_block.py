@@ -23,8 +23,8 @@ from torch import Tensor
 from torchtap.reduce import kernel
 from torchtap.reduce.kernel import DTYPE_CODES
 from torchtap.reduce.measuring import measure
+from torchtap.reduce.memory import located
 from torchtap.reduce.moments import WIDTH, blank_states, finish, merge_states
-from torchtap.reduce.readable import PLAIN_TYPES
 from torchtap.reduce.slots import DeviceSlots, SlotSet
 from torchtap.reduce.transforms import outside_transforms
 
@@ -86,25 +86,17 @@ class StatsBlock:
     def measure_into(self, row: int, scratch: int, value: Tensor) -> None:
         """``measure`` and ``fold`` in one go; for small values that is what most of the time goes into."""
         native = self._native
+        code = DTYPE_CODES.get(value.dtype)
         # The common case of `kernel.measure`, written out: a call less, and the kernel folds at once.
-        if (
-            native is not None
-            and type(value) in PLAIN_TYPES
-            and (code := DTYPE_CODES.get(value.dtype)) is not None
-            and value.is_cpu
-            and value.layout is torch.strided
-            and value.is_contiguous()
-            and not value.is_neg()
-        ):
-            try:
-                pointer = value.data_ptr()
-            except RuntimeError:
-                pointer = 0
+        if native is not None and code is not None and (place := located(value)) is not None:
+            pointer, storage = place  # held while the kernel lets go of the interpreter
             count = value.numel()
-            if pointer and count <= kernel.MANY:
+            if count <= kernel.MANY and value.is_contiguous():
+                rows, states = self._rows, self._scratch  # held, too: `grow` has others
                 state = self._scratch_address + scratch * _ROW_BYTES
                 native.measure_fold(self._row_address + row * _ROW_BYTES, state, pointer, count, code, 1)
                 self._remote[scratch] = None
+                del storage, rows, states
                 return
         self.measure(scratch, value)
         self.fold(row, scratch)

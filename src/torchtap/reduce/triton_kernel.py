@@ -8,6 +8,8 @@ It guarantees:
 - nothing waits for the device: one launch for a small value, two for any other;
 - no sum of finite numbers overflows where their mean does not: everything is scaled down before it is added.
 
+Not as far as the native kernel goes: squares of float64 beyond 1e157 overflow, and int64 beyond 2**53 is rounded.
+
 Importing this file imports Triton; `device_kernel` does so when there is a value for it. It was run in Triton's
 interpreter and compiled for several GPUs, but not run on one.
 """
@@ -100,7 +102,8 @@ def _read(memory, states, count, tiles, COMPARED: tl.constexpr, BLOCK: tl.conste
         read - strange - tl.sum(finite.to(tl.float64), 0),
         tl.sum(zeros.to(tl.float64), 0),
         finite.to(tl.float64),
-        center + drift,
+        center,
+        drift,
         _not_negative(squares - drift * total),
         low.to(tl.float64),
         high.to(tl.float64),
@@ -126,7 +129,8 @@ def _join(parts, state, count, BLOCK: tl.constexpr):
         tl.sum(zeros, 0),
         seen - nans - infs,
         tl.load(part + 4, mask=inside, other=0.0) * SCALE,
-        tl.load(part + 5, mask=inside, other=0.0) * (SCALE * SCALE),
+        tl.load(part + 9, mask=inside, other=0.0) * SCALE,
+        _squares_of(tl.load(part + 5, mask=inside, other=0.0) * SCALE, seen - nans - infs),
         tl.load(part + 6, mask=inside, other=float("inf")),
         tl.load(part + 7, mask=inside, other=float("-inf")),
         tl.load(part + 8, mask=inside, other=0.0),
@@ -134,26 +138,34 @@ def _join(parts, state, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store(state, seen, nans, infs, zeros, finite, mean, squares, low, high, l1):
-    """Join what the lanes know of their finite numbers, means and squares scaled, and write the whole."""
+def _store(state, seen, nans, infs, zeros, finite, mean, rest, squares, low, high, l1):
+    """Join what the lanes know of their finite numbers, means in two parts and squares scaled, and write the whole."""
     lowest = tl.min(low, 0)
     highest = tl.max(high, 0)
     share = finite / tl.maximum(tl.sum(finite, 0), 1.0)
     middle = tl.sum(share * mean, 0)
     # A constant is its own mean, to the last bit.
     middle = tl.where(lowest == highest, lowest * SCALE, middle)
-    distance = tl.where(finite > 0, mean - middle, 0.0)
+    distance = tl.where(finite > 0, (mean - middle) + rest, 0.0)
     drift = tl.sum(share * distance, 0)  # what rounding left in the first estimate
-    spread = _not_negative(tl.sum(squares + finite * distance * distance, 0))
+    spread = tl.sum(squares + finite * distance * distance, 0) - tl.sum(finite, 0) * drift * drift
+    spread = _not_negative(spread) / tl.maximum(tl.sum(finite, 0), 1.0)
+    whole = middle + drift
     tl.store(state, seen)
     tl.store(state + 1, nans)
     tl.store(state + 2, infs)
     tl.store(state + 3, zeros)
-    tl.store(state + 4, (middle + drift) / SCALE)
-    tl.store(state + 5, spread / (SCALE * SCALE))
+    tl.store(state + 4, whole / SCALE)
+    tl.store(state + 5, tl.sqrt(spread) / SCALE)
     tl.store(state + 6, lowest)
     tl.store(state + 7, highest)
     tl.store(state + 8, tl.sum(l1, 0))
+    tl.store(state + 9, ((middle - whole) + drift) / SCALE)
+
+
+@triton.jit
+def _squares_of(deviation, count):
+    return deviation * deviation * count
 
 
 @triton.jit

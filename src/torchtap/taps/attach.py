@@ -10,8 +10,8 @@ from torch import fx, nn
 from torchtap.errors import FormError
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.eager.eager import Attachment, EagerAttachment
-from torchtap.taps.eager.fitting import Via
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.ways import WayName
 
 __all__ = ["attach", "form_of", "tree_of"]
 
@@ -55,7 +55,9 @@ def tree_of(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def attach(model: Any, receiver: Receiver, via: Via = "hook", site_map: SiteMap | None = None) -> Attachment:
+def attach(
+    model: Any, receiver: Receiver, via: WayName = "hook", site_map: SiteMap | None = None
+) -> Attachment:
     """An attachment for this model's form. A map tells which values of a graph are which sites."""
     form = form_of(model)
     if via != "hook" and form != "eager":

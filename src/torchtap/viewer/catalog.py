@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.diagnosis.grid import Place, places
+from torchtap.foreign_text import browser_text
 from torchtap.viewer.derived import DERIVED, derive
 from torchtap.viewer.downsample import block_extremes
 
@@ -34,7 +35,7 @@ BLOCK = 4
 _GRID_BYTES = 768 << 20  # statistics of a run kept in memory, as float32
 _STRETCH = 1 << 21  # numbers read at a time
 _TENSOR_BYTES = 256 << 20
-_LARGEST_TENSOR = 2 << 30
+_LARGEST_TENSOR = 256 << 20  # unpacked
 
 
 class Refused(Exception):
@@ -95,6 +96,12 @@ class OpenRun:
         self.sites = [place.name for place in self.places]
         self.position = {site: index for index, site in enumerate(self.sites)}
         self.statistics = {site: tuple(self.run.statistics(site)) for site in self.sites}
+        names = dict.fromkeys((*self.sites, *(name for held in self.statistics.values() for name in held)))
+        self._asked = {safe: name for name in names if (safe := browser_text(name)) != name}
+
+    def asked(self, name: str) -> str:
+        """The site or statistic that the page means: some names reach it spelled out (`browser_text`)."""
+        return self._asked.get(name, name)
 
     def refresh(self) -> int:
         """Look for what was written since; the revision rises when there is something new."""
@@ -164,8 +171,13 @@ class OpenRun:
                 self._tensors.move_to_end(key)
                 return self._tensors[key]
             for reference in self.run.tensors(site):
-                if (reference.step, reference.field) == (step, field) and reference.nbytes > _LARGEST_TENSOR:
-                    raise Refused(f"the tensor has {reference.nbytes:,} bytes, too many to show", 413)
+                if reference.step == step and browser_text(reference.field) == field:
+                    field = reference.field
+                    if reference.unpacked > _LARGEST_TENSOR:
+                        raise Refused(
+                            f"the tensor has {reference.unpacked:,} bytes, too many to show; run.array reads it",
+                            413,
+                        )
             value = self.run.array(site, step=step, field=field)
             self._tensors[key] = value
             while len(self._tensors) > 1 and sum(t.nbytes for t in self._tensors.values()) > _TENSOR_BYTES:

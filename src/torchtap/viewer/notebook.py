@@ -6,7 +6,6 @@ version control. Everything that comes from a file is escaped.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import TorchtapError
+from torchtap.foreign_text import in_html
 from torchtap.viewer.chosen import picture_of
 from torchtap.viewer.colours import NOT_FINITE, css
 from torchtap.viewer.downsample import extremes
@@ -31,17 +31,17 @@ _DIM = "opacity:.65"
 def run_html(run: Run) -> str:
     """A run: its facts, what was found, and its map."""
     steps = run.steps()
-    facts = f"{len(steps):,} steps, {len(run.sites()):,} sites, {html.escape(str(run.status))}"
-    parts = [f"<div style='{_STYLE}'><b>{html.escape(str(run.path))}</b> <span style='{_DIM}'>{facts}</span>"]
+    facts = f"{len(steps):,} steps, {len(run.sites()):,} sites, {in_html(str(run.status))}"
+    parts = [f"<div style='{_STYLE}'><b>{in_html(str(run.path))}</b> <span style='{_DIM}'>{facts}</span>"]
     parts += _findings(run)
     try:
         picture = picture_of(run)
-        caption = f"{html.escape(picture.statistic)}, sites in execution order over steps"
+        caption = f"{in_html(picture.statistic)}, sites in execution order over steps"
         parts.append(f"<div style='{_DIM};margin-top:6px'>{caption}</div>")
         parts.append(map_svg(picture.values))
     except TorchtapError:
         parts.append(f"<div style='{_DIM}'>no statistics yet</div>")
-    parts += [f"<div>{html.escape(problem)}</div>" for problem in run.problems[:5]]
+    parts += [f"<div>{in_html(problem)}</div>" for problem in run.problems[:5]]
     return "".join([*parts, "</div>"])
 
 
@@ -52,7 +52,7 @@ def _findings(run: Run) -> list[str]:
     for finding in diagnose(run)[:6]:
         colour = NOT_FINITE if finding.severity == "error" else "#b7791f"
         style = f"border-left:3px solid {colour};padding-left:8px;margin:3px 0"
-        shown.append(f"<div style='{style}'>{html.escape(finding.message)}</div>")
+        shown.append(f"<div style='{style}'>{in_html(finding.message)}</div>")
     return shown
 
 
@@ -67,9 +67,9 @@ def site_html(run: Run, site: str) -> str:
         series = run.series(site, name)
         last = f"{series.values[-1]:.4g}" if len(series.values) else ""
         rows.append(
-            f"<tr><td>{html.escape(name)}</td><td>{series_svg(series.values)}</td><td>{html.escape(last)}</td></tr>"
+            f"<tr><td>{in_html(name)}</td><td>{series_svg(series.values)}</td><td>{in_html(last)}</td></tr>"
         )
-    return f"<div style='{_STYLE}'><b>{html.escape(site)}</b><table>{''.join(rows)}</table></div>"
+    return f"<div style='{_STYLE}'><b>{in_html(site)}</b><table>{''.join(rows)}</table></div>"
 
 
 def seen_html(seen: Mapping[str, Any], *, most: int = 60) -> str:
@@ -82,7 +82,7 @@ def seen_html(seen: Mapping[str, Any], *, most: int = 60) -> str:
             cells = (
                 "",
                 "",
-                html.escape(", ".join(map(str, value)) if isinstance(value, Mapping) else str(value)[:80]),
+                in_html(", ".join(map(str, value)) if isinstance(value, Mapping) else str(value)[:80]),
             )
         else:
             finite = value.detach().float().abs() if hasattr(value, "detach") else np.abs(value)
@@ -90,9 +90,7 @@ def seen_html(seen: Mapping[str, Any], *, most: int = 60) -> str:
             dtype = str(value.dtype).removeprefix("torch.")
             cells = ("×".join(map(str, shape)) or "scalar", dtype, f"largest magnitude {top:.4g}")
         rows.append(
-            f"<tr><td><code>{html.escape(name)}</code></td>"
-            + "".join(f"<td>{c}</td>" for c in cells)
-            + "</tr>"
+            f"<tr><td><code>{in_html(name)}</code></td>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
         )
     more = f"<div style='{_DIM}'>{len(seen) - most} more</div>" if len(seen) > most else ""
     return f"<div style='{_STYLE}'><b>{len(seen)} sites</b><table>{''.join(rows)}</table>{more}</div>"
@@ -106,7 +104,7 @@ def comparison_html(comparison: Any) -> str:
         (i for i, row in enumerate(rows) if comparison.first and row.site == comparison.first.site), None
     )
     return (
-        f"<div style='{_STYLE}'><b>{html.escape(str(comparison.verdict))}</b>"
+        f"<div style='{_STYLE}'><b>{in_html(str(comparison.verdict))}</b>"
         f"<div style='{_DIM}'>error along depth, {len(rows)} sites, logarithmic</div>"
         f"{series_svg(errors, width=700, height=120, log=True, mark=first)}</div>"
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchtap.errors import MissingExtraError
+from torchtap.foreign_text import shown
 from torchtap.viewer.chosen import Picture, picture_of
 from torchtap.viewer.colours import NOT_FINITE, sequential
 
@@ -62,13 +63,19 @@ def plot(
     return figure
 
 
+def _label(name: str) -> str:
+    """A name as matplotlib draws it: dollars begin formulas, and an underscore in front hides a line."""
+    text = shown(name, 120).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
 def _lines(axes: Any, picture: Picture, log: bool) -> None:
     for site, values in zip(picture.sites, picture.values, strict=True):
         there = np.isfinite(values)
-        axes.plot(picture.steps[there], values[there], label=site, linewidth=1.4)
+        axes.plot(picture.steps[there], values[there], label=_label(site), linewidth=1.4)
     if log:
         axes.set_yscale("log")
-    axes.set_ylabel(picture.statistic)
+    axes.set_ylabel(_label(picture.statistic))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize="small")
 
@@ -87,8 +94,8 @@ def _map(figure: Any, axes: Any, picture: Picture, log: bool) -> None:
         values = np.ma.maximum(values, low / 10)  # an exact zero is less than anything on the scale
     ends = (picture.steps[0] - 0.5, picture.steps[-1] + 0.5, len(picture.sites) - 0.5, -0.5)
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, norm=scale, extent=ends)
-    shown = np.unique(
+    shown_rows = np.unique(
         np.linspace(0, len(picture.sites) - 1, min(_MOST_NAMES, len(picture.sites))).astype(int)
     )
-    axes.set_yticks(shown, [picture.sites[row] for row in shown], fontsize="x-small")
-    figure.colorbar(image, ax=axes, label=picture.statistic, extend="both")
+    axes.set_yticks(shown_rows, [_label(picture.sites[row]) for row in shown_rows], fontsize="x-small")
+    figure.colorbar(image, ax=axes, label=_label(picture.statistic), extend="both")

@@ -14,12 +14,12 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import final
 from urllib.parse import urlencode
 
 from torchtap.errors import TorchtapError
+from torchtap.foreign_text import browser_text, in_html
 from torchtap.names import kind_of
 from torchtap.viewer.assets import asset
 from torchtap.viewer.catalog import Catalog, OpenRun, Refused
@@ -126,7 +126,12 @@ def _add_overview(archive: _Archive, shown: OpenRun, number: int) -> None:
             derived += ["grad/weight"] if kind == "param_grad" else []
             for name in [*names, *derived]:
                 if (tier is None or name in tier) and archive.size < _BUDGET // 2:
-                    archive.add("map", {"run": number, "statistic": name, "kind": kind}, sizes)
+                    asked: dict[str, str | int] = {
+                        "run": number,
+                        "statistic": browser_text(name),
+                        "kind": browser_text(kind),
+                    }
+                    archive.add("map", asked, sizes)
 
 
 def _wanted(shown: OpenRun, patterns: Sequence[str]) -> list[str]:
@@ -138,9 +143,9 @@ def _wanted(shown: OpenRun, patterns: Sequence[str]) -> list[str]:
 
 
 def _add_site(archive: _Archive, shown: OpenRun, number: int, site: str) -> None:
-    its: dict[str, str | int] = {"run": number, "site": site}
-    if shown.statistics.get(site):
-        archive.add("series", its, {"statistics": ",".join(shown.statistics[site]), "points": _POINTS})
+    its: dict[str, str | int] = {"run": number, "site": browser_text(site)}
+    if statistics := [browser_text(name) for name in shown.statistics.get(site, ())]:
+        archive.add("series", its, {"statistics": ",".join(statistics), "points": _POINTS})
     references = shown.run.tensors(site)
     if not references:
         return
@@ -159,7 +164,7 @@ def _slices(shown: OpenRun, site: str) -> Iterator[dict[str, str | int]]:
     kept = [r for r in shown.run.tensors(site) if "histogram" not in r.reduction and len(r.shape) <= 16]
     for reference in kept[-_STEPS:]:
         dimensions = max(2, len(reference.shape))
-        base: dict[str, str | int] = {"step": reference.step, "field": reference.field}
+        base: dict[str, str | int] = {"step": reference.step, "field": browser_text(reference.field)}
         place = {"index": ",".join("0" * len(reference.shape))} if len(reference.shape) > 2 else {}
         yield {**base, "down": dimensions - 2, "across": dimensions - 1, **place}
         if kind_of(site) == "attention" and len(reference.shape) >= 3:
@@ -182,7 +187,7 @@ def _page(archive: str, title: str) -> bytes:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
-        f"<title>{escape(title)} · torchtap</title><style>{style}</style></head>"
+        f"<title>{in_html(title)} · torchtap</title><style>{style}</style></head>"
         f'<body><div id="app"></div><script id="torchtap-archive" type="text/plain">{archive}</script>'
         f'<script type="module">{script}</script></body></html>'
     ).encode()

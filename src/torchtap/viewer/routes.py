@@ -45,16 +45,16 @@ def _number(parameters: Parameters, name: str, default: int, least: int, most: i
     return default if found is None else found
 
 
-def _site(parameters: Parameters) -> str:
+def _site(catalog: Catalog, parameters: Parameters) -> str:
     site = parameters.get("site")
     if not site:
         raise Refused("which site? the address has no 'site'")
-    return site
+    return catalog[_run(parameters)].asked(site)
 
 
 def _map(catalog: Catalog, parameters: Parameters) -> bytes:
     window = MapWindow(
-        statistic=parameters.get("statistic", "std"),
+        statistic=catalog[_run(parameters)].asked(parameters.get("statistic", "std")),
         kind=parameters.get("kind", ""),
         under=parameters.get("under", ""),
         first_step=_whole(parameters, "from"),
@@ -72,10 +72,11 @@ def _run(parameters: Parameters) -> int:
 
 
 def _series(catalog: Catalog, parameters: Parameters) -> bytes:
-    statistics = [name for name in parameters.get("statistics", "").split(",")[:40] if name]
+    shown = catalog[_run(parameters)]
+    statistics = [shown.asked(name) for name in parameters.get("statistics", "").split(",")[:40] if name]
     return series_of(
-        catalog[_run(parameters)],
-        _site(parameters),
+        shown,
+        _site(catalog, parameters),
         statistics,
         _whole(parameters, "from"),
         _whole(parameters, "to"),
@@ -85,7 +86,7 @@ def _series(catalog: Catalog, parameters: Parameters) -> bytes:
 
 def _slice(catalog: Catalog, parameters: Parameters) -> bytes:
     try:
-        index = tuple(int(part) for part in parameters.get("index", "").split(",")[:32] if part != "")
+        index = tuple(int(part[:24]) for part in parameters.get("index", "").split(",")[:32] if part != "")
     except ValueError:
         raise Refused("index is a list of whole numbers, one for each axis") from None
     window = SliceWindow(
@@ -101,7 +102,7 @@ def _slice(catalog: Catalog, parameters: Parameters) -> bytes:
         last_column=_whole(parameters, "right", least=1),
         size=_number(parameters, "size", 512, 1, 2048),
     )
-    return slice_of(catalog[_run(parameters)], _site(parameters), window)
+    return slice_of(catalog[_run(parameters)], _site(catalog, parameters), window)
 
 
 QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
@@ -112,8 +113,8 @@ QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
     "tokens": lambda catalog, p: tokens_of(catalog[_run(p)], _whole(p, "step")),
     "map": _map,
     "series": _series,
-    "histograms": lambda catalog, p: histograms_of(catalog[_run(p)], _site(p)),
-    "tensors": lambda catalog, p: tensors_of(catalog[_run(p)], _site(p)),
+    "histograms": lambda catalog, p: histograms_of(catalog[_run(p)], _site(catalog, p)),
+    "tensors": lambda catalog, p: tensors_of(catalog[_run(p)], _site(catalog, p)),
     "slice": _slice,
     "comparison": lambda catalog, p: comparison_of(catalog, _whole(p, "a"), _whole(p, "b")),
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import secrets
 import socket
 from dataclasses import dataclass, field
@@ -45,12 +46,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?", flags=re.ASCII)
+
+
 def _split_host(header: str) -> str:
-    """The name in a Host header, lower case, without the port."""
-    text = header.strip().lower()
-    if text.startswith("["):
-        return text.partition("]")[0][1:]
-    return text.rpartition(":")[0] if text.count(":") == 1 else text
+    """The name in a Host header, lower case, without the port; nothing when it is not a host and a port."""
+    found = _HOST.fullmatch(header.strip().lower())
+    return (found[1] or found[2]) if found else ""
 
 
 @final

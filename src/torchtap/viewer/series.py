@@ -15,6 +15,7 @@ from torchtap.viewer.wire import pack
 __all__ = ["histograms_of", "series_of"]
 
 _BINS = 96
+_LARGEST_HISTOGRAM = 1 << 20  # bytes
 
 
 def series_of(
@@ -79,9 +80,10 @@ def histograms_of(shown: OpenRun, site: str, columns: int = 240) -> bytes:
     onto a common axis in proportion. Of more than ``columns`` steps every n-th is sent, and always the last.
     """
     with shown.lock:
-        steps = sorted(
-            {int(r.step) for r in shown.run.tensors(site) if "histogram" in str(r.reduction).lower()}
-        )
+        kept = [r for r in shown.run.tensors(site) if "histogram" in str(r.reduction).lower()]
+        if any(r.unpacked > _LARGEST_HISTOGRAM for r in kept):
+            raise Refused("a histogram of this site has too many bins to draw", 413)
+        steps = sorted({int(r.step) for r in kept})
         if not steps:
             return pack({"site": site, "total": 0}, {})
         chosen = [steps[start] for start in buckets(len(steps), columns)]

@@ -84,9 +84,9 @@ def slice_of(shown: OpenRun, site: str, window: SliceWindow) -> bytes:
     flat = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor
     across = _axis(window.across, flat.ndim - 1, flat.ndim)
     down = _axis(window.down, flat.ndim - 2, flat.ndim)
-    if across == down:
-        raise Refused("a picture needs two different axes")
     stack = None if window.stack is None else _axis(window.stack, 0, flat.ndim)
+    if across == down or stack in (across, down):
+        raise Refused("a picture needs two different axes, and a stack a third")
     place = list(window.index) + [0] * (flat.ndim - len(window.index))
     where: list[int | slice] = []
     for axis, length in enumerate(flat.shape):

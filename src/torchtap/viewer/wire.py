@@ -5,8 +5,8 @@
     padding   to a multiple of eight
     arrays    one after the other, each aligned to eight bytes
 
-Guarantees: a header never holds a number that JSON does not know (they become null), and the page can view
-each array where it lies, without copying.
+Guarantees: a header never holds a number that JSON does not know (they become null) nor a text that JavaScript would
+trip over, and the page can view each array where it lies, without copying.
 
 Not here: which numbers are sent (`queries`).
 """
@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.foreign_text import browser_text
+
 __all__ = ["encode_json", "pack", "unpack"]
 
 _NAMES = {"<f4": "f4", "<f8": "f8", "|u1": "u1", "<i4": "i4"}
@@ -30,21 +32,20 @@ _NAMES = {"<f4": "f4", "<f8": "f8", "|u1": "u1", "<i4": "i4"}
 def _plain(value: Any) -> Any:
     """``value`` with numpy scalars turned into Python's and everything that JSON cannot say into null."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {browser_text(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float)):
         return value
-    return str(value)
+    return browser_text(str(value))
 
 
 def encode_json(value: Any) -> bytes:
     """``value`` as JSON that every browser reads: a NaN or an infinity is null."""
-    # Lone surrogates can come from a hostile manifest; ASCII escapes carry them where UTF-8 would raise.
     return json.dumps(_plain(value), ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode(
         "ascii"
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from html import escape
 
 from torchtap.comparison.judge.result import COMPARED, Comparison, First, Row
 from torchtap.comparison.judge.table import number
+from torchtap.foreign_text import in_html
 
 __all__ = ["page"]
 
@@ -35,11 +35,11 @@ def page(result: Comparison) -> str:
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<title>torchtap: {escape(result.reference)} against {escape(result.target)}</title>",
+        f"<title>torchtap: {in_html(result.reference)} against {in_html(result.target)}</title>",
         f"<style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(result.reference)} <span class='small'>against</span> {escape(result.target)}</h1>",
-        f"<p class='verdict {state}'>{escape(result.verdict)}</p>",
-        f"<p class='small'>{result.compared} sites compared; noise floor: {escape(result.basis)}"
+        f"<h1>{in_html(result.reference)} <span class='small'>against</span> {in_html(result.target)}</h1>",
+        f"<p class='verdict {state}'>{in_html(result.verdict)}</p>",
+        f"<p class='small'>{result.compared} sites compared; noise floor: {in_html(result.basis)}"
         + (f"; {result.forwards} forwards" if result.forwards else "")
         + "</p>",
         "<h2>Error along the depth of the model</h2>",
@@ -93,14 +93,14 @@ def _chart(result: Comparison) -> str:
         label = f"{row.site}: error {number(row.error)}, floor {number(row.floor)}, {row.status}"
         out.append(
             f"<circle cx='{x(n):.1f}' cy='{y(row.error):.1f}' r='{radius}' fill='{colour}'>"
-            f"<title>{escape(label)}</title></circle>"
+            f"<title>{in_html(label)}</title></circle>"
         )
         if first:
             out.append(
                 f"<line x1='{x(n):.1f}' y1='{top}' x2='{x(n):.1f}' y2='{height - 20}' stroke='{colour}' opacity='.5'/>"
             )
-    out.append(f"<text x='{left}' y='{height - 4}'>{escape(rows[0].site)}</text>")
-    out.append(f"<text x='{width - 10}' y='{height - 4}' text-anchor='end'>{escape(rows[-1].site)}</text>")
+    out.append(f"<text x='{left}' y='{height - 4}'>{in_html(rows[0].site)}</text>")
+    out.append(f"<text x='{width - 10}' y='{height - 4}' text-anchor='end'>{in_html(rows[-1].site)}</text>")
     out.append("</svg><p class='small'>Dots: relative L2 error. Dashed: noise floor.</p>")
     return "".join(out)
 
@@ -114,7 +114,8 @@ def _elements(first: First | None) -> str:
         for e in first.where.elements
     )
     return (
-        f"<h2>Worst elements of {escape(first.site)}</h2><p class='small'>The error is {escape(str(first.where))}.</p>"
+        f"<h2>Worst elements of {in_html(first.site)}</h2>"
+        f"<p class='small'>The error is {in_html(str(first.where))}.</p>"
         "<div class='scroll'><table><tr><th></th><th>index</th><th>reference</th><th>target</th>"
         "<th>difference</th></tr>"
         f"{lines}</table></div>"
@@ -154,12 +155,12 @@ def _cells(row: Row) -> str:
         else [f"{m.cosine:.7f}", number(m.sqnr_db), number(m.max_abs), number(m.max_ulp), f"{m.within:.1%}"]
     )
     cells = [str(row.index), name, number(row.error), number(row.floor), number(row.local_error), *numbers]
-    return "".join(f"<td>{escape(cell)}</td>" for cell in cells) + f"<td class='wrap'>{escape(status)}</td>"
+    return "".join(f"<td>{in_html(cell)}</td>" for cell in cells) + f"<td class='wrap'>{in_html(status)}</td>"
 
 
 def _listing(title: str, lines: list[str]) -> str:
     if not lines:
         return ""
-    shown = "".join(f"<li>{escape(line)}</li>" for line in lines[:200])
+    shown = "".join(f"<li>{in_html(line)}</li>" for line in lines[:200])
     more = f"<li>... and {len(lines) - 200} more</li>" if len(lines) > 200 else ""
     return f"<h2>{title}</h2><ul class='small'>{shown}{more}</ul>"

@@ -16,11 +16,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.live.hooked import Call, Hooked, rebuild, steady
+from torchtap.comparison.live.hooked import steady, visiting
 from torchtap.comparison.live.tracing import Feed, Trace, default_dtype, jitter
 from torchtap.comparison.measure.measures import Measures, measure
 from torchtap.names import read_name
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.structure import map_inputs, map_leaves
+from torchtap.taps.walk.visit import Call
 
 __all__ = ["Probe"]
 
@@ -86,35 +88,25 @@ class Probe:
             self._noise = torch.Generator().manual_seed(noise)
         with steady(model), default_dtype(self._cast):
             torch.manual_seed(self._seed)
-            with Hooked(model, self, None if self._names is None else self._names.__contains__):
+            with visiting(model, self, None if self._names is None else self._names.__contains__):
                 feed(model)
         return self
 
     # The visitor's side.
 
-    def arrive(
+    def before(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         instead = self._look(call, "input", list(input_leaves(call.input_names, args, kwargs)))
         if not instead:
             return None
-        names = call.input_names
-        changed_args = tuple(
-            rebuild(value, lambda leaf, t: instead.get(leaf, t), _argument_name(names, position))
-            for position, value in enumerate(args)
-        )
-        lone = names == ("",)
-        changed_kwargs = {
-            key: rebuild(value, lambda leaf, t: instead.get(leaf, t), "" if lone else key)
-            for key, value in kwargs.items()
-        }
-        return changed_args, changed_kwargs
+        return map_inputs(call.input_names, args, kwargs, lambda leaf, t: instead.get(leaf, t))
 
-    def leave(self, call: Call, output: Any) -> Any:
+    def after(self, call: Call, output: Any) -> Any:
         instead = self._look(call, "output", list(leaves(output)))
         if not instead:
             return None
-        return rebuild(output, lambda leaf, t: instead.get(leaf, t))
+        return map_leaves(output, lambda leaf, t: instead.get(leaf, t))
 
     def _look(self, call: Call, kind: str, found: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
         path = call.path if self._names is None else self._names[call.path]
@@ -151,7 +143,3 @@ class Probe:
 
     def _cast_of(self, dtype: torch.dtype) -> torch.dtype:
         return self._cast if self._cast is not None and dtype.is_floating_point else dtype
-
-
-def _argument_name(names: tuple[str, ...] | None, position: int) -> str:
-    return names[position] if names is not None and position < len(names) else str(position)

@@ -19,10 +19,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.live.hooked import Call, Hooked, fresh, rebuild, steady
+from torchtap._torch import version_of
+from torchtap.comparison.live.hooked import fresh, steady, visiting
 from torchtap.errors import CompareError
 from torchtap.names import site_name
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.structure import map_leaves
+from torchtap.taps.walk.visit import Call
 
 __all__ = [
     "Event",
@@ -71,7 +74,7 @@ def feed_of(inputs: Any, cast: torch.dtype | None = None) -> Feed:
     if callable(inputs) and not isinstance(inputs, (Tensor, nn.Module)):
         return lambda model: inputs(model)
     if cast is not None:
-        inputs = rebuild(inputs, _to(cast))
+        inputs = map_leaves(inputs, _to(cast))
     if isinstance(inputs, Mapping):
         return lambda model: model(**{key: fresh(value) for key, value in inputs.items()})
     if isinstance(inputs, tuple):
@@ -100,7 +103,7 @@ def record(
     recorder = _Recorder(keep, noise, cast)
     with steady(model), default_dtype(cast):
         torch.manual_seed(seed)
-        with Hooked(model, recorder):
+        with visiting(model, recorder):
             feed(model)
     if not recorder.trace.events:
         raise CompareError("the model ran, but none of its modules was called; there is nothing to compare")
@@ -120,7 +123,7 @@ class _Recorder:
         self._cast = cast
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
-    def arrive(
+    def before(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         for leaf, value in input_leaves(call.input_names, args, kwargs):
@@ -128,19 +131,19 @@ class _Recorder:
             self._take(Event(site, call.path, "input", call.parent), value)
         if self._cast is None or call.parent is not None:
             return None
-        return rebuild(args, _to(self._cast)), rebuild(kwargs, _to(self._cast))
+        return map_leaves(args, _to(self._cast)), map_leaves(kwargs, _to(self._cast))
 
-    def leave(self, call: Call, output: Any) -> Any:
+    def after(self, call: Call, output: Any) -> Any:
         for leaf, value in leaves(output):
             site = site_name(call.path, "output", leaf, call.number)
             self._take(Event(site, call.path, "output", call.path), value)
         noise = self._noise
-        return None if noise is None else rebuild(output, lambda _, value: jitter(value, noise))
+        return None if noise is None else map_leaves(output, lambda _, value: jitter(value, noise))
 
     def _take(self, event: Event, value: Tensor) -> None:
         if self._keep is not None and not self._keep(event.site):
             return
-        version = -1 if value.is_inference() else value._version
+        version = version_of(value)
         known = self._known.get(id(value))
         if known is not None and known[0]() is value and known[1] == version >= 0:
             copied = known[2]

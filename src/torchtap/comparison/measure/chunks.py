@@ -16,7 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchtap.errors import CompareError
+from torchtap.errors import CompareError, ReductionError
+from torchtap.reduce.readable import readable
 
 __all__ = ["CHUNK", "as_real", "pieces"]
 
@@ -36,15 +37,11 @@ def as_real(value: Tensor) -> Tensor:
             "a nested tensor has no single shape to compare; compare its components, or pad it with "
             "torch.nested.to_padded_tensor first"
         )
-    if value.layout != torch.strided:
-        value = value.to_dense()
-    if value.is_quantized:
-        value = value.dequantize()
-    if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    elif value.is_neg():
-        value = value.resolve_neg()
-    return value
+    try:
+        value = readable(value)  # dense, opened, and with all of its memory
+    except ReductionError as error:
+        raise CompareError(f"a tensor of shape {tuple(value.shape)} cannot be compared: {error}") from error
+    return torch.view_as_real(value) if value.is_complex() else value
 
 
 def pieces(*values: Tensor, chunk: int = CHUNK) -> Iterator[tuple[int, tuple[Tensor, ...]]]:

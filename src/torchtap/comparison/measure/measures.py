@@ -127,7 +127,16 @@ def measure(
             "a rule with permute, slice or reshape can bring them together"
         )
     blank = partial(_blank, reference.dtype, target.dtype, atol, rtol, brief)
+    if (
+        reference.is_complex() != target.is_complex()
+    ):  # a real number is a complex one without an imaginary part
+        reference, target = reference + 0j, target + 0j
     left, right = as_real(reference), as_real(target)
+    if left.shape != right.shape:
+        raise CompareError(
+            f"this rank's parts differ in shape: reference {tuple(left.shape)}, target {tuple(right.shape)}; "
+            "compare tensors that are distributed alike, or whole ones"
+        )
     distance = 0.0 if brief or not left.numel() else _histogram_distance(_sample(left), _sample(right))
     return _amount(_add_up(blank, left, right, chunk), left.shape, distance)
 
@@ -278,7 +287,7 @@ def _amount(sums: Sums, shape: torch.Size, histogram_distance: float) -> Measure
         worst=_unravel(sums.worst, shape) if seen else (),
         worst_reference=sums.worst_values[0],
         worst_target=sums.worst_values[1],
-        reference_l2=reference_l2,
+        reference_l2=reference_l2 * 2.0**sums.exponent,
         reference_absmax=sums.absmax,
         nans=(sums.nans[0], sums.nans[1]),
         infs=(sums.infs[0], sums.infs[1]),

@@ -15,15 +15,24 @@ from typing import final
 import torch
 from torch import Tensor
 
+from torchtap.errors import CompareError
+from torchtap.reduce.memory import located
+from torchtap.reduce.readable import readable
+
 __all__ = ["RELATIVE_GUARD", "Sums", "native"]
 
 RELATIVE_GUARD = 1e-8
 
-native: ModuleType | None
-try:
-    from torchtap.comparison.measure import _distance as native  # type: ignore[attr-defined,no-redef]
-except ImportError:  # not built: the same sums, more slowly
-    native = None
+
+def _load() -> ModuleType | None:
+    try:
+        from torchtap.comparison.measure import _distance  # type: ignore[attr-defined]
+    except ImportError:  # not built: the same sums, more slowly
+        return None
+    return _distance if hasattr(_distance, "sums") else None  # a build of an older source is as good as none
+
+
+native = _load()
 
 # The numbers by which `_distance.c` knows the dtypes; any other comes through a float64 copy of the piece.
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
@@ -39,7 +48,9 @@ class Sums:
         self.brief = brief
         self.count = self.compared = self.unequal = self.within = self.masks_differ = 0
         self.nans, self.infs = [0, 0], [0, 0]
+        # Squares and products of 2**-exponent times the numbers: so that they neither overflow nor vanish.
         self.dd = self.rr = self.tt = self.tr = 0.0
+        self.exponent = 0
         self.sum_abs = self.sum_rel = self.sum_ulp = 0.0
         self.max_rel = self.max_ulp = self.absmax = 0.0
         self.max_abs = -1.0
@@ -49,19 +60,23 @@ class Sums:
 
     def add(self, offset: int, reference: Tensor, target: Tensor) -> None:
         """Take one more piece: flat, of one length, ``offset`` elements after the beginning."""
+        if reference.numel() != target.numel():
+            raise CompareError(
+                f"pieces of {reference.numel()} and {target.numel()} elements have no distance"
+            )
         self.count += reference.numel()
         if native is not None:
-            self._add_native(offset, self._readable(reference, 0), self._readable(target, 1))
+            self._add_native(offset, reference, target)
         else:
             self._add_by_torch(offset, reference, target)
 
     def merge(self, other: Sums) -> None:
         """Add what another walk over later pieces found."""
         for name in (
-            "count", "compared", "unequal", "within", "masks_differ",
-            "dd", "rr", "tt", "tr", "sum_abs", "sum_rel", "sum_ulp",
+            "count", "compared", "unequal", "within", "masks_differ", "sum_abs", "sum_rel", "sum_ulp",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self._add_squares(other.exponent, other.rr, other.tt, other.tr, other.dd)
         for name in ("max_rel", "max_ulp", "absmax"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
         self.nans = [a + b for a, b in zip(self.nans, other.nans, strict=True)]
@@ -69,31 +84,56 @@ class Sums:
         if other.max_abs > self.max_abs:
             self.max_abs, self.worst, self.worst_values = other.max_abs, other.worst, other.worst_values
 
-    def _readable(self, piece: Tensor, row: int) -> Tensor:
-        if piece.dtype in _CODES and piece.device.type == "cpu" and piece.is_contiguous():
-            return piece
+    def _add_squares(self, exponent: int, rr: float, tt: float, tr: float, dd: float) -> None:
+        """More sums of squares; of two scales the larger numbers' stays, beside which the smaller ones' are nothing."""
+        if not (rr or tt or dd):
+            return
+        if not (self.rr or self.tt or self.dd):
+            self.exponent = exponent
+        by = (
+            math.ldexp(1.0, max(-2000, -2 * abs(exponent - self.exponent)))
+            if exponent != self.exponent
+            else 1.0
+        )
+        if exponent > self.exponent:
+            self.rr, self.tt, self.tr, self.dd = self.rr * by, self.tt * by, self.tr * by, self.dd * by
+            self.exponent = exponent
+        elif exponent < self.exponent:
+            rr, tt, tr, dd = rr * by, tt * by, tr * by, dd * by
+        self.rr, self.tt, self.tr, self.dd = self.rr + rr, self.tt + tt, self.tr + tr, self.dd + dd
+
+    def _readable(self, piece: Tensor, row: int) -> tuple[int, Tensor, object]:
+        """A piece's address, the piece as it can be read there, and what has to be held meanwhile."""
+        if piece.dtype in _CODES and piece.is_contiguous():
+            place = located(piece)
+            if place is not None:
+                return place[0], piece, place[1]
         kept = self._room(piece.numel())[row]
-        return kept.copy_(piece)
+        kept.copy_(readable(piece))
+        return kept.data_ptr(), kept, kept
 
     def _room(self, size: int) -> list[Tensor]:
         if self._scratch is None or self._scratch.shape[1] < size:
             self._scratch = torch.empty(2 if native is not None else 5, size, dtype=torch.float64)
         return [row[:size] for row in self._scratch]
 
-    def _add_native(self, offset: int, r: Tensor, t: Tensor) -> None:
+    def _add_native(self, offset: int, reference: Tensor, target: Tensor) -> None:
         assert native is not None
         whole = self.ulp_relative == 0.0
         scale = 1.0 if whole else 1.0 / self.ulp_relative
         floor = 1.0 if whole else self.ulp_smallest * scale
-        numbers, counts, odd = native.measure(
-            r.data_ptr(), _CODES[r.dtype], t.data_ptr(), _CODES[t.dtype], r.numel(),
+        at_r, r, held_r = self._readable(reference, 0)
+        at_t, t, held_t = self._readable(target, 1)
+        numbers, counts, odd, exponent = native.sums(
+            at_r, _CODES[r.dtype], at_t, _CODES[t.dtype], r.numel(),
             self.atol, self.rtol, scale, floor, int(whole),
         )  # fmt: skip
+        del held_r, held_t  # only now: the kernel lets go of the interpreter
         rr, tt, tr, dd, sum_abs, sum_rel, sum_ulp, max_abs, max_rel, max_ulp, absmax, worst_r, worst_t = (
             numbers
         )
         compared, unequal, within, masks_differ, worst = counts
-        self.rr, self.tt, self.tr, self.dd = self.rr + rr, self.tt + tt, self.tr + tr, self.dd + dd
+        self._add_squares(exponent, rr, tt, tr, dd)
         self.sum_abs, self.sum_rel, self.sum_ulp = (
             self.sum_abs + sum_abs,
             self.sum_rel + sum_rel,
@@ -112,16 +152,16 @@ class Sums:
 
     def _add_by_torch(self, offset: int, reference: Tensor, target: Tensor) -> None:
         r, t, d, a, b = self._room(reference.numel())
-        r.copy_(reference)
-        t.copy_(target)
-        rr, tt = float(torch.dot(r, r)), float(torch.dot(t, t))
-        if not (math.isfinite(rr) and math.isfinite(tt)):
+        r.copy_(readable(reference))
+        t.copy_(readable(target))
+        squares = (float(torch.dot(r, r)), float(torch.dot(t, t)), float(torch.dot(t, r)))
+        if 1e-250 < squares[0] + squares[1] < 1e300:
+            self._add_finite(offset, r, t, (d, a, b), (0, *squares), None)
+        else:
             self._add_guarded(offset, r.clone(), t.clone())
-            return
-        self._add_finite(offset, r, t, d, a, b, rr, tt, None)
 
     def _add_guarded(self, offset: int, r: Tensor, t: Tensor) -> None:
-        """A piece with NaN, infinities, or squares beyond float64: count the first two and leave them out."""
+        """A piece with NaN or infinities, which are counted and left out, or with squares beyond float64."""
         for side, value in enumerate((r, t)):
             self.nans[side] += int(torch.isnan(value).sum())
             self.infs[side] += int(torch.isinf(value).sum())
@@ -136,38 +176,37 @@ class Sums:
         if not keep.numel():
             return
         r, t = r[keep], t[keep]
-        rr, tt = float(torch.dot(r, r)), float(torch.dot(t, t))
+        exponent = math.frexp(max(float(r.abs().max()), float(t.abs().max())))[1]
+        exponent = max(-1000, min(1000, exponent)) if abs(exponent) > 400 else 0
+        u, v = r * 2.0**-exponent, t * 2.0**-exponent
+        squares = (float(torch.dot(u, u)), float(torch.dot(v, v)), float(torch.dot(u, v)))
         scratch = torch.empty(3, r.numel(), dtype=torch.float64)
-        self._add_finite(offset, r, t, scratch[0], scratch[1], scratch[2], rr, tt, keep)
+        self._add_finite(offset, r, t, (scratch[0], scratch[1], scratch[2]), (exponent, *squares), keep)
 
     def _add_finite(
         self,
         offset: int,
         r: Tensor,
         t: Tensor,
-        d: Tensor,
-        a: Tensor,
-        b: Tensor,
-        rr: float,
-        tt: float,
+        room: tuple[Tensor, Tensor, Tensor],
+        squares: tuple[int, float, float, float],
         places: Tensor | None,
     ) -> None:
         size = r.numel()
+        d, a, b = room
+        exponent, rr, tt, tr = squares
         self.compared += size
-        self.rr += rr
-        self.tt += tt
         torch.sub(t, r, out=d)
-        dd = float(torch.dot(d, d))
+        apart = d if exponent == 0 else t * 2.0**-exponent - r * 2.0**-exponent
+        dd = float(torch.dot(apart, apart))
+        self._add_squares(exponent, rr, tt, tr, dd)
         torch.abs(r, out=a)
         self.absmax = max(self.absmax, float(a.max()))
         if dd == 0.0 and not bool(d.any()):
-            self.tr += rr
             self.within += size
             if self.max_abs < 0.0:
                 self._note_worst(0.0, offset, 0, r, t, places)
             return
-        self.dd += dd
-        self.tr += float(torch.dot(t, r))
         d.abs_()
         largest = d.max()
         if float(largest) > self.max_abs:

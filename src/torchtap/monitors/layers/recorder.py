@@ -39,6 +39,7 @@ from torchtap.reduce import Full
 from torchtap.session import watch
 from torchtap.sites import Site
 from torchtap.store.record import StepRecord
+from torchtap.taps.walk.ways import HookWay
 from torchtap.watching import Watch
 
 __all__ = ["LayerPass", "LayerRecorder", "get_layer_hidden_states", "record_layers"]
@@ -130,8 +131,8 @@ class LayerRecorder:
         if isinstance(self.model, torch.jit.ScriptModule):  # which takes no hooks of this kind
             self._handles = [_Around(self.model, self._begin, self._end)]
         elif isinstance(self.model, nn.Module):
-            before = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-            after = self.model.register_forward_hook(self._end, always_call=True)
+            before = HookWay().before(self.model, self._begin, first=True)
+            after = HookWay().after(self.model, self._end, always=True)
             self._handles = [before, after]
 
     def disable(self) -> None:

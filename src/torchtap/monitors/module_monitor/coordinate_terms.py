@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from torchtap.monitors.module_monitor.naming import leaf_name
 from torchtap.reduce.row_norms import RowNorms, of_change, of_steps, row_count
-from torchtap.taps.receive.leaves import leaves
+from torchtap.taps.walk.leaves import leaves
 
 __all__ = ["Measured", "Terms"]
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 __all__ = ["Formula", "Reading", "l2", "recognise"]
 
-Columns = npt.NDArray[np.float64]  # (fields, rows): count nans infs zeros mean squares min max l1
+Columns = npt.NDArray[np.float64]  # (fields, rows): moments.FIELDS
 Formula = Callable[[Columns], npt.NDArray[np.float64]]
 
 
@@ -287,7 +287,7 @@ def _spread(name: str, value: _Value, rest: list[Any], kwargs: dict[str, Any]) -
     if correction not in (0, 1):
         raise LookupError(name)
     root = np.sqrt if name == "std" else np.positive
-    return _Value("number", lambda c: root(c[5] / (c[0] - correction)))
+    return _Value("number", lambda c: root(c[5] * c[5] * (c[0] / (c[0] - correction))))
 
 
 def _arithmetic(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> _Value:
@@ -322,7 +322,7 @@ def _is_plain(value: Any) -> bool:
 
 def l2(c: Columns) -> npt.NDArray[np.float64]:
     """The Euclidean norm. Public, since torch can compute it of many tensors in one call."""
-    return np.asarray(np.sqrt(c[5] + c[0] * c[4] * c[4]))
+    return np.asarray(np.hypot(c[5], c[4]) * np.sqrt(c[0]))
 
 
 def _largest_magnitude(c: Columns) -> npt.NDArray[np.float64]:
@@ -339,11 +339,11 @@ _KINDS = {
 _SUMS: dict[tuple[str, str], Formula] = {
     ("mean", "x"): lambda c: c[4],
     ("mean", "abs"): lambda c: c[8] / c[0],
-    ("mean", "square"): lambda c: c[5] / c[0] + c[4] * c[4],
+    ("mean", "square"): lambda c: c[5] * c[5] + c[4] * c[4],
     ("mean", "zero"): lambda c: c[3] / c[0],
     ("sum", "x"): lambda c: c[4] * c[0],
     ("sum", "abs"): lambda c: c[8],
-    ("sum", "square"): lambda c: c[5] + c[0] * c[4] * c[4],
+    ("sum", "square"): lambda c: c[0] * (c[5] * c[5] + c[4] * c[4]),
     ("sum", "zero"): lambda c: c[3],
     ("max", "x"): lambda c: c[7],
     ("amax", "x"): lambda c: c[7],

@@ -13,7 +13,11 @@ from typing import Any, Self
 
 from torch import nn
 
+from torchtap.taps.walk.ways import HookWay
+
 __all__ = ["HooksManager", "LiveHook"]
+
+_AS_GIVEN = HookWay(travelling=True)
 
 
 # What a hook of ours becomes in a copy or a pickle of the model: it takes anything and does nothing. It is from
@@ -52,7 +56,7 @@ class HooksManager:
         if module in self.hooks:
             self.hooks[module].remove()
         self._functions[module] = (hook_fn, with_kwargs)
-        self.hooks[module] = module.register_forward_hook(hook_fn, with_kwargs=with_kwargs)
+        self.hooks[module] = _AS_GIVEN.after(module, hook_fn, with_kwargs=with_kwargs)
         if self._paused:
             self.hooks[module].remove()
 
@@ -81,7 +85,7 @@ class HooksManager:
         if self._paused:
             self._paused = False
             for module, (function, with_kwargs) in self._functions.items():
-                self.hooks[module] = module.register_forward_hook(function, with_kwargs=with_kwargs)
+                self.hooks[module] = _AS_GIVEN.after(module, function, with_kwargs=with_kwargs)
 
     def __len__(self) -> int:
         return len(self.hooks)

@@ -22,12 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torchtap._torch import version_of
 from torchtap.errors import MetricError
 from torchtap.monitors.module_monitor.expressions import Formula, Reading, l2
 from torchtap.monitors.module_monitor.storage import StorageManager, means
 from torchtap.reduce import kernel
+from torchtap.reduce.memory import PLAIN_TYPES
 from torchtap.reduce.moments import WIDTH
-from torchtap.reduce.readable import PLAIN_TYPES
 from torchtap.taps.receive.entries import gone
 
 __all__ = ["BoundMetrics", "Ledger", "Metric"]
@@ -97,14 +98,13 @@ class Ledger:
         """All metrics of a place on one value."""
         if bound.read:
             # The same tensor again, and nobody has written to it: a container returns what its last child did.
-            if self._last() is value and value._version == self._last_version:
+            if self._last() is value and version_of(value) == self._last_version:
                 row = self._last_row
             else:
                 row = self._measure(value)
-                if value.is_inference():  # keeps no version, so nothing would prove it unchanged
-                    self._last = gone
-                else:
-                    self._last, self._last_version, self._last_row = weakref.ref(value), value._version, row
+                version = version_of(value)
+                self._last = weakref.ref(value) if version >= 0 else gone
+                self._last_version, self._last_row = version, row
             if row >= 0:
                 self._bounds.append(bound)
                 self._bound_rows.append(row)
@@ -203,8 +203,10 @@ class Ledger:
         if row == len(self._rows):
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
             self._note_address()
+        rows = self._rows  # held: another thread may make room for more while the kernel reads
         if not kernel.measure(native, self._address + row * _ROW_BYTES, value):
             return -1
+        del rows
         cells, start = self._cells, row * WIDTH
         if cells[start] < 2.0 or cells[start + 1] or cells[start + 2]:
             return -1

@@ -42,7 +42,8 @@ from torchtap.monitors.module_monitor.reference import ReferenceActivations
 from torchtap.monitors.module_monitor.storage import StorageManager
 from torchtap.sites import unwrap
 from torchtap.store.record import Consumer
-from torchtap.taps.receive.leaves import leaves
+from torchtap.taps.walk.leaves import leaves
+from torchtap.taps.walk.ways import HookWay
 
 __all__ = ["ModuleMonitor"]
 
@@ -150,10 +151,11 @@ class ModuleMonitor(MetricRegistry):
             if isinstance(part, MonitorMixin):
                 part.set_module_monitor(self, True)
         reference, model = unwrap(module), unwrap(self.module)
+        hooks = HookWay(travelling=True)
         self._pass_hooks = [
-            reference.register_forward_pre_hook(LiveHook(self._on_reference_pass), prepend=True),
-            reference.register_forward_hook(LiveHook(self._on_reference_pass_end), always_call=True),
-            model.register_forward_pre_hook(LiveHook(self._on_pass), prepend=True),
+            hooks.before(reference, LiveHook(self._on_reference_pass), first=True),
+            hooks.after(reference, LiveHook(self._on_reference_pass_end), always=True),
+            hooks.before(model, LiveHook(self._on_pass), first=True),
         ]
 
     def has_reference_module(self) -> bool:

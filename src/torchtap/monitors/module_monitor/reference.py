@@ -12,6 +12,7 @@ from typing import final
 
 from torch import Tensor
 
+from torchtap._torch import version_of
 from torchtap.errors import MonitorError
 from torchtap.store.write.pool import HostPool
 
@@ -35,7 +36,7 @@ class Copies:
 
     def of(self, value: Tensor) -> Tensor:
         """A copy of this value that nobody changes."""
-        version = -1 if value.is_inference() else value._version
+        version = version_of(value)
         known = self._known.get(id(value))
         if known is not None and known[0] is value and known[1] == version >= 0:
             return known[2]

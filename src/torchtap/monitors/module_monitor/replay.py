@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import activation, batchnorm, conv, normalization, pooling
 from torch.nn.modules.module import _has_any_global_hook
 
+from torchtap._torch import version_of
 from torchtap.monitors.module_monitor.hooks import LiveHook
 from torchtap.monitors.module_monitor.reference import pooled_copy
 from torchtap.store.write.pool import HostPool
@@ -203,7 +204,7 @@ class _Remembering:
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
+    return version_of(value) if isinstance(value, Tensor) else -1
 
 
 def _is_ageless(values: tuple[Any, ...]) -> bool:

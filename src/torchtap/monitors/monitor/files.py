@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from torchtap.errors import OutputError, PlanError
-from torchtap.taps.receive.leaves import leaves
-from torchtap.taps.receive.structure import from_names, plain
+from torchtap.taps.walk.leaves import leaves
+from torchtap.taps.walk.structure import from_names, plain
 
 __all__ = ["FileFormat", "check_format", "read_item", "shape_of", "writable_folder", "write_item"]
 

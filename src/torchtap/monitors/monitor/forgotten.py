@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from torchtap.taps.attach import form_of
-from torchtap.taps.eager.fitting import Hook
+from torchtap.taps.walk.ways import HookWay
 
 __all__ = ["ForgottenClock"]
 
@@ -30,7 +30,7 @@ class ForgottenClock:
         """From now on a pass is one too early. ``missing`` says what was not called."""
         self._missing, self._passes = missing, 0
         if self._hookable and self._handle is None:
-            self._handle = self._model.register_forward_pre_hook(Hook(self._on_pass))
+            self._handle = HookWay().before(self._model, self._on_pass)
 
     def arrived(self) -> None:
         """The call came, or nobody listens any more."""

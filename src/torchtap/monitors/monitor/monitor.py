@@ -43,8 +43,8 @@ from torchtap.session import watch
 from torchtap.sites import Selector, Site
 from torchtap.store.record import StepRecord
 from torchtap.taps.attach import tree_of
-from torchtap.taps.eager.fitting import Via
-from torchtap.taps.receive.structure import fill, from_names, map_leaves
+from torchtap.taps.walk.structure import fill, from_names, map_leaves
+from torchtap.taps.walk.ways import WayName
 
 __all__ = ["Monitor"]
 
@@ -74,7 +74,7 @@ class Monitor:
         asynchronous: bool = False,
         condition: Callable[[Any], bool] | None = None,
         strict: bool = False,
-        via: Via = "hook",
+        via: WayName = "hook",
     ) -> None:
         self._layers = monitored_layers(tree_of(model), layers_to_monitor)
         self.epochs_to_record, self.batch_indices = check_settings(

@@ -11,7 +11,7 @@ from torchtap.errors import PlanError
 from torchtap.monitors.monitor.chosen import MonitoredLayer
 from torchtap.sites import places
 from torchtap.taps.attach import form_of
-from torchtap.taps.eager.fitting import Handle, Hook
+from torchtap.taps.walk.ways import Handle, HookWay
 
 __all__ = ["put_on_own_hooks"]
 
@@ -36,5 +36,5 @@ def put_on_own_hooks(
             raise PlanError(
                 f"_hook_fn({layer.name!r}) returned {hook!r}: it has to return hook(module, input, output)"
             )
-        handles.append(modules[layer.path].register_forward_hook(Hook(hook)))
+        handles.append(HookWay().after(modules[layer.path], hook))
     return handles

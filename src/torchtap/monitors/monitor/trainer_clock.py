@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from torchtap.taps.attach import form_of
-from torchtap.taps.eager.fitting import Hook
+from torchtap.taps.walk.ways import HookWay
 
 __all__ = ["Listener", "TrainingClock"]
 
@@ -69,7 +69,7 @@ class TrainingClock:
         self._thread = threading.get_ident()
         self._handles = [register_optimizer_step_post_hook(self._on_update)]
         if form_of(self._model) == "eager":  # a hook on a compiled model would become part of it
-            self._handles.append(self._model.register_forward_pre_hook(Hook(self._on_pass)))
+            self._handles.append(HookWay().before(self._model, self._on_pass))
         _follow(self)
         return self
 

@@ -11,18 +11,20 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import MissingExtraError
+from torchtap.foreign_text import file_component, shown
 from torchtap.store.read.results import Series, TensorRef
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
 __all__ = ["write_hdf5", "write_npz", "write_pt"]
+
+_LONGEST_ATTRIBUTE = 8000  # letters: HDF5 has room for 64 KiB in all attributes of a group
 
 
 def _series(run: Run) -> Iterator[tuple[str, str, Series]]:
@@ -43,17 +45,11 @@ def _tensors(run: Run) -> Iterator[TensorRef]:
             yield ref
 
 
-def _clean(name: str) -> str:
-    """A site's name as one component of a path: sites may contain slashes, and paths must not climb."""
-    return (
-        quote(name, safe=":.#[]() ,=+-_")
-        if name not in (".", "..")
-        else quote(name, safe="").replace(".", "%2E")
-    )
-
-
 def write_hdf5(run: Run, path: Path) -> None:
-    """``/series/<site>/<statistic>/{steps,values}``, ``/tensors/<site>/<field>/<step>``, the clock, the manifest."""
+    """``/series/<site>/<statistic>/{steps,values}``, ``/tensors/<site>/<field>/<step>``, ``/clock``, ``/manifest``.
+
+    Names are written as `file_component` does; a group's attribute ``name`` has the site's own.
+    """
     try:
         import h5py
     except ImportError:
@@ -61,24 +57,29 @@ def write_hdf5(run: Run, path: Path) -> None:
             "export to hdf5 needs h5py: pip install 'torchtap[hdf5]'", extra="hdf5"
         ) from None
     with h5py.File(path, "w") as file:
-        file.attrs["manifest"] = json.dumps(run.manifest)
+        file["manifest"] = json.dumps(run.manifest)
         clock = run.clock()
         for name in ("step", "epoch", "batch", "time"):
             file[f"clock/{name}"] = clock[name]
-        file["clock/phase"] = [str(phase) for phase in clock["phase"]]
+        file["clock/phase"] = [shown(str(phase)) for phase in clock["phase"]]
         for site, statistic, series in _series(run):
-            group = f"series/{_clean(site)}/{_clean(statistic)}"
-            file[f"{group}/steps"], file[f"{group}/values"] = series
+            group = f"series/{file_component(site)}/{file_component(statistic)}"
+            if group not in file:
+                file[f"{group}/steps"], file[f"{group}/values"] = series
+                file[f"series/{file_component(site)}"].attrs["name"] = shown(site, _LONGEST_ATTRIBUTE)
         for ref in _tensors(run):
             array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction)
-            name = f"tensors/{_clean(ref.site)}/{_clean(ref.field)}/{ref.step}"
+            name = f"tensors/{file_component(ref.site)}/{file_component(ref.field)}/{ref.step}"
             if name not in file:
                 file[name] = array
                 file[name].attrs["dtype"] = ref.dtype
 
 
 def write_npz(run: Run, path: Path) -> None:
-    """``series|<site>|<statistic>|steps`` and ``|values``, ``tensors|<site>|<field>|<step>``, ``clock|<column>``."""
+    """``series|<site>|<statistic>|steps`` and ``|values``, ``tensors|<site>|<field>|<step>``, ``clock|<column>``.
+
+    Names are written as `file_component` does.
+    """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         taken: set[str] = set()
 
@@ -92,11 +93,11 @@ def write_npz(run: Run, path: Path) -> None:
         for column in ("step", "epoch", "batch", "phase", "time"):
             add(f"clock|{column}", np.asarray(clock[column]))
         for site, statistic, series in _series(run):
-            add(f"series|{_clean(site)}|{_clean(statistic)}|steps", series.steps)
-            add(f"series|{_clean(site)}|{_clean(statistic)}|values", series.values)
+            add(f"series|{file_component(site)}|{file_component(statistic)}|steps", series.steps)
+            add(f"series|{file_component(site)}|{file_component(statistic)}|values", series.values)
         for ref in _tensors(run):
             array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction)
-            add(f"tensors|{_clean(ref.site)}|{_clean(ref.field)}|{ref.step}", array)
+            add(f"tensors|{file_component(ref.site)}|{file_component(ref.field)}|{ref.step}", array)
 
 
 def write_pt(run: Run, path: Path) -> None:

@@ -45,8 +45,8 @@ def export_run(run: Run, to: str, path: str | os.PathLike[str]) -> Path:
     write: Callable[[Run, Path], None] = getattr(import_module(module), name)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # the suffix stays, since some of the writers go by it
-    temporary = target.with_name(f".tmp-{os.getpid()}-{target.stem}{target.suffix}")
+    # with a suffix in any case: some of the writers go by it, and torch names its archive after what is before it
+    temporary = target.with_name(f".tmp-{os.getpid()}{target.suffix or f'.{to}'}")
     try:
         write(run, temporary)
         os.replace(temporary, target)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchtap.errors import MissingExtraError
+from torchtap.foreign_text import storable
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
@@ -28,7 +29,7 @@ def write_parquet(run: Run, path: Path) -> None:
             "export to parquet needs pyarrow: pip install 'torchtap[arrow]'", extra="arrow"
         ) from None
     table = run.table().to_arrow()
-    name = Path(run.path.rstrip("/")).name
+    name = storable(Path(run.path.rstrip("/")).name)
     runs = pyarrow.DictionaryArray.from_arrays(np.zeros(table.num_rows, np.int32), [name])
     pyarrow.parquet.write_table(table.add_column(0, "run", runs), path)
 
@@ -40,7 +41,7 @@ def write_csv(run: Run, path: Path) -> None:
         writer.writerow(("step", "epoch", "batch", "site", "statistic", "value"))
         for step, epoch, batch, site, statistic, value in run.table():
             unset = ("" if number == -1 else number for number in (epoch, batch))
-            writer.writerow((step, *unset, site, statistic, repr(value)))
+            writer.writerow((step, *unset, storable(site), storable(statistic), repr(value)))
 
 
 def write_json_lines(run: Run, path: Path) -> None:
@@ -51,8 +52,8 @@ def write_json_lines(run: Run, path: Path) -> None:
                 "step": step,
                 "epoch": None if epoch == -1 else epoch,
                 "batch": None if batch == -1 else batch,
-                "site": site,
-                "statistic": statistic,
+                "site": storable(site),
+                "statistic": storable(statistic),
                 "value": value if math.isfinite(value) else str(value),
             }
             file.write(json.dumps(row, separators=(",", ":")) + "\n")

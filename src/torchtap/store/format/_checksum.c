@@ -9,7 +9,8 @@
  * The same numbers as zlib.crc32 for every input (a test holds that). Where the processor lacks the instruction, the module
  * cannot be imported; zlib's own and torch's copy are used.
  *
- * `copy` takes the checksum of bytes while it copies them, which costs nothing: memory is slower. The copy goes past the
+ * `copy` takes the checksum of bytes while it copies them, which costs nothing: memory is slower. It is the checksum of
+ * what was written, also where somebody changes the source meanwhile. The copy goes past the
  * cache. An ordinary store first fetches the line that it is about to overwrite, and the copy then pushes out of the cache
  * what the model needs next. Streaming stores do neither, so a copy costs one read, from the cache, and one write.
  */
@@ -26,6 +27,8 @@
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #include <immintrin.h>
 #define HAVE_FOLDING 1
+/* What is written and what is checked is one and the same: the compiler may not read it again. */
+#define READ_ONCE(x) __asm__ volatile("" : "+x"(x))
 #endif
 
 static uint32_t table[256];
@@ -91,8 +94,10 @@ __attribute__((target("pclmul,sse2"))) static inline __m128i fold(__m128i lane, 
 __attribute__((target("pclmul,sse2"))) static uint32_t join(const __m128i *lanes, int count, const unsigned char *data,
                                                              size_t size, unsigned char *target)
 {
-    if (target)
+    if (target) {
         memcpy(target, data, size);
+        data = target; /* the source may change meanwhile; what is checked is the copy */
+    }
     const __m128i near = _mm_loadu_si128((const __m128i *)ahead_128);
     __m128i all = lanes[0];
     for (int lane = 1; lane < count; lane++)
@@ -112,7 +117,8 @@ __attribute__((target("pclmul,sse2"))) static uint32_t by_folding(uint32_t rest,
     const __m128i far = _mm_loadu_si128((const __m128i *)ahead_512);
     for (; size >= 64; data += 64, size -= 64) {
         for (int lane = 0; lane < 4; lane++) {
-            const __m128i next = _mm_loadu_si128((const __m128i *)(data + 16 * lane));
+            __m128i next = _mm_loadu_si128((const __m128i *)(data + 16 * lane));
+            READ_ONCE(next);
             if (target)
                 _mm_stream_si128((__m128i *)(target + 16 * lane), next);
             lanes[lane] = fold(lanes[lane], far, next);
@@ -134,7 +140,8 @@ by_folding_pairs(uint32_t rest, const unsigned char *data, size_t size, unsigned
     const __m256i far = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)ahead_1024));
     for (; size >= 128; data += 128, size -= 128) {
         for (int pair = 0; pair < 4; pair++) {
-            const __m256i next = _mm256_loadu_si256((const __m256i *)(data + 32 * pair));
+            __m256i next = _mm256_loadu_si256((const __m256i *)(data + 32 * pair));
+            READ_ONCE(next);
             if (target)
                 _mm256_stream_si256((__m256i *)(target + 32 * pair), next);
             const __m256i low = _mm256_clmulepi64_epi128(pairs[pair], far, 0x00);
@@ -162,8 +169,10 @@ static uint32_t folded(uint32_t rest, const unsigned char *data, size_t size, un
     if (size >= 64)
         return by_folding(rest, data, size, target);
 #endif
-    if (target)
+    if (target) {
         memcpy(target, data, size);
+        data = target;
+    }
     return by_table(rest, data, size);
 }
 
@@ -179,7 +188,7 @@ static uint32_t copy_of(unsigned char *target, const unsigned char *data, size_t
     if (head > size)
         head = size;
     memcpy(target, data, head);
-    const uint32_t rest = folded(by_table(~0u, data, head), data + head, size - head, target + head);
+    const uint32_t rest = folded(by_table(~0u, target, head), data + head, size - head, target + head);
 #ifdef HAVE_FOLDING
     _mm_sfence(); /* streaming stores are seen by other threads in any order until this */
 #endif
@@ -209,6 +218,10 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
     unsigned long long target, source, size;
     if (!PyArg_ParseTuple(arguments, "KKK:copy", &target, &source, &size))
         return NULL;
+    if (size && (!target || !source)) {
+        PyErr_Format(PyExc_ValueError, "no %llu bytes can be copied from %llu to %llu", size, source, target);
+        return NULL;
+    }
     uint32_t result;
     Py_BEGIN_ALLOW_THREADS
     result = copy_of((unsigned char *)(uintptr_t)target, (const unsigned char *)(uintptr_t)source, (size_t)size);

@@ -57,14 +57,18 @@ def _kept() -> MutableMapping[Tensor, tuple[int, int]]:
 
 def keep_checksum(value: Tensor, crc: int) -> None:
     """Note that the checksum of a tensor's memory, as it is now, is known."""
+    from torchtap._torch import version_of
+
     if not value.is_inference():  # where changes are not counted
-        _kept()[value] = crc, value._version
+        _kept()[value] = crc, version_of(value)
 
 
 def kept_checksum(value: Tensor) -> int | None:
     """The checksum that was noted with a tensor, if nobody has changed it since."""
+    from torchtap._torch import version_of
+
     crc, version = _kept().get(value, (None, None))
-    return crc if crc is not None and version == value._version else None
+    return crc if crc is not None and version == version_of(value) else None
 
 
 def parse_checksums(facts: dict[str, object], nbytes: int) -> tuple[int, list[str]]:

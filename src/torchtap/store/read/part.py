@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torchtap.errors import RunCorruptError, RunError, RunFormatError
+from torchtap.foreign_text import shown
 from torchtap.store.files.folder import Folder
 from torchtap.store.files.layout import (
     CLOSED,
@@ -37,6 +38,7 @@ __all__ = ["Part", "ScalarSegment"]
 
 _MAX_JSON = 256 << 20
 _TRIES = 5
+_LONGEST_PROBLEM = 2000
 
 
 @final
@@ -259,7 +261,7 @@ class Part:
             found.append(
                 f"{self.label}: the recording was interrupted, what was not flushed yet is missing{rest}"
             )
-        return found
+        return [shown(problem, _LONGEST_PROBLEM) for problem in found]
 
 
 def _told(event: dict[str, Any]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import MissingExtraError
+from torchtap.foreign_text import storable
+from torchtap.store.format.dtypes import BY_NAME
 
 if TYPE_CHECKING:
     import pandas
@@ -56,6 +59,13 @@ class TensorRef(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # torch's spelling, without "torch."
     nbytes: int  # on disk
+
+    @property
+    def unpacked(self) -> int:
+        """How many bytes `Run.array` would take: the shape's, whatever is on disk."""
+        known = BY_NAME.get(self.dtype)
+        size = 8 if known is None else np.dtype(known.numpy).itemsize if known.numpy else 8
+        return prod(self.shape) * size
 
 
 @final
@@ -119,10 +129,12 @@ class Table:
                 "epoch": pyarrow.array(self.epoch, mask=self.epoch == -1),
                 "batch": pyarrow.array(self.batch, mask=self.batch == -1),
                 "site": pyarrow.DictionaryArray.from_arrays(
-                    self.site_codes, pyarrow.array(self.site_names, pyarrow.string())
+                    self.site_codes,
+                    pyarrow.array([storable(name) for name in self.site_names], pyarrow.string()),
                 ),
                 "statistic": pyarrow.DictionaryArray.from_arrays(
-                    self.statistic_codes, pyarrow.array(self.statistic_names, pyarrow.string())
+                    self.statistic_codes,
+                    pyarrow.array([storable(name) for name in self.statistic_names], pyarrow.string()),
                 ),
                 "value": self.value,
             }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchtap.foreign_text import shown
+
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
@@ -29,7 +31,9 @@ def _facts(run: Run) -> dict[str, str]:
 def run_text(run: Run) -> str:
     """One line."""
     facts = _facts(run)
-    return f"<Run {run.path}: " + "; ".join(f"{name} {fact}" for name, fact in facts.items()) + ">"
+    return shown(
+        f"<Run {run.path}: " + "; ".join(f"{name} {fact}" for name, fact in facts.items()) + ">", 2000
+    )
 
 
 def compact(value: float) -> str:

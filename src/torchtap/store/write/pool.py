@@ -21,8 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from torchtap.errors import ReductionError
+from torchtap.reduce.memory import PLAIN_TYPES, has_memory, located
 from torchtap.store.format import checksum
-from torchtap.store.format.payload import lies_as_it_reads
 
 __all__ = ["HostPool", "pool_of"]
 
@@ -54,6 +55,10 @@ class HostPool:
         """A contiguous copy on the host, without gradient history."""
         if value.requires_grad:
             value = value.detach()
+        if type(value) in PLAIN_TYPES and value.numel() and not has_memory(value):
+            raise ReductionError(
+                f"a tensor of shape {tuple(value.shape)} cannot be copied: its storage was freed or made too small"
+            )
         if value.layout is not torch.strided or value.is_quantized or value.nbytes < _SMALL:
             return _plain_copy(value)
         buffer = self._take(_room(value.nbytes))
@@ -69,9 +74,12 @@ class HostPool:
 
         self._lent[key] = weakref.ref(lease, give_back)
         copied = torch.frombuffer(lease, dtype=value.dtype).view(value.shape)
-        if checksum.copy_bytes is not None and lies_as_it_reads(value):
-            crc = checksum.copy_bytes(copied.data_ptr(), value.data_ptr(), value.nbytes)
+        place = located(value) if checksum.copy_bytes is not None and value.is_contiguous() else None
+        if checksum.copy_bytes is not None and place is not None:
+            address, storage = place  # held while the interpreter is let go
+            crc = checksum.copy_bytes(copied.data_ptr(), address, value.nbytes)
             checksum.keep_checksum(copied, crc)
+            del storage
         else:
             copied.copy_(value)
         return copied

@@ -23,7 +23,8 @@ from torchtap.sites import input_names
 from torchtap.taps.carry import op
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive import inside
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.ways import HookWay
 
 __all__ = [
     "Carriers",
@@ -39,6 +40,9 @@ __all__ = [
     "put_carriers",
     "remove_carriers",
 ]
+
+# Carriers go along with copies and pickles of the model.
+_ALONG = HookWay(travelling=True)
 
 # What a pickle says in place of a class of ours. It names only what every Python has; ``nullcontext().__exit__``
 # takes any arguments and does nothing.
@@ -197,9 +201,9 @@ class Carriers:
             self._handles += note_the_way(module, address)
         for module, before, after in self._modules:
             if before is not None:
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(_ALONG.before(module, before))
             if after is not None:
-                self._handles.append(module.register_forward_hook(after))
+                self._handles.append(_ALONG.after(module, after))
 
     def switch_off(self) -> None:
         """The modules are as they were."""
@@ -211,8 +215,8 @@ class Carriers:
 def note_the_way(module: nn.Module, address: str) -> list[Any]:
     """Have a tracer know when it is inside a module."""
     return [
-        module.register_forward_pre_hook(EnterCarrier(address, ("value",)), with_kwargs=True),
-        module.register_forward_hook(LeaveCarrier(address, ())),
+        _ALONG.before(module, EnterCarrier(address, ("value",))),
+        _ALONG.after(module, LeaveCarrier(address, ())),
     ]
 
 
@@ -237,9 +241,9 @@ def put_carriers(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> Non
         module = model.get_submodule(path)
         before, after = carriers_for(module, path, kinds)
         if before is not None:
-            module.register_forward_pre_hook(before, with_kwargs=True)
+            _ALONG.before(module, before)
         if after is not None:
-            module.register_forward_hook(after)
+            _ALONG.after(module, after)
 
 
 def carried(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -39,8 +39,8 @@ from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager import attention
 from torchtap.taps.receive import inside
 from torchtap.taps.receive.active import activate, deactivate
-from torchtap.taps.receive.leaves import input_leaves, leaves
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.leaves import input_leaves, leaves
 
 __all__ = ["attach_compiled", "compiled_regions"]
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from torchtap._torch import in_backward
 from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive.receiver import Receiver
@@ -210,7 +211,7 @@ def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
 
 def _is_repetition(kind: str) -> bool:
     """A forward value while autograd is at work is one that a checkpoint computes again."""
-    return not kind.startswith("grad") and torch._C._current_graph_task_id() != -1
+    return not kind.startswith("grad") and in_backward()
 
 
 def _on_awaited(value: Tensor, site: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.walker import Walker
 
 __all__ = ["PassHooks", "in_pass"]
 
@@ -33,7 +33,7 @@ class PassHooks:
     def __init__(self, model: nn.Module, receiver: Receiver) -> None:
         self._model = model
         self._receiver = receiver
-        self._handles: list[Any] = []
+        self._walker = Walker(model)
         self._covered: Any = None
 
     def switch_on(self) -> None:
@@ -45,23 +45,14 @@ class PassHooks:
             self._covered = compiled
             model.__dict__["_compiled_call_impl"] = in_pass(self._receiver, model, compiled)
             return
-        self._handles = [
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        self._walker.passes(self._begin, self._receiver.end_pass)
 
     def switch_off(self) -> None:
         """The model is as it was."""
-        handles, self._handles = self._handles, []
-        for handle in reversed(handles):
-            handle.remove()
+        self._walker.leave()
         if self._covered is not None:
             self._model.__dict__["_compiled_call_impl"] = self._covered
             self._covered = None
 
-    def _begin(self, *_: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint's repetition
-            self._receiver.begin_pass(self._model.training)
-
-    def _end(self, *_: Any) -> None:
-        self._receiver.end_pass()
+    def _begin(self) -> None:
+        self._receiver.begin_pass(self._model.training)

@@ -5,34 +5,34 @@ So a session that was there before ``torch.compile`` is not in its way, and goes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any
 
 from torchtap.taps.carry import op
 from torchtap.taps.carry.carrier import emit_leaves
 from torchtap.taps.receive.entries import LivePort
-from torchtap.taps.receive.leaves import input_leaves, leaves
+from torchtap.taps.walk.leaves import input_leaves, leaves
 
-__all__ = ["TracedPort"]
+__all__ = ["emitting_inputs", "emitting_output"]
 
 
-@final
-class TracedPort:
-    """A port of a plan, as a compiler sees it."""
+def emitting_output(channel: op.Channel, port: LivePort) -> Callable[[Any], None]:
+    """A function that emits the tensors that a module returned."""
+    address, kinds = channel.prefix + port.port.site.path, (port.kind,)
 
-    __slots__ = ("_address", "_kinds", "_names")
-
-    def __init__(self, channel: op.Channel, port: LivePort) -> None:
-        self._address = channel.prefix + port.port.site.path
-        self._kinds = (port.kind,)
-        self._names = port.input_names
-
-    def emit_output(self, output: Any) -> None:
-        """Emit the tensors that a module returned."""
+    def emit(output: Any) -> None:
         if op.registered():
-            emit_leaves(self._address, self._kinds, leaves(output))
+            emit_leaves(address, kinds, leaves(output))
 
-    def emit_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Emit the tensors that a module was given."""
+    return emit
+
+
+def emitting_inputs(channel: op.Channel, port: LivePort) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+    """A function that emits the tensors that a module was given."""
+    address, kinds, names = channel.prefix + port.port.site.path, (port.kind,), port.input_names
+
+    def emit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if op.registered():
-            emit_leaves(self._address, self._kinds, input_leaves(self._names, args, kwargs))
+            emit_leaves(address, kinds, input_leaves(names, args, kwargs))
+
+    return emit

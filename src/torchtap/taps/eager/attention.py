@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torchtap._torch import in_backward
 from torchtap.names import site_name
 from torchtap.taps.receive import inside
 from torchtap.taps.receive.active import calling_module, listening
@@ -326,7 +327,7 @@ def _whole_map(
 
 
 def _report(receiver: Receiver, bound: dict[str, Any], arguments_of: Callable[..., Any]) -> None:
-    if torch._C._current_graph_task_id() != -1:  # a checkpoint's repetition
+    if in_backward():  # a checkpoint's repetition
         return
     ports = receiver.enclosing("attention", calling_module(receiver, 3) or "")
     if not ports:

@@ -2,34 +2,32 @@
 
 It guarantees:
 - `detach` removes every hook, also after a forward that raised;
-- a hook never changes what the model returns, nor the order in which gradients add up: gradients are read by
-  hooks on the tensors themselves;
+- a hook never changes what the model returns, nor the order in which gradients add up: gradients are read at
+  autograd's nodes;
 - a value is taken before anything can modify it in place;
 - between live steps no hook is on the model at all;
 - a copy or a pickle of the model carries no live hook.
 
-Not here: choosing sites (`sites`, `plan`), arithmetic (`reduce`), other forms (their own files).
+Not here: hooks (`walk`), choosing sites (`sites`, `plan`), arithmetic (`reduce`), other forms (their own rooms).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import get_ident
 from typing import Any, Protocol, final
 
-import torch
 from torch import nn
 
 from torchtap.sites import unwrap
 from torchtap.taps.carry.op import Channel
-from torchtap.taps.carry.traced import TracedPort
+from torchtap.taps.carry.traced import emitting_inputs, emitting_output
 from torchtap.taps.eager import attention
-from torchtap.taps.eager.fitting import Via, fitting_for
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
-from torchtap.taps.receive.leaves import input_leaves, leaves
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.receive.state import StateReader
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.walker import Walker
+from torchtap.taps.walk.ways import WayName
 
 __all__ = ["Attachment", "EagerAttachment"]
 
@@ -50,25 +48,15 @@ class Attachment(Protocol):
         """Leave the model as it was found."""
 
 
-is_compiling: Callable[[], bool] = torch.compiler.is_compiling
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-def in_backward() -> bool:
-    """Whether autograd is at work in this thread: a forward that runs now is a checkpoint's repetition."""
-    return graph_task() != -1
-
-
 @final
 class EagerAttachment:
     """A plan on an eager model."""
 
-    def __init__(self, model: nn.Module, receiver: Receiver, via: Via = "hook") -> None:
+    def __init__(self, model: nn.Module, receiver: Receiver, way: WayName = "hook") -> None:
         self._root = unwrap(model)
         self._receiver = receiver
-        self._fitting = fitting_for(self._root, via)
+        self._walker = Walker(self._root, way, receiver)
         self._armed: frozenset[int] = frozenset()
-        self._handles: list[Any] = []
         self._state = StateReader(receiver)
         self._channel = Channel()
 
@@ -89,36 +77,35 @@ class EagerAttachment:
     def _install(self, live: frozenset[int]) -> None:
         receiver = self._receiver
         self._channel.open(receiver)
-        fit, keep = self._fitting, self._handles.append
-        keep(fit.before(self._root, self._on_pass_begin, first=True))
-        for port in receiver.ports.values():
-            if live.isdisjoint(port.port.taps):
-                continue
-            module = port.port.site.module
-            assert module is not None
-            match port.kind:
-                case "output":
-                    keep(fit.after(module, self._output_hook(port)))
-                case "input":
-                    keep(fit.before(module, self._input_hook(port)))
-                case "grad_output":
-                    keep(fit.after(module, self._grad_output_hook(port)))
-                case "grad_input":
-                    keep(fit.before(module, self._grad_input_hook(port)))
-                case "param" | "param_grad" | "buffer":
-                    pass  # read from the module, by `state`
-                case "attention":
-                    pass  # taken from the functions that compute it, below
-                case "value":
-                    pass  # the model's own code calls `emit`
-        keep(fit.after(self._root, self._on_pass_end, always=True))
-        if any(
-            p.kind in ("attention", "value") and not live.isdisjoint(p.port.taps)
-            for p in receiver.ports.values()
-        ):
+        ports = [port for port in receiver.ports.values() if not live.isdisjoint(port.port.taps)]
+        for port in ports:
+            self._put_on(port)
+        self._walker.passes(self._begin_pass, receiver.end_pass)
+        kinds = {port.kind for port in ports}
+        if not kinds.isdisjoint(("attention", "value")):
             activate(receiver)
-        if any(p.kind == "attention" and not live.isdisjoint(p.port.taps) for p in receiver.ports.values()):
-            keep(attention.patch())
+        if "attention" in kinds:
+            self._walker.keep(attention.patch())
+
+    def _put_on(self, port: LivePort) -> None:
+        """Stop at a port's module. Kinds that do not pass there are read elsewhere.
+
+        Parameters and buffers are read from the module (`state`), attention maps come from the functions that
+        compute them, values from the model's own calls of `emit`.
+        """
+        module, receiver = port.port.site.module, self._receiver
+        assert module is not None
+        match port.kind:
+            case "output":
+                self._walker.after(module, port, receiver.take, emitting_output(self._channel, port))
+            case "input":
+                self._walker.before(module, port, receiver.take_inputs, emitting_inputs(self._channel, port))
+            case "grad_output":
+                emit = emitting_output(self._channel, port)
+                self._walker.after_and_again(module, port, self._await_outputs, emit)
+            case "grad_input":
+                emit_given = emitting_inputs(self._channel, port)
+                self._walker.before_and_again(module, port, self._await_inputs, emit_given)
 
     def disarm(self) -> None:
         self._state.disarm()
@@ -127,10 +114,8 @@ class EagerAttachment:
     def _take_off(self) -> None:
         self._channel.close()
         deactivate(self._receiver)
-        handles, self._handles = self._handles, []
-        for handle in reversed(handles):
-            handle.remove()
         self._armed = frozenset()
+        self._walker.leave()
 
     def detach(self) -> None:
         self.disarm()
@@ -139,65 +124,14 @@ class EagerAttachment:
         self._state.finish_step()
         self._receiver.end_pass()
 
-    # -- hooks --------------------------------------------------------------------------------------------
+    def _begin_pass(self) -> None:
+        self._receiver.begin_pass(self._root.training)
 
-    # A model may be compiled while taps are on it. The compiler then traces these hooks: they emit through the op
-    # and leave passes alone.
+    def _await_outputs(self, port: LivePort, output: Any, repeated: bool) -> None:
+        self._receiver.take_gradients(port, leaves(output), repeated)
 
-    def _on_pass_begin(self, *_: Any) -> None:
-        if not is_compiling() and not in_backward():
-            self._receiver.begin_pass(self._root.training)
-
-    def _on_pass_end(self, *_: Any) -> None:
-        if not is_compiling():
-            self._receiver.end_pass()
-
-    def _output_hook(self, port: LivePort) -> Callable[..., None]:
-        receiver, take = self._receiver, self._receiver.take
-        traced = TracedPort(self._channel, port)
-
-        # Called for every module: the two questions are those of `hears_this_thread` and `in_backward`, spelled out.
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if is_compiling():
-                traced.emit_output(output)
-            elif (receiver.thread == get_ident() or receiver.thread is None) and graph_task() == -1:
-                take(port, output)
-
-        return hook
-
-    def _input_hook(self, port: LivePort) -> Callable[..., None]:
-        receiver = self._receiver
-        traced = TracedPort(self._channel, port)
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if is_compiling():
-                traced.emit_inputs(args, kwargs)
-            elif receiver.hears_this_thread() and not in_backward():
-                receiver.take_inputs(port, args, kwargs)
-
-        return hook
-
-    def _grad_output_hook(self, port: LivePort) -> Callable[..., None]:
-        receiver = self._receiver
-        traced = TracedPort(self._channel, port)
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if is_compiling():
-                traced.emit_output(output)
-            elif receiver.hears_this_thread():
-                receiver.take_gradients(port, leaves(output), recomputed=in_backward())
-
-        return hook
-
-    def _grad_input_hook(self, port: LivePort) -> Callable[..., None]:
-        receiver = self._receiver
-        traced = TracedPort(self._channel, port)
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if is_compiling():
-                traced.emit_inputs(args, kwargs)
-            elif receiver.hears_this_thread():
-                found = input_leaves(port.input_names, args, kwargs)
-                receiver.take_gradients(port, found, recomputed=in_backward())
-
-        return hook
+    def _await_inputs(
+        self, port: LivePort, args: tuple[Any, ...], kwargs: dict[str, Any], repeated: bool
+    ) -> None:
+        found = input_leaves(port.input_names, args, kwargs)
+        self._receiver.take_gradients(port, found, repeated)

@@ -18,7 +18,7 @@ from torchtap.taps.carry import op
 from torchtap.taps.graph.lookalikes import Lookalikes, lookalike_paths
 from torchtap.taps.graph.naming import named_inputs, named_outputs
 from torchtap.taps.graph.regions import Region, graphs_inside, module_regions
-from torchtap.taps.receive.leaves import leaves
+from torchtap.taps.walk.leaves import leaves
 
 __all__ = [
     "OWN",

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torchtap.taps.graph.edit import emit_before, tap_graph
-from torchtap.taps.receive.leaves import leaves
+from torchtap.taps.walk.leaves import leaves
 
 __all__ = ["tapped_program"]
 

@@ -48,6 +48,10 @@ class Collector:
 
     def collect(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         """Everything since the last call, and what of it is still to come; afterwards the receiver holds nothing."""
+        with self._receiver.lock:
+            return self._collect()
+
+    def _collect(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         coming: list[Coming] = []
         statistics = self._statistics(self._receiver.grid, coming)
         scalars = [] if statistics is None else [statistics]

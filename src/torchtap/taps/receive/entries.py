@@ -9,10 +9,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from torchtap._torch import version_of
 from torchtap.names import Kind
 from torchtap.plan import Port
 from torchtap.reduce import Reduction, StatsBlock
 from torchtap.sites import Site, input_names
+from torchtap.taps.walk.counting import CallCounter
 
 __all__ = ["Entry", "Fold", "Grid", "LivePort", "RecentValues", "gone"]
 
@@ -93,66 +95,21 @@ class Grid:
 
 
 @final
-class LivePort:
+class LivePort(CallCounter):
     """A plan's port at run time: counts calls in a pass and keeps the entries of its leaves."""
 
-    __slots__ = (
-        "called",
-        "calls",
-        "entries",
-        "input_names",
-        "kind",
-        "leaf_calls",
-        "note",
-        "pass_number",
-        "port",
-        "recalls",
-        "structure",
-    )
+    __slots__ = ("entries", "input_names", "kind", "note", "port", "structure")
 
     def __init__(self, port: Port) -> None:
+        super().__init__()
         self.port = port
         self.kind: Kind = port.site.kind
         self.entries: dict[tuple[str, int], Entry | None] = {}
-        self.pass_number = -1
-        self.calls = 0
-        self.recalls = 0
-        self.leaf_calls: dict[str, int] = {}
-        self.called = False
         self.structure: Any = None  # of an output that is not one tensor, from the first call
         self.note = ""  # why a call brought nothing
         module = port.site.module
         takes_arguments = self.kind in ("input", "grad_input") and module is not None
         self.input_names = input_names(module) if takes_arguments and module is not None else None
-
-    def next_call(self, pass_number: int) -> int:
-        """The number of this call in the pass."""
-        if self.pass_number != pass_number:
-            self.start_pass(pass_number)
-        call = self.calls
-        self.calls = call + 1
-        return call
-
-    def next_recall(self) -> int:
-        """The number of a call that activation checkpointing repeats: that of the call it repeats."""
-        call = self.recalls
-        self.recalls = call + 1
-        return call
-
-    def next_leaf_call(self, pass_number: int, leaf: str) -> int:
-        """The same for values that arrive one by one, not as one structure a call."""
-        if self.pass_number != pass_number:
-            self.start_pass(pass_number)
-        call = self.leaf_calls.get(leaf, 0)
-        self.leaf_calls[leaf] = call + 1
-        return call
-
-    def start_pass(self, pass_number: int) -> None:
-        self.pass_number = pass_number
-        self.calls = self.recalls = 0
-        if self.leaf_calls:
-            self.leaf_calls.clear()
-        self.called = True
 
 
 @final
@@ -179,8 +136,7 @@ class RecentValues:
 
     def slot_of(self, tensor: Tensor) -> tuple[int, bool]:
         """A slot for this tensor, and whether the very same value is in it already."""
-        # An inference tensor keeps no version, so nothing proves it unchanged.
-        version = -1 if tensor.is_inference() else tensor._version
+        version = version_of(tensor)
         key = id(tensor)
         slot = self.slots.get(key, -1)
         if slot < 0:

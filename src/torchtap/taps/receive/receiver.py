@@ -23,6 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from torchtap._torch import is_traced_by_script
 from torchtap.errors import ReductionError, TorchtapError
 from torchtap.names import paths_around
 from torchtap.plan import Plan
@@ -30,8 +31,8 @@ from torchtap.reduce import Full, Stats
 from torchtap.sites import Site
 from torchtap.taps.receive.entries import Entry, Fold, Grid, LivePort, RecentValues
 from torchtap.taps.receive.gradients import ask_for_gradient
-from torchtap.taps.receive.leaves import input_leaves, leaves
-from torchtap.taps.receive.structure import skeleton
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.structure import skeleton
 
 __all__ = ["Receiver"]
 
@@ -59,6 +60,9 @@ class Receiver:
         for port in plan.ports:
             self.ports[port.site.path, port.site.kind, port.site.leaf] = LivePort(port)
         self.thread: int | None = _NO_THREAD  # the one that is heard; None hears every thread
+        # Values come from several threads where all are heard, and gradients from whichever runs the backward. One at
+        # a time: rows, slots and entries are shared. Reentrant, since reductions may call the model.
+        self.lock = threading.RLock()
         self._open = False
         self.used = False  # whether the model ran, or anything came, in this step
         self.timed = False  # whether folds are to know how long they took
@@ -142,7 +146,7 @@ class Receiver:
 
     def _is_beside_the_step(self, training: bool | None) -> bool:
         """Whether a pass only serves TorchScript's tracer, which must not find us in it, or is of the other mode."""
-        if torch._C._get_tracing_state() is not None:
+        if is_traced_by_script():
             return True
         if not self._one_mode or training is None:
             return False
@@ -154,7 +158,8 @@ class Receiver:
         """Let go of the values that were held to recognise repeats."""
         if self._passed_over is not None:
             (self.thread,), self._passed_over = self._passed_over, None
-        self._recent.forget()
+        with self.lock:
+            self._recent.forget()
 
     # -- values -------------------------------------------------------------------------------------------
 
@@ -253,9 +258,10 @@ class Receiver:
             return
         if entry.shape is None:
             entry.shape = tuple(shape)
-        row = entry.row if entry.row >= 0 else self.grid.add(entry)
-        self.grid.block.fold_state(row, state)
-        self.grid.arrived[row] = 1
+        with self.lock:
+            row = entry.row if entry.row >= 0 else self.grid.add(entry)
+            self.grid.block.fold_state(row, state)
+            self.grid.arrived[row] = 1
 
     def take_from_inside(self, kind: str, owner: str | None, leaf: str, tensor: Tensor) -> None:
         """A value made in a module's code: it goes to the innermost enclosing module that each tap asks about."""
@@ -284,6 +290,7 @@ class Receiver:
         if entry is None:
             return
         entry.shape = entry.shape or shape
+        self.lock.acquire()
         try:
             if entry.measured:
                 for piece in pieces():
@@ -294,6 +301,8 @@ class Receiver:
                 fold.seconds += perf_counter() - began
         except Exception as error:
             self.lose(entry, error)
+        finally:
+            self.lock.release()
 
     def _take_leaves(self, port: LivePort, call: int, found: Iterable[tuple[str, Tensor]]) -> bool:
         """The tensors of a structure; says whether it has any. Types of the user's may fail to be looked through."""
@@ -318,15 +327,17 @@ class Receiver:
         try:
             entry = port.entries[leaf, call]
         except KeyError:
-            entry = port.entries[leaf, call] = self._new_entry(port, leaf, call)
+            entry = self._new_entry(port, leaf, call)
         if entry is None:
             return None
         if entry.generation != self.generation:
-            self._refresh(entry)
+            with self.lock:
+                self._refresh(entry)
         return entry if entry.measured or entry.live_folds else None
 
     def _fold(self, entry: Entry, tensor: Tensor) -> None:
         self.used = True
+        self.lock.acquire()
         try:
             if entry.shape is None:
                 entry.shape, entry.dtype = tuple(tensor.shape), tensor.dtype
@@ -341,6 +352,8 @@ class Receiver:
                     self._update(fold, tensor)
         except Exception as error:
             self.lose(entry, error)
+        finally:
+            self.lock.release()
 
     def _measure(self, entry: Entry, tensor: Tensor) -> None:
         grid = self.grid
@@ -376,11 +389,12 @@ class Receiver:
         taps = tuple(
             index for index in port.port.taps if self._whole[index] or self.plan.taps[index].wants(names)
         )
-        if not taps:
-            return None
-        entry = Entry(names[0], taps)
-        self.entries.append(entry)
-        return entry
+        with self.lock:
+            if (leaf, call) not in port.entries:  # another thread may have come first
+                entry = port.entries[leaf, call] = Entry(names[0], taps) if taps else None
+                if entry is not None:
+                    self.entries.append(entry)
+            return port.entries[leaf, call]
 
     def wants_statistics(self, entry: Entry) -> bool:
         """Whether a live tap keeps statistics of this site."""
@@ -390,7 +404,6 @@ class Receiver:
 
     def _refresh(self, entry: Entry) -> None:
         """Which of the entry's reductions are live now. Two taps with the same reduction share one fold."""
-        entry.generation = self.generation
         entry.measured = self.wants_statistics(entry)
         live: dict[str, Fold] = {}
         for index in entry.taps:
@@ -403,6 +416,7 @@ class Receiver:
                 fold = entry.folds[key] = Fold(key, reduction)
             live[key] = fold
         entry.live_folds = tuple(live.values())
+        entry.generation = self.generation  # last: another thread must not go on with half of it
 
     # -- what went wrong ----------------------------------------------------------------------------------
 

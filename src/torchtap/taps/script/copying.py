@@ -27,8 +27,8 @@ def script_copy(module: Any) -> Any:
         if not called:
             raise
         raise FormError(
-            f"this trace calls Python ({', '.join(called)}), which TorchScript cannot copy or save, so no taps can be put "
-            "into it; tap the eager model, or export it with torch.export"
+            f"this trace calls Python ({', '.join(called)}), which TorchScript cannot copy or save, so no taps can "
+            "be put into it; tap the eager model, or export it with torch.export"
         ) from error
     buffer.seek(0)
     copy = torch.jit.load(buffer)

@@ -12,7 +12,7 @@ Gradients are not outputs of a forward graph; asking for them is an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -23,10 +23,12 @@ from torch.utils import _pytree as pytree
 from torchtap.errors import MissingExtraError, PlanError
 from torchtap.names import site_name
 from torchtap.plan import Plan, Tap, bind
-from torchtap.sites import Selectable, Site, input_names
+from torchtap.sites import Selectable
 from torchtap.taps.carry.emitting import EmittingModel
-from torchtap.taps.receive.leaves import input_leaves, leaves
 from torchtap.taps.travel.copying import copy_with_shared_tensors
+from torchtap.taps.travel.program_gate import check_tree
+from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.visit import Call, Stop, Visiting
 
 __all__ = ["ExtraOutputs", "extra_outputs", "load_onnx"]
 
@@ -40,33 +42,37 @@ class _Flat(nn.Module):
         super().__init__()
         self.model = copy_with_shared_tensors(model)
         self._found: list[tuple[str, Tensor]] = []
-        self._calls: dict[str, int] = {}
         self.spec: pytree.TreeSpec | None = None
         self.constants: dict[int, Any] = {}  # leaves of the result that are no tensors, by position
         self.names: tuple[str, ...] = ()
-        for port in plan.ports:
-            module = self.model.get_submodule(port.site.path)
-            if port.site.kind == "output":
-                module.register_forward_hook(
-                    lambda _m, _a, output, site=port.site: self._keep(site, leaves(output))
-                )
-            else:
-                names = input_names(module)
-                module.register_forward_pre_hook(
-                    lambda _m, args, kwargs, site=port.site, names=names: self._keep(
-                        site, input_leaves(names, args, kwargs)
-                    ),
-                    with_kwargs=True,
-                )
+        stops = [
+            Stop(
+                port.site.path,
+                self.model.get_submodule(port.site.path),
+                inputs=port.site.kind == "input",
+                outputs=port.site.kind == "output",
+            )
+            for port in plan.ports
+        ]
+        self._visiting = Visiting(self.model, self, stops)
+        self._visiting.begin()
 
-    def _keep(self, site: Site, found: Any) -> None:
-        call = self._calls.get(site.name, 0)
-        self._calls[site.name] = call + 1
+    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is given these values."""
+        self._keep(call, "input", input_leaves(call.input_names, args, kwargs))
+
+    def after(self, call: Call, output: Any) -> None:
+        """A module returned this."""
+        self._keep(call, "output", leaves(output))
+
+    def _keep(self, call: Call, kind: str, found: Iterable[tuple[str, Tensor]]) -> None:
         for leaf, tensor in found:
-            self._found.append((site_name(site.path, site.kind, leaf, call), tensor.detach().clone()))
+            # A copy, so that a later in-place operation does not reach it.
+            self._found.append((site_name(call.path, kind, leaf, call.number), tensor.detach().clone()))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        self._found, self._calls = [], {}
+        self._found = []
+        self._visiting.start_pass()
         flat, self.spec = pytree.tree_flatten(self.model(*args, **kwargs))
         self.constants = {n: leaf for n, leaf in enumerate(flat) if not isinstance(leaf, Tensor)}
         found, self._found = self._found, []
@@ -155,6 +161,8 @@ def load_onnx(path: str | Path) -> EmittingModel:
     runtime = _imported("onnxruntime")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     described = json.loads(session.get_modelmeta().custom_metadata_map.get(_METADATA, "{}"))
+    if described.get("spec"):
+        check_tree(described["spec"])  # torch imports the classes that a tree names
     names = [each.name for each in session.get_inputs()]
 
     def call(*args: Any, **kwargs: Any) -> list[Tensor]:

@@ -1,5 +1,15 @@
 """Load a model file of any form, with torchtap's op in place, so that it can be tapped.
 
+Loading runs no code of whoever made the file, unless ``unsafe=True``:
+
+| file | without ``unsafe`` |
+| --- | --- |
+| exported ``.pt2`` | read, once `program_gate` has looked at every text; weights with ``weights_only`` |
+| TorchScript ``.pt`` | read; refused if a class of it has code that runs at loading (``__setstate__``) |
+| ONNX | read by onnxruntime, which loads no libraries that a file names |
+| AOTInductor package | refused: it is machine code |
+| pickled ``.pt`` | refused: a pickle runs whatever it says |
+
 A file that was made with taps needs the op to be known before torch reads it. ``import torchtap.op`` is the
 other way to have it, for programs that go on calling torch's own loaders.
 """
@@ -7,50 +17,147 @@ other way to have it, for programs that go on calling torch's own loaders.
 from __future__ import annotations
 
 import json
+import os
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from torchtap.errors import FormError
 from torchtap.taps.carry import op
 from torchtap.taps.carry.emitting import EmittingModel
+from torchtap.taps.travel.program_gate import check_payloads, check_program
 
 __all__ = ["load"]
 
+_WEIGHTS_ONLY, _NO_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
-def load(path: str | Path) -> Any:
-    """A TorchScript ``.pt``, an exported ``.pt2``, an AOTInductor package or an ONNX file with extra outputs."""
+
+def load(path: str | Path, *, unsafe: bool = False) -> Any:
+    """A TorchScript ``.pt``, an exported ``.pt2``, an AOTInductor package or an ONNX file with extra outputs.
+
+    ``unsafe=True`` also loads what can run code of whoever made the file: pickles and compiled packages.
+    """
     op.register()
     file = Path(path)
+    if not file.is_file():
+        raise FormError(f"there is no file {file}")
     if file.suffix == ".onnx":
         from torchtap.taps.travel.extra import load_onnx
 
         return load_onnx(file)
-    names = _members(file)
-    if any("data/aotinductor/" in name for name in names):
-        return EmittingModel(
-            torch._inductor.aoti_load_package(str(file)), _package_sites(file), about=str(file)
-        )
-    if any(name.endswith(("archive_format", "serialized_exported_program.json")) for name in names):
-        return torch.export.load(file).module()
-    if any(name.endswith("/constants.pkl") for name in names):
-        return torch.jit.load(str(file))
-    raise FormError(
-        f"{file} is no TorchScript, exported, AOTInductor or ONNX file. If it is a whole model that torch.save "
-        "pickled, and you trust it, load it with torch.load(path, weights_only=False): it can run any code"
-    )
+    with file.open("rb") as opened:
+        names = _members(opened)
+        if any("data/aotinductor/" in name for name in names):
+            return _load_package(file, unsafe)
+        if any(name.endswith(("archive_format", "serialized_exported_program.json")) for name in names):
+            return torch.export.load(file).module() if unsafe else _read_program(opened, names, file)
+        if any(name == "constants.pkl" for name in names):
+            if not unsafe:
+                _check_script(opened, names, file)
+            return torch.jit.load(str(file))
+    return _unpickle(file, unsafe)
 
 
-def _members(file: Path) -> list[str]:
-    if not file.exists():
-        raise FormError(f"there is no file {file}")
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return archive.namelist()
-    except zipfile.BadZipFile:
+def _archive(opened: IO[bytes]) -> Any:
+    """The file as torch sees it: another zip reader could be shown other members."""
+    opened.seek(0)
+    return torch._C.PyTorchFileReader(opened)
+
+
+def _members(opened: IO[bytes]) -> list[str]:
+    if opened.read(4) != b"PK\x03\x04":
         return []
+    try:
+        names: list[str] = _archive(opened).get_all_records()
+    except RuntimeError:
+        opened.seek(0)
+        try:  # torch's first archives have no folder, which its reader asks for
+            with zipfile.ZipFile(opened) as archive:
+                return archive.namelist()
+        except (zipfile.BadZipFile, OSError, ValueError):
+            return []
+    return names
+
+
+def _load_package(file: Path, unsafe: bool) -> EmittingModel:
+    if not unsafe:
+        raise FormError(
+            f"{str(file)!r} is an AOTInductor package: loading it runs the machine code in it. If you trust whoever "
+            "made it, say unsafe=True (--unsafe)"
+        )
+    return EmittingModel(torch._inductor.aoti_load_package(str(file)), _package_sites(file), about=str(file))
+
+
+def _read_program(opened: IO[bytes], names: list[str], file: Path) -> Any:
+    """An exported program, after every text of it was looked at."""
+    from torch.export.pt2_archive._package import load_pt2
+
+    if "archive_format" not in names:
+        raise FormError(
+            f"{str(file)!r} is an exported program in torch's first format, whose weights are a pickle: save it again "
+            "with a newer torch or, if you trust it, say unsafe=True (--unsafe)"
+        )
+    archive = _archive(opened)
+    for name in names:
+        if name.startswith("models/"):
+            check_program(archive.get_record(name))
+        elif name.endswith("_config.json"):
+            check_payloads(archive.get_record(name))
+    opened.seek(0)
+    try:
+        with _tensors_only():
+            programs = load_pt2(opened).exported_programs
+            return programs["model"].module()
+    except Exception as error:  # torch asserts, looks up and unpacks what the file says, with any error
+        raise FormError(
+            f"{str(file)!r} cannot be read as an exported program without running code: {type(error).__name__}: "
+            f"{str(error)[:300]}"
+        ) from error
+
+
+@contextmanager
+def _tensors_only() -> Iterator[None]:
+    """Make every ``torch.load`` read tensors and plain values only, also where torch asks for more."""
+    before = {name: os.environ.pop(name, None) for name in (_WEIGHTS_ONLY, _NO_WEIGHTS_ONLY)}
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _check_script(opened: IO[bytes], names: list[str], file: Path) -> None:
+    archive = _archive(opened)
+    for name in names:
+        if name.startswith("code/") and b"__setstate__" in archive.get_record(name):
+            raise FormError(
+                f"{str(file)!r} has code that would run while it is loaded (__setstate__ in {name[:100]!r}); if you "
+                "trust whoever made it, say unsafe=True (--unsafe)"
+            )
+
+
+def _unpickle(file: Path, unsafe: bool) -> Any:
+    if not unsafe:
+        raise FormError(
+            f"{str(file)!r} is no TorchScript, exported, AOTInductor or ONNX file. If it is a pickle (torch.save of a "
+            "whole model), opening it can run code of whoever made it: if you trust it, say unsafe=True (--unsafe)"
+        )
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise FormError(f"{str(file)!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if isinstance(loaded, dict):
+        raise FormError(
+            f"{str(file)!r} holds weights, not a model: name the code that makes it, package.module:factory"
+        )
+    return loaded
 
 
 def _package_sites(file: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Taps without hooks: a module's forward is replaced, or the module itself by one that holds it.
 
 It guarantees:
-- removal puts back the very objects that were there, in the same places and order; a module that was given a
+- removal puts back the objects that were there, in the same places and order; a module that was given a
   new child or forward in between keeps it;
 - while wrapped, ``state_dict`` has the same keys, attributes are the same in both directions, ``isinstance``
   says the same, and code that calls ``module.forward`` is seen as well;
@@ -9,7 +9,7 @@ It guarantees:
 
 A wrapped module is a second face of the same object: an instance of a subclass of its class whose ``__dict__``
 is the module's own. A root has no parent that could hold its wrapper, so its forward is replaced instead.
-References to a module outside the module tree (a plain list) go past a wrapper; ``via="forward"`` and hooks
+References to a module outside the module tree (a plain list) go past a wrapper; ``way="forward"`` and hooks
 see those too. A replaced forward sees a value before hooks of the user's own change it.
 """
 
@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from torchtap.errors import FormError
-from torchtap.taps.eager.fitting import Action, Handle
+from torchtap.taps.walk.ways import Action, Handle
 
-__all__ = ["ForwardFitting", "WrapFitting", "replace_forward"]
+__all__ = ["ForwardWay", "WrapWay", "replace_forward"]
 
 
 @final
@@ -46,10 +46,14 @@ class _Around:
         output = None
         try:
             for action in tuple(self.before):
-                action(module, args, kwargs)
+                instead = action(module, args, kwargs)
+                if instead is not None:
+                    args, kwargs = instead
             output = call(*args, **kwargs)
             for action in tuple(self.after):
-                action(module, args, output)
+                instead = action(module, args, output)
+                if instead is not None:
+                    output = instead
         finally:
             for action in tuple(self.always):
                 action(module, args, output)
@@ -80,8 +84,8 @@ class _Removal:
                 self.around.take_off()
 
 
-class _Fitting(ABC):
-    """Puts something of ours around each module that has something to run around it."""
+class _Replacing(ABC):
+    """Puts an `_Around` on each module that has something to run around it."""
 
     def __init__(self) -> None:
         self._arounds: dict[int, _Around] = {}
@@ -107,7 +111,7 @@ class _Fitting(ABC):
         """Let ``around`` run the module's calls; returns what undoes it."""
 
 
-# -- via="forward" ---------------------------------------------------------------------------------------------
+# -- way="forward" ---------------------------------------------------------------------------------------------
 
 
 @final
@@ -174,14 +178,14 @@ def _run_around(module: nn.Module, around: _Around) -> Callable[[], None]:
 
 
 @final
-class ForwardFitting(_Fitting):
+class ForwardWay(_Replacing):
     """Replaces the forward of each module."""
 
     def _put_on(self, module: nn.Module, around: _Around) -> Callable[[], None]:
         return _run_around(module, around)
 
 
-# -- via="wrap" ------------------------------------------------------------------------------------------------
+# -- way="wrap" ------------------------------------------------------------------------------------------------
 
 
 class _Wrapper:
@@ -244,7 +248,7 @@ def _is_wrapper(module: Any) -> bool:
 
 
 @final
-class WrapFitting(_Fitting):
+class WrapWay(_Replacing):
     """Replaces modules in their parents by wrappers that hold them."""
 
     def __init__(self, root: nn.Module) -> None:

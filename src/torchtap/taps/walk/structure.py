@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchtap.names import first_part, join_path
-from torchtap.taps.receive.leaves import is_object, leaves
+from torchtap.taps.walk.leaves import argument_name, is_object, keyword_name, leaves
 
-__all__ = ["fill", "from_names", "map_leaves", "plain", "skeleton"]
+__all__ = ["fill", "from_names", "map_inputs", "map_leaves", "plain", "skeleton"]
 
 _PLAIN = (str, bytes, int, float, type(None))
 _HOLE = torch.empty(0, device="meta")
@@ -62,6 +62,19 @@ def map_leaves(
         children, context = node.flatten_fn(tree)
         return node.unflatten_fn([child(index, value) for index, value in enumerate(children)], context)
     return other(tree)
+
+
+def map_inputs(
+    names: tuple[str, ...] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    change: Callable[[str, Tensor], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with ``change(name, tensor)`` for their tensors, named as `leaves.input_leaves` names them."""
+    return (
+        tuple(map_leaves(value, change, prefix=argument_name(names, n)) for n, value in enumerate(args)),
+        {key: map_leaves(value, change, prefix=keyword_name(names, key)) for key, value in kwargs.items()},
+    )
 
 
 def _assigned(mapping: Any, values: Mapping[Any, Any]) -> Any:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torchtap.names import join_path
 
-__all__ = ["children", "input_leaves", "is_object", "leaves"]
+__all__ = ["argument_name", "children", "input_leaves", "is_object", "keyword_name", "leaves"]
 
 _PLAIN = (str, bytes, int, float)
 _DEEPEST = 8  # objects inside objects
@@ -78,8 +78,16 @@ def input_leaves(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors among a call's arguments, named by parameter where ``names`` gives them, else by index."""
     for position, value in enumerate(args):
-        name = names[position] if names is not None and position < len(names) else str(position)
-        yield from leaves(value, name)
-    lone = names == ("",)
+        yield from leaves(value, argument_name(names, position))
     for key, value in kwargs.items():
-        yield from leaves(value, "" if lone else key)
+        yield from leaves(value, keyword_name(names, key))
+
+
+def argument_name(names: tuple[str, ...] | None, position: int) -> str:
+    """What an argument is called that came by position."""
+    return names[position] if names is not None and position < len(names) else str(position)
+
+
+def keyword_name(names: tuple[str, ...] | None, key: str) -> str:
+    """What an argument is called that came by keyword."""
+    return "" if names == ("",) else key

