@@ -27,6 +27,8 @@ class Call:
     entering: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
     leaving: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()  # of what goes in: that which was certainly an argument
+    returned: tuple[str, ...] = ()  # of what goes out: that which was certainly returned
 
 
 @final
@@ -108,11 +110,15 @@ class _Choice:
         return self._take(site, found, "near")
 
     def by_position(self, site: str, eager: Mapping[str, Print]) -> Found | None:
-        """The only value of this shape at the edge of the module call, if the site is the only one of its shape."""
+        """The only value of this shape that was certainly returned, if the site is the only one of its shape."""
         looks = eager[site].looks
         name = read_name(site)
+        call = self._values.calls.get((name.path, name.call), Call())
+        certain = call.given if name.kind == "input" else call.returned
         alike = [each for each in _leaves_of(name, eager) if eager[each].looks == looks]
-        found = [key for key in self._edge(site) if self._values.prints[key].looks == looks]
+        found = [
+            key for key in self._edge(site) if key in certain and self._values.prints[key].looks == looks
+        ]
         return self._take(site, found, "position") if len(alike) == 1 else None
 
     def _edge(self, site: str) -> list[str]:

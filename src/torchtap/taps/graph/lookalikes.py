@@ -21,12 +21,21 @@ __all__ = ["DoubtfulNames", "Lookalikes", "lookalike_paths"]
 
 def lookalike_paths(model: nn.Module) -> list[tuple[str, ...]]:
     """Groups of paths whose modules hold the same parameters under the same names, and nothing else."""
-    found: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    found: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        held = tuple((name, id(tensor)) for name, tensor in module.named_parameters(remove_duplicate=False))
+        held = tuple(
+            (name, _memory(tensor)) for name, tensor in module.named_parameters(remove_duplicate=False)
+        )
         if held and path:
             found.setdefault(held, []).append(path)
     return [tuple(paths) for paths in found.values() if len(paths) > 1 and not _nested(paths)]
+
+
+def _memory(tensor: Tensor) -> Any:
+    """What two parameters that were one have in common; loading a file makes two objects of one memory."""
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _nested(paths: list[str]) -> bool:

@@ -21,7 +21,7 @@ from torchtap.names import unplaced
 from torchtap.taps.graph.leaks import can_leak, is_torch_class, returns_structure, takes_one
 from torchtap.taps.graph.regions import Region
 
-__all__ = ["named_inputs", "named_outputs"]
+__all__ = ["certainly_returned", "named_inputs", "named_outputs"]
 
 # Operations that return what they are given when there is nothing to change.
 _NO_CHANGE = frozenset(
@@ -40,13 +40,18 @@ _NO_CHANGE = frozenset(
 def named_outputs(region: Region) -> list[tuple[str, fx.Node]]:
     """``(leaf, value)`` for the tensors that go out of a module call."""
     found = region.leaving()
-    handed_on = {node for node in found if _hands_on(region, node)}
-    made = [node for node in found if node not in handed_on]
-    returned = [node for node in made if not _may_leak(region, node)]
+    made = [node for node in found if not _hands_on(region, node)]
+    returned = certainly_returned(region)
     if len(returned) == 1 and not returns_structure(region.mark.described):
         others = [node for node in made if node is not returned[0]]
         return [("", returned[0]), *_numbered(others)]
     return _numbered(made or found)
+
+
+def certainly_returned(region: Region) -> list[fx.Node]:
+    """The tensors of which it is proved that the module returned them, in whatever structure."""
+    made = [node for node in region.leaving() if not _hands_on(region, node)]
+    return [node for node in made if not _may_leak(region, node)]
 
 
 def named_inputs(region: Region) -> list[tuple[str, fx.Node]]:

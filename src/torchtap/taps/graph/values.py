@@ -16,6 +16,7 @@ from torchtap.taps.alike.recorder import Recorder
 from torchtap.taps.carry import op
 from torchtap.taps.carry.forms import ForwardRoute
 from torchtap.taps.graph.edit import OWN, EditedGraphs, all_graphs, editable_copy, emit_all
+from torchtap.taps.graph.naming import certainly_returned, named_inputs
 from torchtap.taps.graph.regions import Region, graphs_inside, module_regions
 
 __all__ = ["digest_of", "graph_values", "tap_values"]
@@ -74,7 +75,11 @@ def _run(model: fx.GraphModule, tapped: fx.GraphModule, run: Callable[[], Any]) 
 
 def _call(region: Region, key_of: Mapping[fx.Node, str]) -> Call:
     return Call(
-        _keys(region.entering(), key_of), _keys(region.nodes, key_of), _keys(region.leaving(), key_of)
+        entering=_keys(region.entering(), key_of),
+        inside=_keys(region.nodes, key_of),
+        leaving=_keys(region.leaving(), key_of),
+        given=_keys((node for leaf, node in named_inputs(region) if not leaf), key_of),
+        returned=_keys(certainly_returned(region), key_of),
     )
 
 

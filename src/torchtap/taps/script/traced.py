@@ -82,17 +82,26 @@ class TracedNames:
 
     def outputs(self, path: str, method: str) -> dict[int, str]:
         """The leaf of each tensor that comes out, by its position; those that were only handed on are left out."""
-        graph = self._method(path, method).graph
-        origins = {n: self._origin_out(path, method, n) for n in range(_count_out(graph))}
-        if len(origins) == 1 and is_torch_class(self._class(path)):
-            return {0: ""}
+        origins = self._origins(path, method)
         made = [n for n, origin in origins.items() if origin.given is None or origin.changed]
-        leaky = can_leak(self._class(path))
-        returned = [n for n in made if not (leaky or origins[n].leaks or origins[n].changed)]
+        returned = self.returned(path, method)
         if len(returned) == 1 and not returns_structure(self._class(path)):
-            others = [n for n in made if n != returned[0]]
+            others = [n for n in made if n not in returned]
             return {returned[0]: "", **{n: unplaced(k) for k, n in enumerate(others)}}
         return {n: unplaced(k) for k, n in enumerate(made or origins)}
+
+    def returned(self, path: str, method: str) -> list[int]:
+        """The positions of tensors of which it is proved that the module returned them, in whatever structure."""
+        origins = self._origins(path, method)
+        if len(origins) == 1 and is_torch_class(self._class(path)):
+            return [0]
+        if can_leak(self._class(path)):
+            return []
+        return [n for n, each in origins.items() if each.given is None and not (each.leaks or each.changed)]
+
+    def _origins(self, path: str, method: str) -> dict[int, _Origin]:
+        count = _count_out(self._method(path, method).graph)
+        return {n: self._origin_out(path, method, n) for n in range(count)}
 
     def brings(self, path: str, kind: str) -> bool:
         """Whether any call of a module has a tensor of this kind."""

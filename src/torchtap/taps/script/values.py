@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchtap.taps.alike.choose import Call, FormValues
 from torchtap.taps.alike.recorder import Recorder
 from torchtap.taps.carry import op
 from torchtap.taps.script.copying import script_copy, script_modules
-from torchtap.taps.script.traced import forward_methods
+from torchtap.taps.script.traced import TracedNames, forward_methods
 
 __all__ = ["digest_of", "script_values", "tap_values"]
 
@@ -63,18 +63,28 @@ def script_values(model: Any, run: Callable[[Any], Any]) -> FormValues:
 def _calls(copy: Any, values: list[tuple[str, Any, Any]]) -> dict[tuple[str, int], Call]:
     key_of = {(_name_of(method), value.debugName()): key for key, method, value in values}
     found: dict[tuple[str, int], Call] = {}
-    for path, instance in script_modules(copy).items():
-        for number, method in enumerate(forward_methods(instance).values()):
+    instances = script_modules(copy)
+    traced = TracedNames(instances)
+    for path, instance in instances.items():
+        for number, (name, method) in enumerate(forward_methods(instance).items()):
             names = {debug: key for (owner, debug), key in key_of.items() if owner == _name_of(method)}
             graph = method.graph
             (out,) = graph.outputs()
             returned = list(out.node().inputs()) if out.node().kind() == "prim::TupleConstruct" else [out]
+            entering = _keys(graph.inputs(), names)
+            certain = [returned[n] for n in traced.returned(path, name) if n < len(returned)]
             found[path, number] = Call(
-                tuple(names[v.debugName()] for v in graph.inputs() if v.debugName() in names),
-                tuple(names.values()),
-                tuple(names[v.debugName()] for v in returned if v.debugName() in names),
+                entering=entering,
+                inside=tuple(names.values()),
+                leaving=_keys(returned, names),
+                given=entering if traced.inputs(path, name) == [""] else (),
+                returned=_keys(certain, names),
             )
     return found
+
+
+def _keys(values: Iterable[Any], names: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(names[value.debugName()] for value in values if value.debugName() in names)
 
 
 def _name_of(method: Any) -> str:
