@@ -94,6 +94,8 @@ def _is_compiled(model: nn.Module) -> bool:
         # By name: asking for the class would import the compiler for every eager model.
         if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
             return True
+        if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
+            return True  # model.forward = torch.compile(model.forward)
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))

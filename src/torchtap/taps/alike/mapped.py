@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from torchtap.names import last_part, parent_path, read_name, site_name
+from torchtap.names import last_part, parent_path, path_parts, read_name, site_name
 from torchtap.taps.alike.site_map import Found, SiteMap
 from torchtap.taps.graph.skeleton import skeleton
 from torchtap.taps.receive import reasons
@@ -67,7 +67,7 @@ def with_paths(tree: nn.Module, site_map: SiteMap) -> nn.Module:
     stand_ins = dict(skeleton(absent, classes=site_map.classes).named_modules())
     for path in sorted(absent, key=len):
         parent = tree
-        for name in parent_path(path).split(".") if parent_path(path) else []:
+        for name in path_parts(parent_path(path)):
             parent = parent._modules[name] or parent
         if type(parent).__name__ != "RecursiveScriptModule" and last_part(path) not in parent._modules:
             parent._modules[last_part(path)] = stand_ins[path]

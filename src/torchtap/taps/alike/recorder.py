@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from torchtap._torch import version_of
 from torchtap.taps.alike.prints import Print, print_of
 from torchtap.taps.carry.op import Channel
 
@@ -54,7 +55,7 @@ def as_it_was(model: Any) -> Iterator[None]:
     """Leave buffers and random state as they were found: a run in training mode moves them."""
     held = [] if not isinstance(model, nn.Module) else list(chain(model.buffers(), model.parameters()))
     versions = [
-        (tensor, tensor._version, tensor.detach().clone()) for tensor in held if tensor.numel() < 1 << 24
+        (tensor, version_of(tensor), tensor.detach().clone()) for tensor in held if tensor.numel() < 1 << 24
     ]
     with torch.random.fork_rng(devices=[]):
         try:
@@ -62,5 +63,5 @@ def as_it_was(model: Any) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for tensor, version, before in versions:
-                    if tensor._version != version:
+                    if version_of(tensor) != version:
                         tensor.copy_(before)

@@ -35,6 +35,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torchtap._torch import in_backward
 from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
+from torchtap.taps.receive.gradients import ask_while_traced
 from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
@@ -228,7 +229,7 @@ def _on_awaited(value: Tensor, site: str) -> None:
         # stays in the graph for whoever runs it with autograd, as an exported program may be.
         if wanted:
             site = f"{site}~{next(_tickets)}"
-            value.register_hook(lambda gradient: _emit_gradient(gradient, site))
+            ask_while_traced(value, lambda gradient: _emit_gradient(gradient, site))
         with torch._C._AutoDispatchBelowAutograd():
             torch.ops.torchtap.emit_grad(value, site)
         return

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
-from torchtap.names import join_path, paths_around, unplaced
+from torchtap.names import join_path, path_parts, paths_around, unplaced
 from torchtap.taps.graph.leaks import can_leak, is_torch_class, returns_structure, takes_one
 
 __all__ = ["TracedNames", "forward_methods"]
@@ -116,7 +116,7 @@ class TracedNames:
     def _class(self, path: str) -> str:
         """The dotted name of the class that a module was traced from."""
         name = self._instances[path].qualified_name if path in self._instances else ""
-        parts = name.removeprefix("__torch__.").split(".")
+        parts = path_parts(name.removeprefix("__torch__."))
         return ".".join(part for part in parts if not part.startswith("___torch_mangle_"))
 
     def _origin_out(self, path: str, method: str, position: int) -> _Origin:
