@@ -12,6 +12,7 @@ Not here: parameters, their gradients and buffers, which are read from the modul
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, final
@@ -198,7 +199,7 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
             (
                 (port.port.site.path, port.port.site.module, port.kind)
                 for port in receiver.ports.values()
-                if port.port.site.module is not None and port is not outside
+                if port.port.site.module is not None
             ),
             ((place.path, place.module) for place in receiver.plan.places) if looks_inside else (),
             measured,
@@ -212,17 +213,24 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
 
 
 def _root_gradients(model: nn.Module, receiver: Receiver) -> LivePort | None:
-    """The port of the gradients of what a wholly compiled model returns.
-
-    They are asked for outside: a compiled graph returns a view as its base, and makes the view anew behind itself.
-    """
+    """The port of the gradients of what a wholly compiled model returns."""
     whole = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
     return receiver.ports.get(("", "grad_output", "")) if whole else None
 
 
 def _take_gradients(receiver: Receiver, port: LivePort, output: Any) -> None:
-    if receiver.hears_this_thread() and not in_backward():
-        receiver.take_gradients(port, leaves(output))
+    """Ask for the gradients of results that share their memory.
+
+    A compiled graph returns these as one base, and makes the views anew behind itself: what is asked inside the
+    graph is never answered.
+    """
+    if not receiver.hears_this_thread() or in_backward():
+        return
+    found = [(leaf, value) for leaf, value in leaves(output) if value.requires_grad]
+    bases = Counter(id(value if value._base is None else value._base) for _, value in found)
+    views = [(leaf, value) for leaf, value in found if value._base is not None and bases[id(value._base)] > 1]
+    for leaf, value in views:
+        receiver.await_gradient("", port.kind, leaf, value, again=True)
 
 
 @cache

@@ -235,13 +235,18 @@ class Receiver:
         if port is not None:
             port.note = reason
 
-    def await_gradient(self, path: str, kind: str, leaf: str, tensor: Tensor) -> None:
-        """Ask autograd for the gradient of a value of which only the name is known."""
+    def await_gradient(self, path: str, kind: str, leaf: str, tensor: Tensor, *, again: bool = False) -> None:
+        """Ask autograd for the gradient of a value of which only the name is known.
+
+        ``again``: of the newest call, if it was not asked for already.
+        """
         port = self.ports.get((path, kind, ""))
         if port is None:
             return
-        entry = self._entry(port, leaf, port.next_leaf_call(self._pass_number, leaf))
-        if entry is not None:
+        call = port.leaf_calls.get(leaf, 1) - 1 if again else port.next_leaf_call(self._pass_number, leaf)
+        entry = self._entry(port, leaf, call)
+        if entry is not None and not (again and entry.asked):
+            entry.asked = not again
             ask_for_gradient(tensor, partial(self._take_gradient, entry))
 
     def take_state(
