@@ -75,18 +75,18 @@ class _ViewGradient:
 
     __slots__ = (
         "_base_position",
+        "_changes",
         "_counter",
         "_position",
         "_shape",
         "_strides",
         "_take",
         "_taken",
-        "_version",
     )
 
     def __init__(self, value: Tensor, base: Tensor, take: Callable[[Tensor], None], counter: Tensor) -> None:
         self._take = take
-        self._counter, self._version = counter, version_of(counter)
+        self._counter, self._changes = counter, version_of(counter)
         self._taken = False
         self._position, self._base_position = value.output_nr, base.output_nr
         self._shape, self._strides = value.shape, value.stride()
@@ -103,6 +103,6 @@ class _ViewGradient:
     def at_base(self, gradients: tuple[Any, ...]) -> None:
         gradient = gradients[self._base_position]
         taken, self._taken = self._taken, False  # a retained graph may be gone through again
-        if gradient is not None and not taken and version_of(self._counter) != self._version:
+        if gradient is not None and not taken and version_of(self._counter) != self._changes:
             plain = gradient.contiguous()
             self._take(plain.as_strided(self._shape, self._strides, plain.storage_offset()))
