@@ -41,6 +41,7 @@ CORE = {
     "growth": "Growth",
     "startup": "Starting",
     "module_monitor": "Module monitor",
+    "layers": "Recording layers",
 }
 TABLES = {
     **CORE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import traceback
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tests.late_device import LateDevice
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtap as tt
 from torchtap.store.record import StepRecord
@@ -18,7 +20,26 @@ TAPS = [
     tt.tap("*:output", keep=tt.Stats()),
     tt.tap("*:param_grad", keep=tt.Stats(), every=2),
     tt.tap("0:output", keep=tt.Metric(torch.sum, name="total")),
+    tt.tap("2:output", keep=tt.Metric(torch.amax, "max", name="largest")),
+    tt.tap("*:output", keep=tt.Quantiles()),
 ]
+
+
+class CountsReads(TorchDispatchMode):
+    """Counts how often the host asks for a number of a tensor, as ``.item()``, ``float`` and ``bool`` do.
+
+    The statistics have a way of their own for tensors on the host (`moments`), which reads; it is left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            callers = (frame.filename for frame in traceback.extract_stack(limit=12))
+            self.reads += not any(name.endswith("reduce/moments.py") for name in callers)
+        return func(*args, **(kwargs or {}))
 
 
 class Kept:
@@ -83,6 +104,27 @@ def test_records_come_a_step_later_with_the_same_numbers_in_the_same_order(
     for one, other in zip(late.numbers, plain.numbers, strict=True):
         assert list(one) == list(other)
         np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-6, atol=1e-12)
+
+
+def test_no_reduction_reads_a_number_while_the_training_goes_on(late: LateDevice) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = Kept()
+    with tt.watch(model, None, TAPS, sinks=[kept], strict=True) as watch:
+        for _ in range(3):
+            with CountsReads() as counted, watch.step():
+                model(torch.randn(3, 4)).square().mean().backward()
+                optimizer.step()
+            assert counted.reads == 0
+    assert kept.steps == [0, 1, 2]
+    assert ("2:output", "p50") in kept.numbers[0]
+
+
+def test_reads_are_noticed() -> None:
+    with CountsReads() as counted:
+        torch.ones(1).item()
+        float(torch.ones(1))
+    assert counted.reads == 2
 
 
 def watched(late: LateDevice, every: int = 1) -> tuple[tt.Watch, nn.Module, Kept]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -63,9 +66,17 @@ def test_a_step_leaves_no_tensor_behind() -> None:
         assert _tensors_alive() == before
 
 
-def test_values_are_let_go_of_when_the_pass_ends() -> None:
+@pytest.mark.parametrize("keep", [tt.Stats(), tt.Full(), tt.Quantiles()], ids=lambda keep: keep.name)
+def test_a_value_that_the_model_lets_go_of_is_gone_at_once_though_the_step_is_open(keep: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with tt.watch(model, None, "*:output") as watch, watch.step():
-        output = model(torch.ones(2, 4))
-        referrers = [each for each in gc.get_referrers(output) if isinstance(each, list)]
-    assert referrers == []
+    with tt.watch(model, None, tt.tap(["*:output", "*:input"], keep)) as watch, watch.step():
+        x = torch.ones(2, 4)
+        given, output = weakref.ref(x), model(x)
+        returned = weakref.ref(output)
+        gc.disable()  # it has to go by itself, not with the next collection
+        try:
+            del x, output
+            assert returned() is None
+            assert given() is None
+        finally:
+            gc.enable()

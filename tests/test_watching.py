@@ -157,13 +157,14 @@ def test_a_step_inside_a_step_is_refused() -> None:
         pass
 
 
-def test_evaluation_between_steps_is_not_recorded_and_phases_are_told_apart() -> None:
+def test_a_training_pass_between_steps_is_in_no_record_and_phases_are_told_apart() -> None:
     model, kept = mlp(), Kept()
     taps = [tt.tap("0:output", phase="train"), tt.tap("2:output", phase="eval")]
     with tt.watch(model, None, taps, sinks=[kept]) as watch:
         with watch.step():
             model(torch.ones(1, 7))
-        model(torch.ones(5, 7))
+        with pytest.warns(RuntimeWarning, match="after step 0 and before the next"):
+            model(torch.ones(5, 7))
         model.eval()
         with watch.step():
             model(torch.ones(2, 7))

@@ -30,7 +30,7 @@ class Server implements Source {
       reply = await fetch(`api/${question}?${query(params)}`, { signal: signal ?? null, credentials: "same-origin" });
     } catch (error) {
       if (error instanceof DOMException && error.name === "AbortError") throw error;
-      throw new AskError("the viewer has stopped; start `torchtap view` again", 0);
+      throw new AskError("the viewer does not answer; this page goes on by itself once `torchtap view` runs again", 0);
     }
     if (!reply.ok) {
       const said = (await reply.json().catch(() => null)) as { error?: string } | null;
@@ -41,7 +41,7 @@ class Server implements Source {
 }
 
 // How much of a thing is wanted is the server's business; a report holds one size of each.
-const SIZES = new Set(["rows", "columns", "points", "size", "from", "to", "top", "bottom", "left", "right"]);
+const SIZES = new Set(["rows", "columns", "points", "size", "from", "to", "top", "bottom", "left", "right", "since"]);
 
 class Archive implements Source {
   readonly live = false;
@@ -76,6 +76,17 @@ export const live = source.live;
 
 export async function askJson<T>(question: string, params: Params = {}, signal?: AbortSignal): Promise<T> {
   return JSON.parse(new TextDecoder().decode(await source.ask(question, params, signal))) as T;
+}
+
+// Change a run; only a viewer that was started with --manage listens.
+export async function change(run: string, action: string, value: unknown): Promise<string> {
+  const reply = await fetch("manage", {
+    method: "POST", credentials: "same-origin", headers: { "content-type": "application/json", "x-torchtap": "page" },
+    body: JSON.stringify({ run, action, value }),
+  });
+  const said = (await reply.json().catch(() => ({}))) as { error?: string; run?: string };
+  if (!reply.ok) throw new AskError(said.error ?? `the viewer answered ${reply.status}`, reply.status);
+  return said.run ?? run;
 }
 
 export async function askPacked<Facts>(question: string, params: Params, signal?: AbortSignal): Promise<Packed<Facts>> {

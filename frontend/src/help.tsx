@@ -1,6 +1,10 @@
+// The keys, on demand.
+
+import { Dialog } from "./dialog";
+
 const KEYS: [string, string][] = [
-  ["1 – 5", "Map, site, attention, compare, findings"],
-  ["/", "Search the model"],
+  ["1 – 8", "Runs, scalars, map, site, attention, changes, compare, findings"],
+  ["/", "Search the model; arrows and Enter choose"],
   ["arrows", "Move the cross-hair on the map, or to the next site or step"],
   ["Enter", "Open the site under the cross-hair"],
   ["drag, wheel", "Zoom into the map; Shift with the wheel zooms the layers"],
@@ -12,13 +16,10 @@ const KEYS: [string, string][] = [
 
 export function Help({ close }: { close: () => void }) {
   return (
-    <div class="veil" onClick={close}>
-      <div class="dialog" role="dialog" aria-label="Keys" onClick={(e) => e.stopPropagation()}>
-        <h2>Keys</h2>
-        <dl>{KEYS.map(([key, what]) => <><dt><kbd>{key}</kbd></dt><dd>{what}</dd></>)}</dl>
-        <p class="quiet">The address carries the view: copy it to show somebody the same picture.</p>
-        <button onClick={close}>Close</button>
-      </div>
-    </div>
+    <Dialog title="Keys" close={close}>
+      <dl>{KEYS.map(([key, what]) => <><dt><kbd>{key}</kbd></dt><dd>{what}</dd></>)}</dl>
+      <p class="quiet">The address carries the view: copy it to show somebody the same picture.</p>
+      <button onClick={close}>Close</button>
+    </Dialog>
   );
 }

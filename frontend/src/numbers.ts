@@ -58,3 +58,29 @@ export function ticks(low: number, high: number, about: number): number[] {
 export function plural(n: number, word: string): string {
   return `${grouped(n)} ${word}${n === 1 ? "" : "s"}`;
 }
+
+// Places for a logarithmic axis: powers of ten, with 2 and 5 between where there are few decades.
+export function logTicks(low: number, high: number, about: number): number[] {
+  if (!(low > 0) || !(high > low)) return [low];
+  const from = Math.floor(Math.log10(low));
+  const to = Math.ceil(Math.log10(high));
+  const decades = to - from;
+  const each = decades <= Math.max(1, about / 3) ? [1, 2, 5] : [1];
+  const stride = each.length > 1 ? 1 : Math.max(1, Math.ceil(decades / about));
+  const found: number[] = [];
+  for (let power = Math.ceil(from / stride) * stride; power <= to; power += stride) {
+    for (const m of each) {
+      const tick = Number((m * 10 ** power).toPrecision(12));
+      if (tick >= low * 0.999999 && tick <= high * 1.000001) found.push(tick);
+    }
+  }
+  return found.length > 1 ? found : ticks(low, high, about);
+}
+
+export function duration(seconds: number): string {
+  if (seconds < 90) return `${Number(seconds.toPrecision(3))} s`;
+  const minutes = Math.round(seconds / 60);
+  if (minutes < 90) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}

@@ -4,6 +4,9 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { diverging, NOT_FINITE, sequential } from "./colour";
 import { context2d } from "./heat/draw";
 import { exactly } from "./numbers";
+import { Take } from "./take/menu";
+import { csv } from "./take/save";
+import { SvgPen, type Pen } from "./take/svg";
 import { ink, useDark } from "./theme";
 import type { Packed } from "./wire";
 
@@ -33,10 +36,10 @@ export interface Colours {
   bend?: number; // below one, small values get more of the colours
 }
 
-// Around zero where there are both signs, else from the least to the greatest.
-export function coloursFor(slice: Slice, dark: boolean): Colours {
-  const low = slice.facts.least ?? 0;
-  const high = slice.facts.greatest ?? 1;
+// Around zero where there are both signs, else from the least to the greatest; of this slice or of given ends.
+export function coloursFor(slice: Slice, dark: boolean, ends?: [number, number] | null): Colours {
+  const low = ends?.[0] ?? slice.facts.least ?? 0;
+  const high = ends?.[1] ?? slice.facts.greatest ?? 1;
   if (low < 0 && high > 0) {
     const end = Math.max(-low, high);
     return { lut: diverging(dark), low: -end, high: end };
@@ -82,28 +85,27 @@ interface Props {
   columnLabels?: string[] | null;
   describe?: (row: number, column: number) => string;
   said?: (text: string | null) => void;
+  name: string; // of the files that are saved
 }
 
 const LABELS = 92;
 
-export function Picture({ slice, picture = 0, colours, width, height, rowLabels, columnLabels, describe, said }: Props) {
+export function Picture({ slice, picture = 0, colours, width, height, rowLabels, columnLabels, describe, said, name }: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const dark = useDark();
   const [at, setAt] = useState<[number, number] | null>(null);
   const { cellRows, cellColumns, rows, columns } = slice.facts;
-  const image = useMemo(() => paintSlice(slice, picture, colours ?? coloursFor(slice, dark)), [slice, picture, dark]);
+  const image = useMemo(() => paintSlice(slice, picture, colours ?? coloursFor(slice, dark)), [slice, picture, colours?.lut, colours?.low, colours?.high, dark]);
   const left = rowLabels ? LABELS : 40;
   const top = columnLabels ? LABELS : 20;
   // Square cells where that leaves a readable picture; a long thin slice is stretched instead.
   const room = { width: width - left - 2, height: height - top - 2 };
-  let cell = Math.min(room.width / cellColumns, room.height / cellRows, 48);
+  const cell = Math.min(room.width / cellColumns, room.height / cellRows, 48);
   const thin = cellRows / cellColumns > 8 || cellColumns / cellRows > 8;
   const drawnWidth = thin ? Math.min(room.width, cellColumns * 48) : cellColumns * cell;
   const drawnHeight = thin ? Math.min(room.height, Math.max(cellRows * cell, Math.min(cellRows * 48, 48))) : cellRows * cell;
 
-  useEffect(() => {
-    const context = canvas.current && context2d(canvas.current, left + drawnWidth + 2, top + drawnHeight + 2);
-    if (!context) return;
+  const draw = (context: Pen) => {
     context.imageSmoothingEnabled = false;
     context.drawImage(image, left, top, drawnWidth, drawnHeight);
     context.strokeStyle = ink("--line");
@@ -123,12 +125,24 @@ export function Picture({ slice, picture = 0, colours, width, height, rowLabels,
       context.fillText(text, 0, 0);
       context.restore();
     });
+  };
+  useEffect(() => {
+    const context = canvas.current && context2d(canvas.current, left + drawnWidth + 2, top + drawnHeight + 2);
+    if (!context) return;
+    draw(context);
     if (at) {
       context.strokeStyle = ink("--ink");
       context.lineWidth = 1.5;
       context.strokeRect(left + (at[1] / cellColumns) * drawnWidth, top + (at[0] / cellRows) * drawnHeight, drawnWidth / cellColumns, drawnHeight / cellRows);
     }
   }, [image, drawnWidth, drawnHeight, rowLabels, columnLabels, at, dark]);
+  const svg = () => {
+    const pen = new SvgPen(left + drawnWidth + 2, top + drawnHeight + 2, ink("--paper"));
+    draw(pen);
+    return pen.text();
+  };
+  const table = () => csv(["row", ...Array.from({ length: cellColumns }, (_, c) => columnLabels?.[c] ?? String(slice.facts.firstColumn + Math.floor((c * columns) / cellColumns)))],
+    Array.from({ length: cellRows }, (_, r) => [rowLabels?.[r] ?? String(slice.facts.firstRow + Math.floor((r * rows) / cellRows)), ...Array.from(slice.arrays["low"]?.subarray((picture * cellRows + r) * cellColumns, (picture * cellRows + r + 1) * cellColumns) ?? [])]));
 
   const move = (row: number, column: number) => {
     const r = Math.max(0, Math.min(cellRows - 1, row));
@@ -144,6 +158,8 @@ export function Picture({ slice, picture = 0, colours, width, height, rowLabels,
     said?.(high === undefined || high === low ? `${place} = ${exactly(low, single)}` : `${place} … from ${exactly(low, single)} to ${exactly(high, single)}`);
   };
   return (
+    <div class="pictured">
+    <Take name={name} png={() => (canvas.current ? [canvas.current] : [])} svg={svg} csv={table} />
     <canvas
       ref={canvas} class="picture" tabIndex={0} role="img" aria-label="Tensor slice" data-testid="picture"
       data-left={left} data-top={top} data-cell-width={drawnWidth / cellColumns} data-cell-height={drawnHeight / cellRows}
@@ -156,18 +172,19 @@ export function Picture({ slice, picture = 0, colours, width, height, rowLabels,
       onPointerLeave={() => { setAt(null); said?.(null); }}
       onKeyDown={(e) => {
         const moves: Record<string, [number, number]> = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-        const step = moves[e.key];
+        const step = Object.hasOwn(moves, e.key) ? moves[e.key] : undefined;
         if (!step) return;
         e.preventDefault();
         e.stopPropagation();
         move((at?.[0] ?? 0) + (at ? step[0] : 0), (at?.[1] ?? 0) + (at ? step[1] : 0));
       }}
     />
+    </div>
   );
 }
 
 // Every label that has room; numbers at round places.
-function axis(context: CanvasRenderingContext2D, labels: string[] | null, first: number, length: number, cells: number, size: number, write: (at: number, text: string) => void): void {
+function axis(context: Pen, labels: string[] | null, first: number, length: number, cells: number, size: number, write: (at: number, text: string) => void): void {
   const cell = size / cells;
   const each = length / cells;
   if (labels) {

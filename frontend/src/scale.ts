@@ -66,3 +66,37 @@ function around(q: number[], log: boolean, dark: boolean): Scale {
     lut: diverging(dark), low: -end, high: end, clipped,
   };
 }
+
+// The range of some numbers, as the server tells it of a whole map.
+export function rangeOf(...parts: ArrayLike<number>[]): Range {
+  const finite: number[] = [];
+  const total = parts.reduce((sum, part) => sum + part.length, 0);
+  const stride = Math.max(1, Math.floor(total / 40_000));
+  let least = Infinity;
+  let greatest = -Infinity;
+  for (const part of parts) {
+    for (let i = 0; i < part.length; i++) {
+      const v = part[i] ?? NaN;
+      if (!Number.isFinite(v)) continue;
+      if (v < least) least = v;
+      if (v > greatest) greatest = v;
+      if (i % stride === 0) finite.push(v);
+    }
+  }
+  const quantiles = (values: number[], low: number, high: number): number[] | null => {
+    if (values.length === 0) return null;
+    values.sort((a, b) => a - b);
+    const found = [0, 0.01, 0.05, 0.5, 0.95, 0.99, 1].map((q) => values[Math.round(q * (values.length - 1))] ?? 0);
+    found[0] = Math.min(found[0] ?? low, low);
+    found[6] = Math.max(found[6] ?? high, high);
+    return found;
+  };
+  const above = finite.filter((v) => v > 0);
+  return { quantiles: quantiles(finite, least, greatest), positive: quantiles(above, least > 0 ? least : Infinity, greatest) };
+}
+
+// Colours between two numbers that somebody wrote.
+export function fixedScale(low: number, high: number, log: boolean, dark: boolean): Scale {
+  const seven = [low, low, low, (low + high) / 2, high, high, high];
+  return { ...makeScale({ quantiles: seven, positive: low > 0 ? seven : [high / 1e6, high / 1e6, high / 1e6, high / 1e3, high, high, high] }, log, dark), clipped: true };
+}

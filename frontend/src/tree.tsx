@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { count } from "./numbers";
 import { href } from "./route";
 import type { About, Mark, Module } from "./types";
-import { MARK_WORDS } from "./words";
+import { MARK_WORDS, siteWord } from "./words";
 
 interface Node {
   path: string;
@@ -73,15 +73,16 @@ export function HealthMark({ mark }: { mark: Mark | null | undefined }) {
 interface Props {
   about: About;
   marks: Record<string, Mark>;
-  run: number;
+  params: Record<string, string>; // everything else of the view stays when a module or a site is chosen
   selected: string;
   under: string;
 }
 
 const MOST_RESULTS = 200;
 
-export function ModelTree({ about, marks, run, selected, under }: Props) {
+export function ModelTree({ about, marks, params, selected, under }: Props) {
   const [search, setSearch] = useState("");
+  const [at, setAt] = useState(0); // which result is chosen
   const [open, setOpen] = useState<Set<string>>(new Set([""]));
   const list = useRef<HTMLDivElement>(null);
   const root = useMemo(() => build(about, marks), [about, marks]);
@@ -109,46 +110,46 @@ export function ModelTree({ about, marks, run, selected, under }: Props) {
   }, [module, selected]);
 
   const wanted = search.trim().toLowerCase();
-  const results = wanted ? about.sites.filter((s) => `${s.name} ${s.class}`.toLowerCase().includes(wanted)) : [];
+  const results = wanted ? about.sites.filter((s) => `${s.name} ${siteWord(s.name)} ${s.class}`.toLowerCase().includes(wanted)) : [];
 
   const row = (node: Node, depth: number): preact.ComponentChildren => {
     const isOpen = open.has(node.path);
     const expandable = node.children.length > 0 || node.sites.length > 0;
     return (
-      <div key={node.path} role="treeitem" aria-expanded={expandable ? isOpen : undefined} aria-label={node.path || node.label}>
+      <div key={node.path} role="group" data-module={node.path} aria-label={node.path || node.label}>
         <div class={`module ${node.path === under && under ? "selected" : ""}`} style={{ paddingLeft: `${depth * 14 + 4}px` }}>
           <button
-            class="twist" disabled={!expandable} aria-label={isOpen ? "close" : "open"}
+            class="twist" disabled={!expandable} aria-expanded={expandable ? isOpen : undefined} aria-label={`${isOpen ? "close" : "open"} ${node.path || node.label}`}
             onClick={() => setOpen((old) => {
               const next = new Set(old);
               if (!next.delete(node.path)) next.add(node.path);
               return next;
             })}
           >{expandable ? (isOpen ? "▾" : "▸") : ""}</button>
-          <a class="name" href={href("map", { run, under: node.path })} title={moduleTitle(node)}>
+          <a class="name" href={href("map", { ...params, under: node.path, top: null, bottom: null })} title={moduleTitle(node)}>
             <HealthMark mark={node.mark} />
             <span class="text">{node.label}</span>
             {node.path !== "" && <span class="class">{node.module?.class}</span>}
             <span class="figure">{node.parameters > 0 ? count(node.parameters) : ""}</span>
           </a>
         </div>
-        {isOpen && node.sites.map((index) => site(index, depth + 1))}
+        {isOpen && loggedFirst(node.sites, about).map((index) => site(index, depth + 1))}
         {isOpen && node.children.map((child) => row(child, depth + 1))}
       </div>
     );
   };
 
-  const site = (index: number, depth: number, whole = false) => {
+  const site = (index: number, depth: number, whole = false, chosen = false) => {
     const one = about.sites[index];
     if (!one) return null;
     const tail = one.name.slice(one.name.lastIndexOf(":") + 1);
     return (
       <a
-        key={one.name} class={`site ${one.name === selected ? "selected" : ""}`} style={{ paddingLeft: `${depth * 14 + 24}px` }}
-        href={href("site", { run, site: one.name })} title={`${one.name}${one.shape ? `  [${one.shape.join(" × ")}]` : ""}`}
+        key={one.name} class={`site ${one.name === selected ? "selected" : ""} ${chosen ? "chosen" : ""}`} aria-current={one.name === selected ? "true" : undefined} style={{ paddingLeft: `${depth * 14 + 24}px` }}
+        href={href("site", { ...params, site: one.name })} title={`${one.name}${one.shape ? `  [${one.shape.join(" × ")}]` : ""}`}
       >
         <HealthMark mark={marks[one.name]} />
-        <span class="text">{whole ? one.name : tail}</span>
+        <span class="text">{one.kind === "value" || whole ? siteWord(one.name) : tail}</span>
         {one.shape && one.shape.length > 0 && <span class="figure">{one.shape.join("×")}</span>}
       </a>
     );
@@ -158,18 +159,28 @@ export function ModelTree({ about, marks, run, selected, under }: Props) {
     <nav class="tree" aria-label="Model">
       <input
         id="search" type="search" placeholder="Search modules and sites   /" value={search} aria-label="Search"
-        onInput={(e) => setSearch(e.currentTarget.value)}
+        aria-controls="found" aria-describedby="found-count"
+        onInput={(e) => { setSearch(e.currentTarget.value); setAt(0); }}
         onKeyDown={(e) => {
+          const most = Math.min(results.length, MOST_RESULTS) - 1;
           if (e.key === "Escape") { setSearch(""); e.currentTarget.blur(); }
-          if (e.key === "Enter" && results[0]) location.hash = href("site", { run, site: results[0].name });
+          const turn = e.key === "ArrowDown" ? 1 : e.key === "ArrowUp" ? -1 : 0;
+          if (turn && most >= 0) {
+            e.preventDefault();
+            setAt(Math.max(0, Math.min(most, at + turn)));
+            requestAnimationFrame(() => list.current?.querySelector(".chosen")?.scrollIntoView({ block: "nearest" }));
+          }
+          const found = results[Math.min(at, most)];
+          if (e.key === "Enter" && found) location.hash = href("site", { ...params, site: found.name });
         }}
       />
-      <div class="list" role="tree" ref={list}>
+      <span id="found-count" class="unseen" role="status">{wanted ? `${results.length} found` : ""}</span>
+      <div class="list" id="found" ref={list}>
         {wanted
           ? results.length === 0
             ? <p class="quiet">Nothing is called “{search}”.</p>
             : <>
-                {results.slice(0, MOST_RESULTS).map((s) => site(about.sites.indexOf(s), -1, true))}
+                {results.slice(0, MOST_RESULTS).map((s, i) => site(about.sites.indexOf(s), -1, true, i === at))}
                 {results.length > MOST_RESULTS && <p class="quiet">{results.length - MOST_RESULTS} more</p>}
               </>
           : row(root, 0)}
@@ -177,6 +188,9 @@ export function ModelTree({ about, marks, run, selected, under }: Props) {
     </nav>
   );
 }
+
+const loggedFirst = (sites: number[], about: About): number[] =>
+  [...sites].sort((a, b) => Number(about.sites[b]?.kind === "value") - Number(about.sites[a]?.kind === "value"));
 
 function moduleTitle(node: Node): string {
   const parts = [node.path || "the whole model", node.module?.class, node.module?.source];

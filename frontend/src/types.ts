@@ -1,16 +1,36 @@
 // What the server says, as the page sees it. The other side is src/torchtap/viewer/overview.py.
 
 export interface RunLine {
-  id: number;
   name: string;
+  known: boolean; // false until the server has looked at it
   created: string;
-  status: "recording" | "closed" | "interrupted";
+  status: "recording" | "closed" | "interrupted" | "";
   revision: number;
   steps: number;
   first: number | null;
   last: number | null;
   sites: number;
+  size: number;
+  ranks: number;
+  logged: string[];
+  phases: string[];
+  loss: { name: string; last: number | string; spark: (number | null)[]; broken: boolean } | null;
+  labels: Record<string, string | number | boolean>;
+  tags: string[];
+  archived: boolean;
+  findings: { errors: number; warnings: number } | null;
   problem: string | null;
+}
+
+export interface RunsAnswer {
+  tick: number;
+  pending: number; // runs that were not read yet
+  judging: number; // runs whose findings are not known yet
+  names: string[];
+  runs: RunLine[];
+  comparison: boolean;
+  managed: boolean;
+  folder: boolean;
 }
 
 export interface Site {
@@ -43,6 +63,7 @@ export interface About {
   model: Module | null;
   environment: Record<string, string>;
   ranks: number[];
+  phases: string[];
 }
 
 export type Mark = "nan" | "spread" | "warning"; // where a NaN began, where it went, anything else
@@ -83,6 +104,7 @@ export interface ComparisonRow {
 }
 
 export interface Comparison {
+  [key: string]: unknown;
   reference?: string;
   target?: string;
   floor_basis?: string;

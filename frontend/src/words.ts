@@ -1,6 +1,6 @@
 // The words of the page for kinds and statistics.
 
-export const KIND_WORDS: Record<string, string> = {
+const KIND_WORDS: Record<string, string> = {
   input: "Inputs",
   output: "Outputs",
   grad_output: "Output gradients",
@@ -9,10 +9,19 @@ export const KIND_WORDS: Record<string, string> = {
   param_grad: "Parameter gradients",
   buffer: "Buffers",
   attention: "Attention",
-  value: "Named values",
+  value: "Logged values",
 };
 
-export const kindWord = (kind: string): string => KIND_WORDS[kind] ?? kind;
+// A name from a file may be `constructor`: only what the table itself holds counts.
+const own = (table: Record<string, string>, name: string): string => (Object.hasOwn(table, name) ? table[name] ?? name : name);
+
+export const kindWord = (kind: string): string => own(KIND_WORDS, kind);
+
+// What a site is called: a logged value by its own name, what the model itself gives by its kind.
+export function siteWord(name: string): string {
+  if (name.startsWith(":value.")) return name.slice(7) || name;
+  return name.startsWith(":") ? `(model) ${name.slice(1).replace(/_/g, " ")}` : name;
+}
 
 const STATISTIC_WORDS: Record<string, string> = {
   count: "number of values",
@@ -28,13 +37,14 @@ const STATISTIC_WORDS: Record<string, string> = {
   nans: "number of NaNs",
   infs: "number of infinities",
   nonfinite: "NaNs and infinities",
+  value: "value",
   "grad/weight": "gradient ÷ weight norm",
 };
 
-export const statisticWord = (name: string): string => STATISTIC_WORDS[name] ?? name;
+export const statisticWord = (name: string): string => own(STATISTIC_WORDS, name);
 
 // What a finding is called.
-export const FINDING_WORDS: Record<string, string> = {
+const FINDING_WORDS: Record<string, string> = {
   nonfinite: "NaN or infinity",
   dead: "Dead units",
   constant: "Constant output",
@@ -43,5 +53,7 @@ export const FINDING_WORDS: Record<string, string> = {
   vanishing: "Vanishing gradient",
   "no-gradient": "No gradient",
 };
+
+export const findingWord = (kind: string): string => own(FINDING_WORDS, kind);
 
 export const MARK_WORDS = { nan: "the first NaN or infinity", spread: "has NaN or infinity", warning: "has a warning" } as const;

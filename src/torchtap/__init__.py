@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchtap.editing.edit import edit as edit
     from torchtap.editing.features import Features as Features
     from torchtap.editing.features import features as features
+    from torchtap.editing.handlers import hand_over as hand_over
     from torchtap.errors import CompareError as CompareError
     from torchtap.errors import FormError as FormError
     from torchtap.errors import MetricError as MetricError
@@ -190,6 +191,7 @@ _HOME = {
     "emit": "torchtap.taps.receive.active",
     "extra_outputs": "torchtap.taps.travel.extra",
     "features": "torchtap.editing.features",
+    "hand_over": "torchtap.editing.handlers",
     "get_layer_hidden_states": "torchtap.monitors.layers.recorder",
     "instrument": "torchtap.taps.travel.instrument",
     "layer_changes": "torchtap.comparison.adjacent",
@@ -289,6 +291,7 @@ __all__ = [
     "extra_outputs",
     "features",
     "get_layer_hidden_states",
+    "hand_over",
     "instrument",
     "layer_changes",
     "list_sites",

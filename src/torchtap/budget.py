@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torchtap.errors import PlanError
-from torchtap.reduce import Full, Reduction, Sample, Stats
+from torchtap.reduce import Reduction, Sample, Stats
 
 __all__ = ["Budget", "lesser"]
 
@@ -44,8 +44,8 @@ class Budget:
 
 def lesser(keep: Reduction[Any]) -> tuple[Reduction[Any], ...]:
     """What takes the place of a reduction that has become too dear, one after the other."""
-    if isinstance(keep, Stats):
+    if keep.block is not None:
         raise PlanError(
             "statistics are the least that a tap keeps: a budget needs another keep=, e.g. Full()"
         )
-    return (Sample(), Stats()) if isinstance(keep, Full) else (Stats(),)
+    return (Sample(), Stats()) if keep.whole else (Stats(),)

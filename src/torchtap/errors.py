@@ -15,6 +15,7 @@
     │   ├── RunFormatError                       not a run, or a newer format
     │   └── RunCorruptError                      damaged data was about to be returned
     ├── OutputError         (OSError)            a folder or file that cannot be written
+    ├── ForwardStoppedError (ValueError)         a Catcher in a layer's place stopped the model, as asked
     ├── CompareError        (ValueError)         two things that cannot be compared
     └── MissingExtraError   (ImportError)        an optional package is needed
 
@@ -29,6 +30,7 @@ from torchtap.foreign_text import shown
 __all__ = [
     "CompareError",
     "FormError",
+    "ForwardStoppedError",
     "MetricError",
     "MissingExtraError",
     "MonitorError",
@@ -118,6 +120,10 @@ class RunCorruptError(RunError):
 
 class OutputError(TorchtapError, OSError):
     """A folder or file that cannot be written."""
+
+
+class ForwardStoppedError(TorchtapError, ValueError):
+    """Not a mistake: a `Catcher` in a layer's place was asked to stop the model's forward there."""
 
 
 class CompareError(TorchtapError, ValueError):

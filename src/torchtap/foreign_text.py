@@ -19,7 +19,7 @@ import zlib
 from html import escape
 from urllib.parse import quote
 
-__all__ = ["browser_text", "file_component", "in_html", "shown", "storable"]
+__all__ = ["browser_text", "file_component", "in_html", "shortened", "shown", "storable"]
 
 _LONGEST_SHOWN = 500
 _LONGEST_COMPONENT = 400
@@ -76,7 +76,7 @@ def file_component(name: str) -> str:
     safe = quote(storable(name), safe=":.#[]() ,=+-_")
     if name in ("", ".", ".."):
         return safe.replace(".", "%2E") or "%"
-    return safe if len(safe) <= _LONGEST_COMPONENT else _shortened(safe, name, _LONGEST_COMPONENT)
+    return safe if len(safe) <= _LONGEST_COMPONENT else _cut(safe, name, _LONGEST_COMPONENT)
 
 
 def browser_text(text: str) -> str:
@@ -85,9 +85,14 @@ def browser_text(text: str) -> str:
         return f"{text} (name)"
     if not text.isascii():
         text = storable(text)
-    return text if len(text) <= _LONGEST_IN_A_PAGE else _shortened(text, text, _LONGEST_IN_A_PAGE)
+    return shortened(text, _LONGEST_IN_A_PAGE)
 
 
-def _shortened(text: str, whole: str, most: int) -> str:
+def shortened(text: str, most: int) -> str:
+    """The text if it has at most ``most`` letters, else its beginning and a checksum of it."""
+    return text if len(text) <= most else _cut(text, text, most)
+
+
+def _cut(text: str, whole: str, most: int) -> str:
     raw = whole.encode("utf-8", "surrogatepass")
     return f"{text[: most - 40]}…{len(whole)}-{zlib.crc32(raw):08x}{zlib.adler32(raw):08x}"

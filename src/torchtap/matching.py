@@ -99,12 +99,13 @@ def _eager_prints(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     receiver = Receiver(plan, strict=True)
     attachment = attach(model, receiver)
     live = plan.live(Moment(0))
-    receiver.begin_step(live, None)
+    receiver.turn_to("train", live)
+    receiver.begin_step(None)
     attachment.arm(live)
     try:
         model(*args, **kwargs)
     finally:
         receiver.end_step()
         attachment.detach()
-    found = {entry.name: result_of(receiver, entry)["prints"][0] for entry in receiver.entries}
+    found = {entry.name: result_of(receiver.folding, entry)["prints"][0] for entry in receiver.entries}
     return {site: each for site, each in found.items() if parse_name(site).kind in ("input", "output")}

@@ -48,8 +48,22 @@ __all__ = [
     "without_wrappers",
 ]
 
+# Of a parameter's gradient, ``param_grad`` is what the optimizer uses; the longer kinds are its earlier stages.
 Kind = Literal[
-    "input", "output", "grad_input", "grad_output", "param", "param_grad", "buffer", "attention", "value"
+    "input",
+    "output",
+    "grad_input",
+    "grad_output",
+    "param",
+    "param_grad",
+    "buffer",
+    "attention",
+    "value",
+    "param_grad_accumulated",
+    "param_grad_unclipped",
+    "update",
+    "optim_state",
+    "lr",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -227,15 +241,27 @@ def without_compiler(path: str) -> str:
 
 # -- order ----------------------------------------------------------------------------------------------------
 
-# Forward values first, as they pass; then gradients, which pass the other way; then what the step ends with.
+# A step's causes before its effects: parameters as the forward uses them; forward values, as they pass; gradients,
+# which pass the other way; then what the step ends with.
 _FORWARD, _BACKWARD = 0, 1
-_PHASE = {"grad_output": _BACKWARD, "grad_input": _BACKWARD, "param_grad": 2, "param": 3, "buffer": 3}
+_PHASE = {
+    "param": -1,
+    "grad_output": _BACKWARD,
+    "grad_input": _BACKWARD,
+    "param_grad_accumulated": 2,
+    "param_grad_unclipped": 3,
+    "param_grad": 4,
+    "buffer": 5,
+    "update": 5,
+    "optim_state": 5,
+    "lr": 5,
+}
 
 
 def in_passing_order(names: Iterable[str]) -> list[str]:
-    """Sites in the order in which their values pass, given in the order in which forward passes them.
+    """Sites in the order in which their values come about, given in the order in which forward passes them.
 
-    Gradients pass in reverse; what is read at the end of a step comes last.
+    Parameters are there before the forward; gradients pass in reverse; what a step leaves behind comes last.
     """
     groups: dict[int, list[str]] = {}
     for name in names:

@@ -24,7 +24,15 @@ from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_
 __all__ = ["Plan", "Port", "Tap", "bind", "candidates", "tap"]
 
 # Kinds whose leaves are known before the model runs.
-_LISTED: dict[Kind, str] = {"param": "_parameters", "param_grad": "_parameters", "buffer": "_buffers"}
+_LISTED: dict[Kind, str] = {
+    "param": "_parameters",
+    "param_grad": "_parameters",
+    "param_grad_accumulated": "_parameters",
+    "param_grad_unclipped": "_parameters",
+    "update": "_parameters",
+    "optim_state": "_parameters",
+    "buffer": "_buffers",
+}
 
 
 @final
@@ -267,7 +275,7 @@ def candidates(
         for kind in KINDS:
             if kind in listed:
                 yield from listed[kind].get(place.path, ())
-            elif kind in kinds:
+            elif kind in kinds and (kind != "lr" or not place.path):  # learning rates are the whole model's
                 paths = (place.path, *place.other_paths)
                 yield tuple(Site(path, kind, module=place.module) for path in paths)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 from torchtap.coverage import Missing, missing_sites
+from torchtap.display import drawn
 from torchtap.errors import SelectionError
 from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
 from torchtap.sites import input_names
@@ -33,7 +34,7 @@ class Seen(Mapping[str, Any]):
         if entry is None:
             reason = self._why_not(name)
             raise no_such_site(name, list(self), "the captured", reason)
-        result = result_of(self._receiver, entry)
+        result = result_of(self._receiver.folding, entry)
         if isinstance(result, dict) and not result:
             reasons = [message for message in self.lost if message.startswith(f"{entry.name}: ")]
             raise SelectionError(f"{name!r} came, but nothing of it could be kept: {', '.join(reasons)}")
@@ -44,7 +45,7 @@ class Seen(Mapping[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         entry = self._find(name)
-        return default if entry is None else result_of(self._receiver, entry)
+        return default if entry is None else result_of(self._receiver.folding, entry)
 
     def __iter__(self) -> Iterator[str]:
         return (entry.name for entry in self._receiver.entries if entry.shape is not None)
@@ -57,9 +58,7 @@ class Seen(Mapping[str, Any]):
         return missing_sites(self._receiver, frozenset(range(len(self._receiver.plan.taps))))
 
     def _repr_html_(self) -> str:
-        from torchtap.viewer.notebook import seen_html
-
-        return seen_html(self)
+        return str(drawn("captured values", self))
 
     def __repr__(self) -> str:
         lines = [f"Seen({len(self)} sites)"]

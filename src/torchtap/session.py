@@ -20,17 +20,18 @@ from torchtap.matching import site_map_of
 from torchtap.model_tree import environment, model_tree
 from torchtap.names import Kind
 from torchtap.plan import Plan, Tap, bind, candidates, tap
-from torchtap.reduce import Full, Reduction
+from torchtap.reduce import Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Selectable, places, source_of
+from torchtap.store.read.earlier import recorded_steps
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
 from torchtap.store.write.writer import RunWriter
+from torchtap.tapping import Tapping
 from torchtap.taps.alike.mapped import with_paths
 from torchtap.taps.alike.site_map import SiteMap
-from torchtap.taps.attach import attach, tree_of
-from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.attach import tree_of
 from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
 
@@ -55,15 +56,24 @@ class Capture:
     ) -> None:
         self.plan = plan
         lost: list[str] = []
-        self._receiver = Receiver(plan, fold_passes=merge, strict=strict, copy=copy, on_lost=lost.append)
-        self.seen = Seen(self._receiver, lost)
-        self._attachment = attach(model, self._receiver, via, site_map)
+        self._taps = Tapping(
+            model,
+            plan,
+            strict=strict,
+            copy=copy,
+            on_lost=lost.append,
+            via=via,
+            fold_passes=merge,
+            site_map=site_map,
+        )
+        self.seen = Seen(self._taps.receiver, lost)
         self._any_thread = any_thread
 
     def __enter__(self) -> Seen:
         live = self.plan.live(Moment(0))
-        self._receiver.begin_step(live, None if self._any_thread else threading.get_ident())
-        self._attachment.arm(live)
+        self._taps.receiver.turn_to("train", live)
+        self._taps.begin(None if self._any_thread else threading.get_ident())
+        self._taps.arm(live)
         return self.seen
 
     def __exit__(
@@ -72,10 +82,10 @@ class Capture:
         try:
             # Where the block raised, its own error is the one to see, not one of the values that are still to be read.
             with nullcontext() if error is None else suppress(Exception):
-                self._attachment.finish_step()
+                self._taps.read_state()
         finally:
-            self._receiver.end_step()
-            self._attachment.detach()
+            self._taps.receiver.end_step()
+            self._taps.detach()
 
 
 def capture(
@@ -106,7 +116,7 @@ def capture(
         tree = with_paths(tree, site_map)
     bound = bind(tree, taps or ("*:output",), keep)
     if merge is None:
-        merge = not any(isinstance(tap.keep, Full) for tap in bound.taps)
+        merge = not any(tap.keep.whole for tap in bound.taps)
     return Capture(
         model,
         bound,
@@ -127,7 +137,6 @@ def watch(
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
     via: WayName = "hook",
-    one_mode: bool = False,
     labels: dict[str, Any] | None = None,
     **writer_options: Any,
 ) -> Watch:
@@ -135,8 +144,9 @@ def watch(
 
     ``run`` is the folder, or None to keep none. A bare selector keeps statistics. ``labels`` go into the run's
     manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer; ``via`` is as in
-    `capture`. With ``one_mode`` a step's first pass says whether the step is of training or of evaluation, and
-    passes of the model in the other mode are not taken: a validation in between does not get into it.
+    `capture`. Passes in training and in evaluation are recorded apart, each under its phase. Several models of one
+    training, as ``{"G": generator, "D": discriminator}``, share the clock and the run; their sites begin with their
+    names. A folder that holds steps already is continued after them.
     """
     if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
         raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
@@ -146,11 +156,16 @@ def watch(
             "function, make_sink of a text"
         )
     asked = list(taps) if isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module)) else [taps]
+    models = _models(model)
+    if models is not None:
+        model = nn.ModuleDict(models)
     tree = tree_of(model)
     bound = bind(tree, [each if isinstance(each, Tap) else tap(each) for each in asked])
     consumers = list(sinks)
+    recorded = range(0)
     if run is not None:
         described = environment()
+        recorded = recorded_steps(run, described["rank"])
         writer = RunWriter(
             run,
             manifest=_manifest(tree, bound, described, labels or {}),
@@ -164,7 +179,20 @@ def watch(
         raise PlanError(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
-    return Watch(model, bound, consumers, strict=strict, via=via, one_mode=one_mode)
+    return Watch(model, bound, consumers, models=models, strict=strict, via=via, recorded=recorded)
+
+
+def _models(model: Any) -> dict[str, nn.Module] | None:
+    """Several models by name, or None where one was given."""
+    if not isinstance(model, dict) or not model:
+        return None
+    for name, each in model.items():
+        if not isinstance(name, str) or not name or "." in name or not isinstance(each, nn.Module):
+            raise PlanError(
+                f"several models are given as {{name: nn.Module}}, with names without dots; {name!r} is "
+                f"{type(each).__name__}"
+            )
+    return dict(model)
 
 
 def list_sites(model: Any, *kinds: Kind) -> list[str]:

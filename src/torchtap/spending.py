@@ -19,7 +19,7 @@ from typing import final
 from torchtap.plan import Plan, Tap
 from torchtap.store.format.payload import nbytes_of
 from torchtap.store.record import TensorItem
-from torchtap.taps.receive.entries import Entry
+from torchtap.taps.receive.entries import Entry, Tally
 from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["Spending"]
@@ -40,23 +40,29 @@ class Spending:
             index: _Account(plan.taps[index], (index, *below)) for index, below in plan.fallbacks.items()
         }
         self._began = 0.0
-        receiver.timed = any(account.budget.share is not None for account in self._accounts.values())
+        self._keys = receiver.folding.keys
+        receiver.folding.timed = any(account.budget.share is not None for account in self._accounts.values())
 
-    def begin_step(self, live: frozenset[int]) -> frozenset[int]:
-        """The taps that are live, those over their budget replaced by what they have come down to."""
+    def begin_step(self) -> None:
+        """A step begins."""
         self._began = time.perf_counter()
+
+    def replaced(self, live: frozenset[int]) -> frozenset[int]:
+        """The taps that are live, those over their budget replaced by what they have come down to."""
         accounts = self._accounts
         return frozenset(accounts[index].tap if index in accounts else index for index in live)
 
-    def end_step(self, step: int, tensors: tuple[TensorItem, ...]) -> tuple[TensorItem, ...]:
-        """Book a step; gives back the tensors that the budgets allow."""
+    def end_step(self, step: int, tensors: tuple[TensorItem, ...], tally: Tally) -> tuple[TensorItem, ...]:
+        """Book what a phase has kept in a step; gives back the tensors that the budgets allow."""
         seconds = time.perf_counter() - self._began
         for account in self._accounts.values():
-            if account.tap in self._receiver.live and not account.at_the_end:
-                paid = [entry for entry in self._receiver.entries if self._pays(account.tap, entry)]
+            if account.tap in tally.live and not account.at_the_end:
+                paid = [
+                    entry for entry in self._receiver.entries if self._pays(account.tap, entry, tally.live)
+                ]
                 name = self._plan.taps[account.tap].keep.name
                 tensors = account.admit(tensors, name, {entry.name for entry in paid})
-                account.book_time(sum(self._seconds(account.tap, entry) for entry in paid), seconds)
+                account.book_time(sum(self._seconds(account.tap, entry, tally) for entry in paid), seconds)
                 if reason := account.over():
                     account.go_down()
                     instead = self._plan.taps[account.tap].keep.name
@@ -66,17 +72,17 @@ class Spending:
                     )
         return tensors
 
-    def _pays(self, tap: int, entry: Entry) -> bool:
+    def _pays(self, tap: int, entry: Entry, live: frozenset[int]) -> bool:
         """Whether a tap is who keeps a site's value. One that has no budget goes before those that have."""
         if tap not in entry.taps:
             return False
-        key, live = self._receiver.keys[tap], self._receiver.live
-        also = [index for index in entry.taps if index in live and self._receiver.keys[index] == key]
+        key = self._keys[tap]
+        also = [index for index in entry.taps if index in live and self._keys[index] == key]
         held = {account.tap for account in self._accounts.values()}
         return min(also, key=lambda index: (index in held, index)) == tap
 
-    def _seconds(self, tap: int, entry: Entry) -> float:
-        fold = entry.folds.get(self._receiver.keys[tap])
+    def _seconds(self, tap: int, entry: Entry, tally: Tally) -> float:
+        fold = entry.folds.get(tally.phase, {}).get(self._keys[tap])
         if fold is None:
             return 0.0
         seconds, fold.seconds = fold.seconds, 0.0

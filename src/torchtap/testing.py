@@ -69,7 +69,11 @@ class ReductionContract:
         assert set(found) == set(wanted), f"the result has {sorted(found)}, the reference {sorted(wanted)}"
         for name, expected in wanted.items():
             actual = found[name]
-            one, other = (torch.as_tensor(side, dtype=None).to("cpu") for side in (actual, expected))
+            # A float is wide already; torch would make float32 of it.
+            one, other = (
+                torch.as_tensor(side, dtype=torch.float64 if isinstance(side, float) else None).to("cpu")
+                for side in (actual, expected)
+            )
             if one.is_floating_point() or other.is_floating_point():
                 one, other = one.double(), other.double()
             torch.testing.assert_close(

@@ -234,3 +234,21 @@ def test_a_capture_of_attention_in_the_same_step_disturbs_nothing() -> None:
         assert functional.scaled_dot_product_attention is original
         assert len(seen) == 1
         assert "attention_entropy/blocks.0.attn.head_3" in monitor.get_step_metrics()
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+@pytest.mark.parametrize("was", [True, False])
+def test_two_monitors_give_torch_s_fast_path_back_as_it_was(first_to_end: int, was: bool) -> None:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(was)
+    try:
+        monitors = [watching(Attending(), attention=True) for _ in range(2)]
+        for monitor in monitors:
+            monitor.begin_step(0)
+        assert not torch.backends.mha.get_fastpath_enabled()
+        monitors[first_to_end].end_step()
+        assert not torch.backends.mha.get_fastpath_enabled(), "the other monitor still needs it off"
+        monitors[1 - first_to_end].end_step()
+        assert torch.backends.mha.get_fastpath_enabled() == was
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -51,6 +51,7 @@ def test_csv_has_a_row_for_each_number(run: Run, tmp_path: Path) -> None:
         "step": "0",
         "epoch": "",
         "batch": "",
+        "phase": "train",
         "site": SITES[0],
         "statistic": "mean",
         "value": "0.0",
@@ -110,7 +111,7 @@ def test_an_export_that_fails_leaves_the_older_file(
 ) -> None:
     path = export_run(run, "csv", tmp_path / "out" / "a.csv")
     before = path.read_bytes()
-    monkeypatch.setattr(Run, "table", lambda self: [(0, 0, 0, "site", "mean", object()), None])
+    monkeypatch.setattr(Run, "table", lambda self: [(0, 0, 0, "train", "site", "mean", object()), None])
     with pytest.raises(TypeError):
         export_run(run, "csv", path)
     assert path.read_bytes() == before

@@ -74,7 +74,14 @@ def test_scalar_segments_have_the_entries_of_the_page(part: Path) -> None:
         found = {name for name in opened.keys() if not name.startswith("grid1")}  # noqa: SIM118
         assert found == first_column("Scalar segments")
         metadata = opened.metadata()
-        assert set(json.loads(metadata["torchtap"])) == {"format", "kind", "phases"}
+        assert set(json.loads(metadata["torchtap"])) == {
+            "format",
+            "check",
+            "kind",
+            "flushes",
+            "steps",
+            "phases",
+        }
         assert json.loads(metadata["grid0"]) == {"sites": ["a:output", "b:output"], "statistics": ["mean"]}
         assert opened.get_tensor("grid0.values").shape == (1, 2, 1)
         assert opened.get_tensor("clock.epoch").tolist() == [-(2**63)] * 2

@@ -67,9 +67,13 @@ def test_merging_keeps_tensors_events_masks_and_phases(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     assert run.problems == []
     absent = {step for step in range(40) if step % 2 and step % 3 == 0}
-    assert set(run.series("a:output", "mean").steps.tolist()) == set(range(40)) - absent
-    assert run.series("b:output", "mean").values.tolist() == [-step for step in range(40)]
-    assert run.series(SITES[1], "max").values.tolist() == [number(step, 1, 2) for step in range(0, 40, 4)]
+    in_phases = {"train": range(30), "eval": range(30, 40)}
+    for phase, steps in in_phases.items():
+        assert set(run.series("a:output", "mean", phase).steps.tolist()) == set(steps) - absent
+        assert run.series("b:output", "mean", phase).values.tolist() == [-step for step in steps]
+        found = run.series(SITES[1], "max", phase)
+        assert found.steps.tolist() == [step for step in steps if step % 4 == 0]
+        assert found.values.tolist() == [number(step, 1, 2) for step in found.steps.tolist()]
     assert run.clock().phase.tolist() == ["train"] * 30 + ["eval"] * 10
     assert [event["step"] for event in run.events("tick")] == list(range(40))
     for step in (0, 1, 39):

@@ -88,9 +88,9 @@ def test_the_table_has_every_number_once(folder: Path) -> None:
     table = open_run(folder).table()
     assert len(table) == 20 * 9
     rows = list(table)
-    assert rows[0] == (0, 0, 0, SITES[0], "mean", number(0, 0, 0))
-    assert len({(row[0], row[3], row[4]) for row in rows}) == len(rows)
-    assert all(row[5] == number(row[0], SITES.index(row[3]), STATISTICS.index(row[4])) for row in rows)
+    assert rows[0] == (0, 0, 0, "train", SITES[0], "mean", number(0, 0, 0))
+    assert len({(row[0], row[4], row[5]) for row in rows}) == len(rows)
+    assert all(row[6] == number(row[0], SITES.index(row[4]), STATISTICS.index(row[5])) for row in rows)
 
 
 def test_the_table_converts_to_arrow_pandas_and_polars(folder: Path) -> None:
@@ -143,13 +143,20 @@ def test_a_histogram_comes_back_with_its_edges(tmp_path: Path) -> None:
     assert edges.tolist() == [0, 1, 2, 3]
 
 
-def test_two_records_of_one_step_are_both_kept(tmp_path: Path) -> None:
+def test_phases_of_one_step_are_series_of_their_own(tmp_path: Path) -> None:
     with RunWriter(tmp_path, manifest={}) as writer:
         writer.write(record(3, phase="train"))
         writer.write(record(3, phase="eval"))
     run = open_run(tmp_path)
-    assert run.series(SITES[0], "mean").steps.tolist() == [3, 3]
+    for phase in ("train", "eval", None):
+        assert run.series(SITES[0], "mean", phase).steps.tolist() == [3]
+        assert run.matrix("mean", phase=phase).steps.tolist() == [3]
+    assert run.of_phase("eval").clock().phase.tolist() == ["eval"]
+    with pytest.raises(SelectionError, match="no phase 'valid'; it has train, eval"):
+        run.series(SITES[0], "mean", "valid")
     assert run.steps().tolist() == [3]
+    table = run.table()
+    assert sorted(set(table["phase"].tolist())) == ["eval", "train"]
     assert run.clock().phase.tolist() == ["train", "eval"]
 
 
@@ -235,7 +242,9 @@ def test_a_replaced_manifest_is_seen_and_an_unchanged_one_is_not_parsed_again(
         writer.flush()
         run.refresh()
         assert run.manifest["plan"] == 2
-        monkeypatch.setattr("torchtap.store.read.part.load_json", lambda text: pytest.fail("parsed again"))
+        monkeypatch.setattr(
+            "torchtap.store.read.documents.load_json", lambda text: pytest.fail("parsed again")
+        )
         run.refresh()
 
 

@@ -82,7 +82,7 @@ def test_the_manifest_can_be_completed_while_recording(tmp_path: Path) -> None:
         manifest = open_run(tmp_path).manifest
     assert manifest["sites"] == [{"name": SITES[1]}]
     assert manifest["plan"] == {"taps": 1}
-    assert manifest["format"] == {"name": "torchtap-run", "version": 1}
+    assert manifest["format"] == {"name": "torchtap-run", "version": 2}
 
 
 def test_the_same_folder_again_is_a_further_attempt(tmp_path: Path) -> None:
@@ -292,9 +292,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     opened = threading.Event()
     original = recorder.TensorSegments.add
 
-    def add(self: recorder.TensorSegments, step: int, item: TensorItem) -> object:
+    def add(self: recorder.TensorSegments, step: int, item: TensorItem, phase: str) -> object:
         opened.wait(30)
-        return original(self, step, item)
+        return original(self, step, item, phase)
 
     monkeypatch.setattr(recorder.TensorSegments, "add", add)
     return opened

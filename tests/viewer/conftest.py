@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.viewer.recordings import train
+from tests.viewer.browsing import chromium, need_browser
+from tests.viewer.recordings import small_run, train
 
 import torchtap as tt
 
@@ -21,3 +24,25 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model from another seed, going well."""
     taps = [tt.tap("*:output", keep=tt.Stats()), tt.tap("*:param_grad", keep=tt.Stats())]
     return train(tmp_path_factory.mktemp("runs") / "second", steps=30, seed=3, taps=taps)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """One browser for all tests of the page."""
+    need_browser()
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def shelf_folder(tmp_path: Path) -> Path:
+    """A folder with six small runs, nested, with labels; one diverged."""
+    for number in range(6):
+        labels = {
+            "lr": 10.0 ** -(1 + number % 3),
+            "optimizer": "adam" if number % 2 else "sgd",
+            "seed": number,
+        }
+        place = tmp_path / "runs" / ("sweep" if number < 4 else "") / f"run-{number}"
+        small_run(place, labels=labels, scale=1e6 if number == 5 else 1.0)
+    return tmp_path / "runs"

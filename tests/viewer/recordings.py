@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchtap as tt
 
-__all__ = ["TEXT", "Transformer", "tokens_of_batch", "train"]
+__all__ = ["TEXT", "Transformer", "small_run", "tokens_of_batch", "train"]
 
 TEXT = (
     "the tap opens and the numbers run from layer to layer , and where one of them goes wrong "
@@ -114,6 +115,7 @@ def train(
     taps: list[Any] | None = None,
     dead: bool = False,
     gain: float = 1.0,
+    labels: dict[str, Any] | None = None,
     each_step: Callable[[int, Any], None] | None = None,
 ) -> Path:
     """Train and record. From step ``breaks_at`` on one MLP multiplies with infinity."""
@@ -133,8 +135,8 @@ def train(
         tt.tap("blocks.*:output", keep=tt.Full(), every=max(1, steps // 6)),
         tt.tap("blocks.*.mlp.down:output", keep=tt.Histogram(), every=max(1, steps // 60)),
     ]
-    labels = {"tokens": tokens_of_batch(length)}
-    with tt.watch(model, folder, chosen, labels=labels) as watch:
+    noted = {"tokens": tokens_of_batch(length), "lr": rate, "layers": layers, **(labels or {})}
+    with tt.watch(model, folder, chosen, labels=noted) as watch:
         for step in range(steps):
             if breaks_at is not None and step >= breaks_at:
                 model.blocks[layers * 7 // 12].mlp.gain = math.inf
@@ -149,3 +151,29 @@ def train(
             if each_step is not None:
                 each_step(step, watch)
     return Path(folder)
+
+
+def small_run(
+    folder: Path,
+    *,
+    steps: int = 20,
+    labels: dict[str, Any] | None = None,
+    scale: float = 1.0,
+    sites: tuple[str, ...] = ("a:output", "b:output"),
+    close: bool = True,
+) -> Any:
+    """A run of made-up numbers, written like a real one: a loss that falls, and the size of each site."""
+    from torchtap.store.record import ScalarBlock, StepRecord
+    from torchtap.store.write.writer import RunWriter
+
+    writer = RunWriter(folder, manifest={"created": "2026-01-02T03:04:05+00:00", "labels": labels or {}})
+    for step in range(steps):
+        sizes = np.array([[scale * (1 + row) * (1 + step)] * 2 for row in range(len(sites))])
+        loss = np.array([[scale * (2.0 + 3.0 * math.exp(-step / 6) + 0.1 * math.sin(step))]])
+        blocks = (ScalarBlock(sites, ("rms", "std"), sizes), ScalarBlock((":value.loss",), ("value",), loss))
+        writer.write(StepRecord(step, step // 5, None, "train", 1000.0 + 2.0 * step, blocks, ()))
+    if close:
+        writer.close()
+        return None
+    writer.flush()
+    return writer

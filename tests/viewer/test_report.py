@@ -37,15 +37,15 @@ def test_a_report_holds_what_the_viewer_would_answer(run_folder: Path, tmp_path:
     body = gzip.decompress(base64.b64decode(packed[1]))
     (length,) = struct.unpack_from("<I", body)
     index = {key: (at, size) for key, at, size in json.loads(body[4 : 4 + length])}
-    at, size = index["map?kind=output&run=0&statistic=rms"]
+    at, size = index["map?kind=output&run=first&statistic=rms"]
     expected = answer(
         Catalog.open([run_folder]),
         "map",
         {"kind": "output", "statistic": "rms", "columns": "480", "rows": "800"},
     )
     assert body[4 + length + at : 4 + length + at + size] == expected
-    assert "series?run=0&site=head%3Aoutput" in index
-    assert "series?run=0&site=norm%3Aoutput" not in index
+    assert "series?run=first&site=head%3Aoutput" in index
+    assert "series?run=first&site=norm%3Aoutput" not in index
     assert report.sites == ("head:output",)
     assert report.size < 3_000_000
 

@@ -180,16 +180,16 @@ def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_hostile_manifest_answers_like_any_other(hostile_folder: Path) -> None:
     client = client_of(hostile_folder)
-    about = client.get("/api/about?run=0")
+    about = client.get("/api/about")
     assert about.status_code == 200
     assert about.headers["content-type"] == "application/json"
     assert len(about.content) < 100_000
-    for question in ("runs", "findings?run=0", "coverage?run=0", "tokens?run=0&step=1"):
+    for question in ("runs", "findings", "coverage", "tokens?step=1"):
         assert client.get(f"/api/{question}").status_code == 200
     site = about.json()["sites"][0]["name"]
-    asked = {"run": 0, "site": site, "statistics": "std,constructor"}
+    asked = {"site": site, "statistics": "std,constructor"}
     assert client.get("/api/series", params=asked).status_code == 200
-    assert client.get("/api/map", params={"run": 0, "statistic": "constructor"}).status_code == 200
+    assert client.get("/api/map", params={"statistic": "constructor"}).status_code == 200
     assert client.get("/api/slice", params={"site": site, "step": 0}).status_code in (200, 413)
 
 
@@ -229,14 +229,14 @@ def test_a_damaged_run_harms_nothing(run_folder: Path, tmp_path: Path, change: A
     broken = damaged(run_folder, tmp_path / "broken", change)
     client = client_of(broken, run_folder)
     for question in (
-        "about?run=0",
-        "findings?run=0",
-        "coverage?run=0",
-        "map?run=0&statistic=std&kind=output",
-        "series?run=0&site=blocks.0:output&statistics=std",
-        "slice?run=0&site=blocks.0:output&step=0",
-        "histograms?run=0&site=blocks.0.mlp.down:output",
+        "about?run=broken",
+        "findings?run=broken",
+        "coverage?run=broken",
+        "map?run=broken&statistic=std&kind=output",
+        "series?run=broken&site=blocks.0:output&statistics=std",
+        "slice?run=broken&site=blocks.0:output&step=0",
+        "histograms?run=broken&site=blocks.0.mlp.down:output",
     ):
         reply = client.get(f"/api/{question}")
         assert reply.status_code in (200, 404, 413, 422), (question, reply.text[:200])
-    assert client.get("/api/map?run=1&statistic=std&kind=output").status_code == 200
+    assert client.get("/api/map?run=first&statistic=std&kind=output").status_code == 200

@@ -2,6 +2,7 @@
 
 import { grouped, show, ticks } from "../numbers";
 import type { Scale } from "../scale";
+import type { Pen } from "../take/svg";
 import { ink } from "../theme";
 import type { Cells, Grid } from "./grid";
 
@@ -10,6 +11,7 @@ export interface Frame {
   height: number;
   left: number; // where the cells begin
   top: number;
+  lossHeight: number; // of the strip above the cells; 0: none
   cellsWidth: number;
   cellsHeight: number;
   stripWidth: number; // right of the cells; 0: no room
@@ -20,12 +22,14 @@ export const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "Helveti
 const AXIS = 22;
 const GAP = 10;
 
-export function frameFor(width: number, height: number, gutter: number): Frame {
+export function frameFor(width: number, height: number, gutter: number, loss: boolean): Frame {
   const stripWidth = width > 860 ? 128 : 0;
   const stripHeight = height > 420 ? 96 : 0;
+  const lossHeight = loss && height > 300 ? 64 : 0;
+  const top = 18 + (lossHeight ? lossHeight + 22 : 0);
   const cellsWidth = Math.max(60, width - gutter - (stripWidth ? stripWidth + GAP : 4));
-  const cellsHeight = Math.max(60, height - 18 - AXIS - (stripHeight ? stripHeight + GAP + 16 : 0));
-  return { width, height, left: gutter, top: 18, cellsWidth, cellsHeight, stripWidth, stripHeight };
+  const cellsHeight = Math.max(60, height - top - AXIS - (stripHeight ? stripHeight + GAP + 16 : 0));
+  return { width, height, left: gutter, top, lossHeight, cellsWidth, cellsHeight, stripWidth, stripHeight };
 }
 
 export function context2d(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D | null {
@@ -42,7 +46,7 @@ export function context2d(canvas: HTMLCanvasElement, width: number, height: numb
 }
 
 // Long names lose their middle: the ends tell the layer and the kind.
-export function shorten(context: CanvasRenderingContext2D, text: string, room: number): string {
+export function shorten(context: Pen, text: string, room: number): string {
   if (context.measureText(text).width <= room) return text;
   let keep = text.length - 1;
   while (keep > 3) {
@@ -54,7 +58,7 @@ export function shorten(context: CanvasRenderingContext2D, text: string, room: n
   return "…";
 }
 
-export function drawCells(context: CanvasRenderingContext2D, frame: Frame, picture: HTMLCanvasElement, cells: Cells): void {
+export function drawCells(context: Pen, frame: Frame, picture: HTMLCanvasElement, cells: Cells): void {
   const { left, top, cellsWidth, cellsHeight } = frame;
   // What was not recorded: a quiet hatch that no colour map has.
   context.fillStyle = ink("--absent");
@@ -76,7 +80,7 @@ export function drawCells(context: CanvasRenderingContext2D, frame: Frame, pictu
   context.restore();
 }
 
-export function drawNames(context: CanvasRenderingContext2D, frame: Frame, names: string[], cells: Cells): void {
+export function drawNames(context: Pen, frame: Frame, names: string[], cells: Cells): void {
   const rows = cells.bottom - cells.top;
   const height = frame.cellsHeight / rows;
   context.textAlign = "right";
@@ -96,7 +100,7 @@ export function drawNames(context: CanvasRenderingContext2D, frame: Frame, names
 
 const depth = (name: string | undefined): number => (name ?? "").split(/[.:]/).length;
 
-export function drawSteps(context: CanvasRenderingContext2D, frame: Frame, grid: Grid, cells: Cells, label = true): void {
+export function drawSteps(context: Pen, frame: Frame, grid: Grid, cells: Cells, label = true): void {
   const { left, top, cellsWidth, cellsHeight } = frame;
   const first = grid.steps[cells.left] ?? 0;
   const last = grid.lastStepOf(cells.right - 1);
@@ -133,7 +137,7 @@ export interface Spot {
 }
 
 // Below: the row under the cross-hair over time. The band is what lies between least and greatest.
-export function drawSeries(context: CanvasRenderingContext2D, frame: Frame, grid: Grid, cells: Cells, spot: Spot, scale: Scale, title: string, colour: string): void {
+export function drawSeries(context: Pen, frame: Frame, grid: Grid, cells: Cells, spot: Spot, scale: Scale, title: string, colour: string): void {
   if (!frame.stripHeight) return;
   const top = frame.top + frame.cellsHeight + AXIS + GAP + 14;
   const height = frame.stripHeight - 16;
@@ -186,7 +190,7 @@ export function drawSeries(context: CanvasRenderingContext2D, frame: Frame, grid
 }
 
 // On the right: every row at the step under the cross-hair, the picture of depth.
-export function drawProfile(context: CanvasRenderingContext2D, frame: Frame, grid: Grid, cells: Cells, spot: Spot, scale: Scale, title: string, colour: string): void {
+export function drawProfile(context: Pen, frame: Frame, grid: Grid, cells: Cells, spot: Spot, scaleOf: (row: number) => Scale, title: string, colour: string): void {
   if (!frame.stripWidth) return;
   const left = frame.left + frame.cellsWidth + GAP;
   const { top, cellsHeight, stripWidth: width } = frame;
@@ -197,9 +201,10 @@ export function drawProfile(context: CanvasRenderingContext2D, frame: Frame, gri
   context.textAlign = "left";
   context.textBaseline = "bottom";
   context.fillText(title, left, top - 4);
-  const usual = grid.usual(scale);
   context.fillStyle = colour;
   for (let r = cells.top; r < cells.bottom; r++) {
+    const scale = scaleOf(r);
+    const usual = grid.usual(scale);
     const value = grid.value(r, spot.column, usual, scale);
     if (!Number.isFinite(value)) continue;
     const y = top + (r - cells.top) * height;
@@ -208,7 +213,8 @@ export function drawProfile(context: CanvasRenderingContext2D, frame: Frame, gri
   context.fillStyle = ink("--ink-3");
   context.textBaseline = "top";
   context.textAlign = "left";
-  context.fillText(show(scale.low), left, top + cellsHeight + 6);
+  const first = scaleOf(cells.top);
+  context.fillText(show(first.low), left, top + cellsHeight + 6);
   context.textAlign = "right";
-  context.fillText(show(scale.high), left + width, top + cellsHeight + 6);
+  context.fillText(show(first.high), left + width, top + cellsHeight + 6);
 }

@@ -5,6 +5,7 @@ import type { Range, Scale } from "../scale";
 import { NOT_FINITE } from "../colour";
 
 export interface MapFacts {
+  run: string;
   statistic: string;
   rows: number; // of the whole map
   firstRow: number;
@@ -12,7 +13,9 @@ export interface MapFacts {
   shownSteps: number;
   lastStep: number | null;
   revision: number;
-  siteCount: number;
+  allSteps: number;
+  sites: string[]; // under the shown rows, one after the other
+  names: string[] | null; // of the shown rows, where a row is a module
   range: Range;
 }
 
@@ -38,8 +41,9 @@ export class Grid {
   readonly high: Float32Array;
   readonly steps: Float64Array;
   readonly rowStarts: Int32Array;
-  readonly members: Int32Array;
+  readonly bandStarts: Int32Array; // where in facts.sites each shown row of the whole map begins
   readonly facts: MapFacts;
+  private places: Map<string, number> | null = null;
 
   constructor(packed: Packed<MapFacts>) {
     this.facts = packed.facts;
@@ -48,7 +52,12 @@ export class Grid {
     this.high = (packed.arrays["high"] ?? this.low) as Float32Array;
     this.steps = packed.arrays["steps"] as Float64Array;
     this.rowStarts = packed.arrays["rowStarts"] as Int32Array;
-    this.members = packed.arrays["members"] as Int32Array;
+    this.bandStarts = packed.arrays["bandStarts"] as Int32Array;
+  }
+
+  private get positions(): Map<string, number> {
+    this.places ??= new Map(this.facts.sites.map((site, at) => [site, at]));
+    return this.places;
   }
 
   get empty(): boolean {
@@ -74,9 +83,33 @@ export class Grid {
     return row;
   }
 
-  // Numbers, in the run's list of sites, of the sites under a row.
-  sitesOf(row: number): Int32Array {
-    return this.members.subarray(this.rowStarts[row] ?? 0, row + 1 < this.rows ? this.rowStarts[row + 1] : undefined);
+  private bandsOf(row: number): [number, number] {
+    return [this.rowStarts[row] ?? 0, row + 1 < this.rows ? this.rowStarts[row + 1] ?? 0 : this.facts.shownRows];
+  }
+
+  // The sites under a row of the grid.
+  sitesOf(row: number): string[] {
+    const [from, to] = this.bandsOf(row);
+    return this.facts.sites.slice(this.bandStarts[from] ?? 0, this.bandStarts[to] ?? 0);
+  }
+
+  // What a row is: a module where rows are folded, else nothing.
+  moduleOf(row: number): string | null {
+    return this.facts.names?.[this.rowStarts[row] ?? 0] ?? null;
+  }
+
+  // The row of the whole map that holds a site, if it is among the shown ones.
+  placeOf(site: string): number | null {
+    const at = this.positions.get(site);
+    if (at === undefined) return null;
+    let low = 0;
+    let high = this.facts.shownRows - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if ((this.bandStarts[middle] ?? 0) <= at) low = middle;
+      else high = middle - 1;
+    }
+    return this.facts.firstRow + low;
   }
 
   lastStepOf(column: number): number {
@@ -107,7 +140,7 @@ export class Grid {
 }
 
 // The grid as an image, one pixel a cell. What was not recorded stays transparent.
-export function paint(grid: Grid, bad: Grid | null, scale: Scale): HTMLCanvasElement {
+export function paint(grid: Grid, bad: Grid | null, scaleOf: (row: number) => Scale): HTMLCanvasElement {
   const canvas = document.createElement("canvas");
   canvas.width = Math.max(1, grid.columns);
   canvas.height = Math.max(1, grid.rows);
@@ -115,15 +148,18 @@ export function paint(grid: Grid, bad: Grid | null, scale: Scale): HTMLCanvasEle
   if (!context || grid.empty) return canvas;
   const image = context.createImageData(grid.columns, grid.rows);
   const pixels = image.data;
-  const usual = grid.usual(scale);
   const fits = bad !== null && bad.rows === grid.rows && bad.columns === grid.columns;
   for (let row = 0, at = 0; row < grid.rows; row++) {
+    const scale = scaleOf(row);
+    const usual = grid.usual(scale);
     for (let column = 0; column < grid.columns; column++, at++) {
       const value = grid.value(row, column, usual, scale);
       const broken = (fits && (bad.high[at] ?? 0) > 0) || value === Infinity || value === -Infinity;
       if (Number.isNaN(value) && !broken) continue;
       if (broken) {
-        pixels.set(NOT_FINITE, at * 4);
+        pixels[at * 4] = NOT_FINITE[0];
+        pixels[at * 4 + 1] = NOT_FINITE[1];
+        pixels[at * 4 + 2] = NOT_FINITE[2];
       } else {
         const i = Math.round(scale.place(value) * 255) * 3;
         pixels[at * 4] = scale.lut[i] ?? 0;

@@ -1,16 +1,20 @@
-// Attention maps: one layer at a time, all heads small, one head large, tokens as labels where the run has them.
+// Attention maps: one layer at a time, all heads small, one head large and over time, how spread each head is.
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { askPacked } from "../api";
 import type { ViewProps } from "../app";
-import { gradient } from "../colour";
+import { Chart } from "../chart";
+import { gradient, lines as lineColours } from "../colour";
 import { useAnswer, useJson } from "../data";
 import { show } from "../numbers";
-import { coloursFor, paintSlice, Picture, type Colours, type Slice, type SliceFacts } from "../picture";
-import { adjust } from "../route";
+import { coloursFor, Picture, type Colours, type Slice, type SliceFacts } from "../picture";
+import { adjust, whole } from "../route";
 import { useDark } from "../theme";
-import type { TensorGroup } from "../types";
-import { nearest, StepSlider } from "./tensor";
+import { Thumb } from "../thumb";
+import type { RunLine, TensorGroup } from "../types";
+import { nearest, StepSlider } from "./steps";
+
+const OVER_TIME = 8;
 
 export function AttentionView({ run, about, params }: ViewProps) {
   const dark = useDark();
@@ -19,19 +23,19 @@ export function AttentionView({ run, about, params }: ViewProps) {
   const [said, setSaid] = useState<string | null>(null);
   const layers = useMemo(() => about.sites.filter((s) => s.kind === "attention" && (about.tensors[s.name] ?? []).includes("tensor")), [about]);
   const site = layers.find((s) => s.name === params["site"]) ?? layers[0];
-  const listed = useJson<{ tensors: TensorGroup[] }>("tensors", site ? { run: run.id, site: site.name, revision: run.revision } : null);
+  const listed = useJson<{ tensors: TensorGroup[] }>("tensors", site ? { run: run.name, site: site.name, revision: run.revision } : null);
   const group = listed.value?.tensors.find((g) => g.field === "value") ?? listed.value?.tensors[0];
   const shape = group?.shape ?? [];
-  const step = group ? nearest(group.steps, params["step"] ? Number(params["step"]) : null) : 0;
+  const step = group ? nearest(group.steps, whole(params["step"])) : 0;
   const heads = shape.length >= 3 ? shape[shape.length - 3] ?? 1 : 1;
   const examples = shape.length >= 4 ? shape[shape.length - 4] ?? 1 : 1;
   const head = Math.min(Number(params["head"]) || 0, heads - 1);
   const example = Math.min(Number(params["example"]) || 0, examples - 1);
   const stack = shape.length >= 3 ? shape.length - 3 : null;
   const index = shape.length >= 4 ? shape.map((_, axis) => (axis === shape.length - 4 ? example : 0)).join(",") : null;
-  const asked = { run: run.id, site: site?.name, step, field: group?.field, stack, index, size: 256 };
-  const slice = useAnswer(group && site && shape.length >= 2 ? JSON.stringify(asked) : null, (signal) => askPacked<SliceFacts>("slice", asked, signal));
-  const told = useJson<{ tokens: string[] | null }>("tokens", group ? { run: run.id, step } : null);
+  const asked = { run: run.name, site: site?.name, step, field: group?.field, stack, index, size: 256 };
+  const slice = useAnswer(group && site && shape.length >= 2 ? JSON.stringify(asked) : null, (signal) => askPacked<SliceFacts>("slice", asked, signal), `${run.name} ${site?.name}`);
+  const told = useJson<{ tokens: string[] | null }>("tokens", group ? { run: run.name, step } : null);
   const tokens = told.value?.tokens ?? null;
 
   useEffect(() => {
@@ -43,7 +47,7 @@ export function AttentionView({ run, about, params }: ViewProps) {
 
   useEffect(() => {
     const press = (event: KeyboardEvent) => {
-      if ((event.target as HTMLElement | null)?.closest("input, select, textarea, canvas")) return;
+      if ((event.target as HTMLElement | null)?.closest("input, select, textarea, canvas, dialog, details")) return;
       const position = layers.findIndex((s) => s.name === site?.name);
       if (event.key === "ArrowRight") adjust({ head: (head + 1) % heads });
       if (event.key === "ArrowLeft") adjust({ head: (head + heads - 1) % heads });
@@ -54,15 +58,15 @@ export function AttentionView({ run, about, params }: ViewProps) {
     return () => window.removeEventListener("keydown", press);
   });
 
+  const colours = useMemo(() => slice.value && weights(slice.value, dark), [slice.value, dark]);
   if (!site) {
     return (
-      <section class="attention"><p class="quiet">
+      <section class="attention" aria-label="Attention"><p class="quiet">
         This run holds no attention maps. Record them with <code>tt.tap("*:attention", keep=tt.Full())</code>.
       </p></section>
     );
   }
   const labels = tokens && slice.value && tokens.length >= slice.value.facts.columns ? tokens : null;
-  const colours = slice.value && weights(slice.value, dark);
   return (
     <section class="attention" aria-label="Attention">
       <div class="tools">
@@ -71,7 +75,7 @@ export function AttentionView({ run, about, params }: ViewProps) {
             {layers.map((s) => <option key={s.name} value={s.name}>{s.name.replace(/:attention$/, "")}</option>)}
           </select>
         </label>
-        {group && <StepSlider steps={group.steps} step={step} choose={(s) => adjust({ step: s })} />}
+        {group && <StepSlider steps={group.steps} step={step} ready={!slice.busy} choose={(s) => adjust({ step: s })} />}
         {examples > 1 && (
           <label>example
             <input type="range" aria-label="Example" min={0} max={examples - 1} value={example} onInput={(e) => adjust({ example: e.currentTarget.value })} />
@@ -82,12 +86,12 @@ export function AttentionView({ run, about, params }: ViewProps) {
         {colours && <span class="under"><span class="ramp" style={{ background: gradient(colours.lut) }} /> {show(colours.low)} to {show(colours.high)}, small weights stretched</span>}
       </div>
       {slice.error && <p class="alarm">{slice.error}</p>}
-      {slice.value && (told.value || told.error) && (
+      {slice.value && colours && (told.value || told.error) && (
         <div class="two">
-          <div class="heads" role="listbox" aria-label="Heads">
+          <div class="heads" role="group" aria-label="Heads">
             {Array.from({ length: slice.value.facts.pictures }, (_, h) => (
-              <button key={h} role="option" aria-selected={h === head} class={h === head ? "on" : ""} onClick={() => adjust({ head: h })}>
-                <Thumb slice={slice.value as Slice} head={h} dark={dark} />
+              <button key={h} aria-pressed={h === head} class={h === head ? "on" : ""} onClick={() => adjust({ head: h })}>
+                <Thumb slice={slice.value as Slice} picture={h} colours={colours} />
                 <span>head {h}</span>
               </button>
             ))}
@@ -95,13 +99,61 @@ export function AttentionView({ run, about, params }: ViewProps) {
           <div class="large" ref={box}>
             <p class="said"><b>head {head}</b> <output data-testid="value">{said ?? "rows look at columns: point at a cell"}</output></p>
             <Picture
-              slice={slice.value} picture={Math.min(head, slice.value.facts.pictures - 1)} colours={weights(slice.value, dark)} width={size.width - 8} height={size.height - 40} rowLabels={labels} columnLabels={labels} said={setSaid}
+              slice={slice.value} picture={Math.min(head, slice.value.facts.pictures - 1)} colours={colours} width={size.width - 8} height={Math.max(320, size.height - 40)} rowLabels={labels} columnLabels={labels} said={setSaid}
+              name={`${run.name}-${site.name}-head${head}-step${step}`}
               describe={(row, column) => (labels ? `“${labels[row]}” looks at “${labels[column]}”` : `position ${row} looks at ${column}`)}
             />
           </div>
+          <aside class="overtime">
+            {group && group.steps.length > 1 && <OverTime run={run} asked={asked} steps={group.steps} step={step} head={head} dark={dark} />}
+            <Entropy run={run} site={site.name} head={head} />
+          </aside>
         </div>
       )}
     </section>
+  );
+}
+
+// One head at several steps: how its picture came to be.
+function OverTime({ run, asked, steps, step, head, dark }: { run: RunLine; asked: Record<string, string | number | null | undefined>; steps: number[]; step: number; head: number; dark: boolean }) {
+  const chosen = [...new Set(Array.from({ length: Math.min(OVER_TIME, steps.length) }, (_, i, all = Math.min(OVER_TIME, steps.length)) => steps[Math.round((i * (steps.length - 1)) / Math.max(1, all - 1))] ?? 0))];
+  const answer = useAnswer(JSON.stringify([run.name, run.revision, asked["site"], asked["index"], chosen]), (signal) =>
+    Promise.all(chosen.map((s) => askPacked<SliceFacts>("slice", { ...asked, step: s }, signal).catch(() => null))), `${run.name} ${asked["site"]}`);
+  return (
+    <div>
+      <h2>Head {head} over time</h2>
+      <div class="filters" data-testid="overtime">
+        {(answer.value ?? []).map((slice, i) => slice && (
+          <button key={chosen[i]} aria-pressed={chosen[i] === step} class={chosen[i] === step ? "on" : ""} onClick={() => adjust({ step: chosen[i] })}>
+            <Thumb slice={slice} picture={Math.min(head, slice.facts.pictures - 1)} colours={weights(slice, dark)} size={96} /><span>step {chosen[i]}</span>
+          </button>
+        ))}
+      </div>
+    </div>
+  );
+}
+
+interface EntropyFacts { heads: number; places: number }
+
+function Entropy({ run, site, head }: { run: RunLine; site: string; head: number }) {
+  const dark = useDark();
+  const answer = useAnswer(JSON.stringify([run.name, run.revision, site]), (signal) => askPacked<EntropyFacts>("entropy", { run: run.name, site }, signal), `${run.name} ${site}`);
+  const drawn = useMemo(() => {
+    const packed = answer.value;
+    const steps = packed?.arrays["steps"];
+    const bits = packed?.arrays["entropy"];
+    if (!packed || !steps || !bits) return null;
+    const colours = lineColours(dark);
+    const heads = packed.facts.heads;
+    const lines = Array.from({ length: heads }, (_, h) => ({ label: `head ${h}`, colour: colours[h % colours.length] ?? "", width: h === head ? 3 : 1, values: Array.from(steps, (_s, i) => bits[i * heads + h] ?? NaN) }));
+    return { steps, lines, most: Math.log2(packed.facts.places) };
+  }, [answer.value, dark, head]);
+  if (!drawn) return null;
+  return (
+    <div>
+      <h2>Entropy <span class="quiet">bits; at most {show(Number(drawn.most.toPrecision(3)))}. Low: looks at few places</span></h2>
+      <Chart name={`${site}-entropy`} steps={drawn.steps} lines={drawn.lines} height={170} />
+    </div>
   );
 }
 
@@ -110,15 +162,3 @@ const weights = (slice: Slice, dark: boolean): Colours => {
   const colours = coloursFor(slice, dark);
   return colours.low >= 0 ? { ...colours, low: 0, bend: 0.5 } : colours;
 };
-
-function Thumb({ slice, head, dark }: { slice: Slice; head: number; dark: boolean }) {
-  const canvas = useRef<HTMLCanvasElement>(null);
-  useEffect(() => {
-    const context = canvas.current?.getContext("2d");
-    if (!context || !canvas.current) return;
-    canvas.current.width = canvas.current.height = 144;
-    context.imageSmoothingEnabled = false;
-    context.drawImage(paintSlice(slice, head, weights(slice, dark)), 0, 0, 144, 144);
-  }, [slice, head, dark]);
-  return <canvas ref={canvas} />;
-}

@@ -17,7 +17,12 @@ export function CoveragePanel({ answer, run, about }: { answer: CoverageAnswer; 
   const { planned, missing, problems, lost } = answer;
   const known = new Set(about.sites.map((s) => s.name));
   const reasons = new Map<string, string[]>();
-  for (const { site, reason } of missing) reasons.set(reason, [...(reasons.get(reason) ?? []), site]);
+  for (const { site, reason } of missing) {
+    const said = plainReason(reason);
+    const listed = reasons.get(said);
+    if (listed) listed.push(site);
+    else reasons.set(said, [site]);
+  }
   const came = Math.max(0, planned - missing.length);
   return (
     <>
@@ -33,7 +38,7 @@ export function CoveragePanel({ answer, run, about }: { answer: CoverageAnswer; 
         <details key={reason} class="panel" open={sites.length <= 12}>
           <summary><b>{plural(sites.length, "site")}</b> {reason}</summary>
           <ul class="columns">
-            {sites.slice(0, SHOWN).map((s) => <li key={s}>{known.has(s) ? <a href={href("site", { run: run.id, site: s })}>{s}</a> : s}</li>)}
+            {sites.slice(0, SHOWN).map((s) => <li key={s}>{known.has(s) ? <a href={href("site", { run: run.name, site: s })}>{s}</a> : s}</li>)}
             {sites.length > SHOWN && <li class="quiet">and {grouped(sites.length - SHOWN)} more</li>}
           </ul>
         </details>
@@ -47,3 +52,6 @@ export function CoveragePanel({ answer, run, about }: { answer: CoverageAnswer; 
     </>
   );
 }
+
+// A container that only holds modules is nothing that went wrong.
+const plainReason = (reason: string): string => (/has no forward|holds modules and is not called/.test(reason) ? `never called: ${reason}` : reason);

@@ -5,7 +5,7 @@ import { useJson } from "../data";
 import { grouped, plural } from "../numbers";
 import { href } from "../route";
 import type { Finding } from "../types";
-import { FINDING_WORDS } from "../words";
+import { findingWord, siteWord } from "../words";
 import { CoveragePanel, type CoverageAnswer } from "./coverage";
 
 const STATISTIC_FOR: Record<string, string> = {
@@ -13,26 +13,26 @@ const STATISTIC_FOR: Record<string, string> = {
 };
 
 export function FindingsView({ run, about, findings, busy }: ViewProps & { busy: boolean }) {
-  const coverage = useJson<CoverageAnswer>("coverage", { run: run.id, revision: run.revision });
+  const coverage = useJson<CoverageAnswer>("coverage", { run: run.name, revision: run.revision });
   const kindOf = (site: string) => about.sites.find((s) => s.name === site)?.kind ?? "";
-  const mapOf = (f: Finding) => href("map", { run: run.id, kind: kindOf(f.site), statistic: STATISTIC_FOR[f.kind] });
+  const mapOf = (f: Finding) => href("map", { run: run.name, kind: kindOf(f.site), statistic: Object.hasOwn(STATISTIC_FOR, f.kind) ? STATISTIC_FOR[f.kind] : null });
   return (
     <section class="findings" aria-label="Findings">
       <h1>Findings</h1>
       {findings.findings.length === 0 && (busy ? <p class="quiet">Looking …</p> : <p class="good">Nothing looks wrong in {plural(run.steps, "step")} of {plural(run.sites, "site")}.</p>)}
       {findings.findings.map((f) => (
         <article key={f.kind + f.site} class={`finding ${f.severity}`}>
-          <h2>{FINDING_WORDS[f.kind] ?? f.kind}{f.step !== null && <span class="quiet"> from step {grouped(f.step)}</span>}</h2>
+          <h2>{findingWord(f.kind)}{f.step !== null && <span class="quiet"> from step {grouped(f.step)}</span>}</h2>
           <p>{f.message}.</p>
           <p class="quiet">{f.advice}</p>
           <p class="links">
             <a href={mapOf(f)}>show on the map</a>
-            <a href={href("site", { run: run.id, site: f.site, step: f.step })}>open {f.site}</a>
+            <a href={href("site", { run: run.name, site: f.site, step: f.step })}>open {siteWord(f.site)}</a>
           </p>
           {f.total > 1 && (
             <details>
               <summary>all {f.total} sites</summary>
-              <ul>{f.sites.map((s) => <li key={s}><a href={href("site", { run: run.id, site: s })}>{s}</a></li>)}{f.total > f.sites.length && <li class="quiet">and {f.total - f.sites.length} more</li>}</ul>
+              <ul>{f.sites.map((s) => <li key={s}><a href={href("site", { run: run.name, site: s })}>{siteWord(s)}</a></li>)}{f.total > f.sites.length && <li class="quiet">and {f.total - f.sites.length} more</li>}</ul>
             </details>
           )}
         </article>

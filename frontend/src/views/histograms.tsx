@@ -1,33 +1,37 @@
-// Histograms over time, as a heat map (values up, steps across) or as ridges.
+// Histograms over time as densities: heat (values up, steps across), or ridges one behind the other.
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { askPacked } from "../api";
-import { css, sequential } from "../colour";
+import { askPacked, live } from "../api";
 import { useAnswer } from "../data";
 import { context2d } from "../heat/draw";
 import { grouped, show } from "../numbers";
+import { drawHeat, drawRidges, HEIGHT, LEFT, BOTTOM, type Bins } from "../ridges";
+import { adjust } from "../route";
+import { Take } from "../take/menu";
+import { csv } from "../take/save";
+import { SvgPen } from "../take/svg";
 import { ink, useDark } from "../theme";
 import type { RunLine } from "../types";
 
 interface HistogramFacts {
   total: number;
+  linear: boolean;
 }
 
-const LEFT = 64;
-const BOTTOM = 24;
-const HEIGHT = 220;
-
-export function Histograms({ run, site }: { run: RunLine; site: string }) {
-  const [ridges, setRidges] = useState(false);
+export function Histograms({ run, site, params }: { run: RunLine; site: string; params: Record<string, string> }) {
+  const ridges = params["histograms"] === "ridges";
+  const recorded = params["bins"] === "recorded";
   const [tip, setTip] = useState<string | null>(null);
   const [width, setWidth] = useState(0);
   const canvas = useRef<HTMLCanvasElement>(null);
   const dark = useDark();
-  const answer = useAnswer(JSON.stringify([run.id, run.revision, site]), (signal) => askPacked<HistogramFacts>("histograms", { run: run.id, site }, signal));
-  const density = answer.value?.arrays["density"];
-  const edges = answer.value?.arrays["edges"];
-  const steps = answer.value?.arrays["steps"];
-  const bins = (edges?.length ?? 1) - 1;
+  const answer = useAnswer(
+    JSON.stringify([run.name, run.revision, site, recorded]),
+    (signal) => askPacked<HistogramFacts>("histograms", { run: run.name, site, axis: recorded ? "recorded" : null }, signal), `${run.name} ${site}`,
+  );
+  const arrays = answer.value?.arrays;
+  const bins: Bins | null = arrays?.["density"] && arrays["edges"] && arrays["steps"] ? { density: arrays["density"], edges: arrays["edges"], steps: arrays["steps"] } : null;
+  const beyond = Array.from(arrays?.["beyond"] ?? []).reduce((a, b) => a + b, 0);
 
   useEffect(() => {
     const box = canvas.current?.parentElement;
@@ -35,118 +39,50 @@ export function Histograms({ run, site }: { run: RunLine; site: string }) {
     const watcher = new ResizeObserver(() => setWidth(box.clientWidth));
     watcher.observe(box);
     return () => watcher.disconnect();
-  }, [density !== undefined]);
+  }, [bins !== null]);
 
   useEffect(() => {
     const context = canvas.current && width ? context2d(canvas.current, width, HEIGHT) : null;
-    if (!context || !density || !edges || !steps) return;
-    (ridges ? drawRidges : drawHeat)(context, density, edges, steps, width);
+    if (context && bins) (ridges ? drawRidges : drawHeat)(context, bins, width);
   }, [answer.value, ridges, dark, width]);
 
-  if (!density || !edges || !steps) return null;
+  if (!bins) return null;
+  const { density, edges, steps } = bins;
+  const count = edges.length - 1;
   const point = (event: PointerEvent) => {
     if (ridges) return setTip(null);
     const column = Math.floor(((event.offsetX - LEFT) / (width - LEFT - 8)) * steps.length);
-    const bin = bins - 1 - Math.floor((event.offsetY / (HEIGHT - BOTTOM)) * bins);
-    if (column < 0 || column >= steps.length || bin < 0 || bin >= bins) return setTip(null);
-    setTip(`step ${grouped(steps[column] ?? 0)}: ${show(density[column * bins + bin] ?? 0)} values from ${show(edges[bin] ?? 0)} to ${show(edges[bin + 1] ?? 0)}`);
+    const bin = count - 1 - Math.floor((event.offsetY / (HEIGHT - BOTTOM)) * count);
+    if (column < 0 || column >= steps.length || bin < 0 || bin >= count) return setTip(null);
+    const [low, high] = [edges[bin] ?? 0, edges[bin + 1] ?? 0];
+    const there = density[column * count + bin] ?? 0;
+    setTip(`step ${grouped(steps[column] ?? 0)}: ${recorded ? `${show(there)} values` : `${show(Number((100 * there * (high - low)).toPrecision(3)))} % of the values`} from ${show(low)} to ${show(high)}`);
   };
+  const svg = () => {
+    const pen = new SvgPen(width, HEIGHT, ink("--paper"));
+    (ridges ? drawRidges : drawHeat)(pen, bins, width);
+    return pen.text();
+  };
+  const table = () => csv(["step", ...Array.from({ length: count }, (_, b) => `${edges[b]} to ${edges[b + 1]}`)], Array.from(steps, (s, i) => [s, ...Array.from({ length: count }, (_, b) => density[i * count + b])]));
   return (
     <div class="panel">
       <h2>Histograms over time
         <span class="switch" role="group" aria-label="Picture">
-          <button aria-pressed={!ridges} onClick={() => setRidges(false)}>heat</button>
-          <button aria-pressed={ridges} onClick={() => setRidges(true)}>ridges</button>
+          <button aria-pressed={!ridges} onClick={() => adjust({ histograms: null })}>heat</button>
+          <button aria-pressed={ridges} onClick={() => adjust({ histograms: "ridges" })}>ridges</button>
         </span>
-        <span class="quiet">{tip ?? "brighter: more values"}</span>
+        {live && (
+          <span class="switch" role="group" aria-label="Bins">
+            <button aria-pressed={!recorded} onClick={() => adjust({ bins: null })}>density</button>
+            <button aria-pressed={recorded} onClick={() => adjust({ bins: "recorded" })}>bins as recorded</button>
+          </span>
+        )}
+        <span class="quiet">{tip ?? (ridges ? "later steps in front; the taller, the more values" : "brighter: more values")}{beyond >= 1 && `; ${grouped(Math.round(beyond))} values lie beyond the axis`}</span>
       </h2>
-      <div><canvas ref={canvas} data-testid="histograms" role="img" aria-label="Histograms over time" style={{ width: `${width}px`, height: `${HEIGHT}px` }} onPointerMove={point} onPointerLeave={() => setTip(null)} /></div>
+      <div class="pictured">
+        <Take name={`${run.name}-${site}-histograms`} png={() => (canvas.current ? [canvas.current] : [])} svg={svg} csv={table} />
+        <canvas ref={canvas} data-testid="histograms" role="img" aria-label="Histograms over time" style={{ width: `${width}px`, height: `${HEIGHT}px` }} onPointerMove={point} onPointerLeave={() => setTip(null)} />
+      </div>
     </div>
   );
-}
-
-type Numbers = ArrayLike<number>;
-
-function drawHeat(context: CanvasRenderingContext2D, density: Numbers, edges: Numbers, steps: Numbers, width: number): void {
-  const bins = edges.length - 1;
-  const across = (width - LEFT - 8) / steps.length;
-  const down = (HEIGHT - BOTTOM) / bins;
-  for (let s = 0; s < steps.length; s++) {
-    let most = 0;
-    for (let b = 0; b < bins; b++) most = Math.max(most, density[s * bins + b] ?? 0);
-    for (let b = 0; b < bins; b++) {
-      const share = most > 0 ? (density[s * bins + b] ?? 0) / most : 0;
-      context.fillStyle = share > 0 ? css(sequential, Math.sqrt(share)) : ink("--absent");
-      context.fillRect(LEFT + s * across, (bins - 1 - b) * down, across + 0.4, down + 0.4);
-    }
-  }
-  axes(context, edges, steps, width);
-}
-
-// Bins are drawn equally wide, whatever they hold: labels stand at edges, with zero among them.
-function edgeTicks(edges: Numbers, about: number): [number, number][] {
-  const last = edges.length - 1;
-  let middle = 0;
-  for (let i = 0; i <= last; i++) if (Math.abs(edges[i] ?? 0) < Math.abs(edges[middle] ?? 0)) middle = i;
-  const stride = Math.max(1, Math.ceil(last / about));
-  const first = middle - Math.floor(middle / stride) * stride;
-  const found: [number, number][] = [];
-  for (let i = first; i <= last; i += stride) found.push([i / last, edges[i] ?? 0]);
-  return found;
-}
-
-function axes(context: CanvasRenderingContext2D, edges: Numbers, steps: Numbers, width: number): void {
-  context.fillStyle = ink("--ink-2");
-  context.textAlign = "right";
-  context.textBaseline = "middle";
-  for (const [place, value] of edgeTicks(edges, 7)) {
-    const y = (1 - place) * (HEIGHT - BOTTOM);
-    context.fillText(show(value), LEFT - 8, Math.max(7, Math.min(HEIGHT - BOTTOM - 6, y)));
-  }
-  context.textAlign = "center";
-  context.textBaseline = "top";
-  const stride = Math.max(1, Math.ceil(steps.length / Math.max(2, Math.floor((width - LEFT) / 90))));
-  for (let s = 0; s < steps.length; s += stride) {
-    const x = LEFT + ((s + 0.5) / steps.length) * (width - LEFT - 8);
-    context.fillText(grouped(steps[s] ?? 0), Math.min(x, width - 24), HEIGHT - BOTTOM + 7);
-  }
-}
-
-function drawRidges(context: CanvasRenderingContext2D, density: Numbers, edges: Numbers, steps: Numbers, width: number): void {
-  const bins = edges.length - 1;
-  const most = Math.min(24, steps.length);
-  const top = 40;
-  const right = width - 8;
-  for (let i = 0; i < most; i++) {
-    const s = most === 1 ? 0 : Math.round((i * (steps.length - 1)) / (most - 1));
-    let peak = 0;
-    for (let b = 0; b < bins; b++) peak = Math.max(peak, density[s * bins + b] ?? 0);
-    const base = top + (i / Math.max(1, most - 1)) * (HEIGHT - BOTTOM - top - 2);
-    context.beginPath();
-    context.moveTo(LEFT, base);
-    for (let b = 0; b < bins; b++) {
-      const x = LEFT + ((b + 0.5) / bins) * (right - LEFT);
-      context.lineTo(x, base - (peak > 0 ? (density[s * bins + b] ?? 0) / peak : 0) * 38);
-    }
-    context.lineTo(right, base);
-    context.closePath();
-    context.fillStyle = css(sequential, 0.15 + (0.75 * i) / Math.max(1, most - 1));
-    context.fill();
-    context.strokeStyle = ink("--panel");
-    context.lineWidth = 1;
-    context.stroke();
-    if (i === 0 || i === most - 1 || (i % 6 === 0 && most - 1 - i > 3)) {
-      context.fillStyle = ink("--ink-2");
-      context.textAlign = "right";
-      context.textBaseline = "middle";
-      context.fillText(grouped(steps[s] ?? 0), LEFT - 8, base - 4);
-    }
-  }
-  context.fillStyle = ink("--ink-2");
-  context.textBaseline = "top";
-  context.textAlign = "center";
-  for (const [place, value] of edgeTicks(edges, 8)) {
-    const x = LEFT + place * (right - LEFT);
-    if (x > LEFT + 10 && x < right - 14) context.fillText(show(value), x, HEIGHT - BOTTOM + 7);
-  }
 }

@@ -1,21 +1,25 @@
 // Depth × time: sites in execution order against steps, coloured by one statistic.
 
 import { useEffect, useMemo } from "preact/hooks";
-import { askPacked } from "../api";
+import { askPacked, live } from "../api";
 import type { ViewProps } from "../app";
 import { useAnswer } from "../data";
+import { colouringOf, scalesOf } from "../heat/colouring";
+import { foldings, foldOf } from "../heat/fold";
 import { Grid, type MapFacts, type Part } from "../heat/grid";
-import { HeatMap, type Flag } from "../heat/heatmap";
+import { HeatMap } from "../heat/heatmap";
 import { Legend } from "../heat/legend";
+import { LossColumns } from "../heat/loss";
+import type { Flag } from "../heat/marks";
 import { grouped } from "../numbers";
-import { adjust, go } from "../route";
-import { makeScale, usualScale } from "../scale";
+import { adjust, go, whole } from "../route";
+import { usualScale } from "../scale";
 import { useDark } from "../theme";
 import type { About } from "../types";
-import { FINDING_WORDS, kindWord, statisticWord } from "../words";
+import { findingWord, siteWord } from "../words";
+import { MapTools } from "./maptools";
 
 const KIND_ORDER = ["output", "grad_output", "param_grad", "param", "input", "grad_input", "attention", "value", "buffer"];
-const whole = (text: string | undefined): number | null => (text === undefined || text === "" || !Number.isFinite(Number(text)) ? null : Number(text));
 
 export function kindsOf(about: About): string[] {
   const there = new Set(about.sites.filter((s) => (about.statistics[s.statistics] ?? []).length > 0).map((s) => s.kind));
@@ -35,51 +39,73 @@ export function usualStatistic(names: string[]): string {
 }
 
 // What a row is called: the kind is left out where all rows are of one kind.
-export function rowName(name: string, kind: string): string {
-  if (!kind) return name;
+function rowName(name: string, kind: string): string {
+  if (!kind || kind === "value") return siteWord(name);
   const cut = name.lastIndexOf(":");
   const leaf = name.slice(cut + 1 + kind.length).replace(/^\./, " ");
   return (name.slice(0, cut) || "(model)") + (leaf ? ` ${leaf.trim()}` : "");
 }
 
-export function MapView({ run, about, findings, params }: ViewProps) {
+// The logged value in the strip: the one that was chosen, else the loss.
+export function lossOf(about: About, chosen: string | undefined): string | null {
+  const logged = about.sites.filter((s) => s.kind === "value" && s.module === "").map((s) => s.name);
+  if (chosen === "none") return null;
+  if (chosen && logged.includes(chosen)) return chosen;
+  return logged.find((n) => n === ":value.loss") ?? logged.find((n) => /loss/i.test(n)) ?? logged[0] ?? null;
+}
+
+interface SeriesFacts { statistics: string[] }
+
+export function MapView({ run, runs, about, findings, params }: ViewProps) {
   const dark = useDark();
   const kinds = kindsOf(about);
-  const kind = params["kind"] === "all" ? "" : params["kind"] ?? kinds[0] ?? "";
+  const kind = params["kind"] === "all" ? "" : kinds.includes(params["kind"] ?? "") ? params["kind"] ?? "" : kinds[0] ?? "";
   const names = statisticsOfKind(about, kind);
   const statistic = params["statistic"] && names.includes(params["statistic"]) ? params["statistic"] : usualStatistic(names);
-  const log = (params["scale"] ?? usualScale(statistic)) === "log";
   const under = params["under"] ?? "";
+  const against = runs.find((r) => r.name === params["against"] && r.name !== run.name)?.name ?? null;
+  const relative = params["change"] !== "difference";
+  const log = (params["scale"] ?? (against && relative ? "log" : usualScale(statistic))) === "log";
   const part: Part = { from: whole(params["from"]), to: whole(params["to"]), top: whole(params["top"]), bottom: whole(params["bottom"]) };
+  const counts = useMemo(() => foldings(about, kind, under), [about, kind, under]);
+  const fold = live ? foldOf(params["fold"], counts, counts[counts.length - 1] ?? 0) : null; // a report holds rows as they are
   const asked = {
-    run: run.id, statistic, kind, under, ...part,
+    run: run.name, statistic, kind, under, ...part, fold, against, change: against && relative ? "relative" : null,
     rows: Math.min(900, Math.max(200, window.innerHeight - 190)),
     columns: Math.min(2400, Math.max(300, window.innerWidth - 480)),
   };
   const key = JSON.stringify([asked, run.revision]);
   const ask = (name: string) => async (signal: AbortSignal) => new Grid(await askPacked<MapFacts>("map", { ...asked, statistic: name }, signal));
-  const answer = useAnswer(names.length ? key : null, ask(statistic));
-  const anyBad = Object.values(findings.marks).some((mark) => mark !== "warning");
-  const badAnswer = useAnswer(anyBad && names.includes("nans") ? key : null, ask("nonfinite"));
+  const answer = useAnswer(names.length ? key : null, ask(statistic), run.name);
+  const anyBad = kind === "value" || Object.values(findings.marks).some((mark) => mark !== "warning");
+  const counted = names.includes("nans") || (kind === "value" && statisticsOfKind(about, "").includes("nans"));
+  const badAnswer = useAnswer(anyBad && counted ? key : null, ask("nonfinite"), run.name);
+  const loss = lossOf(about, params["strip"]);
+  const lossAnswer = useAnswer(
+    loss === null ? null : JSON.stringify([run.name, run.revision, loss, part.from, part.to]),
+    (signal) => askPacked<SeriesFacts>("series", { run: run.name, site: loss, statistics: "value", from: part.from, to: part.to, points: 4000 }, signal),
+    `${run.name} ${loss}`,
+  );
   const grid = answer.value;
-  const scale = useMemo(() => grid && makeScale(grid.facts.range, log, dark), [grid, log, dark]);
-
-  // The rows of the whole map, to place findings; rows of the grid are told by the server.
-  const order = useMemo(() => {
-    const rows = about.sites.filter(
-      (s) => (!kind || s.kind === kind) && (about.statistics[s.statistics] ?? []).includes(statistic) && (!under || s.module === under || s.module.startsWith(`${under}.`)),
-    );
-    return new Map(rows.map((s, row) => [s.name, row]));
-  }, [about, kind, statistic, under]);
-  const flags = useMemo(() => findings.findings.flatMap((f): Flag[] => {
-    const row = order.get(f.site);
-    if (row === undefined || f.step === null) return [];
-    return [{ row, step: f.step, text: f.kind === "nonfinite" ? "first NaN or inf" : (FINDING_WORDS[f.kind] ?? f.kind).toLowerCase(), grave: f.severity === "error" }];
-  }), [findings, order]);
+  const scaleOf = useMemo(() => grid && scalesOf(grid, params["colours"], log, dark), [grid, params["colours"], log, dark]);
+  const lossColumns = useMemo(() => {
+    const packed = lossAnswer.value;
+    const values = packed?.arrays[`s${packed.facts.statistics.indexOf("value")}`];
+    return grid && !grid.empty && loss !== null && packed?.arrays["steps"] && values ? new LossColumns(loss, grid, packed.arrays["steps"], values) : null;
+  }, [grid, lossAnswer.value, loss]);
+  const flags = useMemo(() => (grid && !against ? findings.findings : []).flatMap((f): Flag[] => {
+    const row = grid?.placeOf(f.site) ?? null;
+    if (row === null || f.step === null) return [];
+    return [{ row, step: f.step, text: f.kind === "nonfinite" ? "first NaN or inf" : findingWord(f.kind).toLowerCase(), grave: f.severity === "error" }];
+  }), [findings, grid, against]);
+  const nameOf = useMemo(() => (row: number) => {
+    const module = grid?.moduleOf(row) ?? null;
+    return module === null ? rowName(grid?.sitesOf(row)[0] ?? "", kind) : module || "(model)";
+  }, [grid, kind]);
 
   useEffect(() => {
     const press = (event: KeyboardEvent) => {
-      if ((event.target as HTMLElement | null)?.closest("input, select, textarea")) return;
+      if ((event.target as HTMLElement | null)?.closest("input, select, textarea, dialog")) return;
       const turn = event.key === "]" ? 1 : event.key === "[" ? -1 : 0;
       if (turn) adjust({ statistic: names[(names.indexOf(statistic) + turn + names.length) % names.length], scale: null });
       if (event.key === "l") adjust({ scale: log ? "linear" : "log" });
@@ -88,41 +114,21 @@ export function MapView({ run, about, findings, params }: ViewProps) {
     return () => window.removeEventListener("keydown", press);
   });
 
-  const zoomed = part.from !== null || part.to !== null || part.top !== null || part.bottom !== null;
-  const siteAt = (index: number | undefined) => (index === undefined ? undefined : about.sites[index]?.name);
+  const open = (site: string, module: string | null, step: number) =>
+    module !== null && fold !== null && module !== under ? go("map", { ...params, under: module, fold: null, top: null, bottom: null }) : go("site", { ...params, site, step });
   return (
     <section class="map" aria-label="Map">
-      <div class="tools">
-        <label>Show
-          <select value={kind || "all"} aria-label="Kind" onChange={(e) => adjust({ kind: e.currentTarget.value, statistic: null, scale: null, top: null, bottom: null })}>
-            {kinds.map((k) => <option key={k} value={k}>{kindWord(k)}</option>)}
-            {kinds.length > 1 && <option value="all">Everything</option>}
-          </select>
-        </label>
-        <label>by
-          <select value={statistic} aria-label="Statistic" onChange={(e) => adjust({ statistic: e.currentTarget.value, scale: null })}>
-            {names.map((n) => <option key={n} value={n}>{statisticWord(n)}</option>)}
-          </select>
-        </label>
-        <div class="switch" role="group" aria-label="Colour scale">
-          <button aria-pressed={!log} onClick={() => adjust({ scale: "linear" })}>linear</button>
-          <button aria-pressed={log} onClick={() => adjust({ scale: "log" })}>log</button>
-        </div>
-        {under && <button class="chip" onClick={() => adjust({ under: null, top: null, bottom: null })} title="Show the whole model">{under} ×</button>}
-        {zoomed && <button class="chip" onClick={() => adjust({ from: null, to: null, top: null, bottom: null })} title="Whole map (Esc)">whole map</button>}
-        <span class="space" />
-        {scale && <Legend scale={scale} marked={anyBad} />}
-      </div>
+      <MapTools {...{ about, run, runs, params, kinds, kind, names, statistic, log, under, part, counts, fold, against, relative, loss }}>
+        {grid && scaleOf && <Legend scale={scaleOf(0)} marked={anyBad} each={colouringOf(params["colours"]).mode === "row"} />}
+      </MapTools>
       {answer.error && <p class="alarm" role="alert">{answer.error}</p>}
       {!names.length && <p class="quiet">This run holds no statistics yet.</p>}
-      {grid?.empty && <p class="quiet">Nothing was recorded here yet.</p>}
-      {grid && scale && !grid.empty && (
+      {grid?.empty && <p class="quiet">{part.from !== null || part.to !== null ? "Nothing was recorded in this range of steps." : "Nothing was recorded here yet."}</p>}
+      {grid && scaleOf && !grid.empty && (
         <HeatMap
-          grid={grid} bad={badAnswer.value} scale={scale} part={part} flags={flags} statistic={statistic} dark={dark}
-          names={(row) => rowName(siteAt(grid.sitesOf(row)[0]) ?? "", kind)}
-          sites={(row) => Array.from(grid.sitesOf(row), (index) => siteAt(index) ?? "")}
+          {...{ grid, scaleOf, part, flags, dark, nameOf, open }} bad={badAnswer.value} loss={lossColumns}
+          statistic={against ? `${statistic}, ${relative ? "relative " : ""}difference to ${against},` : statistic}
           zoom={(next) => adjust({ from: next.from, to: next.to, top: next.top, bottom: next.bottom })}
-          open={(site, step) => go("site", { run: run.id, site, step })}
         />
       )}
       {grid && grid.facts.shownSteps > grid.columns && (

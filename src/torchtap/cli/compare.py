@@ -1,14 +1,20 @@
-"""``torchtap compare A B``: exit code 0 when they agree, 1 when they diverge, 2 when they could not be compared."""
+"""``torchtap compare A B``: exit code 0 the same, 1 they differ, 2 an error, 3 what there is cannot tell."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from torchtap.cli.console import say
+from torchtap.cli.console import Terminal, say
 
-__all__ = ["command"]
+if TYPE_CHECKING:
+    from torchtap.comparison.judge.result import Comparison
+
+__all__ = ["EXIT_CODES", "command"]
+
+EXIT_CODES = {"same": 0, "differs": 1, "error": 2, "cannot tell": 3}
 
 
 @click.command("compare")
@@ -29,6 +35,9 @@ __all__ = ["command"]
 @click.option(
     "--all", "every", is_flag=True, help="Show every site, not only those around the first divergence."
 )
+@click.option(
+    "--explain-alignment", "explain", is_flag=True, help="Say which site was taken for which, and why."
+)
 @click.option("--quiet", is_flag=True, help="Print the verdict alone.")
 def command(
     reference: str,
@@ -40,12 +49,13 @@ def command(
     html: Path | None,
     json_path: str | None,
     every: bool,
+    explain: bool,
     quiet: bool,
 ) -> None:
     """Compare two recordings site by site and name the first that differs.
 
-    REFERENCE and TARGET are run folders, or folders with layer_N_output.pt files. Exit code: 0 they agree,
-    1 they diverge, 2 they could not be compared.
+    REFERENCE and TARGET are run folders, or folders with layer_N_output.pt files. Exit code: 0 they are the same,
+    1 they differ, 2 an error, 3 cannot tell: too much is missing or unreadable.
     """
     from torchtap.errors import TorchtapError
 
@@ -66,25 +76,33 @@ def command(
             result.to_json(json_path)
     except (TorchtapError, OSError) as error:
         say(f"could not compare: {error}", err=True)
-        raise SystemExit(2) from None
+        raise SystemExit(EXIT_CODES["error"]) from None
     except Exception as error:
         # A damaged recording may fail in ways that nobody foresaw; the answer is still "not compared".
         say(f"could not compare: {type(error).__name__}: {error}", err=True)
-        raise SystemExit(2) from None
+        raise SystemExit(EXIT_CODES["error"]) from None
     if json_path == "-":
         click.echo(result.to_json())
     elif quiet:
         say(result.verdict)
     else:
-        from torchtap.cli.console import Terminal
+        _print(result, every=every)
+    if explain and json_path != "-":
+        say(result.explain_alignment())
+    raise SystemExit(EXIT_CODES[result.outcome])
 
-        console = Terminal()
-        console.print(result.table(every=every))
-        console.print(f"noise floor: {result.basis}")
-        for line in result.problems:
-            console.print(f"note: {line}")
-        for left in result.unaligned[:10]:
-            console.print(f"not compared: {left.site} ({left.side}): {left.why}")
-        if len(result.unaligned) > 10:
-            console.print(f"... and {len(result.unaligned) - 10} more that were not compared")
-    raise SystemExit(1 if result.diverged else 0)
+
+def _print(result: Comparison, *, every: bool) -> None:
+    console = Terminal()
+    console.print(
+        f"{result.outcome}: {result.compared} of {result.total} sites compared ({result.coverage:.0%})",
+        markup=False,
+    )
+    console.print(result.table(every=every))
+    console.print(f"noise floor: {result.basis}")
+    for line in result.problems:
+        console.print(f"note: {line}")
+    for left in result.unaligned[:10]:
+        console.print(f"not compared: {left.site} ({left.side}): {left.why}")
+    if len(result.unaligned) > 10:
+        console.print(f"... and {len(result.unaligned) - 10} more that were not compared")

@@ -10,6 +10,7 @@ import click
 from rich.table import Table
 
 from torchtap.cli.console import Terminal, say_json
+from torchtap.cli.show_layers import has_layers, show_layers
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.read.show import compact
 
@@ -33,7 +34,13 @@ _BARS = "▁▂▃▄▅▆▇█"
 def command(
     run: str, pattern: str, statistic: str, tensors: bool, coverage: bool, as_json: bool, rows: int
 ) -> None:
-    """Show RUN: its newest statistics with their history, its tensors, or its coverage."""
+    """Show RUN: its newest statistics with their history, its tensors, or its coverage.
+
+    A folder of layer files, as record_layers writes it, is shown layer by layer.
+    """
+    if has_layers(run):
+        show_layers(run, as_json=as_json, rows=rows)
+        return
     opened = open_run(run)
     if as_json:
         say_json(_facts(opened))

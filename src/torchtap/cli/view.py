@@ -1,4 +1,4 @@
-"""`torchtap view RUN...`: the web viewer."""
+"""`torchtap view RUN_OR_FOLDER...`: the web viewer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,23 @@ __all__ = ["command"]
 
 
 @click.command("view")
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@click.option("--port", default=0, show_default="a free one", help="Port to listen on.")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN_OR_FOLDER...")
+@click.option(
+    "--port",
+    type=int,
+    show_default="6070, or the next one that is free",
+    help="Port to listen on; 0 for any that is free.",
+)
 @click.option(
     "--host",
     default="127.0.0.1",
     show_default=True,
     help="Address to listen on; beyond this machine a token guards it.",
+)
+@click.option(
+    "--token",
+    envvar="TORCHTAP_TOKEN",
+    help="The token to ask for, so that links outlive a restart; default: a fresh one each time.",
 )
 @click.option(
     "--allow-host", multiple=True, metavar="NAME", help="A further name that the viewer answers to."
@@ -28,18 +38,26 @@ __all__ = ["command"]
     type=click.Path(exists=True, dir_okay=False),
     help="A comparison saved as JSON, to show beside the runs.",
 )
+@click.option(
+    "--manage",
+    is_flag=True,
+    help="Let the page rename, tag, archive and delete the runs inside FOLDER.",
+)
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 def command(
     runs: tuple[str, ...],
-    port: int,
+    port: int | None,
     host: str,
+    token: str | None,
     allow_host: tuple[str, ...],
     comparison: str | None,
+    manage: bool,
     no_browser: bool,
 ) -> None:
     """Show runs in the browser, live while they are still written.
 
-    Several runs can be laid over each other. Ctrl-C ends it.
+    A folder shows every run in it, also those that come later. Several runs can be laid over each other. Ctrl-C
+    ends it.
     """
     from torchtap.errors import TorchtapError
     from torchtap.viewer.catalog import Catalog
@@ -47,7 +65,8 @@ def command(
 
     try:
         result = json.loads(Path(comparison).read_text(encoding="utf-8")) if comparison else None
-        server = ViewerServer(Catalog.open(runs, result), host=host, port=port, names=allow_host)
+        catalog = Catalog.open(runs, result)
+        server = ViewerServer(catalog, host=host, port=port, names=allow_host, token=token, manage=manage)
     except TorchtapError as problem:
         raise click.ClickException(str(problem)) from problem
     except OSError as problem:

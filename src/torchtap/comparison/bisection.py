@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.judge.outcome import decide
 from torchtap.comparison.judge.result import Comparison, First
-from torchtap.comparison.judge.verdict import judge_live, sentence, status_of
-from torchtap.comparison.live.evidence import gather, missing
+from torchtap.comparison.judge.status import status_of
+from torchtap.comparison.judge.verdict import judge_live
+from torchtap.comparison.live.evidence import gather
 from torchtap.comparison.live.hooked import steady, visiting
 from torchtap.comparison.live.passes import Probe
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter, record
@@ -167,8 +169,7 @@ class _Work:
         self.trail.append(
             f"replaced inputs at {len(rows)} sites: {'none' if first is None else first.module} is wrong"
         )
-        unaligned = missing(found)
-        verdict = sentence(first, rows, profile=None if first is None else first.where)
+        outcome, verdict = decide(first, rows, found.alignment.unaligned, live=True)
         result = Comparison(
             reference=describe(self.reference),
             target=describe(self.target),
@@ -176,7 +177,8 @@ class _Work:
             first=first,
             verdict=verdict,
             basis=", ".join(found.basis),
-            unaligned=unaligned,
+            unaligned=found.alignment.unaligned,
+            outcome=outcome,
             problems=tuple(found.problems),
             forwards=self.forwards,
         )

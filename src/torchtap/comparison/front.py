@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,10 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.comparison.align.rules import Rule
-from torchtap.comparison.judge.result import COMPARED, Comparison
-from torchtap.comparison.judge.verdict import judge_live, sentence
-from torchtap.comparison.live.evidence import gather, missing
-from torchtap.comparison.live.tracing import Feed, feed_of, golden_copy, record
+from torchtap.comparison.judge.outcome import decide
+from torchtap.comparison.judge.result import Comparison
+from torchtap.comparison.judge.verdict import judge_live
+from torchtap.comparison.live.batches import as_batches, gather_batches
+from torchtap.comparison.live.evidence import Evidence
+from torchtap.comparison.live.gradients import broken_flow, harmless_copies
+from torchtap.comparison.live.parameters import usual_dtype
+from torchtap.comparison.live.tracing import Feed, default_dtype, feed_of, golden_copy, record
 from torchtap.comparison.recorded.comparing import compare_recordings
 from torchtap.comparison.recorded.recordings import MemoryRecording, Recording
 from torchtap.comparison.sources import captured, describe, is_eager, is_live, perturbed, recording_of
@@ -25,6 +28,7 @@ from torchtap.taps.walk.leaves import leaves
 __all__ = ["compare"]
 
 Loss = Callable[[Any], Tensor]
+_GRADIENTS = ("*:output", "*:grad_output", "*:grad_input", "*:param_grad")
 
 
 def compare(
@@ -42,8 +46,11 @@ def compare(
     """Compare a target with a reference, site by site, and name the first module that differs.
 
     Both are runs (paths or opened), folders of layer files, mappings from names to tensors, or things that can be
-    called on ``inputs`` (a tuple of arguments, a mapping of keywords, one value, or a function of the model). No
-    tolerance is needed: the noise floor is found from what there is.
+    called on ``inputs`` (a tuple of arguments, a mapping of keywords, one value, a function of the model, or a list
+    of several of these: batches). No tolerance is needed: the noise floor is found from what there is. Models,
+    their gradients, their buffers and the random state are left as they were.
+
+    The outcome is "same", "differs" or "cannot tell"; what was not compared can decide as well as what was.
 
     ``rules``      which names belong together and how values are laid out, e.g. ``"model.*=*"``
     ``repeat``     one or more further recordings of the reference that are known to be right
@@ -55,67 +62,76 @@ def compare(
     live = is_live(reference), is_live(target)
     if any(live) and inputs is None:
         raise CompareError("comparing a model needs inputs=..., for example inputs=(x,)")
-    feed = feed_of(inputs)
+    batches = as_batches(inputs)
     if all(live) and is_eager(reference) and is_eager(target) and repeat is None and golden is None:
-        result = _live(
-            reference, target, feed, tuple(rules), shadow, _feed_of_target(reference, target, inputs)
-        )
+        result = _live(reference, target, batches, tuple(rules), shadow)
         if gradients is False or result.first is not None:
             return result
-        backward = _recorded(reference, target, feed, inputs, rules, gradients, None, None, steps)
-        return replace(backward, forwards=backward.forwards + result.forwards)
-    return _recorded(reference, target, feed, inputs, rules, gradients, repeat, golden, steps)
+        return _gradients(reference, target, batches[0], rules, gradients, result)
+    return _recorded(reference, target, batches[0], rules, gradients, repeat, golden, steps)
 
 
 def _feed_of_target(reference: Any, target: Any, inputs: Any) -> Feed:
     """A target of another precision gets its inputs in that precision."""
-    mine, theirs = _dtype_of(reference), _dtype_of(target)
+    mine, theirs = usual_dtype(reference)[0], usual_dtype(target)[0]
     return feed_of(inputs, theirs if theirs != mine else None)
 
 
-def _dtype_of(thing: Any) -> torch.dtype | None:
-    """The dtype that most of a model's numbers have."""
-    if not isinstance(thing, nn.Module):
-        return None
-    counts: Counter[torch.dtype] = Counter()
-    for parameter in thing.parameters():
-        if parameter.is_floating_point():
-            counts[parameter.dtype] += parameter.numel()
-    return counts.most_common(1)[0][0] if counts else None
-
-
 def _live(
-    reference: nn.Module,
-    target: nn.Module,
-    feed: Feed,
-    rules: tuple[str | Rule, ...],
-    shadow: bool,
-    target_feed: Feed,
+    reference: nn.Module, target: nn.Module, batches: list[Any], rules: tuple[str | Rule, ...], shadow: bool
 ) -> Comparison:
-    found = gather(reference, target, feed, rules=rules, forced=shadow, target_feed=target_feed)
+    feeds = [(feed_of(inputs), _feed_of_target(reference, target, inputs)) for inputs in batches]
+    results = [
+        _judged(found, len(batches)) for found in gather_batches(reference, target, feeds, rules, shadow)
+    ]
+    differing = [result for result in results if result.first is not None]
+    if differing:
+        chosen = min(differing, key=lambda result: result.first.index if result.first is not None else 0)
+    else:
+        chosen = next((result for result in results if result.outcome != "same"), results[0])
+    return replace(chosen, forwards=sum(result.forwards for result in results))
+
+
+def _judged(found: Evidence, batches: int) -> Comparison:
     rows, first = judge_live(found)
-    if not any(row.status in COMPARED for row in rows):
-        why = rows[0].note or rows[0].status if rows else next(iter(found.unlike.values()), "no site in both")
-        raise CompareError(f"nothing could be compared: {why}")
-    unaligned = missing(found)
-    left = len(unaligned) + sum(row.status not in COMPARED for row in rows)
+    also = f" in each of {batches} batches" if batches > 1 else ""
+    outcome, verdict = decide(first, rows, found.alignment.unaligned, live=True, also=also)
     return Comparison(
-        reference=describe(reference),
-        target=describe(target),
+        reference=describe(found.reference),
+        target=describe(found.target),
         rows=rows,
         first=first,
-        verdict=sentence(first, rows, profile=None if first is None else first.where, left=left),
+        verdict=verdict,
         basis=", ".join(found.basis) or "none",
-        unaligned=unaligned,
+        unaligned=found.alignment.unaligned,
         problems=tuple(found.problems),
         forwards=found.forwards,
+        outcome=outcome,
+        pairing=found.alignment.pairs,
     )
+
+
+def _gradients(
+    reference: nn.Module,
+    target: nn.Module,
+    inputs: Any,
+    rules: Sequence[str | Rule],
+    gradients: bool | Loss,
+    forward: Comparison,
+) -> Comparison:
+    """The backward pass of two models whose forward passes agree."""
+    backward = _recorded(reference, target, inputs, rules, gradients, None, None, None)
+    forwards = backward.forwards + forward.forwards + 2
+    cut = broken_flow(reference, target, feed_of(inputs), _feed_of_target(reference, target, inputs))
+    if cut is None:
+        return replace(backward, forwards=forwards)
+    outcome, verdict = decide(cut, backward.rows, backward.unaligned, live=True)
+    return replace(backward, first=cut, outcome=outcome, verdict=verdict, forwards=forwards)
 
 
 def _recorded(
     reference: Any,
     target: Any,
-    feed: Feed,
     inputs: Any,
     rules: Sequence[str | Rule],
     gradients: bool | Loss,
@@ -125,9 +141,8 @@ def _recorded(
 ) -> Comparison:
     """Record what is live, and compare the recordings."""
     loss = None if gradients is False else (_default_loss if gradients is True else gradients)
-    selectors = (
-        ("*:output",) if loss is None else ("*:output", "*:grad_output", "*:grad_input", "*:param_grad")
-    )
+    selectors = ("*:output",) if loss is None else _GRADIENTS
+    feed = feed_of(inputs)
     forwards = 0
 
     def take(thing: Any, label: str, how: Feed = feed) -> Recording:
@@ -150,7 +165,8 @@ def _recorded(
         harmless.append(("golden", take(golden, "golden")))
     if is_live(reference):
         harmless += _harmless_runs(reference, feed, inputs, take, backward=loss is not None)
-    result = compare_recordings(left, right, rules=rules, harmless=harmless, only=steps)
+    live = is_live(reference) and is_live(target)
+    result = compare_recordings(left, right, rules=rules, harmless=harmless, only=steps, live=live)
     return replace(result, forwards=forwards)
 
 
@@ -162,7 +178,13 @@ def _harmless_runs(
     moved = perturbed(inputs)
     if moved is not None:
         found.append(("one ULP", take(reference, "one ULP", moved)))
-    if backward or not is_eager(reference):
+    if not is_eager(reference):
+        return found
+    if backward:
+        for source, make, dtype in harmless_copies(reference):
+            # A copy that cannot be made or does not run teaches nothing.
+            with suppress(Exception), default_dtype(dtype):
+                found.append((source, take(make(), source, feed_of(inputs, dtype))))
         return found
     found.append(("one ULP", MemoryRecording(record(reference, feed, noise=1).values, "one ULP")))
     copied = golden_copy(reference)[0]

@@ -13,11 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from torchtap.comparison.live.hooked import steady
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
+from torchtap.comparison.live.untouched import untouched
 from torchtap.comparison.recorded.recordings import (
     FolderRecording,
     MemoryRecording,
@@ -70,18 +71,36 @@ def recording_of(thing: Any) -> Recording:
     if hasattr(thing, "sites") and hasattr(thing, "tensor") and hasattr(thing, "problems"):
         return thing  # type: ignore[no-any-return]
     if isinstance(thing, Mapping):
-        values = {str(name): value for name, value in thing.items() if isinstance(value, Tensor)}
+        values, left = _tensors_of(thing)
         if not values:
             raise CompareError("the mapping has no tensors to compare")
-        return MemoryRecording(values, "values")
-    if isinstance(thing, Sequence) and not isinstance(thing, str) and thing and isinstance(thing[0], Tensor):
-        return MemoryRecording(
-            {site_name(f"layer_{n}", "output"): value for n, value in enumerate(thing)}, "layers"
+        return MemoryRecording(values, "values", left)
+    if isinstance(thing, Sequence) and not isinstance(thing, str) and thing:
+        values, left = _tensors_of(
+            {site_name(f"layer_{n}", "output"): value for n, value in enumerate(thing)}
         )
+        if values:
+            return MemoryRecording(values, "layers", left)
     raise CompareError(
         f"cannot compare a {type(thing).__name__}: give a run, a folder of layer files, a mapping from names to "
         "tensors, or a model together with inputs=..."
     )
+
+
+def _tensors_of(thing: Mapping[Any, Any]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tensors and arrays of a mapping, and what else it holds, which is told and never lost in silence."""
+    values: dict[str, Tensor] = {}
+    left = []
+    for name, value in thing.items():
+        if isinstance(value, Tensor):
+            values[str(name)] = value
+        elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "fiubc":
+            values[str(name)] = torch.from_numpy(np.ascontiguousarray(value))
+        elif isinstance(value, (bool, int, float, complex)):
+            values[str(name)] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        else:
+            left.append(f"{name} is a {type(value).__name__}, not a tensor")
+    return values, tuple(left)
 
 
 def _from_path(path: str | os.PathLike[str]) -> Recording:
@@ -116,10 +135,7 @@ def captured(
     """
     from torchtap.session import capture
 
-    guard: Any = torch.random.fork_rng()
-    if loss is None and isinstance(thing, nn.Module) and not isinstance(thing, torch.jit.ScriptModule):
-        guard = steady(thing)
-    with guard:
+    with untouched(thing):
         torch.manual_seed(0)
         try:
             with (
@@ -146,7 +162,7 @@ def _names_of(thing: Any, like: nn.Module | None, inputs: Any) -> SiteMap | None
     """The map of a form's values to the sites of the eager model; None where it has none, or needs none."""
     if like is None or callable(inputs) or has_names(thing):
         return None
-    with suppress(Exception), steady(like):
+    with suppress(Exception), untouched(like):
         return match(thing, like, inputs)
     return None
 
@@ -159,7 +175,7 @@ def _results_alone(thing: Any, feed: Feed, label: str, hidden: str) -> MemoryRec
             output = feed(thing)
     except Exception as error:
         raise CompareError(f"{label} does not run on these inputs: {_brief(error)}") from error
-    named = {f":output{'.' if leaf else ''}{leaf}": value.detach() for leaf, value in leaves(output)}
+    named = {site_name("", "output", leaf): value.detach() for leaf, value in leaves(output)}
     if not named:
         raise CompareError(f"{label} returned no tensor, and nothing inside it can be seen: {hidden}")
     return MemoryRecording(named, label, (f"{label}: only its results can be seen: {hidden}",))

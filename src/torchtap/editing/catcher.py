@@ -6,7 +6,7 @@
     for args, kwargs in caught.calls:
         model.blocks[0](*args, **kwargs)
 
-It guarantees:
+Without a site it is a module that stands in a layer's place (`layer_catcher`). It guarantees:
 - nothing after the place is run, and the model raises nothing for it;
 - what is kept is a detached copy in the structure that it had: positions, keywords, tuples and dicts;
 - leaving the block leaves the model as it was found.
@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self, final
+from typing import Any, Self, final, overload
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtap.editing.eager_only import hookable, running_eagerly
+from torchtap.editing.layer_catcher import Call, LayerCatcher
 from torchtap.errors import PlanError
 from torchtap.plan import Tap, bind
 from torchtap.reduce import Stats
@@ -31,13 +32,6 @@ from torchtap.taps.walk.visit import Stop, Visiting
 from torchtap.taps.walk.wrap import replace_forward
 
 __all__ = ["Call", "Catcher"]
-
-
-class Call(NamedTuple):
-    """The arguments of one call."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class _Caught(BaseException):
@@ -54,7 +48,20 @@ class Catcher:
 
     stop: whether the forward ends there; without it the model goes on. limit: keep so many calls, then let all
     further ones pass. keep: what is done to each tensor, by default ``tensor.detach().clone()``.
+
+    ``Catcher(layer)``, without a site, is a module to stand in the layer's place: `LayerCatcher`.
     """
+
+    @overload
+    def __new__(cls, model: Any, site: Selectable, **options: Any) -> Catcher: ...
+    @overload
+    def __new__(cls, model: nn.Module, site: None = None, **options: Any) -> LayerCatcher: ...  # type: ignore[misc]
+    def __new__(cls, model: Any, site: Selectable | None = None, **options: Any) -> Any:
+        if site is not None:
+            return super().__new__(cls)
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"Catcher({model!r}): without a site it takes the layer that it stands in for")
+        return LayerCatcher(model, **options)
 
     def __init__(
         self,

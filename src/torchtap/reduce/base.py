@@ -12,16 +12,64 @@ A reduction keeps something small of a stream of tensors. It guarantees (held by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Reduction", "Result"]
+__all__ = ["Arrival", "Reduction", "Result", "RowBlock"]
 
 State = TypeVar("State")
 Result = dict[str, "float | Tensor"]
+
+
+class Arrival(Protocol):
+    """The results of a block's rows, some of which are on their way from a device."""
+
+    def done(self) -> bool:
+        """Whether they are there."""
+
+    def results(self) -> npt.NDArray[np.float64]:
+        """The results of each row; waits for them."""
+
+
+class RowBlock(Protocol):
+    """A reduction's own fast path: the folds of many sites as the rows of one block.
+
+    A value is measured into a scratch slot and folded into a row; while it is in its slot, a second site that
+    shows the same value folds the slot. ``statistics`` names the columns of a result.
+    """
+
+    statistics: ClassVar[tuple[str, ...]]
+
+    def __init__(self, rows: int, *, scratch: int) -> None: ...
+
+    def grow(self, rows: int) -> None:
+        """Have at least so many rows."""
+
+    def reset(self) -> None:
+        """Nothing was seen in any row."""
+
+    def measure_into(self, row: int, scratch: int, value: Tensor) -> None:
+        """Measure a value into a slot and fold it into a row."""
+
+    def fold(self, row: int, scratch: int) -> None:
+        """Fold what is in a slot into a row."""
+
+    def fold_state(self, row: int, state: Tensor) -> None:
+        """Fold a state that was computed elsewhere into a row."""
+
+    def result(self, row: int) -> npt.NDArray[np.float64]:
+        """The results of one row."""
+
+    def results(self) -> npt.NDArray[np.float64]:
+        """The results of each row."""
+
+    def hand_over(self) -> Arrival | None:
+        """Send what is on other devices to the host, without waiting; None where nothing is."""
 
 
 class Reduction(ABC, Generic[State]):
@@ -30,6 +78,11 @@ class Reduction(ABC, Generic[State]):
     name: ClassVar[str]
     # True where only the elements count, not their places: a value may then be folded in pieces, cut anyhow.
     elementwise: ClassVar[bool] = False
+    # A block that folds many sites at once, in place of `update`.
+    block: ClassVar[type[RowBlock] | None] = None
+    # True where the result is the value itself: a copy of it serves every site that shows it, and looking inside a
+    # model keeps the values of several passes apart.
+    whole: ClassVar[bool] = False
 
     @abstractmethod
     def update(self, state: State | None, value: Tensor) -> State:
@@ -43,6 +96,10 @@ class Reduction(ABC, Generic[State]):
             state = self.update(state, piece)
         assert state is not None
         return state
+
+    def first(self, value: Tensor, copy: Callable[[Tensor], Tensor]) -> State:
+        """The fold of one value; ``copy`` copies tensors on the host, perhaps into memory that was used before."""
+        return self.update(None, value)
 
     @abstractmethod
     def merge(self, left: State, right: State) -> State:

@@ -40,6 +40,7 @@ class Full(Reduction[list[Tensor]]):
     """
 
     name: ClassVar[str] = "full"
+    whole: ClassVar[bool] = True
 
     dtype: torch.dtype | str | None = None
     slice: str | int | builtins.slice | tuple[Any, ...] | None = None
@@ -78,6 +79,9 @@ class Full(Reduction[list[Tensor]]):
             return [kept]
         state.append(kept)
         return state
+
+    def first(self, value: Tensor, copy: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return self.update(None, value, copy)
 
     def merge(self, left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
         return left + right

@@ -103,7 +103,8 @@ class Metric(Reduction[_Fold]):
             if self.aggregate == "mean":
                 combined = combined / state.values
         if isinstance(combined, Tensor):
-            return {self.label: combined.item() if combined.dim() == 0 else combined.to("cpu")}
+            # A number stays on its device: all numbers of a step come to the host together.
+            return {self.label: combined if combined.dim() == 0 else combined.to("cpu")}
         return {self.label: combined}
 
     def spec(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, final
 
 import torch
@@ -79,28 +80,30 @@ class Quantiles(Reduction[tuple[Tensor, Tensor]]):
         return left[0] + counts, torch.minimum(left[1], ends)
 
     def result(self, state: tuple[Tensor, Tensor]) -> Result:
-        counts = state[0].to("cpu")[:-2]
-        low, high = state[1][0].item(), -state[1][1].item()
+        # All of it where the counts are: a number that the host reads would make it wait for the device.
+        counts, (low, negated_high) = state[0][:-2], state[1]
+        high = -negated_high
         upto = counts.cumsum(0)
-        total = int(upto[-1])
-        found: Result = {}
-        for share in self.at:
-            name = f"p{round(100 * share, 10):g}"
-            if total == 0:
-                found[name] = math.nan
-                continue
-            rank = math.floor(share * (total - 1))
-            place = int(torch.searchsorted(upto, rank, right=True))
-            exact = {0: low, total - 1: high}
-            found[name] = exact.get(rank, min(max(self._middle(place), low), high))
-        return found
+        total = upto[-1]
+        shares = torch.tensor(self.at, dtype=low.dtype, device=low.device)
+        ranks = (shares * (total - 1)).floor().to(torch.int64)
+        middles = self._middles.to(low.device, low.dtype)
+        places = torch.searchsorted(upto, ranks, right=True).clamp(max=len(middles) - 1)
+        found = torch.minimum(torch.maximum(middles[places], low), high)
+        found = torch.where(ranks == 0, low, found)
+        found = torch.where(ranks == total - 1, high, found)
+        found = torch.where(total == 0, torch.nan, found)
+        return {
+            f"p{round(100 * share, 10):g}": value
+            for share, value in zip(self.at, found.unbind(), strict=True)
+        }
 
-    def _middle(self, place: int) -> float:
-        """A number in the middle of a bin; beyond the grid, one that the ends of the data will limit."""
+    @cached_property
+    def _middles(self) -> Tensor:
+        """A number in the middle of each bin; beyond the grid, one that the ends of the data will limit."""
         edges = self._grid.edges
-        if 0 < place < len(edges):
-            return float(edges[place - 1] + edges[place]) / 2
-        return -math.inf if place == 0 else math.inf
+        beyond = edges.new_tensor([math.inf])
+        return torch.cat([-beyond, (edges[:-1] + edges[1:]) / 2, beyond])
 
     def spec(self) -> dict[str, Any]:
         return {"reduction": self.name, "at": list(self.at), "accuracy": self.accuracy}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.measuring import measure
 from torchtap.reduce.moments import STATISTICS, WIDTH, finish, merge_states
+from torchtap.reduce.stats_block import StatsBlock
 from torchtap.reduce.transforms import outside_transforms
 
 __all__ = ["Stats"]
@@ -30,6 +31,7 @@ class Stats(Reduction[Tensor]):
 
     name: ClassVar[str] = "stats"
     elementwise: ClassVar[bool] = True
+    block: ClassVar[type[StatsBlock]] = StatsBlock
 
     @outside_transforms
     def update(self, state: Tensor | None, value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ Not thread-safe: whoever shares a block between threads brings the lock.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from torchtap.reduce import kernel
 from torchtap.reduce.kernel import DTYPE_CODES
 from torchtap.reduce.measuring import measure
 from torchtap.reduce.memory import located
-from torchtap.reduce.moments import WIDTH, blank_states, finish, merge_states
+from torchtap.reduce.moments import STATISTICS, WIDTH, blank_states, finish, merge_states
 from torchtap.reduce.slots import DeviceSlots, SlotSet
 from torchtap.reduce.transforms import outside_transforms
 
@@ -39,6 +39,8 @@ _read_by_kernel = kernel.measure
 @final
 class StatsBlock:
     """Rows of statistics. ``device`` is where most values are expected: its slots are made at once."""
+
+    statistics: ClassVar[tuple[str, ...]] = STATISTICS
 
     def __init__(self, rows: int, *, scratch: int = 8, device: torch.device | str = "cpu") -> None:
         self._native = kernel.native

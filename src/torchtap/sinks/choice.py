@@ -8,7 +8,7 @@ the phase before that, ``eval.output.mean/blocks.0.attn``. Choosing is done once
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -64,8 +64,14 @@ class Choice:
             several = [sites] if isinstance(sites, str) or not isinstance(sites, Sequence) else sites
             self._selectors = [Selector.of(one) for one in several]
         self._statistics = None if statistics is None else frozenset(statistics)
+        self._label: Callable[[str, str, str], str] = label
         self._met: set[str] = set()  # selectors and statistics that something came for
         self._parts: dict[tuple[int, int, str], _Part] = {}
+
+    def name_by(self, label: Callable[[str, str, str], str]) -> None:
+        """Name numbers by another function of site, statistic and phase."""
+        self._label = label
+        self._parts.clear()
 
     def takes(self, site: str) -> bool:
         """Whether a site was asked for."""
@@ -113,7 +119,7 @@ class Choice:
                 found.setdefault(item.site, {})[item.field] = item
         for site, fields in found.items():
             if "counts" in fields and "edges" in fields:
-                yield label(site, "histogram", record.phase), fields["counts"], fields["edges"]
+                yield self._label(site, "histogram", record.phase), fields["counts"], fields["edges"]
 
     def _part(self, block: ScalarBlock, phase: str) -> _Part:
         identity = (id(block.sites), id(block.statistics), phase)
@@ -142,7 +148,7 @@ class Choice:
             block.statistics,
             np.array([row * width + column for row, _ in rows for column, _ in columns], np.intp),
             np.array([row for row, _ in rows for _ in columns], np.intp),
-            [label(site, statistic, phase) for _, site in rows for _, statistic in columns],
+            [self._label(site, statistic, phase) for _, site in rows for _, statistic in columns],
         )
 
 

@@ -7,7 +7,7 @@ All numbers of a step go into one event, which is many times cheaper than one ca
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -20,17 +20,22 @@ from torchtap.store.record import StepRecord, TensorItem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["TensorBoardSink"]
 
 
 @final
 class TensorBoardSink:
-    """Write TensorBoard's event files into ``folder``; ``sites`` and ``statistics`` narrow down what is shown."""
+    """Write TensorBoard's event files; ``sites`` and ``statistics`` narrow down what is shown.
+
+    ``place`` is a folder, or a ``SummaryWriter`` that the training has already: its own numbers and these are then in
+    one place, and closing it is left to the training.
+    """
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        place: str | os.PathLike[str] | SummaryWriter,
         *,
         sites: Selectable | Sequence[Selectable] | None = None,
         statistics: Sequence[str] | None = None,
@@ -46,7 +51,12 @@ class TensorBoardSink:
         self._summary: Any = Summary
         self._choice = Choice(sites, statistics)
         self._images = images
-        self._writer: Any = SummaryWriter(os.fspath(folder))
+        self._given = isinstance(place, SummaryWriter)
+        self._writer: Any = place if isinstance(place, SummaryWriter) else SummaryWriter(os.fspath(place))
+
+    def name_by(self, label: Callable[[str, str, str], str]) -> None:
+        """Name numbers by another function of site, statistic and phase. `ModuleMonitor` asks for its own keys."""
+        self._choice.name_by(label)
 
     def write(self, record: StepRecord) -> None:
         summary = self._summary()
@@ -96,4 +106,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._given:
+            self._writer.flush()
+        else:
+            self._writer.close()

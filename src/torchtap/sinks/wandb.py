@@ -7,7 +7,7 @@ Without further words it writes offline, which needs no account; ``wandb sync`` 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, final
 
 from torchtap.errors import MissingExtraError
@@ -58,6 +58,10 @@ class WandbSink:
         # our steps are their own axis, whatever else is logged into the same run and at whatever pace
         run.define_metric(_STEP)
         self._defined: set[str] = set()
+
+    def name_by(self, label: Callable[[str, str, str], str]) -> None:
+        """Name numbers by another function of site, statistic and phase. `ModuleMonitor` asks for its own keys."""
+        self._choice.name_by(label)
 
     def write(self, record: StepRecord) -> None:
         numbers: dict[str, Any] = {}

@@ -43,15 +43,17 @@ class TensorItem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
-    """Everything that was kept at one step."""
+    """Everything that was kept at one step in one phase."""
 
     step: int
     epoch: int | None
     batch: int | None
-    phase: str  # "train" or "eval"
+    phase: str  # "train", "eval" or what the user named; passes of other phases have records of their own
     time: float  # seconds since the Unix epoch, at the end of the step
     scalars: tuple[ScalarBlock, ...]
     tensors: tuple[TensorItem, ...]
+    passes: int = 1  # calls of the model that were folded together
+    skipped: bool = False  # a gradient scaler left the update out
 
 
 class Consumer(Protocol):

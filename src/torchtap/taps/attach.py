@@ -72,7 +72,7 @@ def attach(
 
             return attach_graph(model, receiver, site_map)
         case "compiled":
-            from torchtap.taps.carry.compiled import attach_compiled
+            from torchtap.taps.compiled import attach_compiled
 
             return attach_compiled(model, receiver)
         case "exported":

@@ -1,224 +1,249 @@
-"""The runs that a viewer shows, each with a lock and what it has already read.
+"""The runs of one viewer, by name: found as they appear, opened when somebody asks, and their cards for the table.
 
 Guarantees:
-- one run is read by one thread at a time, whatever the server does at once;
-- a growing run is read only where it grew;
-- what is kept in memory is bounded.
+- a run is opened only when it is asked about, and only a few stay open;
+- one question spends a bounded time on cards, so a thousand runs show their names at once and fill in;
+- a run that vanished is told, never shown as an empty one.
 
-Not here: what is computed from the numbers (`heatmap`, `series`, `tensors`) and who may ask (`security`).
+Not here: what is read of one run (`opened`), where runs are (`shelf`), who may ask (`security`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
-import numpy.typing as npt
-
-from torchtap.diagnosis.grid import Place, places
 from torchtap.foreign_text import browser_text
-from torchtap.viewer.derived import DERIVED, derive
-from torchtap.viewer.downsample import block_extremes
+from torchtap.viewer.cards import Card, card_of, folder_signature, short_text
+from torchtap.viewer.opened import OpenRun, Refused
+from torchtap.viewer.shelf import Found, Shelf
 
 if TYPE_CHECKING:
-    from torchtap.diagnosis.finding import Finding
     from torchtap.store.read.reader import Run
 
-__all__ = ["BLOCK", "Catalog", "NumberGrid", "OpenRun", "Refused"]
+__all__ = ["Catalog"]
 
-T = TypeVar("T")
-BLOCK = 4
-_GRID_BYTES = 768 << 20  # statistics of a run kept in memory, as float32
-_STRETCH = 1 << 21  # numbers read at a time
-_TENSOR_BYTES = 256 << 20
-_LARGEST_TENSOR = 256 << 20  # unpacked
-
-
-class Refused(Exception):
-    """A question that is not answered; ``status`` is the HTTP status that says so."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
+_OPEN = 12  # runs that stay open
+_SPEND = 0.25  # seconds of one question for cards
+_LOOK = 1.0  # seconds between two looks into the folders
+_FINDINGS = 30_000_000  # numbers of a run that is judged for the table without being asked
 
 
 @final
-class NumberGrid:
-    """One statistic of all sites that have it: rows in execution order, columns steps, NaN where absent."""
+class Entry:
+    """A run that was found, its card, and what the card was made of."""
 
-    def __init__(
-        self, sites: list[str], steps: npt.NDArray[np.int64], values: npt.NDArray[np.float32]
-    ) -> None:
-        self.sites = sites
-        self.steps = steps
-        self.values = values
-        self.row = {site: row for row, site in enumerate(sites)}
-        self._blocks: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
-
-    def blocks(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """The least and the greatest of every `BLOCK` steps, computed once: a wide view needs no more."""
-        if self._blocks is None:
-            self._blocks = block_extremes(self.values, BLOCK)
-        return self._blocks
-
-    def is_start_of(self, sites: list[str], steps: npt.NDArray[np.int64]) -> bool:
-        """Whether a grid of these sites and steps begins with this one."""
-        return self.sites == sites and np.array_equal(self.steps, steps[: len(self.steps)])
-
-
-@final
-class OpenRun:
-    """One run, open for looking."""
-
-    def __init__(self, run: Run, name: str) -> None:
-        self.run = run
-        self.name = name
-        self.lock = threading.RLock()
-        self._diagnosing = threading.Lock()
-        self.revision = 0
-        self._seen = self._state()
-        self._survey()
-        self._grids: OrderedDict[str, tuple[int, NumberGrid]] = OrderedDict()
-        self._tensors: OrderedDict[tuple[str, int | None, str], npt.NDArray[Any]] = OrderedDict()
-        self._remembered: dict[tuple[str, ...], Any] = {}
-        self._findings: tuple[int, list[Finding]] | None = None
-
-    def _state(self) -> tuple[int, int, str, int]:
-        steps = self.run.steps()
-        return len(steps), int(steps[-1]) if len(steps) else -1, self.run.status, len(self.run.problems)
-
-    def _survey(self) -> None:
-        self.places: list[Place] = places(self.run)
-        self.sites = [place.name for place in self.places]
-        self.position = {site: index for index, site in enumerate(self.sites)}
-        self.statistics = {site: tuple(self.run.statistics(site)) for site in self.sites}
-        names = dict.fromkeys((*self.sites, *(name for held in self.statistics.values() for name in held)))
-        self._asked = {safe: name for name in names if (safe := browser_text(name)) != name}
-
-    def asked(self, name: str) -> str:
-        """The site or statistic that the page means: some names reach it spelled out (`browser_text`)."""
-        return self._asked.get(name, name)
-
-    def refresh(self) -> int:
-        """Look for what was written since; the revision rises when there is something new."""
-        with self.lock:
-            self.run.refresh()
-            state = self._state()
-            if state != self._seen:
-                self._seen = state
-                self._survey()
-                self.revision += 1
-            return self.revision
-
-    def grid(self, statistic: str) -> NumberGrid:
-        """``statistic`` of every site that has it (also one of the derived)."""
-        with self.lock:
-            known = self._grids.get(statistic)
-            if known is not None and known[0] == self.revision:
-                self._grids.move_to_end(statistic)
-                return known[1]
-            if statistic in DERIVED:
-                fresh = NumberGrid(*derive(statistic, self.grid, self.sites))
-            else:
-                fresh = self._read(statistic, known[1] if known else None)
-            self._grids[statistic] = (self.revision, fresh)
-            self._grids.move_to_end(statistic)
-            while (
-                len(self._grids) > 1 and sum(g.values.nbytes for _, g in self._grids.values()) > _GRID_BYTES
-            ):
-                self._grids.popitem(last=False)
-            return fresh
-
-    def _read(self, statistic: str, known: NumberGrid | None) -> NumberGrid:
-        sites = [site for site in self.sites if statistic in self.statistics[site]]
-        if not sites:
-            raise Refused(f"no site of this run has a statistic {statistic!r}", 404)
-        steps = np.asarray(self.run.steps(), dtype=np.int64)
-        grown = known if known is not None and known.is_start_of(sites, steps) else None
-        fresh_steps = steps if grown is None else steps[len(grown.steps) :]
-        if grown is not None and not len(fresh_steps):
-            return grown
-        numbers = np.empty((len(sites), len(steps)), dtype=np.float32)
-        done = len(steps) - len(fresh_steps)
-        if grown is not None:
-            numbers[:, :done] = grown.values
-        # A stretch of steps at a time: the reader's float64 would be twice as large as what is kept.
-        stretch = max(1, _STRETCH // max(1, len(sites)))
-        for start in range(done, len(steps), stretch):
-            part = steps[start : start + stretch]
-            with np.errstate(over="ignore"):
-                numbers[:, start : start + len(part)] = self.run.matrix(statistic, sites, part).values
-        return NumberGrid(sites, steps, numbers)
-
-    def remember(self, key: tuple[str, ...], compute: Callable[[], T]) -> T:
-        """``compute()``, once for each state of the run. Call it with the lock held."""
-        if self._remembered.get(("revision",)) != self.revision:
-            self._remembered = {("revision",): self.revision}
-        if key not in self._remembered:
-            self._remembered[key] = compute()
-        found: T = self._remembered[key]
-        return found
-
-    def tensor(self, site: str, step: int | None, field: str) -> npt.NDArray[Any]:
-        """A recorded tensor; the last few are kept, for the sliders of the page."""
-        key = (site, step, field)
-        with self.lock:
-            if key in self._tensors:
-                self._tensors.move_to_end(key)
-                return self._tensors[key]
-            for reference in self.run.tensors(site):
-                if reference.step == step and browser_text(reference.field) == field:
-                    field = reference.field
-                    if reference.unpacked > _LARGEST_TENSOR:
-                        raise Refused(
-                            f"the tensor has {reference.unpacked:,} bytes, too many to show; run.array reads it",
-                            413,
-                        )
-            value = self.run.array(site, step=step, field=field)
-            self._tensors[key] = value
-            while len(self._tensors) > 1 and sum(t.nbytes for t in self._tensors.values()) > _TENSOR_BYTES:
-                self._tensors.popitem(last=False)
-            return value
-
-    def findings(self) -> list[Finding]:
-        """What looks wrong in the run as it is now."""
-        from torchtap.diagnosis.run import diagnose
-        from torchtap.store.read.reader import open_run
-
-        with self._diagnosing:
-            revision = self.revision
-            if self._findings is None or self._findings[0] != revision:
-                # A reader of its own: this takes a while, and maps and series are asked for meanwhile.
-                self._findings = (revision, diagnose(open_run(self.run.path)))
-            return self._findings[1]
+    def __init__(self, found: Found) -> None:
+        self.found = found
+        self.card = Card(found.name)
+        self.signature: tuple[int, ...] = ()
+        self.tick = 0
+        self.run: Run | None = None  # kept while the run is written
 
 
 @final
 class Catalog:
-    """The runs of one viewer, by number, and the comparison it was given, if any."""
+    """The runs of one viewer, and the comparison it was given, if any."""
 
-    def __init__(self, runs: Sequence[OpenRun], comparison: dict[str, Any] | None = None) -> None:
-        self.runs = list(runs)
+    def __init__(self, shelf: Shelf, comparison: dict[str, Any] | None = None) -> None:
+        self.shelf = shelf
         self.comparison = comparison
+        self.tick = 1
+        self._entries: dict[str, Entry] = {}
+        self._open: OrderedDict[str, OpenRun] = OrderedDict()
+        self._lock = threading.RLock()
+        self._opening = threading.Lock()
+        self._surveying = threading.Lock()
+        self._looked = 0.0
         self._comparing = threading.Lock()
-        self._compared: tuple[tuple[int, int, int, int], dict[str, Any]] | None = None
+        self._compared: tuple[tuple[str, str, int, int], dict[str, Any]] | None = None
+        self.look(force=True)
 
     @classmethod
-    def open(cls, paths: Sequence[str | Path], comparison: dict[str, Any] | None = None) -> Catalog:
-        """Open every path; runs of the same folder name are told apart by the folders above."""
+    def open(
+        cls, paths: Sequence[str | os.PathLike[str]], comparison: dict[str, Any] | None = None
+    ) -> Catalog:
+        """Runs and folders of runs. A run that is named has to be one; a folder may still be empty."""
         from torchtap.store.read.reader import open_run
 
-        places = [Path(path).resolve() for path in paths]
-        names = [place.name for place in places]
-        if len(set(names)) < len(names):
-            names = [str(Path(*place.parts[-2:])) for place in places]
-        return cls([OpenRun(open_run(p), n) for p, n in zip(paths, names, strict=True)], comparison)
+        shelf = Shelf(paths)
+        catalog = cls(shelf, comparison)
+        for entry in catalog.entries():
+            if entry.found.root is None:
+                open_run(entry.found.path)  # says at once what is wrong with it
+        return catalog
 
-    def compare(self, first: int, second: int) -> dict[str, Any]:
+    # --- which runs there are -------------------------------------------------------------------------------
+
+    def entries(self) -> list[Entry]:
+        """Every run that is there."""
+        with self._lock:
+            return list(self._entries.values())
+
+    def names(self) -> list[str]:
+        """The names of the runs."""
+        return [entry.found.name for entry in self.entries()]
+
+    def look(self, *, force: bool = False) -> None:
+        """Notice runs that came and went."""
+        with self._lock:
+            now = time.monotonic()
+            if not force and now - self._looked < _LOOK:
+                return
+            found = {run.name: run for run in self.shelf.look()}
+            self._looked = now
+            for name in [n for n, e in self._entries.items() if found.get(n) != e.found]:
+                del self._entries[name]
+                self._open.pop(name, None)
+                self.tick += 1
+            for name, run in found.items():
+                if name not in self._entries:
+                    self.tick += 1
+                    entry = self._entries[name] = Entry(run)
+                    entry.tick = self.tick
+
+    def survey(self) -> int:
+        """Bring cards up to date for a bounded time; says how many are still unknown."""
+        self.look()
+        if self._surveying.acquire(blocking=False):  # somebody else's question is at it already
+            try:
+                self._update_cards(time.monotonic() + _SPEND)
+            finally:
+                self._surveying.release()
+        return sum(not entry.card.known for entry in self.entries())
+
+    def _update_cards(self, until: float) -> None:
+        # Written runs first: the page follows them.
+        order = sorted(self.entries(), key=lambda e: (e.card.status != "recording", e.card.known))
+        for number, entry in enumerate(order):
+            signature = folder_signature(entry.found.path)
+            if entry.card.status == "recording" or signature != entry.signature or "://" in entry.found.path:
+                self._renew(entry, signature)
+            if number % 8 == 7 and time.monotonic() > until:
+                return
+        for entry in order:
+            if time.monotonic() > until:
+                return
+            self._judge(entry)
+
+    def _renew(self, entry: Entry, signature: tuple[int, ...]) -> None:
+        from torchtap.store.read.reader import open_run
+
+        old, name, path = entry.card, entry.found.name, entry.found.path
+        opened = self._open.get(name)
+        try:
+            if opened is not None:
+                opened.refresh()
+                with opened.lock:
+                    card = card_of(name, path, opened.run)
+            else:
+                if entry.run is None:
+                    entry.run = open_run(path)
+                else:
+                    entry.run.refresh()
+                card = card_of(name, path, entry.run)
+        except Exception as trouble:  # a run that vanished or broke must not take the others with it
+            card = Card(name, known=True, status=old.status or "closed", problem=short_text(trouble))
+        if card.status != "recording":
+            entry.run = None
+        entry.signature = signature
+        card.revision, card.findings = old.revision, old.findings if old.steps == card.steps else None
+        if card.line() != old.line():
+            with self._lock:
+                self.tick += 1
+                card.revision += 1
+                entry.tick = self.tick
+        entry.card = card
+
+    def _judge(self, entry: Entry) -> None:
+        """Count the findings of a run that has ended, once, where that is quick."""
+        if not self.may_judge(entry):
+            return
+        try:
+            self.note_findings(entry.found.name, self._findings(entry))
+        except Exception as trouble:
+            entry.card.problem = short_text(trouble)
+
+    @staticmethod
+    def may_judge(entry: Entry) -> bool:
+        """Whether the run has ended, is not judged yet, and small enough to be judged without being asked for."""
+        card = entry.card
+        quick = card.steps * card.sites * 14 < _FINDINGS
+        return (
+            card.known and card.findings is None and card.status != "recording" and not card.problem and quick
+        )
+
+    def _findings(self, entry: Entry) -> list[Any]:
+        from torchtap.diagnosis.run import diagnose
+        from torchtap.store.read.reader import open_run
+
+        opened = self._open.get(entry.found.name)
+        return opened.findings() if opened is not None else diagnose(open_run(entry.found.path))
+
+    def note_findings(self, name: str, found: Sequence[Any]) -> None:
+        """Keep how many findings a run has, for the table."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return
+        errors = sum(finding.severity == "error" for finding in found)
+        counted = {"errors": errors, "warnings": len(found) - errors}
+        if entry.card.findings != counted:
+            with self._lock:
+                self.tick += 1
+                entry.tick = self.tick
+                entry.card.findings = counted
+
+    # --- one run --------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> OpenRun:
+        from torchtap.store.read.reader import open_run
+
+        with self._opening:
+            entry = self._entry(name)
+            if entry is None:
+                self.look(force=True)
+                entry = self._entry(name)
+            if entry is None:
+                raise Refused(f"there is no run called {name[:200]!r} here; it may have been deleted", 404)
+            name = entry.found.name
+            opened = self._open.get(name)
+            if opened is None:
+                opened = self._open[name] = OpenRun(open_run(entry.found.path), name)
+                while len(self._open) > _OPEN:
+                    self._open.popitem(last=False)
+            else:
+                self._open.move_to_end(name)
+            return opened
+
+    def _entry(self, name: str) -> Entry | None:
+        """The run that the page means: nothing is the first, and some names reach it spelled out."""
+        if not name:
+            return next(iter(self._entries.values()), None)
+        found = self._entries.get(name)
+        return found or next((e for n, e in self._entries.items() if browser_text(n) == name), None)
+
+    def place(self, name: str) -> Found:
+        """Where a run is."""
+        self.look(force=True)
+        entry = self._entry(name)
+        if entry is None:
+            raise Refused(f"there is no run called {name[:200]!r} here; it may have been deleted", 404)
+        return entry.found
+
+    def forget(self, name: str) -> None:
+        """Close a run whose folder was moved or deleted, and look again."""
+        with self._lock:
+            self._open.pop(name, None)
+            entry = self._entries.get(name)
+            if entry is not None:
+                entry.signature = ()
+        self.look(force=True)
+
+    def compare(self, first: str, second: str) -> dict[str, Any]:
         """The comparison of two of the runs as they are now; the last one is kept, since it reads everything."""
         from torchtap.comparison.front import compare
         from torchtap.store.read.reader import open_run
@@ -231,8 +256,3 @@ class Catalog:
                 result = compare(open_run(a.run.path), open_run(b.run.path))
                 self._compared = (key, result.as_dict())
             return self._compared[1]
-
-    def __getitem__(self, number: int) -> OpenRun:
-        if not 0 <= number < len(self.runs):
-            raise Refused(f"there is no run number {number}; {len(self.runs)} are open", 404)
-        return self.runs[number]

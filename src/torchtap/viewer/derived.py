@@ -15,16 +15,26 @@ import numpy.typing as npt
 from torchtap.names import kind_of, read_name
 
 if TYPE_CHECKING:
-    from torchtap.viewer.catalog import NumberGrid
+    from torchtap.viewer.opened import NumberGrid
 
-__all__ = ["DERIVED", "derive", "derived_of"]
+__all__ = ["DERIVED", "EMPTY_SUMS", "derive", "derived_of", "without_empty_sums"]
 
 DERIVED = ("nonfinite", "grad/weight")
+EMPTY_SUMS = frozenset({"l1", "l2"})  # sums: zero where no value is finite
 
 
 def _parameter_of(site: str) -> str:
     """The parameter whose gradient ``site`` is."""
     return str(read_name(site)._replace(kind="param"))
+
+
+def without_empty_sums(
+    statistic: str, values: npt.NDArray[np.float64], broken: npt.NDArray[np.float64] | None
+) -> npt.NDArray[np.float64]:
+    """``values`` with NaN where a norm is zero because nothing was finite; ``broken`` counts the NaNs."""
+    if statistic not in EMPTY_SUMS or broken is None or len(broken) != len(values):
+        return values
+    return np.where((values == 0) & (broken > 0), np.nan, values)
 
 
 def derived_of(site: str, statistics: list[str], sites: set[str]) -> list[str]:
@@ -36,12 +46,13 @@ def derived_of(site: str, statistics: list[str], sites: set[str]) -> list[str]:
 
 
 def derive(
-    statistic: str, grid: Callable[[str], NumberGrid], sites: list[str]
+    statistic: str, grid: Callable[[str], NumberGrid], sites: list[str], recorded: set[str]
 ) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Sites, steps and values of a derived statistic; ``grid`` reads recorded ones."""
+    """Sites, steps and values of a derived statistic; ``grid`` reads those that were ``recorded``."""
     if statistic == "nonfinite":
-        nans, infinities = grid("nans"), grid("infs")
-        if nans.sites == infinities.sites:
+        nans = grid("nans")
+        infinities = grid("infs") if "infs" in recorded else None
+        if infinities is not None and nans.sites == infinities.sites:
             return nans.sites, nans.steps, nans.values + infinities.values
         return nans.sites, nans.steps, nans.values
     sizes = grid("l2")

@@ -10,6 +10,8 @@ Not here: reading runs (`queries`) and colours (the page).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -70,7 +72,7 @@ def block_extremes(
     return np.ascontiguousarray(low), np.ascontiguousarray(high)
 
 
-def keep_points(columns: list[npt.NDArray[np.floating]], points: int) -> npt.NDArray[np.int64]:
+def keep_points(columns: Sequence[npt.NDArray[np.floating]], points: int) -> npt.NDArray[np.int64]:
     """Which indices of several series of one length to keep so that each keeps every stretch's extremes.
 
     The first and the last are always kept, and in each stretch the first value that is not finite, so that

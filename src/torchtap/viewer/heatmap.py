@@ -12,12 +12,12 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.names import is_inside, kind_of, path_of
-from torchtap.viewer.catalog import BLOCK, NumberGrid, OpenRun, Refused
+from torchtap.names import is_inside, kind_of, path_of, path_parts
 from torchtap.viewer.downsample import extremes
+from torchtap.viewer.opened import BLOCK, NumberGrid, OpenRun, Refused
 from torchtap.viewer.wire import pack
 
-__all__ = ["MapWindow", "heat_map"]
+__all__ = ["MapWindow", "bands_of", "heat_map"]
 
 _SAMPLE = 200_000
 _QUANTILES = (0.0, 0.01, 0.05, 0.5, 0.95, 0.99, 1.0)
@@ -37,6 +37,7 @@ class MapWindow:
     last_row: int | None = None  # not included
     rows: int = 700
     columns: int = 1200
+    fold: int | None = None  # one row for each module of this depth
 
 
 def _inside(site: str, module: str) -> bool:
@@ -82,67 +83,98 @@ def _greatest(plane: npt.NDArray[np.float32]) -> float:
     return -_least(-plane)
 
 
-def _cells(
-    shown: OpenRun, grid: NumberGrid, rows: list[int], chosen: list[int], span: slice, window: MapWindow
-) -> tuple[
-    npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int64], int
-]:
-    """Least and greatest value of each cell, where rows start, the step each column starts at, all steps."""
-    steps = grid.steps[span]
-    picked = _as_slice(chosen)
-    if len(rows) == len(grid.sites) and len(steps) >= 2 * BLOCK * window.columns:
-        # A wide view is made of blocks that were computed once; it starts and ends with whole blocks.
-        blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
-        low, high = (plane[picked, blocks] for plane in grid.blocks())
-        low, high, row_starts, columns = extremes(low, window.rows, window.columns, highs=high)
-        return low, high, row_starts, grid.steps[(columns + blocks.start) * BLOCK], len(steps)
-    part = grid.values[picked, span]
-    if len(steps) and len(rows) < len(grid.sites):
-        there = _recorded_columns(shown, grid, chosen, part, span)
-        if not there.all():
-            part, steps = part[:, there], steps[there]
-    low, high, row_starts, columns = extremes(part, window.rows, window.columns)
-    return low, high, row_starts, steps[columns], len(steps)
+Bands = list[list[int]]  # for each row of the whole map, the rows of the grid that it stands for
 
 
-def _rows_of(grid: NumberGrid, window: MapWindow) -> list[int]:
-    return [
+def bands_of(grid: NumberGrid, window: MapWindow) -> tuple[Bands, list[str] | None]:
+    """The rows of the whole map, and what they are called where a row is more than a site."""
+    rows = [
         row
         for row, site in enumerate(grid.sites)
         if (not window.kind or kind_of(site) == window.kind)
         and (not window.under or _inside(site, window.under))
     ]
+    if window.fold is None:
+        return [[row] for row in rows], None
+    folded: dict[str, list[int]] = {}
+    for row in rows:
+        parts = path_parts(path_of(grid.sites[row]))
+        folded.setdefault(".".join(parts[: window.fold]), []).append(row)
+    return list(folded.values()), list(folded)
 
 
-def heat_map(shown: OpenRun, window: MapWindow) -> bytes:
-    """The part of the map under ``window``.
+def _planes(
+    grid: NumberGrid, chosen: Bands, span: slice, columns: int, whole: bool
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Least and greatest value of each chosen band at each step, and the steps."""
+    flat = [row for band in chosen for row in band]
+    picked = _as_slice(flat)
+    if whole and span.stop - span.start >= 2 * BLOCK * columns:
+        # A wide view is made of blocks that were computed once; it starts and ends with whole blocks.
+        blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
+        low, high = (plane[picked, blocks] for plane in grid.blocks())
+        steps = grid.steps[blocks.start * BLOCK : span.stop : BLOCK]
+    else:
+        low = high = grid.values[picked, span]
+        steps = grid.steps[span]
+    if len(flat) > len(chosen) and low.size:
+        starts = np.cumsum([0, *(len(band) for band in chosen[:-1])])
+        low, high = np.fmin.reduceat(low, starts, axis=0), np.fmax.reduceat(high, starts, axis=0)
+    return low, high, steps
 
-    Arrays: low and, if it differs, high (rows × columns), the steps and rows where cells start, and which
-    sites the rows are (numbers in the run's list of sites).
+
+def _cells(
+    shown: OpenRun, grid: NumberGrid, bands: Bands, chosen: Bands, span: slice, window: MapWindow
+) -> tuple[
+    npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int64], int
+]:
+    """Least and greatest value of each cell, where rows start, the step each column starts at, all steps."""
+    whole = sum(map(len, bands)) == len(grid.sites)
+    low, high, steps = _planes(grid, chosen, span, window.columns, whole)
+    count = span.stop - span.start
+    if len(steps) and not whole:
+        there = _recorded_columns(shown, grid, [row for band in chosen for row in band], low, span)
+        if not there.all():
+            low, high, steps = low[:, there], high[:, there], steps[there]
+            count = len(steps)
+    low, high, row_starts, columns = extremes(low, window.rows, window.columns, highs=high)
+    return low, high, row_starts, steps[columns], count
+
+
+def heat_map(shown: OpenRun, window: MapWindow, grid: NumberGrid | None = None) -> bytes:
+    """The part of the map under ``window``; of ``grid`` where it is no statistic of the run itself.
+
+    Arrays: low and, if it differs, high (rows × columns), the steps where columns start, the rows of the whole map
+    where rows start, and where in the list of sites each of those begins.
     """
+    own = grid is None
     with shown.lock:
-        grid = shown.grid(window.statistic)
-        rows = _rows_of(grid, window)
-        chosen = rows[window.first_row : window.last_row]
+        grid = shown.grid(window.statistic) if grid is None else grid
+        bands, names = bands_of(grid, window)
+        chosen = bands[window.first_row : window.last_row]
         first = 0 if window.first_step is None else int(np.searchsorted(grid.steps, window.first_step))
         last = len(grid.steps)
         if window.last_step is not None:
             last = int(np.searchsorted(grid.steps, window.last_step, side="right"))
-        low, high, row_starts, steps, count = _cells(shown, grid, rows, chosen, slice(first, last), window)
+        span = slice(first, max(first, last))
+        low, high, row_starts, steps, count = _cells(shown, grid, bands, chosen, span, window)
+        rows = [row for band in bands for row in band]
+        key = ("range", window.statistic, window.kind, window.under)
         facts = {
+            "run": shown.name,
             "statistic": window.statistic,
-            "rows": len(rows),
+            "rows": len(bands),
             "firstRow": window.first_row,
             "shownRows": len(chosen),
             "shownSteps": count,
+            "allSteps": len(grid.steps),
             "lastStep": int(grid.steps[last - 1]) if last > first else None,
             "revision": shown.revision,
-            "siteCount": len(shown.sites),
-            "range": shown.remember(
-                ("range", window.statistic, window.kind, window.under), lambda: _range(grid, rows)
-            ),
+            "sites": [grid.sites[row] for band in chosen for row in band],
+            "names": None if names is None else names[window.first_row : window.last_row],
+            "range": shown.remember(key, lambda: _range(grid, rows)) if own else _range(grid, rows),
         }
-        members = np.array([shown.position[grid.sites[row]] for row in chosen], dtype=np.int32)
+    sizes = np.array([len(band) for band in chosen], dtype=np.int32)
     # Where nothing had to be left out both are the same, and one is enough.
     several = {} if np.array_equal(low, high, equal_nan=True) else {"high": high}
     return pack(
@@ -152,7 +184,7 @@ def heat_map(shown: OpenRun, window: MapWindow) -> bytes:
             **several,
             "steps": steps.astype(np.float64),
             "rowStarts": row_starts.astype(np.int32),
-            "members": members,
+            "bandStarts": np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
         },
     )
 
@@ -172,7 +204,8 @@ def _recorded_columns(
     A statistic of nothing but NaN is NaN as well; the number of NaNs tells it from a step without a record.
     """
     there = _any_value(part)
-    if not there.all() and grid is not (counted := _counted(shown)) and counted is not None:
+    counted = None if there.all() else _counted(shown)
+    if counted is not None and grid is not counted and np.array_equal(grid.steps, counted.steps):
         same = [counted.row[site] for row in rows if (site := grid.sites[row]) in counted.row]
         there |= _any_value(counted.values[_as_slice(same), window])
     return there

@@ -10,49 +10,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtap.names import site_name
-from torchtap.viewer.catalog import Catalog, OpenRun
+from torchtap.viewer.cards import phases_of, short_text
+from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.derived import derived_of
+from torchtap.viewer.opened import OpenRun
 from torchtap.viewer.wire import encode_json
 
 __all__ = ["about_run", "comparison_of", "coverage_of", "findings_of", "list_runs", "tokens_of"]
 
-_TEXT = 400
 _AXES = 16
 _DEPTH = 60
 _TOKENS = 4096
+_text = short_text
 
 
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)[:_TEXT]
-
-
-def list_runs(catalog: Catalog) -> bytes:
-    """Every open run and how far it has come. The page asks this again and again, to notice new steps."""
-    listed = []
-    for number, shown in enumerate(catalog.runs):
-        try:
-            shown.refresh()
-        except Exception as trouble:  # a run that vanished or broke must not take the others with it
-            problem: str | None = _text(trouble)
-        else:
-            problem = None
-        with shown.lock:
-            steps = shown.run.steps()
-            listed.append(
-                {
-                    "id": number,
-                    "name": _text(shown.name),
-                    "created": _text(shown.run.manifest.get("created")),
-                    "status": shown.run.status,
-                    "revision": shown.revision,
-                    "steps": len(steps),
-                    "first": int(steps[0]) if len(steps) else None,
-                    "last": int(steps[-1]) if len(steps) else None,
-                    "sites": len(shown.sites),
-                    "problem": problem,
-                }
-            )
-    return encode_json({"runs": listed, "comparison": catalog.comparison is not None})
+def list_runs(catalog: Catalog, since: int = 0, *, managed: bool = False) -> bytes:
+    """The runs that changed after ``since``, and the names of all. The page asks this again and again."""
+    pending = catalog.survey()
+    entries = catalog.entries()
+    return encode_json(
+        {
+            "tick": catalog.tick,
+            "pending": pending,
+            "judging": sum(catalog.may_judge(entry) for entry in entries),
+            "names": [entry.found.name for entry in entries],
+            "runs": [entry.card.line() for entry in entries if entry.tick > since],
+            "comparison": catalog.comparison is not None,
+            "managed": managed and bool(catalog.shelf.folders),
+            "folder": bool(catalog.shelf.folders),
+        }
+    )
 
 
 def _module(node: Any, depth: int = 0) -> dict[str, Any] | None:
@@ -123,14 +110,17 @@ def about_run(shown: OpenRun) -> bytes:
                     for key, value in (environment.items() if isinstance(environment, Mapping) else ())
                 },
                 "ranks": [int(rank) for rank in run.ranks],
+                "phases": phases_of(run),
             }
         )
 
 
-def findings_of(shown: OpenRun) -> bytes:
+def findings_of(catalog: Catalog, name: str) -> bytes:
     """What looks wrong, the gravest first; and for each site that is named, the mark it gets in the tree."""
+    shown = catalog[name]
+    found = shown.findings()
+    catalog.note_findings(shown.name, found)
     with shown.lock:
-        found = shown.findings()
         marks: dict[str, str] = {}
         for finding in found:
             for site in finding.sites:
@@ -190,8 +180,8 @@ def tokens_of(shown: OpenRun, step: int | None) -> bytes:
     return encode_json({"tokens": listed})
 
 
-def comparison_of(catalog: Catalog, first: int | None, second: int | None) -> bytes:
+def comparison_of(catalog: Catalog, first: str, second: str) -> bytes:
     """The comparison that the viewer was given, or one of two open runs."""
-    if catalog.comparison is not None and first is None:
+    if catalog.comparison is not None and not first:
         return encode_json(catalog.comparison)
-    return encode_json(catalog.compare(first or 0, 1 if second is None else second))
+    return encode_json(catalog.compare(first, second))

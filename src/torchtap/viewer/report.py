@@ -22,8 +22,9 @@ from torchtap.errors import TorchtapError
 from torchtap.foreign_text import browser_text, in_html
 from torchtap.names import kind_of
 from torchtap.viewer.assets import asset
-from torchtap.viewer.catalog import Catalog, OpenRun, Refused
+from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.chosen import matching_sites
+from torchtap.viewer.opened import OpenRun, Refused
 from torchtap.viewer.routes import answer
 
 __all__ = ["Report", "write_report"]
@@ -33,6 +34,7 @@ _COLUMNS = 480
 _ROWS = 800
 _POINTS = 1500
 _STEPS = 12  # of a tensor
+_COMPARED = 4  # runs that are compared with the first
 
 
 @final
@@ -91,30 +93,44 @@ def write_report(
     was found at come first, then all others as far as there is room.
     """
     catalog = Catalog.open(runs)
+    while catalog.survey():
+        pass
     archive = _Archive(catalog)
     archive.add("runs", {})
     inside: list[str] = []
     left_out: list[str] = []
-    for number, shown in enumerate(catalog.runs):
-        _add_overview(archive, shown, number)
-    if len(catalog.runs) > 1:
-        archive.add("comparison", {"a": 0, "b": 1})
-    for number, shown in enumerate(catalog.runs):
+    names = catalog.names()
+    for name in names:
+        _add_logged(archive, catalog[name])  # first: they are small, and everybody looks at them
+    for name in names:
+        _add_overview(archive, catalog[name])
+    for name in names[1:_COMPARED]:
+        archive.add("comparison", {"a": browser_text(names[0]), "b": browser_text(name)})
+    for name in names:
+        shown = catalog[name]
         for site in _wanted(shown, sites):
             if archive.size > _BUDGET:
                 left_out.append(site)
                 continue
-            _add_site(archive, shown, number, site)
+            _add_site(archive, shown, site)
             inside.append(site)
-    page = _page(archive.encode(), title or ", ".join(shown.name for shown in catalog.runs))
+    page = _page(archive.encode(), title or ", ".join(names[:6]))
     target = Path(path)
     target.write_bytes(page)
     return Report(target, len(page), tuple(inside), tuple(left_out))
 
 
-def _add_overview(archive: _Archive, shown: OpenRun, number: int) -> None:
+def _add_logged(archive: _Archive, shown: OpenRun) -> None:
+    for site in shown.sites:
+        if "value" in shown.statistics[site]:
+            its: dict[str, str | int] = {"run": browser_text(shown.name), "site": browser_text(site)}
+            archive.add("scalars", its, {"points": _POINTS})
+            archive.add("series", its, {"statistics": "value", "points": _POINTS})
+
+
+def _add_overview(archive: _Archive, shown: OpenRun) -> None:
     for question in ("about", "findings", "coverage"):
-        archive.add(question, {"run": number})
+        archive.add(question, {"run": browser_text(shown.name)})
     statistics: dict[str, dict[str, None]] = {}
     for site, held in shown.statistics.items():
         statistics.setdefault(kind_of(site), {}).update(dict.fromkeys(held))
@@ -127,7 +143,7 @@ def _add_overview(archive: _Archive, shown: OpenRun, number: int) -> None:
             for name in [*names, *derived]:
                 if (tier is None or name in tier) and archive.size < _BUDGET // 2:
                     asked: dict[str, str | int] = {
-                        "run": number,
+                        "run": browser_text(shown.name),
                         "statistic": browser_text(name),
                         "kind": browser_text(kind),
                     }
@@ -142,21 +158,24 @@ def _wanted(shown: OpenRun, patterns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*found, *with_tensors, *shown.sites]))
 
 
-def _add_site(archive: _Archive, shown: OpenRun, number: int, site: str) -> None:
-    its: dict[str, str | int] = {"run": number, "site": browser_text(site)}
+def _add_site(archive: _Archive, shown: OpenRun, site: str) -> None:
+    its: dict[str, str | int] = {"run": browser_text(shown.name), "site": browser_text(site)}
     if statistics := [browser_text(name) for name in shown.statistics.get(site, ())]:
         archive.add("series", its, {"statistics": ",".join(statistics), "points": _POINTS})
     references = shown.run.tensors(site)
     if not references:
         return
     archive.add("tensors", its)
+    archive.add("span", {**its, "field": "value"})
     if any("histogram" in reference.reduction for reference in references):
         archive.add("histograms", its)
     for parameters in _slices(shown, site):
         if archive.size > _BUDGET:
             return
         archive.add("slice", {**its, **parameters})
-        archive.add("tokens", {"run": number, "step": parameters["step"]})
+        archive.add("tokens", {"run": browser_text(shown.name), "step": parameters["step"]})
+    if kind_of(site) == "attention":
+        archive.add("entropy", its)
 
 
 def _slices(shown: OpenRun, site: str) -> Iterator[dict[str, str | int]]:

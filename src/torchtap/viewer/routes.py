@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torchtap.viewer.catalog import Catalog, Refused
+from torchtap.viewer.attention import entropy_of
+from torchtap.viewer.catalog import Catalog
+from torchtap.viewer.differences import changes_between, difference_grid
 from torchtap.viewer.heatmap import MapWindow, heat_map
+from torchtap.viewer.histograms import histograms_of
+from torchtap.viewer.opened import Refused
 from torchtap.viewer.overview import (
     about_run,
     comparison_of,
@@ -18,13 +22,15 @@ from torchtap.viewer.overview import (
     list_runs,
     tokens_of,
 )
-from torchtap.viewer.series import histograms_of, series_of
-from torchtap.viewer.tensors import SliceWindow, slice_of, tensors_of
+from torchtap.viewer.ranks import ranks_of
+from torchtap.viewer.scalars import scalars_of
+from torchtap.viewer.series import series_of
+from torchtap.viewer.tensors import SliceWindow, slice_of, span_of, tensors_of
 
 __all__ = ["BINARY", "QUESTIONS", "answer"]
 
 Parameters = Mapping[str, str]
-BINARY = frozenset({"map", "series", "histograms", "slice"})
+BINARY = frozenset({"map", "series", "scalars", "changes", "ranks", "histograms", "slice", "entropy"})
 
 
 def _whole(parameters: Parameters, name: str, *, least: int = -(2**62), most: int = 2**62) -> int | None:
@@ -63,12 +69,42 @@ def _map(catalog: Catalog, parameters: Parameters) -> bytes:
         last_row=_whole(parameters, "bottom", least=0),
         rows=_number(parameters, "rows", 700, 1, 4096),
         columns=_number(parameters, "columns", 1200, 1, 8192),
+        fold=_whole(parameters, "fold", least=1, most=64),
     )
-    return heat_map(catalog[_run(parameters)], window)
+    shown = catalog[_run(parameters)]
+    against = parameters.get("against", "")
+    if not against or window.statistic == "nonfinite":
+        return heat_map(shown, window)
+    relative = parameters.get("change") == "relative"
+    return heat_map(
+        shown, window, difference_grid(shown, catalog[against], window.statistic, relative=relative)
+    )
 
 
-def _run(parameters: Parameters) -> int:
-    return _number(parameters, "run", 0, 0, 10_000)
+def _run(parameters: Parameters) -> str:
+    return parameters.get("run", "")
+
+
+def _scalars(catalog: Catalog, parameters: Parameters) -> bytes:
+    return scalars_of(
+        catalog[_run(parameters)],
+        _site(catalog, parameters),
+        phase=parameters.get("phase") or None,
+        smooth=_number(parameters, "smooth", 0, 0, 999) / 1000,
+        points=_number(parameters, "points", 2000, 2, 100_000),
+    )
+
+
+def _changes(catalog: Catalog, parameters: Parameters) -> bytes:
+    run = _run(parameters)
+    return changes_between(
+        catalog[run],
+        catalog[parameters.get("against", "") or run],
+        catalog[run].asked(parameters.get("statistic", "rms")),
+        parameters.get("kind", ""),
+        _whole(parameters, "before"),
+        _whole(parameters, "after"),
+    )
 
 
 def _series(catalog: Catalog, parameters: Parameters) -> bytes:
@@ -81,6 +117,7 @@ def _series(catalog: Catalog, parameters: Parameters) -> bytes:
         _whole(parameters, "from"),
         _whole(parameters, "to"),
         _number(parameters, "points", 1600, 2, 100_000),
+        parameters.get("phase") or None,
     )
 
 
@@ -102,21 +139,41 @@ def _slice(catalog: Catalog, parameters: Parameters) -> bytes:
         last_column=_whole(parameters, "right", least=1),
         size=_number(parameters, "size", 512, 1, 2048),
     )
-    return slice_of(catalog[_run(parameters)], _site(catalog, parameters), window)
+    shown = catalog[_run(parameters)]
+    minus_run, minus_step = parameters.get("minusRun", ""), _whole(parameters, "minusStep")
+    if not minus_run and minus_step is None:
+        return slice_of(shown, _site(catalog, parameters), window)
+    other = catalog[minus_run] if minus_run else shown
+    return slice_of(
+        shown, _site(catalog, parameters), window, (other, window.step if minus_step is None else minus_step)
+    )
+
+
+def _ranks(catalog: Catalog, parameters: Parameters) -> bytes:
+    shown = catalog[_run(parameters)]
+    statistic = shown.asked(parameters.get("statistic", "rms"))
+    return ranks_of(shown, _site(catalog, parameters), statistic)
 
 
 QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
-    "runs": lambda catalog, _: list_runs(catalog),
+    "runs": lambda catalog, p: list_runs(catalog, _number(p, "since", 0, 0, 2**53)),
     "about": lambda catalog, p: about_run(catalog[_run(p)]),
-    "findings": lambda catalog, p: findings_of(catalog[_run(p)]),
+    "findings": lambda catalog, p: findings_of(catalog, _run(p)),
     "coverage": lambda catalog, p: coverage_of(catalog[_run(p)]),
     "tokens": lambda catalog, p: tokens_of(catalog[_run(p)], _whole(p, "step")),
     "map": _map,
     "series": _series,
-    "histograms": lambda catalog, p: histograms_of(catalog[_run(p)], _site(catalog, p)),
+    "scalars": _scalars,
+    "changes": _changes,
+    "ranks": _ranks,
+    "histograms": lambda catalog, p: histograms_of(
+        catalog[_run(p)], _site(catalog, p), linear=p.get("axis") != "recorded"
+    ),
+    "entropy": lambda catalog, p: entropy_of(catalog[_run(p)], _site(catalog, p)),
     "tensors": lambda catalog, p: tensors_of(catalog[_run(p)], _site(catalog, p)),
+    "span": lambda catalog, p: span_of(catalog[_run(p)], _site(catalog, p), p.get("field", "value")),
     "slice": _slice,
-    "comparison": lambda catalog, p: comparison_of(catalog, _whole(p, "a"), _whole(p, "b")),
+    "comparison": lambda catalog, p: comparison_of(catalog, p.get("a", ""), p.get("b", "")),
 }
 
 

@@ -3,7 +3,7 @@
 Guarantees, each held by a test:
 - a page of another site gets nothing: foreign ``Host`` (DNS rebinding) and foreign ``Origin`` are refused;
 - bound beyond this machine, every request needs the token that the printed address carries;
-- only GET and HEAD exist;
+- only GET and HEAD exist; a viewer that manages runs also takes POST at one address, from its own page alone;
 - the page itself can load nothing from elsewhere and run no script but its own.
 """
 
@@ -63,17 +63,21 @@ class Policy:
     host: str
     token: str | None
     names: frozenset[str] = field(default_factory=frozenset)
+    manage: bool = False
 
     @classmethod
-    def of(cls, host: str, *, extra: tuple[str, ...] = ()) -> Policy:
-        """Loopback: no token. Anything else: a fresh one."""
-        extra = tuple(name.lower() for name in extra)
+    def of(
+        cls, host: str, *, extra: tuple[str, ...] = (), token: str | None = None, manage: bool = False
+    ) -> Policy:
+        """Loopback: a token only to manage runs, since others may be at work on this machine. Else always."""
+        names = {name.lower() for name in extra}
+        needed = manage or not is_loopback(host)
+        token = (token or secrets.token_urlsafe(24)) if needed else token
         if is_loopback(host):
-            return cls(
-                host, None, frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower(), *extra})
-            )
-        names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
-        return cls(host, secrets.token_urlsafe(24), frozenset({*names, *extra}))
+            names |= {"localhost", "127.0.0.1", "::1", host.strip("[]").lower()}
+        else:
+            names |= {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+        return cls(host, token, frozenset(names), manage)
 
     def knows(self, host: str) -> bool:
         """Whether a Host header names this viewer. Rebinding needs a name, so beyond loopback any plain
@@ -81,7 +85,7 @@ class Policy:
         name = _split_host(host)
         if name in self.names:
             return True
-        if self.token is None:
+        if is_loopback(self.host):
             return False
         try:
             ipaddress.ip_address(name)
@@ -126,7 +130,7 @@ class Gate:
     def _judge(self, scope: Any, headers: dict[str, str]) -> tuple[int, str] | None:
         if not self.policy.knows(headers.get("host", "")):
             return 421, "this viewer does not answer to that host name; use the address that it printed"
-        if scope["method"] not in ("GET", "HEAD"):
+        if scope["method"] not in ("GET", "HEAD") and not self._may_change(scope, headers):
             return 405, "a viewer only shows: GET and HEAD"
         origin = headers.get("origin")
         if origin is not None and origin not in (f"http://{headers['host']}", f"https://{headers['host']}"):
@@ -136,6 +140,13 @@ class Gate:
         if self.policy.token is not None and not self._has_token(scope, headers):
             return 403, "the address lacks its token; use the whole address that torchtap printed"
         return None
+
+    def _may_change(self, scope: Any, headers: dict[str, str]) -> bool:
+        """Only the viewer's own page sends this: a foreign one cannot set the header without being asked first."""
+        short = headers.get("content-length", "").isdecimal() and int(headers["content-length"]) < 100_000
+        own = headers.get("x-torchtap") == "page" and "origin" in headers
+        asked = (scope["method"], scope["path"]) == ("POST", "/manage")
+        return self.policy.manage and asked and own and short
 
     def _given(self, scope: Any) -> str:
         asked: bytes = scope.get("query_string", b"")

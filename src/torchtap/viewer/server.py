@@ -1,21 +1,27 @@
 """The web server of `torchtap view`: the page, and answers about the runs it was given.
 
-Guarantees: it reads, it never writes; a question that fails answers with a status and one sentence, and the
-server goes on; whatever is asked, only the runs given at the start are read.
+Guarantees: it reads and, unless started to manage runs, never writes; a question that fails answers with a status and
+one sentence, and the server goes on; whatever is asked, only the runs and folders given at the start are read.
 
 Not here: who may ask (`security`), what is answered (`routes`), the page (`assets`, ``frontend/``).
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import socket
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, final
 
 from torchtap.errors import MissingExtraError, RunError, SelectionError, TorchtapError
 from torchtap.viewer.assets import FILES, asset
-from torchtap.viewer.catalog import Catalog, Refused
+from torchtap.viewer.catalog import Catalog
+from torchtap.viewer.manage import manage
+from torchtap.viewer.opened import Refused
+from torchtap.viewer.overview import list_runs
 from torchtap.viewer.routes import BINARY, answer
 from torchtap.viewer.security import Gate, Policy
 from torchtap.viewer.wire import encode_json
@@ -24,7 +30,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["ViewerServer", "application"]
+__all__ = ["USUAL_PORT", "ViewerServer", "application"]
+
+USUAL_PORT = 6070  # always the same, so that an open tab finds a viewer that was started again
 
 _log = logging.getLogger("torchtap.viewer")
 
@@ -54,8 +62,15 @@ def application(catalog: Catalog, policy: Policy) -> Any:
             return Response("not found", 404, media_type="text/plain")
         return Response(asset(name), media_type=FILES[name])
 
+    async def change(request: Request) -> Response:
+        status, body = await run_in_threadpool(_change, catalog, await request.body())
+        return Response(body, status, media_type="application/json")
+
     async def question(request: Request) -> Response:
         name = request.path_params["question"]
+        if name == "runs":
+            body = await run_in_threadpool(_runs, catalog, dict(request.query_params), policy.manage)
+            return Response(body, media_type="application/json")
         status, body = await run_in_threadpool(_answer, catalog, name, dict(request.query_params))
         binary = status == 200 and name in BINARY
         kind = "application/octet-stream" if binary else "application/json"
@@ -63,10 +78,27 @@ def application(catalog: Catalog, policy: Policy) -> Any:
 
     routes = [
         Route("/", page),
+        Route("/manage", change, methods=["POST"]),
         Route("/api/{question}", question),
         Route("/{name}", page),
     ]
     return Gate(Starlette(routes=routes), policy)
+
+
+def _runs(catalog: Catalog, parameters: dict[str, str], managed: bool) -> bytes:
+    since = parameters.get("since", "0")
+    return list_runs(catalog, int(since) if since.isdecimal() and len(since) < 16 else 0, managed=managed)
+
+
+def _change(catalog: Catalog, body: bytes) -> tuple[int, bytes]:
+    try:
+        return 200, encode_json(manage(catalog, json.loads(body[:100_000])))
+    except Refused as refused:
+        return refused.status, encode_json({"error": str(refused)})
+    except ValueError:
+        return 400, encode_json({"error": "this is no JSON"})
+    except (OSError, TorchtapError) as trouble:
+        return 422, encode_json({"error": f"this could not be done: {trouble}"[:1000]})
 
 
 def _answer(catalog: Catalog, question: str, parameters: dict[str, str]) -> tuple[int, bytes]:
@@ -85,6 +117,25 @@ def _answer(catalog: Catalog, question: str, parameters: dict[str, str]) -> tupl
         return 500, encode_json({"error": f"this could not be read ({type(unexpected).__name__})"})
 
 
+def _listen(host: str, ports: Iterable[int]) -> socket.socket:
+    """A socket on the first of ``ports`` that is free; the error of the last if none is."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    trouble: OSError | None = None
+    for port in ports:
+        made = socket.socket(family, socket.SOCK_STREAM)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            made.bind((host.strip("[]"), port))
+            made.listen(128)  # a browser that is opened at once waits instead of failing
+            return made
+        except OSError as taken:
+            made.close()
+            trouble = taken
+            if taken.errno != errno.EADDRINUSE:
+                break
+    raise trouble if trouble is not None else OSError("no port to listen on")
+
+
 @final
 class ViewerServer:
     """A viewer on a socket of its own: bound when made, so that its address is known before it serves."""
@@ -94,19 +145,18 @@ class ViewerServer:
         catalog: Catalog,
         *,
         host: str = "127.0.0.1",
-        port: int = 0,
+        port: int | None = 0,
         names: tuple[str, ...] = (),
+        token: str | None = None,
+        manage: bool = False,
     ) -> None:
+        """``port`` None: the usual one, or the next that is free; 0: any."""
         _need_starlette()
         asset("index.html")  # say at once if the page is missing
         import uvicorn
 
-        self.policy = Policy.of(host, extra=names)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((host.strip("[]"), port))
-        self._socket.listen(128)  # a browser that is opened at once waits instead of failing
+        self.policy = Policy.of(host, extra=names, token=token, manage=manage)
+        self._socket = _listen(host, range(USUAL_PORT, USUAL_PORT + 20) if port is None else [port])
         self.port = int(self._socket.getsockname()[1])
         config = uvicorn.Config(
             application(catalog, self.policy),

@@ -7,20 +7,25 @@ is reduced to the least and greatest value of each cell; nothing is drawn of a s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.viewer.catalog import OpenRun, Refused
 from torchtap.viewer.downsample import extremes
+from torchtap.viewer.opened import OpenRun, Refused
 from torchtap.viewer.wire import encode_json, pack
 
-__all__ = ["SliceWindow", "slice_of", "tensors_of"]
+if TYPE_CHECKING:
+    from torchtap.store.read.results import TensorRef
+
+__all__ = ["SliceWindow", "slice_of", "span_of", "tensors_of"]
 
 _MOST_DIMENSIONS = 16
 _MOST_CELLS = 1 << 20
 _MOST_STACKED = 64
+_SPANNED = 12
+_SPAN_BYTES = 64 << 20
 
 
 @final
@@ -56,6 +61,33 @@ def tensors_of(shown: OpenRun, site: str) -> bytes:
     return encode_json({"site": site, "tensors": listed})
 
 
+def span_of(shown: OpenRun, site: str, field: str) -> bytes:
+    """The least and the greatest value of a tensor over time, so that colours mean the same at every step.
+
+    Of at most `_SPANNED` steps, the first and the last among them.
+    """
+    with shown.lock:
+        kept = {int(r.step): r for r in shown.run.tensors(site) if r.field == field}
+        known = shown.remember(("span", site, field), lambda: _span(shown, site, field, list(kept.items())))
+    return encode_json({"least": known[0], "greatest": known[1]})
+
+
+def _span(
+    shown: OpenRun, site: str, field: str, kept: list[tuple[int, TensorRef]]
+) -> tuple[float | None, float | None]:
+    each = max((reference.nbytes for _, reference in kept), default=1)
+    most = max(1, min(_SPANNED, _SPAN_BYTES // max(1, each)))
+    chosen = {int(i) for i in np.linspace(0, len(kept) - 1, most)} if kept else set()
+    least, greatest = np.inf, -np.inf
+    for step, _ in [kept[i] for i in sorted(chosen)]:
+        values = shown.tensor(site, step, field)
+        values = np.abs(values) if values.dtype.kind == "c" else values
+        finite = values[np.isfinite(values)]
+        if len(finite):
+            least, greatest = min(least, float(finite.min())), max(greatest, float(finite.max()))
+    return (None, None) if least > greatest else (least, greatest)
+
+
 def _axis(value: int | None, default: int, dimensions: int) -> int:
     axis = default if value is None else value
     if not 0 <= axis < dimensions:
@@ -71,15 +103,35 @@ def _numbers(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.ascontiguousarray(values, dtype="<f4" if single else "<f8")
 
 
-def slice_of(shown: OpenRun, site: str, window: SliceWindow) -> bytes:
-    """One picture of a tensor (or one for each place along ``stack``): arrays low and high."""
+def _drawable(shown: OpenRun, site: str, step: int | None, field: str) -> npt.NDArray[Any]:
     with shown.lock:
         if site not in shown.position:
-            raise Refused(f"this run has no site {site!r}", 404)
+            raise Refused(f"the run {shown.name!r} has no site {site!r}", 404)
         for reference in shown.run.tensors(site):
             if len(reference.shape) > _MOST_DIMENSIONS:
                 raise Refused(f"a tensor of {len(reference.shape):,} axes cannot be drawn", 413)
-        tensor = shown.tensor(site, window.step, window.field)
+        return shown.tensor(site, step, field)
+
+
+def _difference(tensor: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if tensor.shape != other.shape:
+        raise Refused(f"a tensor of shape {tensor.shape} and one of shape {other.shape} have no difference")
+    wide = np.result_type(tensor.dtype, other.dtype, np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference: npt.NDArray[Any] = tensor.astype(wide) - other.astype(wide)
+    return difference
+
+
+def slice_of(
+    shown: OpenRun, site: str, window: SliceWindow, minus: tuple[OpenRun, int | None] | None = None
+) -> bytes:
+    """One picture of a tensor (or one for each place along ``stack``): arrays low and high.
+
+    ``minus``: of the difference to the same site of a run at a step.
+    """
+    tensor = _drawable(shown, site, window.step, window.field)
+    if minus is not None:
+        tensor = _difference(tensor, _drawable(minus[0], site, minus[1], window.field))
     shape = tuple(tensor.shape)
     flat = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor
     across = _axis(window.across, flat.ndim - 1, flat.ndim)

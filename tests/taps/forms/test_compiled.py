@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -77,7 +78,7 @@ def test_taps_are_never_ignored_whenever_they_come(moment: str) -> None:
     assert torch.equal(seen["made.linear:output"], model.made.linear(x))
 
 
-def test_the_compiled_code_of_the_user_is_neither_touched_nor_slowed() -> None:
+def test_the_compiled_code_of_the_user_is_not_touched() -> None:
     compiled = torch.compile(UsesTensor(), backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 4)
     compiled(x)
@@ -91,6 +92,47 @@ def test_the_compiled_code_of_the_user_is_neither_touched_nor_slowed() -> None:
     assert compiled.__dict__["forward"] is own
     assert graphs() == 2
     assert not any(module._forward_hooks for module in compiled.modules())
+
+
+def test_on_an_off_step_no_code_of_torchtap_runs_in_a_compiled_model() -> None:
+    compiled = torch.compile(UsesTensor(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 4)
+    compiled(x)
+    ran: dict[bool, set[str]] = {}
+    with tt.watch(compiled, None, [tt.tap("*:output", every=2)]) as watch:
+        for step in range(4):
+            with watch.step():
+                with Files() as files:
+                    compiled(x)
+                ran[step % 2 == 0] = {name for name in files.seen if "/torchtap/" in name}
+    assert ran[True], "a live step is noticed"
+    assert ran[False] == set()
+
+
+class Files:
+    """Notes the files whose functions are called in a block."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def __enter__(self) -> Files:
+        sys.setprofile(lambda frame, event, argument: self.seen.add(frame.f_code.co_filename))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+def test_tickets_of_gradients_are_forgotten_when_nobody_listens() -> None:
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        torch._dynamo.reset()
+        compiled = torch.compile(Repeated(), backend="aot_eager", fullgraph=True)
+        with tt.capture(compiled, "made:grad_output") as seen:
+            compiled(x).square().sum().backward()
+            assert op._booked
+        assert len(seen) == 3
+        assert op._booked == {}
 
 
 def test_asking_again_for_the_same_sites_compiles_nothing() -> None:

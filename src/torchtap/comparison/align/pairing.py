@@ -5,13 +5,15 @@ The ways, strongest first; a site that one of them paired is left alone by the l
 1. ``rule``       a rule of the user renames the reference's site to the target's
 2. ``name``       the same name
 3. ``wrapper``    the same name once the names of wrapper modules are left out (``_orig_mod``, ``module`` ...)
-4. ``prefix``     the same name below one common prefix that only one side has (``model.layers.0`` and ``layers.0``)
-5. ``structure``  between neighbours that are already paired, both sides have the same sequence of kinds and shapes
+4. ``prefix``     the same name below one common prefix that only one side has (``model.layers.0`` and ``layers.0``);
+                  one name in common is a coincidence and no prefix
+5. ``sequence``   the best alignment of what is left, by values, weights, names and shapes (`sequence`)
+6. ``structure``  between neighbours that are already paired, both sides have the same sequence of kinds and shapes
 
 It guarantees:
 - a site is in at most one pair, and every site is either in a pair or in ``unaligned`` with a reason;
 - pairs come in the reference's order of execution;
-- nothing is paired by structure when there is more than one way to do it.
+- the same sites are always paired the same way.
 
 Not here: the values (`measures`), the changes that rules make to them (`rules`).
 """
@@ -26,9 +28,13 @@ from itertools import pairwise
 from typing import final
 
 from torchtap.comparison.align.rules import Rule, rule_from
+from torchtap.comparison.align.sequence import Node, match_nodes
 from torchtap.names import kind_of, path_of, paths_around, read_name, without_wrappers
 
-__all__ = ["Alignment", "KnownSite", "Pair", "Unaligned", "align"]
+__all__ = ["Alignment", "KnownSite", "Pair", "Signatures", "Unaligned", "align"]
+
+# ``(on the reference's side, site) -> a few numbers of its value``, or ``None`` when there is no value to look at.
+Signatures = Callable[[bool, str], "tuple[float, ...] | None"]
 
 
 @final
@@ -56,10 +62,10 @@ class Pair:
 @final
 @dataclass(frozen=True, slots=True)
 class Unaligned:
-    """A site that could not be compared."""
+    """A site that only one side has, or a rule that paired nothing."""
 
     site: str
-    side: str  # "reference" or "target"
+    side: str  # "reference", "target" or "rule"
     why: str
 
 
@@ -71,17 +77,13 @@ class Alignment:
     pairs: tuple[Pair, ...]
     unaligned: tuple[Unaligned, ...]
 
-    def module_names(self) -> dict[str, str]:
-        """Reference module path to target module path, as far as the paired sites say."""
-        return {path_of(pair.reference): path_of(pair.target) for pair in self.pairs}
-
 
 def align(
     reference: Sequence[KnownSite],
     target: Sequence[KnownSite],
     rules: Iterable[str | Rule] = (),
     *,
-    structure: bool = True,
+    signatures: Signatures | None = None,
 ) -> Alignment:
     """Pair the sites of two recordings, each given in its order of execution."""
     work = _Work(reference, target)
@@ -89,8 +91,8 @@ def align(
     work.by_key(lambda name: name, "name")
     work.by_key(_unwrapped, "wrapper")
     work.by_prefix()
-    if structure:
-        work.by_structure()
+    work.by_sequence(signatures)
+    work.by_structure()
     return work.finish(unused)
 
 
@@ -149,18 +151,56 @@ class _Work:
             if best is None:
                 return
             prefix, on_reference = best
-            if on_reference:
-                self.by_key(lambda name, p=prefix: _unwrapped(name).removeprefix(p), "prefix")  # type: ignore[misc]
-            else:
-                kept = set(names[0])
-                self.by_key(
-                    lambda name, p=prefix, k=kept: (
-                        _unwrapped(name)  # type: ignore[misc]
-                        if _unwrapped(name) in k
-                        else _unwrapped(name).removeprefix(p)
-                    ),
-                    "prefix",
-                )
+            mine = {
+                name.removeprefix(prefix) if on_reference else name: n
+                for name, n in zip(names[0], left, strict=True)
+            }
+            for name, place in zip(names[1], right, strict=True):
+                partner = mine.pop(name if on_reference else name.removeprefix(prefix), None)
+                if partner is not None:
+                    self.pair(partner, place, "prefix")
+
+    def by_sequence(self, signatures: Signatures | None) -> None:
+        """Align the modules whose outputs are left, then pair what else is known of each."""
+        left, right = self.free()
+        if not left or not right:
+            return
+        mine, theirs = (
+            self._nodes(self.reference, signatures, True),
+            self._nodes(self.target, signatures, False),
+        )
+        known: dict[str, str] = {}
+        for n, (place, _, _) in self.paired.items():
+            known.setdefault(path_of(self.reference[n].name), path_of(self.target[place].name))
+        for paired in match_nodes(mine, theirs, known):
+            if paired.reference not in known:
+                self._pair_module(paired.reference, paired.target, paired.why)
+
+    def _nodes(self, sites: list[KnownSite], signatures: Signatures | None, reference: bool) -> list[Node]:
+        paths = [path_of(site.name) for site in sites]
+        outer = {around for path in paths for around in paths_around(path)}
+        free = set(self.free()[0 if reference else 1])
+        found: dict[str, Node] = {}
+        for order, (site, path) in enumerate(zip(sites, paths, strict=True)):
+            if kind_of(site.name) != "output" or path in found:
+                continue
+            looked_at = None if signatures is None or order not in free else signatures(reference, site.name)
+            shape = None if site.shape is None else tuple(n for n in site.shape if n != 1)
+            found[path] = Node(path, order, shape, looked_at, leaf=path not in outer)
+        return list(found.values())
+
+    def _pair_module(self, mine: str, theirs: str, why: str) -> None:
+        left, right = self.free()
+        there = {read_name(self.target[n].name): n for n in right if path_of(self.target[n].name) == theirs}
+        for n in left:
+            name = read_name(self.reference[n].name)
+            if name.path != mine:
+                continue
+            same = name._replace(path=theirs)
+            if same not in there:
+                same = next((other for other in there if other.kind == name.kind), same)
+            if same in there and _shapes_fit(self.reference[n], self.target[there[same]]):
+                self.pair(n, there.pop(same), why)
 
     def by_structure(self) -> None:
         """Pair the stretches between already paired sites when kinds and shapes run the same on both sides."""
@@ -221,14 +261,21 @@ def _best_prefix(reference: set[str], target: set[str]) -> tuple[str, bool] | No
         found: Counter[str] = Counter()
         for name in names:
             parts = read_name(name)
-            for outer in reversed(tuple(paths_around(parts.path))):
+            for outer in list(paths_around(parts.path))[-4:]:
                 prefix = f"{outer}."
                 if outer and str(parts._replace(path=parts.path.removeprefix(prefix))) in others:
                     found[prefix] += 1
-        for prefix, hits in found.items():
-            if best is None or hits > best[0]:
+        for prefix, hits in sorted(found.items()):
+            # One name in common is a coincidence; the larger of two, then the first in the alphabet, is taken.
+            if hits >= min(2, len(names), len(others)) and (
+                best is None or (-hits, prefix) < (-best[0], best[1])
+            ):
                 best = (hits, prefix, on_reference)
     return None if best is None else best[1:]
+
+
+def _shapes_fit(a: KnownSite, b: KnownSite) -> bool:
+    return a.shape is None or b.shape is None or a.shape == b.shape
 
 
 def _signature(site: KnownSite) -> tuple[str, tuple[int, ...]] | None:

@@ -3,6 +3,7 @@
 A rule in text is ``reference name=target name``, where each ``*`` on the left stands for any text and the ``*``
 on the right for the same text again, then any number of changes to a side's value:
 
+    transformer.wte=tok                         a module, with everything inside it, under another name
     model.*=*                                   the target has no leading "model."
     *.attn:output=*.attention:output            another name
     *.attn:output=*; target.permute=0,2,1,3     the target keeps heads before tokens
@@ -60,14 +61,29 @@ class Rule:
 
     def rename(self, reference: str) -> str | None:
         """What the target calls the reference's ``reference``; ``None`` when the rule is not about it."""
-        match = re.fullmatch("(.*)".join(re.escape(part) for part in self.left.split("*")), reference)
+        whole = self._renamed(reference)
+        if whole is not None or ":" in self.left:
+            return whole
+        path, colon, rest = reference.rpartition(":")
+        if not colon:
+            path, rest = reference, ""
+        # A module's path stands for the module and for everything inside it.
+        parts = path.split(".")
+        for depth in range(len(parts), 0, -1):
+            renamed = self._renamed(".".join(parts[:depth]))
+            if renamed is not None:
+                return ".".join([renamed, *parts[depth:]]) + colon + rest
+        return None
+
+    def _renamed(self, text: str) -> str | None:
+        match = re.fullmatch("(.*)".join(re.escape(part) for part in self.left.split("*")), text)
         if match is None:
             return None
         parts = self.right.split("*")
         stars = match.groups()
         if len(parts) - 1 != len(stars):
             # "*.attn:output=*" keeps the whole name: a lone star on the right stands for all that was matched.
-            return reference
+            return text
         return parts[0] + "".join(star + part for star, part in zip(stars, parts[1:], strict=True))
 
     def apply(self, side: Side, value: Tensor) -> Tensor:

@@ -12,18 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from torchtap.comparison.align.pairing import Unaligned
+from torchtap.comparison.align.pairing import Pair, Unaligned
 from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.measure.profile import Profile
+from torchtap.display import drawn
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["COMPARED", "Comparison", "First", "Origin", "Row", "Status"]
+__all__ = ["AGREES", "COMPARED", "Comparison", "First", "Origin", "Outcome", "Row", "Status"]
 
-Status = Literal["equal", "within", "diverged", "compensated", "not finite", "not compared"]
-Origin = Literal["local", "inherited", "accumulated", "unknown"]
+# What becomes of a site: compared (the first four), or not, and why. A site that only one side has is in `unaligned`.
+Status = Literal[
+    "equal", "within", "diverged", "compensated", "missing", "other shape", "unreadable", "not comparable"
+]
+Origin = Literal["local", "inherited", "accumulated", "structure", "update", "unknown"]
+Outcome = Literal["same", "differs", "cannot tell"]
 COMPARED: frozenset[str] = frozenset({"equal", "within", "diverged", "compensated"})
+AGREES: frozenset[str] = frozenset({"equal", "within", "compensated"})
 
 
 @final
@@ -79,6 +85,7 @@ class First:
     after: str | None = None  # the last site before it that agrees
     contained: str | None = None  # the smallest module around it whose output agrees all the same
     evidence: str = ""  # what "local" rests on, in words
+    what: str = ""  # what differs where it is no number: a shape, an absent value, a call that was not made
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
@@ -98,7 +105,7 @@ class First:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of `torchtap.compare`. Printing it gives the verdict; ``bool(result.first)`` is "do they differ"."""
+    """The result of `torchtap.compare`. Printing it gives the verdict; ``outcome`` is one of three words."""
 
     reference: str
     target: str
@@ -111,6 +118,8 @@ class Comparison:
     forwards: int = 0
     steps: tuple[int, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    outcome: Outcome = "cannot tell"
+    pairing: tuple[Pair, ...] = ()  # which site is which, and why
 
     @property
     def compared(self) -> int:
@@ -118,17 +127,30 @@ class Comparison:
         return sum(row.status in COMPARED for row in self.rows)
 
     @property
+    def total(self) -> int:
+        """How many sites there are on either side: those in both once, and those that only one has."""
+        return len(self.rows) + sum(each.side != "rule" for each in self.unaligned)
+
+    @property
+    def coverage(self) -> float:
+        """The share of all sites that could be compared."""
+        return self.compared / self.total if self.total else 0.0
+
+    @property
+    def same(self) -> bool:
+        """Whether they are the same: everything that decides was compared, and nothing is over its floor."""
+        return self.outcome == "same"
+
+    @property
     def diverged(self) -> bool:
-        """Whether anything is over its floor."""
-        return self.first is not None
+        """Whether they differ. When they do not, they may still be impossible to tell: ask `outcome`."""
+        return self.outcome == "differs"
 
     def __str__(self) -> str:
         return self.verdict
 
     def _repr_html_(self) -> str:
-        from torchtap.viewer.notebook import comparison_html
-
-        return comparison_html(self)
+        return str(drawn("comparison", self))
 
     def row(self, site: str) -> Row:
         """The row of one site, by the reference's name for it."""
@@ -138,6 +160,12 @@ class Comparison:
         from torchtap.names import no_such_site
 
         raise no_such_site(site, [row.site for row in self.rows], "the compared")
+
+    def explain_alignment(self) -> str:
+        """Which site was taken for which, one line each, with what that rests on."""
+        from torchtap.comparison.judge.table import explained
+
+        return explained(self)
 
     def table(self, *, every: bool = False) -> Table:
         """A table for the terminal; with ``every`` also the rows between the first, the worst and the last."""
@@ -158,8 +186,10 @@ class Comparison:
             "reference": self.reference,
             "target": self.target,
             "verdict": self.verdict,
+            "outcome": self.outcome,
             "diverged": self.diverged,
             "compared": self.compared,
+            "total": self.total,
             "floor_basis": self.basis,
             "forwards": self.forwards,
             "steps": list(self.steps),

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from typing import final
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from torchtap.comparison.judge.result import Comparison, Row
+from torchtap.comparison.judge.result import COMPARED, Comparison, Row
 
-__all__ = ["draw", "number"]
+__all__ = ["draw", "explained", "number"]
 
 _COLOURS = {
     "equal": "dim",
     "within": "green",
     "diverged": "red",
     "compensated": "cyan",
-    "not finite": "yellow",
-    "not compared": "yellow",
+    "missing": "yellow",
+    "other shape": "red",
+    "unreadable": "yellow",
+    "not comparable": "yellow",
 }
 _MOST_ROWS = 40
 
@@ -32,8 +39,8 @@ def number(value: float | None) -> str:
 def draw(result: Comparison, *, every: bool = False) -> Table:
     """One line for each site; long tables are cut around the first divergence unless ``every`` is set."""
     table = Table(title=Text(f"{result.reference}  against  {result.target}"), caption=Text(result.verdict))
-    # Where it is narrow, names and status go over two lines and the numbers stay whole.
-    table.add_column("site", overflow="fold", min_width=16)
+    # Where it is narrow, names and status go over several lines and the numbers stay whole.
+    table.add_column("site", min_width=16)
     for heading in ("error", "floor", "alone", "cosine"):
         table.add_column(heading, justify="right", no_wrap=True, min_width=7)
     table.add_column("status", overflow="fold", min_width=9)
@@ -46,6 +53,30 @@ def draw(result: Comparison, *, every: bool = False) -> Table:
     if previous + 1 < len(result.rows):
         table.add_row(Text(f"... {len(result.rows) - previous - 1} more", style="dim"))
     return table
+
+
+@final
+class SiteName:
+    """A site's name that goes over several lines where a part of it ends, never in the middle of a word."""
+
+    def __init__(self, name: str) -> None:
+        self.parts = re.findall(r"[^.: ]*[.: ]?", name)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        least = min(24, max((len(part) for part in self.parts), default=1))
+        return Measurement(min(least, options.max_width), min(sum(map(len, self.parts)), options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for part in self.parts:
+            if line and len(line) + len(part.rstrip()) > options.max_width:
+                yield Text(line.rstrip(" "))
+                line = "  " if len(part) + 2 <= options.max_width else ""
+            line += part
+            while len(line) > options.max_width:  # one word that is wider than the column
+                yield Text(line[: options.max_width])
+                line = line[options.max_width :]
+        yield Text(line)
 
 
 def _chosen(result: Comparison, every: bool) -> list[int]:
@@ -61,7 +92,7 @@ def _chosen(result: Comparison, every: bool) -> list[int]:
         range(total),
         key=lambda n: -result.rows[n].excess if result.rows[n].excess == result.rows[n].excess else 0,
     )
-    odd = [n for n, row in enumerate(result.rows) if row.status in ("not finite", "not compared")]
+    odd = [n for n, row in enumerate(result.rows) if row.status not in COMPARED]
     for group in (local, odd, worst):
         for n in group:
             if len(chosen) >= _MOST_ROWS:
@@ -77,7 +108,7 @@ def _add(table: Table, row: Row, result: Comparison) -> None:
     measures = row.measures
     style = _COLOURS[row.status]
     table.add_row(
-        Text(row.site if row.site == row.target_site else f"{row.site} = {row.target_site}"),
+        SiteName(row.site if row.site == row.target_site else f"{row.site} = {row.target_site}"),
         number(row.error),
         number(row.floor),
         number(row.local_error),
@@ -85,3 +116,10 @@ def _add(table: Table, row: Row, result: Comparison) -> None:
         Text(status + (f" ({row.note})" if row.note else "")),
         style=style,
     )
+
+
+def explained(result: Comparison) -> str:
+    """Which site was taken for which, one line each, with what that rests on; then what is left over."""
+    lines = [f"{pair.reference} = {pair.target}: {pair.how}" for pair in result.pairing]
+    lines += [f"{each.site} ({each.side}): {each.why}" for each in result.unaligned]
+    return "\n".join(lines)

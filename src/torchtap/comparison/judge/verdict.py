@@ -1,78 +1,104 @@
-"""From measured sites to a verdict: which site diverges first, whose fault it is, and one sentence about it.
+"""From what two live models showed to a verdict: which site diverges first, and whose fault it is.
 
 Rules, in the order in which they decide:
-- a site diverges when its error is over its floor; the first one is the earliest in order of execution;
+- a site is wrong when its error is over its floor, when its shape is another, when it is absent, or when its module
+  was not called; the first one is the earliest in order of execution;
 - the author of an output is the module itself, of an input the module that made the call;
-- a module is wrong *on its own* (local) when, handed the reference's inputs, it returns something over its floor;
-- modules that are wrong on their own but whose differences cancel (a norm folded into a convolution, units in
-  another order) are compensated, not wrong: the smallest module around them returns what the reference's returns;
+- a module is wrong *on its own* (local) when, handed the reference's inputs, it returns something over its floor. It
+  counts only where all of its inputs could be handed over;
+- what is wrong on its own but does not leave the module around it (a norm folded into a convolution, units in
+  another order, a key's bias before a softmax) is compensated, not wrong: the smallest module around it returns
+  what the reference's returns;
 - when every module is right on its own, what is left is rounding that accumulates. It counts as a divergence only
-  when it is far beyond what the reference does to itself under one-ULP noise.
+  when it is far beyond what the reference does to itself under one-ULP noise;
+- *certain* is a verdict whose proof ran: nothing was skipped, and with the reference's values in place of the
+  culprit's everything after it agrees.
 
-Not here: running models (`live`), reading recordings (`recorded`).
+Not here: running models (`live`), reading recordings (`recorded`), words (`words`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, final
 
-from torchtap.comparison.judge.result import First, Row, Status
-from torchtap.comparison.live.evidence import Evidence, differing_parameters, heal
+from torchtap.comparison.judge.compensation import around, cancels, right_modules
+from torchtap.comparison.judge.result import AGREES, First, Origin, Row
+from torchtap.comparison.judge.status import note_of, status_of
+from torchtap.comparison.live.evidence import Evidence, heal
+from torchtap.comparison.live.matching import part_of, plain_module
+from torchtap.comparison.live.oddities import Oddity
+from torchtap.comparison.live.parameters import differing_parameters
 from torchtap.comparison.live.tracing import Event
 from torchtap.comparison.measure.floor import Floor
 from torchtap.comparison.measure.measures import Measures
+from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.profile import Profile, locate
 from torchtap.errors import CompareError
-from torchtap.names import is_inside, paths_around
+from torchtap.names import read_name
 
-__all__ = ["judge_live", "sentence", "status_of"]
+__all__ = ["judge_live"]
 
 # How far beyond its floor accumulated rounding has to be, with every module right on its own, to be named.
 DRIFT = 100.0
 
 
-def status_of(measures: Measures, floor: Floor) -> tuple[Status, float]:
-    """A site's status and its excess over the floor."""
-    if measures.nothing_finite and not measures.masks_differ:
-        return "not finite", 0.0
-    if measures.identical:
-        return "equal", 0.0
-    excess = floor.excess(measures)
-    return ("diverged" if excess > 1.0 else "within"), excess
+@final
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """Something that is wrong on its own: a value over its floor, or an oddity."""
+
+    site: str
+    at: int
+    author: str | None
+    oddity: Oddity | None = None
 
 
 def judge_live(found: Evidence) -> tuple[tuple[Row, ...], First | None]:
     """The rows and the first divergence of two live models."""
-    rows = [row for n, event in enumerate(found.trace.events) if (row := _row(found, n, event)) is not None]
+    rows = list(_rows(found))
     if found.identical:
         return tuple(rows), None
-    order = {event.site: n for n, event in enumerate(found.trace.events)}
     events = {event.site: event for event in found.trace.events}
-    local = sorted(_local_faults(found), key=order.__getitem__)
-    settled = _compensated(found, [events[site] for site in local])
-    rows = [_with_origin(row, local, settled, bool(found.forced)) for row in rows]
-    blamed = [site for site in local if site not in settled]
+    faults = sorted(_faults(found, events), key=lambda fault: (fault.at, fault.oddity is None, fault.site))
+    settled = _compensated(found, faults, rows)
+    local = {fault.site for fault in faults}
+    blamed = [fault for fault in faults if fault.site not in settled]
+    rows = [_with_origin(row, local, settled, found.ran_forced) for row in rows]
     if blamed:
-        return tuple(rows), _first_local(found, blamed, events, order, rows)
-    if found.forced:
-        return tuple(rows), _first_drift(rows, events, settled)
+        return tuple(rows), _first_blamed(found, blamed, rows)
+    if settled and _results_agree(rows):
+        return tuple(rows), None  # values between two compensated modules differ as they must
+    if found.ran_forced:
+        return tuple(rows), _first_drift(rows, events)
     return tuple(rows), _first_free(rows, events)
 
 
-def _row(found: Evidence, index: int, event: Event) -> Row | None:
-    measures = found.free.get(event.site)
-    if measures is None:
-        return None
-    floor = found.free_floors.get(event.site, Floor(0.0, 0.0, ()))
+def _rows(found: Evidence) -> Iterator[Row]:
+    """One row for each site of the reference, whatever became of it; further ones for what only the target has."""
+    odd = {oddity.site: oddity for oddity in reversed(found.free_oddities)}
+    unpaired = {each.site for each in found.alignment.unaligned if each.side == "reference"}
+    seen = set()
+    for index, event in enumerate(found.trace.events):
+        seen.add(event.site)
+        measures = found.free.get(event.site)
+        if measures is not None:
+            yield _measured(found, index, event, measures)
+        elif event.site not in unpaired:
+            yield _unmeasured(index, event, odd.get(event.site), found.names is not None)
+
+
+def _measured(found: Evidence, index: int, event: Event, measures: Measures) -> Row:
+    floor = found.floors.free.get(event.site, Floor(0.0, 0.0, ()))
     status, excess = status_of(measures, floor)
-    alone, alone_floor = found.forced.get(event.site), found.forced_floors.get(event.site)
-    if event.site in found.unsound:
+    alone, alone_floor = found.forced.get(event.site), found.floors.forced.get(event.site)
+    if event.site in found.floors.unsound or event.site in found.unproven:
         alone = None
     return Row(
         index=index,
         site=event.site,
-        target_site=event.site,
+        target_site=_target_site(found, event),
         module=event.module,
         kind=event.kind,
         status=status,
@@ -82,119 +108,197 @@ def _row(found: Evidence, index: int, event: Event) -> Row | None:
         local_error=None if alone is None else alone.rel_l2,
         local_floor=None if alone is None or alone_floor is None else alone_floor.l2,
         measures=measures,
-        note=_mask_note(measures),
+        note=note_of(measures),
     )
 
 
-def _mask_note(measures: Measures) -> str:
-    if measures.masks_differ:
-        return f"NaN or inf in {measures.masks_differ} places of one side alone"
-    unfinite = measures.count - measures.compared
-    return f"{unfinite} places are not finite in both" if unfinite else ""
+def _unmeasured(index: int, event: Event, oddity: Oddity | None, ported: bool) -> Row:
+    reshaped = oddity is not None and oddity.kind == "shape"
+    return Row(
+        index=index,
+        site=event.site,
+        target_site=event.site,
+        module=event.module,
+        kind=event.kind,
+        status="other shape" if reshaped else "missing",
+        error=float("nan"),
+        floor=float("nan"),
+        excess=float("nan"),
+        note=oddity.why
+        if oddity is not None
+        else ("no such argument" if ported else "the target did not pass here"),
+    )
 
 
-def _local_faults(found: Evidence) -> list[str]:
-    """Sites that are over their floor although everything before them was the reference's own."""
-    faults = []
+def _target_site(found: Evidence, event: Event) -> str:
+    if found.names is None:
+        return event.site
+    theirs = next((mine for mine, name in found.names.items() if name == event.module), event.module)
+    return str(read_name(event.site)._replace(path=theirs))
+
+
+def _faults(found: Evidence, events: dict[str, Event]) -> Iterator[_Fault]:
+    """What is wrong although everything before it was the reference's own."""
+    order = {site: n for n, site in enumerate(events)}
     for site, measures in found.forced.items():
-        if site not in found.unsound and status_of(measures, found.forced_floors[site])[0] == "diverged":
-            faults.append(site)
-    return faults
-
-
-def _compensated(found: Evidence, faults: list[Event]) -> set[str]:
-    """Faults that cancel inside a module whose own outputs, in the free pass, are right."""
-    settled: set[str] = set()
-    authors = {event.author for event in faults if event.author is not None}
-    around = sorted({outer for author in authors for outer in paths_around(author)}, key=len, reverse=True)
-    for module in around:
-        inside = [
-            e for e in faults if e.author is not None and _within(e.author, module) and e.site not in settled
-        ]
-        if len({event.author for event in inside}) < 2:
+        if site in found.floors.unsound or site in found.unproven:
             continue
-        borders = [e.site for e in found.trace.events if e.module == module and e.kind == "output"]
-        if borders and all(
-            site in found.free
-            and status_of(found.free[site], found.free_floors[site])[0] in ("equal", "within")
-            for site in borders
-        ):
-            settled |= {event.site for event in inside}
+        if status_of(measures, found.floors.forced[site])[0] == "diverged":
+            yield _Fault(site, order[site], events[site].author)
+    oddities = found.forced_oddities if found.ran_forced else found.free_oddities
+    for oddity in oddities:
+        if oddity.site not in found.floors.unstable:
+            yield _Fault(oddity.site, oddity.at, oddity.author, oddity)
+
+
+def _compensated(found: Evidence, faults: list[_Fault], rows: list[Row]) -> set[str]:
+    """Faults that do not leave a module whose own outputs, in the free pass, are right.
+
+    A module around a wrong number has to be a larger one; of an oddity also the module that made it.
+    """
+    right = right_modules(found, rows)
+    inside: dict[str, set[str]] = {}
+    settled: set[str] = set()
+    for fault in faults:
+        outer = around(fault.author, itself=fault.oddity is not None)
+        module = next((each for each in outer if each in right), None)
+        if module is not None and fault.oddity is not None:
+            settled.add(fault.site)
+        elif module is not None:
+            inside.setdefault(module, set()).add(fault.site)
+    for module, sites in inside.items():
+        if cancels(found, module, sites):
+            settled |= sites
     return settled
 
 
-def _within(path: str, module: str) -> bool:
-    return module == "" or is_inside(path, module)
+def _results_agree(rows: list[Row]) -> bool:
+    results = [row for row in rows if row.module == "" and row.kind == "output"]
+    return bool(results) and all(row.status in AGREES for row in results)
 
 
-def _with_origin(row: Row, local: list[str], settled: set[str], known: bool) -> Row:
-    if row.site in settled:
+def _with_origin(row: Row, local: set[str], settled: set[str], known: bool) -> Row:
+    if row.site in settled and row.status in ("diverged", "within"):
         return replace(row, status="compensated", origin="local")
     if row.status == "diverged":
         return replace(row, origin="local" if row.site in local else ("inherited" if known else "unknown"))
-    if row.site in local:
+    if row.site in local and row.status == "within" and row.site not in settled:
         # Wrong on its own, though by chance not in the free pass.
         return replace(row, status="diverged", origin="local")
     return row
 
 
-def _first_local(
-    found: Evidence, blamed: list[str], events: dict[str, Event], order: dict[str, int], rows: list[Row]
-) -> First:
-    site = blamed[0]
-    module = events[site].author
-    if module is None:
+def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> First:
+    fault = blamed[0]
+    if fault.oddity is not None:
+        return _first_odd(found, fault, fault.oddity, blamed)
+    if fault.author is None:
         raise CompareError(
-            f"the two models were not given the same inputs: {site} differs before anything ran"
+            f"the two models were not given the same inputs: {fault.site} differs before anything ran"
         )
-    mine = {each for each in blamed if events[each].author == module}
-    measures, floor = found.forced[site], found.forced_floors[site]
-    others = tuple(
-        dict.fromkeys(a for each in blamed if (a := events[each].author) not in (None, module) and a)
-    )
-    later = {row.site for row in rows if row.status == "diverged" and row.index > order[site]}
-    healed, where = _replace(found, site, mine, later)
+    module = fault.author
+    if any("quantizer" in source for source in found.floors.sources):
+        fault, module = _worst(found, blamed)
+    measures, floor = found.forced[fault.site], found.floors.forced[fault.site]
+    others = tuple(dict.fromkeys(f.author for f in blamed if f.author not in (None, module) and f.author))
+    healed, own = _replace(found, blamed, fault, rows)
+    later_oddities = any(f.oddity is not None for f in blamed)
     return First(
-        site=site,
-        module=module,
-        index=order[site],
+        site=fault.site,
+        module=_reported(found, module, fault.site, own),
+        index=fault.at,
         error=measures.rel_l2,
         floor=floor.l2,
         origin="local",
-        sure="certain" if healed or others else "likely",
-        where=where,
-        parameters=differing_parameters(found, module),
+        sure="certain" if healed and not later_oddities else "likely",
+        where=own,
+        parameters=differing_parameters(found.reference, found.target, plain_module(module), found.names),
         healed=healed,
-        others=others,
+        others=tuple(plain_module(other) for other in others),
         evidence="on the reference's own inputs",
+        what=_pattern(found, fault.site),
+    )
+
+
+def _worst(found: Evidence, blamed: list[_Fault]) -> tuple[_Fault, str]:
+    """Among modules that are all rounded a little, the one that stands out most."""
+
+    def excess(fault: _Fault) -> float:
+        if fault.oddity is not None or fault.author is None:
+            return -1.0
+        return status_of(found.forced[fault.site], found.floors.forced[fault.site])[1]
+
+    worst = max(blamed, key=excess)
+    return worst, worst.author or ""
+
+
+def _reported(found: Evidence, module: str, site: str, own: Profile | None) -> str:
+    """A module's name as the reference has it; of several that the target fused, the one that carries the error."""
+    parts = part_of(module)
+    if len(parts) == 1 or own is None:
+        return plain_module(module)
+    channels = next(
+        (c for c in own.concentrations if c.axis == len(found.trace.values[site].shape) - 1), None
+    )
+    if channels is None:
+        return plain_module(parts[0]) if len(parts) == 1 else module
+    size = channels.size // len(parts)
+    hit = {position // size for position in channels.positions if size}
+    return parts[min(hit)] if len(hit) == 1 and min(hit) < len(parts) else module
+
+
+def _first_odd(found: Evidence, fault: _Fault, oddity: Oddity, blamed: list[_Fault]) -> First:
+    module = plain_module(fault.author or "")
+    others = tuple(
+        dict.fromkeys(f.author for f in blamed if f.author not in (None, fault.author) and f.author)
+    )
+    return First(
+        site=fault.site,
+        module=module,
+        index=fault.at,
+        error=float("nan"),
+        floor=float("nan"),
+        origin="structure",
+        sure="likely",
+        parameters=differing_parameters(found.reference, found.target, module, found.names),
+        others=tuple(plain_module(other) for other in others),
+        what=oddity.why,
     )
 
 
 def _replace(
-    found: Evidence, site: str, sites: set[str], later: set[str]
+    found: Evidence, blamed: list[_Fault], first: _Fault, rows: list[Row]
 ) -> tuple[bool | None, Profile | None]:
-    """Whether everything later agrees once the reference's values stand in for the culprit's, and where in
-    the culprit's own value the error sits."""
+    """Whether everything agrees once the reference's values stand in for the culprits', and where in the first
+    culprit's own value the error sits."""
+    sites = {fault.site for fault in blamed if fault.oddity is None}
     try:
         after = heal(found, sites)
     except Exception:  # the target may refuse values that are not its own; the verdict then rests on the rest
         return None, None
-    healed = all(
-        status_of(after.measures[each], found.free_floors[each])[0] != "diverged"
-        for each in later - sites
-        if each in after.measures
+    found.replaced = after.replaced
+    wrong = [row.site for row in rows if row.status == "diverged" and row.site not in sites]
+    healed = all(site in after.measures for site in wrong) and all(
+        status_of(after.measures[site], found.floors.free[site])[0] != "diverged" for site in wrong
     )
-    own = after.replaced.get(site)
-    return healed, None if own is None else locate(found.trace.values[site], own)
+    own = after.replaced.get(first.site)
+    if own is None:
+        return healed, None
+    reference = found.trace.values[first.site]
+    return healed, locate(reference, own.reshape(reference.shape))
 
 
-def _first_drift(rows: list[Row], events: dict[str, Event], settled: set[str]) -> First | None:
-    far = next(
-        (r for r in rows if r.status == "diverged" and r.excess > DRIFT and r.site not in settled), None
-    )
-    if settled or far is None:  # values between two compensated modules differ as they must
-        return None
-    return _first_at(far, events, "accumulated", "possible")
+def _pattern(found: Evidence, site: str) -> str:
+    own = found.replaced.get(site)
+    if own is None:
+        return ""
+    reference = found.trace.values[site]
+    return pattern(reference, own.reshape(reference.shape)) if own.numel() == reference.numel() else ""
+
+
+def _first_drift(rows: list[Row], events: dict[str, Event]) -> First | None:
+    far = next((r for r in rows if r.status == "diverged" and r.excess > DRIFT), None)
+    return None if far is None else _first_at(far, events, "accumulated", "possible")
 
 
 def _first_free(rows: list[Row], events: dict[str, Event]) -> First | None:
@@ -205,60 +309,14 @@ def _first_free(rows: list[Row], events: dict[str, Event]) -> First | None:
 
 
 def _first_at(
-    row: Row,
-    events: dict[str, Event],
-    origin: Literal["accumulated", "unknown"],
-    sure: Literal["likely", "possible"],
+    row: Row, events: dict[str, Event], origin: Origin, sure: Literal["likely", "possible"]
 ) -> First:
     return First(
         site=row.site,
-        module=events[row.site].author or row.module,
+        module=plain_module(events[row.site].author or row.module),
         index=row.index,
         error=row.error,
         floor=row.floor,
         origin=origin,
         sure=sure,
     )
-
-
-def sentence(
-    first: First | None, rows: tuple[Row, ...], *, profile: Profile | None = None, left: int = 0
-) -> str:
-    """The verdict in words."""
-    compared = [row for row in rows if row.status in ("equal", "within", "diverged", "compensated")]
-    rest = f"; {left} could not be compared" if left else ""
-    if first is None:
-        same = sum(row.status == "equal" for row in compared)
-        settled = [row for row in rows if row.status == "compensated"]
-        if same == len(compared):
-            return f"No divergence: all {same} compared sites are identical{rest}."
-        text = f"No divergence: all {len(compared)} compared sites agree within their noise floors ({same} identical)"
-        if settled:
-            names = ", ".join(dict.fromkeys(row.module for row in settled))
-            text = f"No divergence: differences inside ({names}) cancel out before they leave the module around them"
-        return text + rest + "."
-    name = f"`{first.module}`" if first.module else "the model's own forward"
-    at = "" if first.step is None else f"at step {first.step}, "
-    size = f"relative error {first.error:.2g} over a floor of {first.floor:.2g}"
-    where = f", {profile}" if profile is not None else ""
-    if first.origin == "local":
-        because = f" ({first.evidence})" if first.evidence else ""
-        text = f"{at}{name} is wrong on its own{because}: {first.site} differs, {size}{where}"
-    elif first.origin == "accumulated":
-        text = f"{at}every module is right on its own, but rounding adds up to {first.site} differing ({size}{where})"
-    elif first.origin == "inherited":
-        text = f"{at}{name} only passes on an error that it was given, first seen at {first.site} ({size}{where})"
-    else:
-        text = f"{at}{name} is the first to differ, at {first.site} ({size}{where})"
-        if first.after is not None:
-            text += f"; {first.after} before it still agrees"
-    if first.parameters:
-        text += f"; {', '.join(first.parameters[:3])}"
-    if first.contained is not None:
-        inside = f"`{first.contained}`" if first.contained else "the model"
-        text += f"; the difference does not leave {inside}, whose output agrees"
-    if first.healed and not first.others:
-        text += "; with the reference's value in its place everything after it agrees"
-    elif first.others:
-        text += f"; {len(first.others)} more wrong on their own: {', '.join(first.others[:4])}"
-    return text[0].upper() + text[1:] + f"{rest}. This is {first.sure}."

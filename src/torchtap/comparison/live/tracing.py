@@ -23,19 +23,22 @@ from torchtap._torch import version_of
 from torchtap.comparison.live.hooked import fresh, steady, visiting
 from torchtap.errors import CompareError
 from torchtap.names import site_name
-from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.leaves import argument_name, input_leaves, leaves
 from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.visit import Call
 
 __all__ = [
+    "Called",
     "Event",
     "Feed",
     "Trace",
+    "Versions",
     "default_dtype",
     "feed_of",
     "golden_copy",
     "jitter",
     "record",
+    "settings_of",
 ]
 
 Feed = Callable[[Callable[..., Any]], Any]
@@ -53,12 +56,27 @@ class Event:
 
 
 @final
+@dataclass(slots=True, eq=False)
+class Called:
+    """One call of one module: what a comparison needs to know of it besides its tensors."""
+
+    module: str
+    number: int
+    parent: str | None
+    at: int  # how many values had passed before it
+    settings: dict[str, object]  # its arguments that are no tensors
+    changes: tuple[str, ...] = ()  # its tensor arguments that it changed in place
+
+
+@final
 @dataclass(eq=False)
 class Trace:
     """Everything that passed through a model's modules in one pass, in order."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)
+    partial: bool = False  # whether only some of the sites were kept
 
     def add(self, event: Event, value: Tensor) -> None:
         """Note one more value."""
@@ -117,16 +135,22 @@ class _Recorder:
     def __init__(
         self, keep: Callable[[str], bool] | None, noise: int | None, cast: torch.dtype | None
     ) -> None:
-        self.trace = Trace()
+        self.trace = Trace(partial=keep is not None)
         self._keep = keep
         self._noise = None if noise is None else torch.Generator().manual_seed(noise)
         self._cast = cast
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._open: list[tuple[Called, Versions]] = []
 
     def before(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        for leaf, value in input_leaves(call.input_names, args, kwargs):
+        settings = settings_of(call.input_names, args, kwargs)
+        called = Called(call.path, call.number, call.parent, len(self.trace.events), settings)
+        given = list(input_leaves(call.input_names, args, kwargs))
+        self.trace.calls.append(called)
+        self._open.append((called, Versions(given)))
+        for leaf, value in given:
             site = site_name(call.path, "input", leaf, call.number)
             self._take(Event(site, call.path, "input", call.parent), value)
         if self._cast is None or call.parent is not None:
@@ -134,6 +158,11 @@ class _Recorder:
         return map_leaves(args, _to(self._cast)), map_leaves(kwargs, _to(self._cast))
 
     def after(self, call: Call, output: Any) -> Any:
+        while self._open:
+            called, versions = self._open.pop()
+            if (called.module, called.number) == (call.path, call.number):
+                called.changes = versions.changed()
+                break
         for leaf, value in leaves(output):
             site = site_name(call.path, "output", leaf, call.number)
             self._take(Event(site, call.path, "output", call.path), value)
@@ -151,6 +180,29 @@ class _Recorder:
             copied = value.detach().clone()
             self._known[id(value)] = (weakref.ref(value), version, copied)
         self.trace.add(event, copied)
+
+
+@final
+class Versions:
+    """Which of a call's tensors were changed in place while it ran."""
+
+    def __init__(self, given: list[tuple[str, Tensor]]) -> None:
+        self._given = [(leaf, value, version_of(value)) for leaf, value in given]
+
+    def changed(self) -> tuple[str, ...]:
+        """The leaves whose version went on."""
+        return tuple(leaf for leaf, value, version in self._given if version_of(value) != version)
+
+
+def settings_of(
+    names: tuple[str, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, object]:
+    """A call's plain arguments by name: numbers, flags and text; ``None`` and other objects say nothing."""
+    given: dict[str, object] = {}
+    for position, value in enumerate(args):
+        given[argument_name(names, position)] = value
+    given.update(kwargs)
+    return {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
 
 
 @contextmanager

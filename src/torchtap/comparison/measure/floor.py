@@ -7,6 +7,7 @@ A floor is learnt from differences that are known to be harmless, and is as larg
 ``float64``    the reference against itself in float64: how much rounding its own arithmetic already has
 ``golden``     a high-precision recording that the user gave, against the reference
 ``same dtype`` the reference in the target's lower precision, against the reference
+``quantizer's step``  the reference with its weights rounded as the target's are, against the reference
 ``default``    nothing of these: what rounding does in a computation of that dtype as a rule
 
 A site *diverges* when its error is more than ``margin`` times its floor. Error and floor are taken twice, as
@@ -32,6 +33,9 @@ __all__ = ["Floor", "default_floor", "floor_from", "intended_dtype"]
 # An error has to stand out by this factor from what is known to be harmless. Two right kernels that sum in a
 # different order were seen up to 4 times as far apart as each is from the exact result.
 MARGIN = 8.0
+# In 16 bits every result is rounded once more when it is stored, by the same amount in every right computation: the
+# floor is mostly that, and what is over it stands out sooner. So it is with a quantizer's step.
+MARGIN_16_BIT = 3.0
 # A default knows nothing of the computation but its dtype. Sums of 16-bit values are kept in 32 bits, so that
 # their results are off by a few units; sums of 32-bit values are not, and their error grows with their length.
 DEFAULT_L2 = {"wide": 16.0, "narrow": 4.0}
@@ -87,7 +91,10 @@ def floor_from(
         # A place that is not finite in one of two right runs is unstable; nothing can be learnt from its size.
         l2 = max(l2, _finite(measures.rel_l2))
         linf = max(linf, _finite(measures.rel_linf))
-    return Floor(l2, linf, tuple(sources)) if sources else None
+    if not sources:
+        return None
+    narrow = resolution(coarser(reference, target)) > 1e-4 or "quantizer's step" in sources
+    return Floor(l2, linf, tuple(sources), MARGIN_16_BIT if narrow else MARGIN)
 
 
 def _finite(value: float) -> float:

@@ -4,7 +4,11 @@ It guarantees:
 - the memory needed does not grow with the tensors (they are read in pieces of ``chunk`` elements);
 - any two dtypes can be compared; each is taken at its exact value;
 - NaN and infinities never leak into a measure: places where either side is not finite are left out of the
-  sums and counted instead, and differing masks are reported;
+  sums and counted instead, and differing masks are reported. A number at the edge of its dtype (`finfo.min`, as
+  attention masks have it) counts as an infinity;
+- a large constant that both sides have in the same places (a mask of -1e9) does not drown the rest: the relative
+  errors are those of the other elements;
+- no values make it fail: extremes, infinities, subnormals, integers beyond 2^53;
 - ``identical`` is true only when every element compares equal and every NaN meets a NaN.
 
 Definitions, with r the reference, t the target and d = |t - r| over the places where both are finite:
@@ -29,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, final
@@ -41,14 +45,16 @@ from torch import Tensor
 
 from torchtap.comparison.measure.chunks import CHUNK, as_real, pieces
 from torchtap.comparison.measure.mapped import let_go
-from torchtap.comparison.measure.sums import Sums, native
+from torchtap.comparison.measure.sums import EXTREME, Sums, native
 from torchtap.errors import CompareError
 
 __all__ = ["Measures", "Tally", "coarser", "measure", "resolution"]
 
 _HISTOGRAM_BINS = 64
+_FARTHEST = EXTREME[torch.float64]
 _HISTOGRAM_ELEMENTS = 1 << 18
 _HISTOGRAM_STRETCH = 1 << 12
+_DROWNS = 100.0  # a constant so many times as large as the rest is a mask's
 _PER_THREAD = 1 << 21  # elements that are worth a thread of their own
 
 
@@ -138,7 +144,58 @@ def measure(
             "compare tensors that are distributed alike, or whole ones"
         )
     distance = 0.0 if brief or not left.numel() else _histogram_distance(_sample(left), _sample(right))
-    return _amount(_add_up(blank, left, right, chunk), left.shape, distance)
+    found = _amount(_add_up(blank, left, right, chunk), left.shape, distance)
+    if _resolution_of(left) == _resolution_of(right) == 0.0:
+        return _exactly(found, left, right)
+    if not found.identical and found.reference_absmax >= _DROWNS:
+        return _without_constants(found, left, right)
+    return found
+
+
+def _resolution_of(value: Tensor) -> float:
+    return resolution(value.dtype)
+
+
+def _exactly(found: Measures, left: Tensor, right: Tensor) -> Measures:
+    """Integers are counted as they are: float64 cannot tell neighbours beyond 2^53 apart."""
+    if left.dtype != right.dtype or left.dtype == torch.bool or left.device != right.device:
+        return found
+    if found.reference_absmax < 2.0**53 or not found.identical:
+        return found
+    unequal = int((left != right).sum())
+    if not unequal:
+        return found
+    share = unequal / found.count
+    return replace(
+        found,
+        identical=False,
+        mismatched=share,
+        rel_l2=share,
+        rel_linf=share,
+        within=1.0 - share,
+        max_abs=1.0,
+    )
+
+
+def _without_constants(found: Measures, left: Tensor, right: Tensor) -> Measures:
+    """The relative errors of the elements that are not a mask's constant, where such a constant drowns them."""
+    at_most = left.abs() >= 0.5 * found.reference_absmax
+    equal = at_most & (left == right)
+    masked = int(equal.sum())
+    if masked < 2 or masked != int(at_most.sum()) or len(left[equal].unique()) > 2:
+        return found
+    rest = ~equal & torch.isfinite(left) & torch.isfinite(right)
+    r, t = left[rest].to("cpu", torch.float64), right[rest].to("cpu", torch.float64)
+    if not r.numel() or float(r.abs().max()) * _DROWNS > found.reference_absmax:
+        return found
+    size, largest = float(r.norm()), float(r.abs().max())
+    return replace(
+        found,
+        rel_l2=_ratio(float((t - r).norm()), size),
+        rel_linf=_ratio(float((t - r).abs().max()), largest),
+        reference_l2=size,
+        reference_absmax=largest,
+    )
 
 
 def _blank(
@@ -151,6 +208,7 @@ def _blank(
         atol=step if atol is None else atol,
         rtol=8 * step if rtol is None else rtol,
         brief=brief,
+        limits=(EXTREME.get(reference, _FARTHEST), EXTREME.get(target, _FARTHEST)),
     )
 
 
@@ -266,6 +324,9 @@ def _amount(sums: Sums, shape: torch.Size, histogram_distance: float) -> Measure
     nan_if_brief = math.nan if sums.brief else 0.0
     max_abs = max(sums.max_abs, 0.0) if seen else math.nan
     reference_l2, difference_l2 = math.sqrt(sums.rr), math.sqrt(sums.dd)
+    rel_linf = _ratio(max_abs, sums.absmax)
+    # Squares of the smallest numbers are zero; the largest error then speaks for all.
+    rel_l2 = _ratio(difference_l2, reference_l2) if sums.dd > 0.0 < sums.rr else rel_linf
     return Measures(
         count=sums.count,
         compared=seen,
@@ -274,8 +335,8 @@ def _amount(sums: Sums, shape: torch.Size, histogram_distance: float) -> Measure
         mean_abs=_share(sums.sum_abs, seen),
         max_rel=sums.max_rel + nan_if_brief if seen else math.nan,
         mean_rel=_share(sums.sum_rel, seen) + nan_if_brief,
-        rel_l2=_ratio(difference_l2, reference_l2) if seen else math.nan,
-        rel_linf=_ratio(max_abs, sums.absmax) if seen else math.nan,
+        rel_l2=rel_l2 if seen else math.nan,
+        rel_linf=rel_linf if seen else math.nan,
         cosine=_cosine(sums.tr, sums.tt, sums.rr, sums.unequal == 0) if seen else math.nan,
         cosine_scaled=_share(sums.dd, sums.tt + sums.rr) if sums.tt + sums.rr else 0.0,
         sqnr_db=_decibel(reference_l2, difference_l2) if seen else math.nan,
@@ -316,7 +377,7 @@ def _cosine(tr: float, tt: float, rr: float, identical: bool) -> float:
 def _decibel(signal: float, noise: float) -> float:
     if noise == 0.0:
         return math.inf
-    return 20 * math.log10(signal / noise) if signal else -math.inf
+    return 20 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf
 
 
 def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:

@@ -3,6 +3,9 @@
 By the native kernel where it was built (one read of the memory, no temporaries), else by torch operations on small
 pieces. Both leave out the places where either side is not finite, and count them; a test holds that they agree.
 
+A number at the edge of its dtype (`finfo.min` in an attention mask) stands for an infinity and is counted as one: its
+square would drown every other element, and the same mask has another value in another dtype.
+
 Not here: what the sums amount to (`measures`).
 """
 
@@ -19,7 +22,7 @@ from torchtap.errors import CompareError
 from torchtap.reduce.memory import located
 from torchtap.reduce.readable import readable
 
-__all__ = ["RELATIVE_GUARD", "Sums", "native"]
+__all__ = ["EXTREME", "RELATIVE_GUARD", "Sums", "native"]
 
 RELATIVE_GUARD = 1e-8
 
@@ -38,12 +41,29 @@ native = _load()
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
+# From where on a number stands for an infinity, by dtype.
+EXTREME = {
+    torch.float64: 1e305,
+    torch.float32: 1e29,
+    torch.bfloat16: 1e29,
+    torch.float16: 0.98 * torch.finfo(torch.float16).max,
+}
+
+
 @final
 class Sums:
     """What is known of two tensors so far."""
 
-    def __init__(self, ulp: tuple[float, float], atol: float, rtol: float, brief: bool) -> None:
+    def __init__(
+        self,
+        ulp: tuple[float, float],
+        atol: float,
+        rtol: float,
+        brief: bool,
+        limits: tuple[float, float] = (EXTREME[torch.float64], EXTREME[torch.float64]),
+    ) -> None:
         self.ulp_relative, self.ulp_smallest = ulp
+        self.limits = limits  # from where on a number of either side stands for an infinity
         self.atol, self.rtol = atol, rtol
         self.brief = brief
         self.count = self.compared = self.unequal = self.within = self.masks_differ = 0
@@ -133,6 +153,9 @@ class Sums:
             numbers
         )
         compared, unequal, within, masks_differ, worst = counts
+        if masks_differ or self._extreme(exponent, rr, tt):
+            self._add_guarded(offset, r.to(torch.float64, copy=True), t.to(torch.float64, copy=True))
+            return
         self._add_squares(exponent, rr, tt, tr, dd)
         self.sum_abs, self.sum_rel, self.sum_ulp = (
             self.sum_abs + sum_abs,
@@ -155,13 +178,22 @@ class Sums:
         r.copy_(readable(reference))
         t.copy_(readable(target))
         squares = (float(torch.dot(r, r)), float(torch.dot(t, t)), float(torch.dot(t, r)))
-        if 1e-250 < squares[0] + squares[1] < 1e300:
+        if 1e-250 < squares[0] + squares[1] < 1e300 and not self._extreme(0, squares[0], squares[1]):
             self._add_finite(offset, r, t, (d, a, b), (0, *squares), None)
         else:
             self._add_guarded(offset, r.clone(), t.clone())
 
+    def _extreme(self, exponent: int, rr: float, tt: float) -> bool:
+        """Whether a piece may hold numbers that stand for infinities; its squares say so."""
+        sizes = (math.sqrt(square) * 2.0**exponent for square in (rr, tt))
+        return not all(size < limit for size, limit in zip(sizes, self.limits, strict=True))
+
     def _add_guarded(self, offset: int, r: Tensor, t: Tensor) -> None:
-        """A piece with NaN or infinities, which are counted and left out, or with squares beyond float64."""
+        """A piece with NaN, infinities or what stands for them, which are counted and left out, or with squares
+        beyond float64."""
+        for value, limit in zip((r, t), self.limits, strict=True):
+            value[value >= limit] = math.inf
+            value[value <= -limit] = -math.inf
         for side, value in enumerate((r, t)):
             self.nans[side] += int(torch.isnan(value).sum())
             self.infs[side] += int(torch.isinf(value).sum())

@@ -62,7 +62,10 @@ class Recording(Protocol):
         """One statistic of every site that has it at a step."""
 
     def problems(self) -> list[str]:
-        """What is known to be missing or damaged."""
+        """What is odd about it, to be told."""
+
+    def damage(self) -> list[str]:
+        """What is known to be damaged or lost: with it, agreement of the rest proves nothing."""
 
 
 @final
@@ -90,6 +93,9 @@ class MemoryRecording:
 
     def problems(self) -> list[str]:
         return list(self.notes)
+
+    def damage(self) -> list[str]:
+        return []
 
 
 @final
@@ -144,10 +150,19 @@ class FolderRecording:
     def statistics(self, name: str, step: int) -> dict[str, float]:
         return {}
 
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the layers of the first pass, in order."""
+        return tuple(int(path_of(name).removeprefix("layer_")) for name in self._files)
+
     def problems(self) -> list[str]:
-        numbers = [int(path_of(name).removeprefix("layer_")) for name in self._files]
-        missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
+        expected = _recorded_layers(self.folder)
+        if expected is None:
+            expected = set(range(max(self.numbers()) + 1))
+        missing = sorted(expected - set(self.numbers()))
         return [f"{self.folder}: no file for layer {number}" for number in missing]
+
+    def damage(self) -> list[str]:
+        return []  # a layer that one folder lacks is seen beside the other
 
 
 @final
@@ -163,11 +178,12 @@ class RunRecording:
                 self._tensors.setdefault(ref.step, {})[ref.site] = (tuple(ref.shape), ref.dtype)
         self._matrices: dict[str, tuple[list[str], dict[int, int], Any]] = {}
         self._kept = set(run.statistics())
-        # The session notes the sites in their order of execution as soon as it knows them.
-        noted = [site for event in run.events("sites") for site in event.get("sites", [])]
-        ordered = in_passing_order(dict.fromkeys(site["name"] for site in noted))
-        self._order = {name: n for n, name in enumerate(ordered)}
-        self._dtypes = {site["name"]: site.get("dtype") for site in noted}
+        # The session notes the sites in their order of execution as soon as it knows them; the reader checks it.
+        noted = run.site_facts()
+        self._order = {name: n for n, name in enumerate(in_passing_order(noted))}
+        self._dtypes = {
+            name: dtype for name, facts in noted.items() if isinstance(dtype := facts.get("dtype"), str)
+        }
 
     def steps(self) -> list[int]:
         return [int(step) for step in self.run.steps()]
@@ -218,6 +234,9 @@ class RunRecording:
     def problems(self) -> list[str]:
         return [f"{self.label}: {problem}" for problem in self.run.problems]
 
+    def damage(self) -> list[str]:
+        return self.problems()
+
 
 def _pass_number(folder: Path) -> tuple[int, str]:
     """A pass's place in order: what it says of itself, else its name."""
@@ -225,6 +244,15 @@ def _pass_number(folder: Path) -> tuple[int, str]:
         return int(torch.load(folder / "metadata.pt", weights_only=True)["pass"]), folder.name
     except Exception:  # a folder without that note is still a pass
         return 1 << 60, folder.name
+
+
+def _recorded_layers(folder: Path) -> set[int] | None:
+    """The numbers of the layers that a recording says it has; ``None`` where it says nothing."""
+    try:
+        sites = torch.load(folder / "metadata.pt", weights_only=True)["sites"]
+        return {int(name.removeprefix("layer_")) for name in sites}
+    except Exception:  # written by others, or damaged: the files themselves still count
+        return None
 
 
 def is_layer_folder(folder: Path) -> bool:

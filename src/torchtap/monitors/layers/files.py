@@ -1,12 +1,13 @@
 """One file for each layer: ``embedding_output.pt``, ``layer_N_output.pt``, ``statistics.pt``, ``metadata.pt``.
 
 Every file can be loaded with ``torch.load(..., weights_only=True)``. Layer 0 is the embedding, layer N the N-th
-block. Further passes (decode steps, further batches) have folders of their own beside the first one's files.
+block, also where not all of them were recorded. Further passes (decode steps, further batches) have folders of their
+own beside the first one's files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final, overload
 
@@ -39,15 +40,14 @@ def layer_statistics(value: Tensor) -> dict[str, Any]:
     }
 
 
-def write_layers(folder: Path, layers: Sequence[Tensor], metadata: dict[str, Any]) -> None:
-    """Write one pass."""
+def write_layers(folder: Path, layers: Mapping[int, Tensor], metadata: dict[str, Any]) -> None:
+    """Write one pass: the layers by their numbers."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number, value in enumerate(layers):
+    for number, value in layers.items():
         name = "embedding_output.pt" if number == 0 else f"layer_{number}_output.pt"
         torch.save(value.detach().contiguous().clone(), folder / name)
-    torch.save(
-        {f"layer_{n}": layer_statistics(value) for n, value in enumerate(layers)}, folder / "statistics.pt"
-    )
+    statistics = {f"layer_{number}": layer_statistics(value) for number, value in layers.items()}
+    torch.save(statistics, folder / "statistics.pt")
     torch.save(metadata, folder / "metadata.pt")
 
 
@@ -58,15 +58,18 @@ def open_layers(folder: str | Path) -> Layers:
 
 @final
 class Layers(Sequence[Tensor]):
-    """The layers of one recorded pass. A layer is read when it is asked for."""
+    """The layers of one recorded pass, by number. A layer is read when it is asked for.
+
+    Where only some layers were recorded, ``numbers`` says which; ``layers[-1]`` is the last of them.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._recording = FolderRecording(folder)
-        self._sites = [site.name for site in self._recording.sites(0)]
+        self.numbers = self._recording.numbers()
 
     def __len__(self) -> int:
-        return len(self._sites)
+        return len(self.numbers)
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -74,16 +77,18 @@ class Layers(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> list[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
         if isinstance(index, slice):
-            return [self[n] for n in range(*index.indices(len(self)))]
-        wanted = site_name(f"layer_{index if index >= 0 else len(self) + index}", "output")
-        if wanted not in self._sites:
-            if index == len(self) or index < -len(self):
+            wanted = range(*index.indices(self.numbers[-1] + 1))
+            return [self[number] for number in wanted if number in self.numbers]
+        if -len(self) <= index < 0:
+            index = self.numbers[index]
+        if index not in self.numbers:
+            if not 0 <= index <= self.numbers[-1]:
                 raise IndexError(index)
-            raise SelectionError(f"{self.folder} has no layer {index}; it has {len(self)} layers")
-        return load_tensor(self._recording.file(wanted))
+            raise SelectionError(f"{self.folder} has no layer {index}; it has {list(self.numbers)}")
+        return load_tensor(self._recording.file(site_name(f"layer_{index}", "output")))
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (self[n] for n in range(len(self)))
+        return (self[number] for number in self.numbers)
 
     @property
     def statistics(self) -> dict[str, dict[str, Any]]:
@@ -92,7 +97,7 @@ class Layers(Sequence[Tensor]):
         if path.is_file():
             loaded: dict[str, dict[str, Any]] = self._load(path)
             return loaded
-        return {f"layer_{n}": layer_statistics(value) for n, value in enumerate(self)}
+        return {f"layer_{number}": layer_statistics(self[number]) for number in self.numbers}
 
     @property
     def metadata(self) -> dict[str, Any]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, final
 
 from torch import nn
 
 from torchtap.errors import SelectionError
-from torchtap.names import is_inside
+from torchtap.names import is_inside, join_path, paths_around
 from torchtap.sites import Place, places
 from torchtap.taps.attach import tree_of
 
-__all__ = ["LayerNames", "find_layers"]
+__all__ = ["LayerNames", "final_norm", "find_layers"]
 
 # A list of blocks counts beside the largest one when it holds this share of its parameters or more: the stages of a
 # convolutional network and the two halves of an encoder-decoder do, a list of adapters or heads does not.
@@ -55,6 +56,20 @@ def find_layers(model: Any) -> LayerNames:
         for name in children
     ]
     return LayerNames(_embedding(model, found), tuple(blocks))
+
+
+def final_norm(model: Any, names: LayerNames) -> str | None:
+    """The norm that the last block's output goes through outside the blocks, as far as the modules' order tells."""
+    found = {place.path: place.module for place in places(tree_of(model))}
+    way = [names.blocks[-1], *paths_around(names.blocks[-1])]
+    for inner, outer in pairwise(way):
+        children = [join_path(outer, name) for name in found[outer]._modules] if outer in found else []
+        if inner not in children or inner == names.blocks[-1]:
+            continue
+        for path in children[children.index(inner) + 1 :]:
+            if path in found and "norm" in _class_name(found[path]).lower():
+                return path
+    return None
 
 
 def _like_children(module: nn.Module) -> list[str]:

@@ -4,9 +4,9 @@
         model(**inputs)
     hidden_states = tt.get_layer_hidden_states()
 
-A plan over the core: whole outputs of the blocks and the input of the first one, one step for each pass. Layer 0
-is what enters the first block (the embedding's output, with whatever the model adds to it); layer N is what the
-N-th block returns. It guarantees:
+Layer 0 is what enters the first block (the embedding's output, with whatever the model adds to it); layer N is what the
+N-th block returns, before a final norm that the model may have: Hugging Face's ``hidden_states[-1]`` is after it. It
+guarantees:
 - the model's signature and results stay as they are;
 - switched off, the model carries nothing of the recorder;
 - each thread sees the layers of its own last pass;
@@ -19,8 +19,9 @@ a folder for each later one (``decode_0001`` ... in generation with a cache, els
 from __future__ import annotations
 
 import datetime
-import re
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,15 +31,17 @@ from typing import Any, Literal, Self, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.errors import SessionError
+from torchtap.comparison.recorded.recordings import is_layer_folder
+from torchtap.errors import OutputError, SessionError
+from torchtap.monitors.layers.copies import BlockCopies
 from torchtap.monitors.layers.files import write_layers
-from torchtap.monitors.layers.names import LayerNames, find_layers
-from torchtap.names import parent_path, path_of, site_name
+from torchtap.monitors.layers.names import final_norm
+from torchtap.monitors.layers.numbering import ChosenLayers
 from torchtap.plan import tap
 from torchtap.reduce import Full
 from torchtap.session import watch
-from torchtap.sites import Site
 from torchtap.store.record import StepRecord
+from torchtap.taps.attach import form_of
 from torchtap.taps.walk.ways import HookWay
 from torchtap.watching import Watch
 
@@ -55,16 +58,19 @@ def get_layer_hidden_states() -> list[Tensor] | None:
 def record_layers(
     model: Any,
     out_dir: str | Path | None = None,
-    layers: Sequence[str] | None = None,
+    layers: Sequence[int | str] | None = None,
     *,
     enabled: bool = True,
+    record_layer_outputs: bool | None = None,
 ) -> LayerRecorder:
     """Record embedding and blocks of every pass from now on, until the recorder is closed.
 
-    ``layers`` are selectors of what to record as layers, in place of what `find_layers` finds; ``enabled`` switches
-    the whole thing on or off.
+    ``layers`` are indices of blocks (``[0, 30, 61]``; ``"embedding"`` for what enters them), or selectors of what to
+    record in their place; each keeps the number that it has among all layers. ``enabled`` switches the whole thing on
+    or off, and so does ``record_layer_outputs``.
     """
-    return LayerRecorder(model, out_dir, layers, enabled=enabled)
+    on = enabled if record_layer_outputs is None else record_layer_outputs
+    return LayerRecorder(model, out_dir, layers, enabled=on)
 
 
 @final
@@ -76,6 +82,7 @@ class LayerPass:
     phase: Literal["prefill", "decode"]
     tokens: int | None  # along the second axis of the hidden states
     sites: tuple[str, ...]  # of each layer, in order
+    layers: tuple[int, ...]  # the number of each: 0 is what enters the blocks, N what the N-th returns
     folder: Path | None
 
 
@@ -87,15 +94,16 @@ class LayerRecorder:
         self,
         model: Any,
         out_dir: str | Path | None = None,
-        layers: Sequence[str] | None = None,
+        layers: Sequence[int | str] | None = None,
         *,
         enabled: bool = True,
     ) -> None:
         self.model = model
         self.out_dir = None if out_dir is None else Path(out_dir)
         self.passes: list[LayerPass] = []
-        self._selectors = None if layers is None else tuple(layers)
-        self._names: LayerNames | None = None
+        self._asked = layers
+        self._chosen: ChosenLayers | None = None
+        self._copies: BlockCopies | None = None  # one of the two takes the values
         self._watch: Watch | None = None
         self._handles: list[Any] = []
         self._lock = threading.RLock()  # passes of several threads are taken one after the other
@@ -105,7 +113,11 @@ class LayerRecorder:
         self._failed = False
         self._depth = 0
         self._layers: list[Tensor] = []
+        self._arrived: list[str] = []  # sites of the last pass, and what they mean
+        self._positions: list[int] = []
         self._sites: tuple[str, ...] = ()
+        self._numbers: tuple[int, ...] = ()
+        self._final_norm: str | None = None
         self._closed = False
         if enabled:
             self.enable()
@@ -126,8 +138,10 @@ class LayerRecorder:
             raise SessionError("this recorder is closed; make a new one to go on")
         if self.enabled:
             return
-        if self._watch is None:
-            self._watch = self._start()
+        if self._chosen is None:
+            self._start()
+        if self._copies is not None:
+            self._copies.put_on()
         if isinstance(self.model, torch.jit.ScriptModule):  # which takes no hooks of this kind
             self._handles = [_Around(self.model, self._begin, self._end)]
         elif isinstance(self.model, nn.Module):
@@ -140,6 +154,8 @@ class LayerRecorder:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._copies is not None:
+            self._copies.take_off()
 
     def close(self) -> None:
         """Take everything off the model and finish the files."""
@@ -157,7 +173,7 @@ class LayerRecorder:
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         """Mark one pass by hand, for things that take no hooks (packaged models, loops around submodules)."""
-        if self._watch is None:
+        if self._chosen is None:
             yield
             return
         self._open({})
@@ -168,22 +184,19 @@ class LayerRecorder:
 
     # Setting up.
 
-    def _start(self) -> Watch:
-        taps = [tap(selector, keep=Full()) for selector in self._chosen()]
+    def _start(self) -> None:
+        if self.out_dir is not None and is_layer_folder(self.out_dir):
+            raise OutputError(
+                f"{self.out_dir} already holds a recording of layers: give another folder, or delete this one first"
+            )
+        self._chosen = chosen = ChosenLayers(self.model, self._asked)
+        self._final_norm = None if chosen.names is None else final_norm(self.model, chosen.names)
+        if self.out_dir is None and chosen.are_blocks and form_of(self.model) == "eager":
+            self._copies = BlockCopies(self.model, chosen)
+            return
+        taps = [tap(selector, keep=Full()) for selector in chosen.selectors()]
         folder = None if self.out_dir is None else self.out_dir / "run"
-        return watch(self.model, folder, taps, sinks=[self])
-
-    def _chosen(self) -> list[str]:
-        if self._selectors is not None:
-            return list(self._selectors)
-        self._names = find_layers(self.model)
-        chosen = [site_name(path, "output") for path in self._names.blocks]
-        chosen.append(site_name(self._names.blocks[0], "input"))
-        if self._names.embedding is not None:
-            chosen.append(site_name(self._names.embedding, "output"))
-        return [
-            selector if parent_path(path_of(selector)) else f"re:{_escaped(selector)}" for selector in chosen
-        ]
+        self._watch = watch(self.model, folder, taps, sinks=[self])
 
     # A pass.
 
@@ -205,53 +218,64 @@ class LayerRecorder:
             self._lock.release()
 
     def _open(self, kwargs: dict[str, Any]) -> None:
-        assert self._watch is not None
         self._cached = _cache_length(kwargs)
         self._failed = False
-        self._pass = self._watch.step(self._started)
+        if self._copies is not None:
+            # What the last pass left is let go of first: its memory serves this one, and there is one set at a time.
+            self._layers, _last_pass.layers = [], None
+            self._copies.begin()
+        elif self._watch is not None:
+            self._pass = self._watch.step(self._started)
+            self._pass.__enter__()
         self._started += 1
-        self._pass.__enter__()
 
     def _close_pass(self) -> None:
+        if self._copies is not None:
+            self._take(*self._copies.end(), self._started - 1, time.time())
+            return
         opened, self._pass = self._pass, None
         if opened is not None:
             opened.__exit__(None, None, None)
 
-    # The sink's side: the watch hands over each finished pass.
-
     def write(self, record: StepRecord) -> None:
-        """Take one pass."""
-        sites, layers = self._in_order(record)
-        if self._failed or not layers:
+        """Take one pass from the watch, whose sink this is."""
+        sites = [item.site for item in record.tensors]
+        self._take(sites, [item.value for item in record.tensors], record.step, record.time)
+
+    def _take(self, sites: list[str], values: list[Tensor], step: int, at: float) -> None:
+        if self._failed:
             return
-        self._sites, self._layers = sites, layers
+        if not sites:
+            warnings.warn(
+                "a pass brought no layer; was the model compiled after record_layers? Give it the compiled model",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        self._learn(sites)
+        self._layers = [values[position] for position in self._positions]
+        if not self._layers:
+            return
         hidden = self._layers[-1]
         tokens = int(hidden.shape[1]) if hidden.dim() >= 3 else None
         again = bool(self.passes) and tokens == 1 and self.passes[0].tokens not in (1, None)
         phase: Literal["prefill", "decode"] = "decode" if self._cached > 0 or again else "prefill"
         number = len(self.passes)
         folder = self._folder(number, phase)
-        self.passes.append(LayerPass(number, phase, tokens, self._sites, folder))
+        self.passes.append(LayerPass(number, phase, tokens, self._sites, self._numbers, folder))
         _last_pass.layers = list(self._layers)
         if folder is not None:
-            write_layers(folder, self._layers, self._metadata(record, phase, tokens))
+            numbered = dict(zip(self._numbers, self._layers, strict=True))
+            write_layers(folder, numbered, self._metadata(step, at, phase, tokens))
 
-    def _in_order(self, record: StepRecord) -> tuple[tuple[str, ...], list[Tensor]]:
-        """The layers of a record, the embedding first: of each call of each block the first tensor."""
-        first: dict[tuple[str, str, int], tuple[str, Tensor]] = {}
-        for item in record.tensors:
-            site = Site.parse(item.site)
-            first.setdefault((site.path, site.kind, site.call), (item.site, item.value))
-        if self._names is None:
-            return tuple(name for name, _ in first.values()), [value for _, value in first.values()]
-        blocks = set(self._names.blocks)
-        chosen = [found for (path, kind, _), found in first.items() if path in blocks and kind == "output"]
-        entering = first.get((self._names.blocks[0], "input", 0))
-        if entering is None and self._names.embedding is not None:
-            entering = first.get((self._names.embedding, "output", 0))
-        if entering is not None:
-            chosen.insert(0, entering)
-        return tuple(name for name, _ in chosen), [value for _, value in chosen]
+    def _learn(self, sites: list[str]) -> None:
+        """Which of the sites are layers, and their numbers. From one pass to the next this seldom changes."""
+        if sites == self._arrived or self._chosen is None:
+            return
+        self._arrived = sites
+        self._positions = self._chosen.in_order(sites)
+        self._sites = tuple(sites[position] for position in self._positions)
+        self._numbers = self._chosen.numbers(self._sites)
 
     def _folder(self, number: int, phase: str) -> Path | None:
         if self.out_dir is None:
@@ -263,16 +287,19 @@ class LayerRecorder:
             return self.out_dir / f"decode_{decoded + 1:04d}"
         return self.out_dir / f"pass_{number:04d}"
 
-    def _metadata(self, record: StepRecord, phase: str, tokens: int | None) -> dict[str, Any]:
+    def _metadata(self, step: int, at: float, phase: str, tokens: int | None) -> dict[str, Any]:
+        names = self._chosen.names if self._chosen is not None else None
         return {
             "model": type(self.model).__name__,
-            "layers": len(self._layers) - 1,
-            "sites": {f"layer_{n}": site for n, site in enumerate(self._sites)},
-            "pass": record.step,
+            "layers": sum(number > 0 for number in self._numbers),
+            "blocks": None if names is None else len(names.blocks),
+            "sites": {f"layer_{n}": site for n, site in zip(self._numbers, self._sites, strict=True)},
+            "final_norm": self._final_norm,  # which the last layer has not gone through
+            "pass": step,
             "phase": phase,
             "tokens": tokens,
             "cached_tokens": self._cached,
-            "created": datetime.datetime.fromtimestamp(record.time, datetime.UTC).isoformat(),
+            "created": datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat(),
             "torch": str(torch.__version__),
         }
 
@@ -316,8 +343,3 @@ def _cache_length(kwargs: dict[str, Any]) -> int:
             first = cache[0][0]
             return int(first.shape[-2]) if isinstance(first, Tensor) else 0
     return 0
-
-
-def _escaped(selector: str) -> str:
-    """A path without a dot would match at any depth; as an expression it means the top level alone."""
-    return re.escape(selector) + r"(\..*)?(#\d+)?"

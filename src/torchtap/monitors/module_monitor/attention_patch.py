@@ -32,6 +32,7 @@ _lock = threading.Lock()
 _open: tuple[AttentionPatch, ...] = ()
 _originals: dict[str, Callable[..., Any]] = {}
 _wrappers: dict[str, Callable[..., Any]] = {}
+_fast_path_was = True
 _inside = threading.local()
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
@@ -44,7 +45,6 @@ class AttentionPatch:
     def __init__(self, monitor: ModuleMonitor, where: bool | str) -> None:
         self._monitor = monitor
         self._pattern = re.compile(".*" if isinstance(where, bool) else where)
-        self._fast_path = True
 
     def set(self, on: bool) -> None:
         """A monitored step begins, or ends."""
@@ -55,12 +55,8 @@ class AttentionPatch:
             if on:
                 if not _open:
                     _wrap()
-                # The fused inference path of nn.MultiheadAttention calls neither function.
-                self._fast_path = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
                 _open = (*_open, self)
             else:
-                torch.backends.mha.set_fastpath_enabled(self._fast_path)
                 _open = tuple(each for each in _open if each is not self)
                 if not _open:
                     _unwrap()
@@ -107,6 +103,10 @@ class AttentionPatch:
 
 
 def _wrap() -> None:
+    global _fast_path_was
+    # The fused inference path of nn.MultiheadAttention calls neither function.
+    _fast_path_was = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     for name, parts_of in _PARTS.items():
         original = getattr(functional, name)
         _originals[name] = original
@@ -115,6 +115,7 @@ def _wrap() -> None:
 
 
 def _unwrap() -> None:
+    torch.backends.mha.set_fastpath_enabled(_fast_path_was)
     for name, wrapper in _wrappers.items():
         # Somebody who has wrapped ours meanwhile keeps it, and it does nothing any more.
         if getattr(functional, name) is wrapper:

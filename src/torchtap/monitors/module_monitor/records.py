@@ -58,6 +58,12 @@ def key_of(site: str, statistic: str) -> str:
     return f"{_PREFIXES.get(kind, kind)}/{f'{path}.' if path else ''}{leaf}/{statistic}"
 
 
+def _label(site: str, statistic: str, phase: str) -> str:
+    """What a number is called in TensorBoard and its like: the monitor's own key."""
+    key = key_of(site, statistic)
+    return key if phase == "train" else f"{phase}.{key}"
+
+
 @final
 class StepKeeper:
     """Hands each finished step on. A sink that fails costs its own numbers, not the training."""
@@ -72,6 +78,10 @@ class StepKeeper:
         self._sinks = list(sinks)
         self._grids: dict[tuple[str, ...], tuple[tuple[tuple[str, ...], str, list[int]], ...]] = {}
         self._failed: set[str] = set()
+        for sink in sinks:
+            name_by = getattr(sink, "name_by", None)
+            if name_by is not None:
+                name_by(_label)
         if run is not None:
             from torchtap.model_tree import environment
             from torchtap.store.write.writer import RunWriter

@@ -85,6 +85,7 @@ class Monitor:
         self.output_dir = writable_folder(output_dir)
         self.current_epoch: int | None = None
         self.current_batch_idx: int | None = None
+        self._taken_step = -1
         self._unwritten: list[str] = []
         self._ceiling = check_numbers([memory_ceiling], "memory_ceiling")[0]
         self._asynchronous = asynchronous
@@ -100,7 +101,7 @@ class Monitor:
         self._own_hooks = self._hook_fn.__func__ is not Monitor._hook_fn  # type: ignore[attr-defined]
         self._watch = watch(
             model, None, [self._tap(layer) for layer in self._layers], sinks=[_Arrivals(self)],
-            strict=strict, via=via, one_mode=True,
+            strict=strict, via=via,
         )  # fmt: skip
         self._handles = put_on_own_hooks(model, self._layers, self._hook_fn) if self._own_hooks else []
         self._forgotten = ForgottenClock(model, self._warn_once)
@@ -304,8 +305,10 @@ class Monitor:
         return hook
 
     def _take(self, record: StepRecord) -> None:
-        if record.epoch is None or record.batch is None:
+        # Of a batch's phases the first counts: a validation in between has a record of its own.
+        if record.epoch is None or record.batch is None or record.step == self._taken_step:
             return
+        self._taken_step = record.step
         by_path: dict[str, dict[int, dict[str, Any]]] = {}
         for item in record.tensors:
             site = Site.parse(item.site)

@@ -22,6 +22,8 @@ from torchtap.store.read.results import Series, TensorRef
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
+_NUMBERS = ("step", "epoch", "batch", "time", "passes", "skipped")
+
 __all__ = ["write_hdf5", "write_npz", "write_pt"]
 
 _LONGEST_ATTRIBUTE = 8000  # letters: HDF5 has room for 64 KiB in all attributes of a group
@@ -30,19 +32,26 @@ _LONGEST_ATTRIBUTE = 8000  # letters: HDF5 has room for 64 KiB in all attributes
 def _series(run: Run) -> Iterator[tuple[str, str, Series]]:
     for site in run.sites():
         for statistic in run.statistics(site):
-            found = run.series(site, statistic)
-            if len(found.steps):
-                yield site, statistic, found
+            for phase in run.phases:
+                found = run.series(site, statistic, phase)
+                if len(found.steps):
+                    yield _labelled(run, site, phase), statistic, found
 
 
-def _tensors(run: Run) -> Iterator[TensorRef]:
-    """Each tensor once, also where a step has several of one name: the first counts."""
+def _tensors(run: Run) -> Iterator[tuple[str, TensorRef]]:
+    """Each tensor once with its label, also where a step has several of one name: the first counts."""
     seen = set()
-    for ref in run.tensors():
-        key = (ref.site, ref.step, ref.field, ref.reduction)
-        if key not in seen:
-            seen.add(key)
-            yield ref
+    for phase in run.phases:
+        for ref in run.tensors(phase=phase):
+            key = (ref.site, ref.step, ref.field, ref.reduction, phase)
+            if key not in seen:
+                seen.add(key)
+                yield _labelled(run, ref.site, phase), ref
+
+
+def _labelled(run: Run, site: str, phase: str) -> str:
+    """A site's name; in another phase than the one it is shown in by itself, with that phase."""
+    return site if phase == run.phase_of(site) else f"{site}@{phase}"
 
 
 def write_hdf5(run: Run, path: Path) -> None:
@@ -59,7 +68,7 @@ def write_hdf5(run: Run, path: Path) -> None:
     with h5py.File(path, "w") as file:
         file["manifest"] = json.dumps(run.manifest)
         clock = run.clock()
-        for name in ("step", "epoch", "batch", "time"):
+        for name in _NUMBERS:
             file[f"clock/{name}"] = clock[name]
         file["clock/phase"] = [shown(str(phase)) for phase in clock["phase"]]
         for site, statistic, series in _series(run):
@@ -67,9 +76,9 @@ def write_hdf5(run: Run, path: Path) -> None:
             if group not in file:
                 file[f"{group}/steps"], file[f"{group}/values"] = series
                 file[f"series/{file_component(site)}"].attrs["name"] = shown(site, _LONGEST_ATTRIBUTE)
-        for ref in _tensors(run):
-            array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction)
-            name = f"tensors/{file_component(ref.site)}/{file_component(ref.field)}/{ref.step}"
+        for label, ref in _tensors(run):
+            array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction, phase=ref.phase)
+            name = f"tensors/{file_component(label)}/{file_component(ref.field)}/{ref.step}"
             if name not in file:
                 file[name] = array
                 file[name].attrs["dtype"] = ref.dtype
@@ -90,14 +99,14 @@ def write_npz(run: Run, path: Path) -> None:
                     np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
 
         clock = run.clock()
-        for column in ("step", "epoch", "batch", "phase", "time"):
+        for column in (*_NUMBERS, "phase"):
             add(f"clock|{column}", np.asarray(clock[column]))
         for site, statistic, series in _series(run):
             add(f"series|{file_component(site)}|{file_component(statistic)}|steps", series.steps)
             add(f"series|{file_component(site)}|{file_component(statistic)}|values", series.values)
-        for ref in _tensors(run):
-            array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction)
-            add(f"tensors|{file_component(ref.site)}|{file_component(ref.field)}|{ref.step}", array)
+        for label, ref in _tensors(run):
+            array = run.array(ref.site, ref.step, ref.field, reduction=ref.reduction, phase=ref.phase)
+            add(f"tensors|{file_component(label)}|{file_component(ref.field)}|{ref.step}", array)
 
 
 def write_pt(run: Run, path: Path) -> None:
@@ -113,13 +122,13 @@ def write_pt(run: Run, path: Path) -> None:
         steps, values = torch.from_numpy(found.steps.copy()), torch.from_numpy(found.values.copy())
         series.setdefault(site, {})[statistic] = {"steps": steps, "values": values}
     tensors: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
-    for ref in _tensors(run):
-        value = run.tensor(ref.site, ref.step, ref.field, reduction=ref.reduction)
-        tensors.setdefault(ref.site, {}).setdefault(ref.step, {}).setdefault(ref.field, value)
+    for label, ref in _tensors(run):
+        value = run.tensor(ref.site, ref.step, ref.field, reduction=ref.reduction, phase=ref.phase)
+        tensors.setdefault(label, {}).setdefault(ref.step, {}).setdefault(ref.field, value)
     whole = {
         "manifest": json.loads(json.dumps(run.manifest)),
         "clock": {
-            **{name: torch.from_numpy(clock[name].copy()) for name in ("step", "epoch", "batch", "time")},
+            **{name: torch.from_numpy(clock[name].copy()) for name in _NUMBERS},
             "phase": [str(phase) for phase in clock["phase"]],
         },
         "series": series,

@@ -38,20 +38,21 @@ def write_csv(run: Run, path: Path) -> None:
     """A header, then a row for each number; an epoch or a batch that was not set is empty."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(("step", "epoch", "batch", "site", "statistic", "value"))
-        for step, epoch, batch, site, statistic, value in run.table():
+        writer.writerow(("step", "epoch", "batch", "phase", "site", "statistic", "value"))
+        for step, epoch, batch, phase, site, statistic, value in run.table():
             unset = ("" if number == -1 else number for number in (epoch, batch))
-            writer.writerow((step, *unset, storable(site), storable(statistic), repr(value)))
+            writer.writerow((step, *unset, storable(phase), storable(site), storable(statistic), repr(value)))
 
 
 def write_json_lines(run: Run, path: Path) -> None:
     """An object for each number; what is not finite is the text ``"nan"``, ``"inf"`` or ``"-inf"``."""
     with path.open("w", encoding="utf-8") as file:
-        for step, epoch, batch, site, statistic, value in run.table():
+        for step, epoch, batch, phase, site, statistic, value in run.table():
             row = {
                 "step": step,
                 "epoch": None if epoch == -1 else epoch,
                 "batch": None if batch == -1 else batch,
+                "phase": storable(phase),
                 "site": storable(site),
                 "statistic": storable(statistic),
                 "value": value if math.isfinite(value) else str(value),

@@ -31,6 +31,7 @@ class OpenFile(Protocol):
     """A file that is open for reading at any offset."""
 
     size: int
+    allocated: int  # bytes that are really there: fewer than ``size`` when the file has holes
     stamp: object  # another one once the file was replaced
 
     def read(self, offset: int, size: int) -> bytes:
@@ -70,6 +71,7 @@ class LocalFile:
         self._descriptor = descriptor
         facts = os.fstat(descriptor)
         self.size = facts.st_size
+        self.allocated = facts.st_blocks * 512
         self.stamp: object = (facts.st_ino, facts.st_mtime_ns, facts.st_size)
 
     def read(self, offset: int, size: int) -> bytes:

@@ -16,7 +16,7 @@ Pure: text in, text out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 FORMAT_NAME = "torchtap-run"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 MANIFEST = "manifest.json"
 CLOSED = "closed.json"
@@ -103,14 +103,21 @@ def parse_segment(file: str) -> SegmentName | None:
     return name if name.first <= name.last and name.low <= name.high else None
 
 
-def widest(names: Iterable[SegmentName]) -> tuple[list[SegmentName], list[tuple[int, int]]]:
-    """Of segments of one kind: those that count, in order, and the ranges of flushes that none holds."""
+def widest(
+    names: Iterable[SegmentName], usable: Callable[[SegmentName], bool] = lambda name: True
+) -> tuple[list[SegmentName], list[tuple[int, int]]]:
+    """Of segments of one kind: those that count, in order, and the ranges of flushes that none holds.
+
+    ``usable`` is asked of each that would count: one that is damaged gives way to those that it covers. One pass.
+    """
     kept: list[SegmentName] = []
     gaps: list[tuple[int, int]] = []
     expected = 0
     for name in sorted(names, key=lambda name: (name.first, -name.last)):
         if name.first < expected:
             continue  # covered by a wider one that was kept
+        if not usable(name):
+            continue
         if name.first > expected:
             gaps.append((expected, name.first - 1))
         kept.append(name)

@@ -54,7 +54,7 @@ class RemoteFile:
         self._system = system
         self._path = path
         facts = system.info(path)
-        self.size = int(facts["size"])
+        self.size = self.allocated = int(facts["size"])
         # whichever of these the protocol has; without any, a file always counts as replaced
         known = [
             facts[name] for name in ("ETag", "etag", "LastModified", "mtime", "created") if name in facts

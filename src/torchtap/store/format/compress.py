@@ -10,9 +10,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torchtap.errors import MissingExtraError, RunCorruptError
+from torchtap.errors import MissingExtraError, RunCorruptError, RunError
 
 __all__ = ["Compressor", "decompress", "make_compressor"]
+
+
+_PIECE = 1 << 20
+_WINDOW = 8 << 20  # what a frame may ask to be kept while it is unpacked; ours ask for half a MiB
 
 
 class Compressor(Protocol):
@@ -48,15 +52,27 @@ def make_compressor(name: str | None) -> Compressor | None:
     return compress
 
 
-def decompress(packed: bytes, item_size: int, nbytes: int) -> memoryview:
-    """The original bytes, exactly ``nbytes`` of them, or ``RunCorruptError``."""
+def decompress(packed: bytearray, item_size: int, nbytes: int) -> memoryview:
+    """The original bytes, exactly ``nbytes`` of them, or ``RunCorruptError``.
+
+    Plane after plane goes to its place as it is unpacked, so that little more than the result is in memory.
+    """
     zstandard = _zstandard()
     try:
         # before anything is allocated, so that a lying frame cannot take more memory than the shape says
         if zstandard.frame_content_size(packed) != nbytes:
             raise RunCorruptError(f"its compressed bytes do not unpack to the {nbytes} bytes of its shape")
-        planes = zstandard.ZstdDecompressor().decompress(packed, max_output_size=nbytes)
-    except (zstandard.ZstdError, MemoryError) as error:
+        items = np.empty((nbytes // item_size, item_size), np.uint8)
+        unpacked = zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(packed)
+        for plane in range(item_size):
+            for start in range(0, len(items), _PIECE):
+                stop = min(start + _PIECE, len(items))
+                piece = unpacked.read(stop - start)
+                if len(piece) != stop - start:
+                    raise RunCorruptError("its compressed bytes end too early")
+                items[start:stop, plane] = np.frombuffer(piece, np.uint8)
+    except MemoryError:
+        raise RunError(f"it unpacks to {nbytes} bytes, for which there is no memory") from None
+    except zstandard.ZstdError as error:
         raise RunCorruptError(f"its compressed bytes cannot be unpacked: {error}") from None
-    items = np.frombuffer(planes, np.uint8).reshape(item_size, -1).T
-    return np.array(items, order="C").reshape(-1).data  # a copy in any case: tensors are writable
+    return items.reshape(-1).data

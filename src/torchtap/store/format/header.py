@@ -1,6 +1,7 @@
 """The head of a safetensors file: written, and read as if it came from an enemy.
 
-It guarantees, before anything else of a file is read: the head fits in the file and in ``MAX_HEADER``; each
+It guarantees, before anything else of a file is read: the head fits in the file and in ``MAX_HEADER``; it is the one
+that was written, if it has a checksum (`seal`); each
 entry has a known element type, a shape whose size is exactly that of its bytes, and bytes that lie within
 the file and overlap with no other entry's. Anything else is a ``RunCorruptError``.
 
@@ -18,10 +19,11 @@ from typing import Any, NamedTuple, final
 
 from torchtap.errors import RunCorruptError
 from torchtap.store.format.dtypes import BY_CODE
+from torchtap.store.format.seal import JSON_LIMIT, is_sealed, load_json, seal
 
-__all__ = ["MAX_HEADER", "Entry", "Header", "encode_header", "load_json", "parse_header"]
+__all__ = ["MAX_HEADER", "Entry", "Header", "encode_header", "parse_header"]
 
-MAX_HEADER = 64 << 20
+MAX_HEADER = JSON_LIMIT
 _MAX_DIMENSIONS = 64
 
 
@@ -47,6 +49,7 @@ class Header:
     entries: dict[str, Entry]
     metadata: dict[str, str]
     data_start: int  # where in the file the data begins
+    sealed: bool = False  # whether its checksum was verified; the first format has none
 
     def facts(self, key: str) -> dict[str, Any]:
         """The JSON object noted under ``key``; empty when there is none."""
@@ -59,17 +62,12 @@ class Header:
         return facts
 
 
-def load_json(text: str | bytes) -> Any:
-    """``json.loads`` whose every failure on hostile text is a ``RunCorruptError``."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RunCorruptError(f"not JSON: {error}") from None
-
-
 def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str], *, reserve: int = 0) -> bytes:
-    """The bytes before the data: length, JSON, and spaces up to ``reserve`` bytes or a multiple of 8."""
-    head: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    """The bytes before the data: length, JSON with its checksum, and spaces up to ``reserve`` or a multiple of 8.
+
+    The first of the metadata is `segment_note`, which has the room for the checksum.
+    """
+    head: dict[str, Any] = {"__metadata__": dict(metadata)}
     for entry in entries:
         head[entry.name] = {
             "dtype": entry.code,
@@ -79,7 +77,7 @@ def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str], *, rese
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
     length = max(len(text), reserve - 8)
     length += -length % 8
-    return length.to_bytes(8, "little") + text.ljust(length)
+    return length.to_bytes(8, "little") + seal(text.ljust(length))
 
 
 def parse_header(read: Callable[[int, int], bytes], file_size: int) -> Header:
@@ -91,7 +89,10 @@ def parse_header(read: Callable[[int, int], bytes], file_size: int) -> Header:
         raise RunCorruptError(f"its head claims {length} bytes; at most {MAX_HEADER} are accepted")
     if length > file_size - 8:
         raise RunCorruptError(f"its head claims {length} bytes, the file has {file_size}: its end is missing")
-    head = load_json(read(8, length))
+    raw = read(8, length)
+    sealed = is_sealed(raw)
+    head = load_json(raw)
+    del raw
     if not isinstance(head, dict):
         raise RunCorruptError("its head is not a JSON object")
     metadata = head.pop("__metadata__", {})
@@ -104,7 +105,7 @@ def parse_header(read: Callable[[int, int], bytes], file_size: int) -> Header:
         if entry.start < end:
             raise RunCorruptError(f"the bytes of {entry.name[:80]!r} overlap with another entry's")
         end = entry.stop
-    return Header(entries, metadata, 8 + length)
+    return Header(entries, metadata, 8 + length, sealed)
 
 
 def _entry(name: str, facts: Any, data_size: int) -> Entry:

@@ -47,7 +47,9 @@ def _eight_bits(name: str) -> npt.NDArray[np.float32]:
 def widen(raw: bytearray | memoryview, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     """The numbers that the bytes stand for."""
     if name == "bfloat16":
-        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+        wide = np.frombuffer(raw, "<u2").astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32).reshape(shape)
     if name == "complex32":
         return np.frombuffer(raw, "<f2").astype(np.float32).view(np.complex64).reshape(shape)
     if name in _EIGHT_BITS or name == "float8_e8m0fnu":
@@ -55,5 +57,7 @@ def widen(raw: bytearray | memoryview, name: str, shape: tuple[int, ...]) -> npt
     if name == "float4_e2m1fn_x2":  # two numbers a byte, the low half first
         table = np.array([*_FOUR_BITS, *(-value for value in _FOUR_BITS)], np.float32)
         codes = np.frombuffer(raw, np.uint8)
-        return np.stack([table[codes & 15], table[codes >> 4]], axis=-1).reshape(*shape[:-1], -1)
+        both = np.empty((len(codes), 2), np.float32)
+        both[:, 0], both[:, 1] = table[codes & 15], table[codes >> 4]
+        return both.reshape((*shape[:-1], 2 * shape[-1]) if shape else (2,))
     raise RunCorruptError(f"there is no way to show {name} in numpy")

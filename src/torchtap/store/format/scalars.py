@@ -1,7 +1,7 @@
 """Scalar segments: the clock and every number of some steps, laid out so that one series lies in one stretch.
 
-Entries: ``clock.step/epoch/batch/phase/time`` with one row for each record, and for each grid of sites by
-statistics ``gridN.values`` (statistics, sites, rows), ``gridN.rows`` (which rows of the clock) and, only
+Entries: ``clock.step/epoch/batch/phase/time/passes/skipped`` with one row for each record, and for each grid of
+sites by statistics ``gridN.values`` (statistics, sites, rows), ``gridN.rows`` (which rows of the clock) and, only
 where a site was absent, ``gridN.present`` (sites, rows). A step exists once its row of the clock does: the
 tensors of a step appear before it.
 """
@@ -16,10 +16,11 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.store.files.layout import SegmentName
 from torchtap.store.format.checksum import CHUNK, checksum, checksums
 from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.format.notes import segment_note
 from torchtap.store.record import ScalarBlock, StepRecord
-from torchtap.store.write.tensors import segment_note
 
 __all__ = ["CLOCK", "NO_NUMBER", "GridRows", "ScalarBuffer", "encode_scalars", "grid_note"]
 
@@ -29,6 +30,8 @@ CLOCK: dict[str, tuple[str, str]] = {
     "batch": ("I64", "<i8"),
     "phase": ("U8", "|u1"),
     "time": ("F64", "<f8"),
+    "passes": ("I64", "<i8"),
+    "skipped": ("U8", "|u1"),
 }
 NO_NUMBER = -(2**63)  # an epoch or batch that nobody set
 
@@ -61,7 +64,7 @@ class ScalarBuffer:
 
     def clear(self) -> None:
         """Forget what was gathered."""
-        self._clock: list[tuple[int, int, int, int, float]] = []
+        self._clock: list[tuple[int, int, int, int, float, int, int]] = []
         self._phases: dict[str, int] = {}
         self._grids: dict[tuple[tuple[str, ...], tuple[str, ...]], GridRows] = {}
         self.nbytes = 0
@@ -93,8 +96,10 @@ class ScalarBuffer:
         phase = self._phases.setdefault(record.phase, len(self._phases))
         epoch = NO_NUMBER if record.epoch is None else record.epoch
         batch = NO_NUMBER if record.batch is None else record.batch
-        self._clock.append((record.step, epoch, batch, phase, record.time))
-        self.nbytes += 40
+        self._clock.append(
+            (record.step, epoch, batch, phase, record.time, record.passes, int(record.skipped))
+        )
+        self.nbytes += 50
         for block in record.scalars:
             grid = self._grid(block)
             grid.rows.append(row)
@@ -112,8 +117,8 @@ class ScalarBuffer:
             grid = self._grids.setdefault((block.sites, block.statistics), grid)
         return grid
 
-    def encode(self) -> list[bytes | memoryview]:
-        """The segment's bytes."""
+    def encode(self, name: SegmentName) -> list[bytes | memoryview]:
+        """The bytes of the segment of this name."""
         columns = np.array(self._clock, dtype=[(name, kind) for name, (_, kind) in CLOCK.items()])
         clock = {name: np.ascontiguousarray(columns[name]) for name in CLOCK}
         grids = []
@@ -125,19 +130,20 @@ class ScalarBuffer:
                 present = np.stack([everyone if mask is None else mask for mask in grid.present], axis=-1)
             grid.note = grid.note or grid_note(grid.sites, grid.statistics)
             grids.append((grid.note, np.asarray(grid.rows, "<i8"), values, present))
-        return encode_scalars(clock, list(self._phases), grids)
+        return encode_scalars(name, clock, list(self._phases), grids)
 
 
 def encode_scalars(
+    name: SegmentName,
     clock: dict[str, npt.NDArray[Any]],
     phases: list[str],
     grids: Iterable[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_] | None]],
 ) -> list[bytes | memoryview]:
     """A whole scalar segment as buffers: the head, then each array."""
     arrays: list[tuple[str, str, npt.NDArray[Any]]] = [
-        (f"clock.{name}", CLOCK[name][0], clock[name]) for name in CLOCK
+        (f"clock.{column}", CLOCK[column][0], clock[column]) for column in CLOCK
     ]
-    metadata: dict[str, str] = {"torchtap": segment_note("scalars", phases=phases)}
+    metadata: dict[str, str] = {"torchtap": segment_note(name, phases=phases)}
     for number, (note, rows, values, present) in enumerate(grids):
         metadata[f"grid{number}"] = note
         arrays.append((f"grid{number}.rows", "I64", rows))
@@ -148,14 +154,14 @@ def encode_scalars(
     buffers: list[bytes | memoryview] = []
     offset = 0
     arrays.sort(key=lambda array: array[1] in ("U8", "BOOL"))  # bytes last, so that all numbers lie aligned
-    for name, code, array in arrays:
+    for entry, code, array in arrays:
         buffer = array.reshape(-1).view(np.uint8).data
-        entries.append(Entry(name, code, array.shape, offset, offset + len(buffer)))
+        entries.append(Entry(entry, code, array.shape, offset, offset + len(buffer)))
         if len(buffer) > CHUNK:
             facts: dict[str, Any] = {"crc32": checksums(buffer), "chunk": CHUNK}
         else:
             facts = {"crc32": f"{checksum(buffer):08x}"}
-        metadata[name] = json.dumps(facts, separators=(",", ":"))
+        metadata[entry] = json.dumps(facts, separators=(",", ":"))
         buffers.append(buffer)
         offset += len(buffer)
     return [encode_header(entries, metadata), *buffers]

@@ -8,36 +8,55 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.errors import RunCorruptError, RunFormatError
+from torchtap.errors import RunCorruptError, RunError, RunFormatError
 from torchtap.store.files.folder import Folder, OpenFile
 from torchtap.store.files.layout import FORMAT_VERSION, SegmentName
 from torchtap.store.format.checksum import checksum, parse_checksums, verify
 from torchtap.store.format.header import Entry, Header, parse_header
+from torchtap.store.format.notes import named_by
 
 __all__ = ["Segment"]
+
+_HOLES_FROM = 16 << 20
+_VERIFIED_FIRST = (
+    48 << 20
+)  # entries with one checksum and more bytes are read twice, the first time in pieces
+_PIECE = 4 << 20
 
 
 @final
 class Segment:
-    """A safetensors file of a run. The head is read when it is made; data only when asked for."""
+    """A safetensors file of a run. The head is read when it is made; data only when asked for.
 
-    def __init__(self, folder: Folder, name: SegmentName) -> None:
-        self.name = name
+    ``name`` is what the segment holds by its own note; ``file`` is where it is, which may say something else.
+    """
+
+    def __init__(self, folder: Folder, file: SegmentName, *, least_format: int = 1) -> None:
+        self.file = file.file
         self._folder = folder
-        with folder.open(name.file) as file:
-            self.header: Header = parse_header(file.read, file.size)
+        with folder.open(self.file) as opened:
+            if file.kind == "scalars" and opened.size > _HOLES_FROM and opened.allocated * 64 < opened.size:
+                raise RunCorruptError(
+                    f"it claims {opened.size} bytes, of which the disk holds {opened.allocated}: it is made of holes"
+                )
+            self.header: Header = parse_header(opened.read, opened.size)
         self.note = self.header.facts("torchtap")
-        if self.note.get("kind") != name.kind:
-            raise RunCorruptError(f"it holds {self.note.get('kind')!r}, its name says {name.kind!r}")
         version = self.note.get("format")
         if type(version) is not int or version > FORMAT_VERSION:
             raise RunFormatError(
-                f"its format is version {version!r}; this torchtap reads up to {FORMAT_VERSION}"
+                f"its format is version {str(version)[:20]!r}; this torchtap reads up to {FORMAT_VERSION}"
             )
+        if version < least_format or (version > 1 and not self.header.sealed):
+            raise RunCorruptError("its head has no checksum, which its format asks for")
+        if self.note.get("kind") != file.kind:
+            raise RunCorruptError(
+                f"it holds {str(self.note.get('kind'))[:20]!r}, its name says {file.kind!r}"
+            )
+        self.name = named_by(self.note, file)
 
     def open(self) -> OpenFile:
         """The file itself."""
-        return self._folder.open(self.name.file)
+        return self._folder.open(self.file)
 
     def entry(self, name: str, code: str, shape: tuple[int, ...] | None = None) -> Entry:
         """An entry that must be there and be of this type and shape."""
@@ -102,10 +121,15 @@ class Segment:
     def _read_chunks(
         self, file: OpenFile, entry: Entry, low: int, high: int, chunk: int, crcs: list[str]
     ) -> memoryview:
+        if high - low > _VERIFIED_FIRST and chunk >= high - low:
+            for _ in self.pieces(entry, _PIECE):
+                pass  # it ends in an error when the bytes are not right, before memory is taken for all of them
         try:
             buffer = memoryview(bytearray(high - low))
         except (MemoryError, OverflowError):
-            raise RunCorruptError(f"the entry {entry.name[:80]!r} claims {high - low} bytes") from None
+            raise RunError(
+                f"the entry {entry.name[:80]!r} has {high - low} bytes, for which there is no memory"
+            ) from None
         file.read_into(self.header.data_start + entry.start + low, buffer)
         for start in range(low, high, chunk):
             verify(buffer[start - low : min(start + chunk, high) - low], crcs[start // chunk])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torchtap.store.read.grids import Grid
 from torchtap.store.read.part import Part
 from torchtap.store.read.results import Matrix, Series, Table
 
-__all__ = ["matrix_of", "series_of", "steps_of", "table_of"]
+__all__ = ["matrix_of", "phases_of", "series_of", "steps_of", "table_of"]
 
 
 def _grids(parts: Sequence[Part], timeline: Timeline) -> Iterator[tuple[int, Grid]]:
@@ -24,8 +24,8 @@ def _grids(parts: Sequence[Part], timeline: Timeline) -> Iterator[tuple[int, Gri
                 yield int(timeline.starts[number]) + segment.start, grid
 
 
-def series_of(parts: Sequence[Part], timeline: Timeline, site: str, statistic: str) -> Series:
-    """One number over the steps, in ascending order."""
+def series_of(parts: Sequence[Part], timeline: Timeline, site: str, statistic: str, phase: str) -> Series:
+    """One number over the steps of one phase, in ascending order."""
     rows: list[npt.NDArray[np.int64]] = []
     values: list[npt.NDArray[np.float64]] = []
     for start, grid in _grids(parts, timeline):
@@ -37,6 +37,8 @@ def series_of(parts: Sequence[Part], timeline: Timeline, site: str, statistic: s
         return Series(np.zeros(0, np.int64), np.zeros(0))
     row, value = np.concatenate(rows), np.concatenate(values)
     shown = timeline.visible[row]
+    if len(timeline.phases) > 1 or phase not in timeline.phases:
+        shown = shown & (timeline.clock.phase[row] == phase)
     if not shown.all():
         row, value = row[shown], value[shown]
     if np.any(np.diff(row) <= 0):  # two grids of one record with the same number: the first counts
@@ -49,8 +51,29 @@ def series_of(parts: Sequence[Part], timeline: Timeline, site: str, statistic: s
     return Series(steps, value)
 
 
-def steps_of(parts: Sequence[Part], timeline: Timeline, site: str) -> npt.NDArray[np.int64]:
-    """The steps at which any number of a site was recorded; no values are read for it."""
+def phases_of(parts: Sequence[Part], timeline: Timeline) -> dict[str, set[str]]:
+    """The phases in which any number of each site was recorded; no values are read for it."""
+    found: dict[str, set[str]] = {}
+    known: set[tuple[int, str]] = set()  # axes that all arrived in a phase: thousands of grids have the same
+    for start, grid in _grids(parts, timeline):
+        row = grid.rows + start
+        shown = timeline.visible[row]
+        here = timeline.clock.phase[row]
+        for phase in timeline.phases:
+            rows = shown & (here == phase)
+            if (id(grid.axes), phase) in known or not rows.any():
+                continue
+            arrived = None if grid.present is None else np.atleast_1d(grid.presence()[:, rows].any(axis=1))
+            if arrived is None or arrived.all():
+                known.add((id(grid.axes), phase))
+            for index, site in enumerate(grid.axes.sites):
+                if arrived is None or arrived[index]:
+                    found.setdefault(site, set()).add(phase)
+    return found
+
+
+def steps_of(parts: Sequence[Part], timeline: Timeline, site: str, phase: str) -> npt.NDArray[np.int64]:
+    """The steps at which any number of a site was recorded in a phase; no values are read for it."""
     rows: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
     for start, grid in _grids(parts, timeline):
         index = grid.axes.site_index.get(site)
@@ -58,7 +81,8 @@ def steps_of(parts: Sequence[Part], timeline: Timeline, site: str) -> npt.NDArra
             here = grid.rows if grid.present is None else grid.rows[grid.presence([index])[0]]
             rows.append(here + start)
     row = np.concatenate(rows)
-    return np.unique(timeline.clock.step[row[timeline.visible[row]]])
+    shown = timeline.visible[row] & (timeline.clock.phase[row] == phase)
+    return np.unique(timeline.clock.step[row[shown]])
 
 
 def matrix_of(
@@ -67,14 +91,19 @@ def matrix_of(
     statistic: str,
     sites: Sequence[str],
     steps: npt.NDArray[np.int64] | None,
+    phase_of: Callable[[str], str],
 ) -> Matrix:
-    """One statistic of many sites by steps; the last record of a step counts."""
+    """One statistic of many sites by steps, each site in one phase; the last record of a step counts."""
     wanted = timeline.steps if steps is None else np.unique(np.asarray(steps, np.int64))
     values = np.full((len(sites), len(wanted)), np.nan)
     position = {site: index for index, site in enumerate(sites)}
     seen = np.zeros(len(wanted), bool)
-    shared: dict[int, list[tuple[int, int]]] = {}  # by axes, which thousands of grids have in common
-    for start, grid in _grids(parts, timeline):
+    shared: dict[
+        tuple[int, str], list[tuple[int, int]]
+    ] = {}  # by axes, which thousands of grids have in common
+    for start, grid, phase in (
+        (*each, phase) for each in _grids(parts, timeline) for phase in timeline.phases
+    ):
         column = grid.axes.statistic_index.get(statistic)
         if column is None or not len(wanted) or not len(grid.rows):
             continue
@@ -82,12 +111,15 @@ def matrix_of(
         step = timeline.clock.step[row]
         target = np.minimum(np.searchsorted(wanted, step), len(wanted) - 1)
         keep = timeline.visible[row] & (wanted[target] == step)
+        if len(timeline.phases) > 1:
+            keep &= timeline.clock.phase[row] == phase
         if not keep.any():
             continue
-        here = shared.get(id(grid.axes))
+        here = shared.get((id(grid.axes), phase))
         if here is None:
-            names = enumerate(grid.axes.sites)
-            here = shared[id(grid.axes)] = [(i, position[site]) for i, site in names if site in position]
+            names = [(i, site) for i, site in enumerate(grid.axes.sites) if site in position]
+            here = [(i, position[site]) for i, site in names if phase_of(site) == phase]
+            shared[id(grid.axes), phase] = here
         if not here:
             continue
         sources = [index for index, _ in here]
@@ -154,4 +186,18 @@ def table_of(
     if np.any(np.diff(step) < 0):
         order = np.argsort(step, kind="stable")
         row, sites_, kinds_, value, step = row[order], sites_[order], kinds_[order], value[order], step[order]
-    return Table(step, clock.epoch[row], clock.batch[row], sites_, kinds_, value, site_names, statistic_names)
+    phase_codes = np.zeros(len(row), np.int32)
+    for code, phase in enumerate(timeline.phases[1:], 1):
+        phase_codes[clock.phase[row] == phase] = code
+    return Table(
+        step,
+        clock.epoch[row],
+        clock.batch[row],
+        phase_codes,
+        sites_,
+        kinds_,
+        value,
+        timeline.phases or ["train"],
+        site_names,
+        statistic_names,
+    )

@@ -9,10 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError
+from torchtap.foreign_text import shortened
 from torchtap.store.format.scalars import CLOCK
 from torchtap.store.format.segment import Segment
 
 __all__ = ["ClockRows", "Timeline", "join_clocks", "read_clock"]
+
+_LONGEST_PHASE = 64
 
 
 @final
@@ -25,6 +28,8 @@ class ClockRows:
     batch: npt.NDArray[np.int64]
     phase: npt.NDArray[np.str_]
     time: npt.NDArray[np.float64]
+    passes: npt.NDArray[np.int64]
+    skipped: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.step)
@@ -44,20 +49,22 @@ def read_clock(segment: Segment) -> ClockRows:
         raise RunCorruptError("its phases are not names")
     if rows[0] and int(columns["phase"].max()) >= len(phases):
         raise RunCorruptError("its clock has a phase without a name")
-    names = np.asarray(phases or [""], dtype=np.str_)
+    # an array of texts has room for the longest in every row
+    names = np.asarray([shortened(phase, _LONGEST_PHASE) for phase in phases] or [""], dtype=np.str_)
     for name in ("epoch", "batch"):
         unset = columns[name] < 0
         columns[name] = np.where(unset, -1, columns[name])
-    return ClockRows(
-        columns["step"], columns["epoch"], columns["batch"], names[columns["phase"]], columns["time"]
-    )
+    columns["phase"] = names[columns["phase"]]
+    columns["skipped"] = columns["skipped"] != 0
+    return ClockRows(**columns)
 
 
 def join_clocks(clocks: list[ClockRows]) -> ClockRows:
     """Several clocks, one after the other."""
     if not clocks:
         whole = np.zeros(0, np.int64)
-        return ClockRows(whole, whole, whole, np.zeros(0, np.str_), np.zeros(0))
+        names = np.zeros(0, np.str_)
+        return ClockRows(whole, whole, whole, names, np.zeros(0), whole, np.zeros(0, bool))
     return ClockRows(
         *(np.concatenate([getattr(clock, name) for clock in clocks]) for name in CLOCK),
     )
@@ -71,7 +78,7 @@ class Timeline:
     attempts recorded of that step.
     """
 
-    def __init__(self, attempts: list[ClockRows]) -> None:
+    def __init__(self, attempts: list[ClockRows], phase: str | None = None) -> None:
         self.clock = join_clocks(attempts)
         self.visible = np.ones(len(self.clock), bool)
         self.starts = np.cumsum([0, *(len(clock) for clock in attempts)])
@@ -82,13 +89,25 @@ class Timeline:
                 self.visible[self.starts[number] : self.starts[number + 1]] = ~np.isin(steps, later)
             later = np.union1d(later, steps)
         self.steps = later  # all steps, ascending, each once
+        if phase is not None:  # one phase alone is looked at
+            self.visible &= self.clock.phase == phase
+            self.steps = np.unique(self.clock.step[self.visible])
+        present = self.clock.phase[self.visible]
+        _, first = np.unique(present, return_index=True)
+        self.phases: list[str] = [
+            str(present[at]) for at in sorted(first)
+        ]  # in the order of their first record
 
-    def shown(self, attempt: int, step: int) -> bool:
-        """Whether what the attempt with this position recorded of a step is what counts."""
+    def shown(self, attempt: int, step: int, phase: str) -> bool:
+        """Whether what the attempt with this position recorded of a step in a phase is what counts."""
         rows = slice(self.starts[attempt], self.starts[attempt + 1])
-        return bool(np.any((self.clock.step[rows] == step) & self.visible[rows]))
+        recorded = (self.clock.step[rows] == step) & (self.clock.phase[rows] == phase)
+        return bool(np.any(recorded & self.visible[rows]))
 
-    def shown_steps(self, attempt: int) -> set[int]:
-        """The steps that this attempt contributes."""
+    def shown_steps(self, attempt: int) -> set[tuple[int, str]]:
+        """The steps that this attempt contributes, each with its phase."""
         rows = slice(self.starts[attempt], self.starts[attempt + 1])
-        return set(self.clock.step[rows][self.visible[rows]].tolist())
+        counts = self.visible[rows]
+        return set(
+            zip(self.clock.step[rows][counts].tolist(), self.clock.phase[rows][counts].tolist(), strict=True)
+        )

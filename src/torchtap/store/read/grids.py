@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError
-from torchtap.store.format.header import Entry, load_json
+from torchtap.store.format.header import Entry
+from torchtap.store.format.seal import load_json
 from torchtap.store.format.segment import Segment
 
 __all__ = ["Axes", "AxesCache", "Grid", "read_grids"]

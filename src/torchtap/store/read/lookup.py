@@ -17,7 +17,13 @@ __all__ = ["described_sites", "find_tensor", "no_such_site", "no_such_statistic"
 
 
 def find_tensor(
-    parts: Sequence[Part], timeline: Timeline, site: str, step: int | None, field: str, reduction: str | None
+    parts: Sequence[Part],
+    timeline: Timeline,
+    site: str,
+    step: int | None,
+    field: str,
+    reduction: str | None,
+    phase: str,
 ) -> StoredTensor | None:
     """The first tensor of that name at a step; without ``step``, the one of the largest step."""
     found: list[StoredTensor] = []
@@ -29,10 +35,11 @@ def find_tensor(
                 tensor
                 for tensor in part.tensors_in(name)
                 if tensor.name.site == site
+                and tensor.name.phase == phase
                 and tensor.name.field == field
                 and (step is None or tensor.name.step == step)
                 and (reduction is None or tensor.name.reduction == reduction)
-                and timeline.shown(number, tensor.name.step)
+                and timeline.shown(number, tensor.name.step, phase)
             ]
             if here:
                 found += here

@@ -3,22 +3,24 @@
 `refresh` brings it up to date and guarantees that what was seen stays seen: files that merging replaces
 between listing and opening, or that a listing misses because they appear meanwhile, are looked for again. A
 damaged file is noted in ``problems`` and left out; if it is a merged one whose sources are still there,
-those are used in its stead.
+those are used in its stead. A file that was renamed counts for what its own note says. The work is linear in the
+number of files, whatever they claim.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
-from torchtap.errors import RunCorruptError, RunError, RunFormatError
+from torchtap.errors import RunCorruptError, RunError
 from torchtap.foreign_text import shown
 from torchtap.store.files.folder import Folder
 from torchtap.store.files.layout import (
     CLOSED,
-    FORMAT_NAME,
-    FORMAT_VERSION,
     LOCK,
     MANIFEST,
     TEMPORARY,
@@ -27,18 +29,19 @@ from torchtap.store.files.layout import (
     parse_segment,
     widest,
 )
-from torchtap.store.format.header import load_json
 from torchtap.store.format.segment import Segment
 from torchtap.store.read.clock import ClockRows, join_clocks, read_clock
+from torchtap.store.read.documents import Documents
 from torchtap.store.read.grids import AxesCache, Grid, read_grids
 from torchtap.store.read.results import TensorRef
 from torchtap.store.read.stored_tensors import StoredTensor, read_stored_tensors
 
 __all__ = ["Part", "ScalarSegment"]
 
-_MAX_JSON = 256 << 20
 _TRIES = 5
 _LONGEST_PROBLEM = 2000
+_MOST_PROBLEMS = 1000
+_FAR = 2**62
 
 
 @final
@@ -63,170 +66,202 @@ class Part:
         self._axes = axes
         self._bad: dict[str, str] = {}  # damaged files and what is wrong with them
         self._bad_notes: dict[str, str] = {}  # files of which a part is damaged
+        self._renamed: dict[str, SegmentName] = {}  # by the file's name: what it holds by its own note
+        self._places: dict[Kind, dict[SegmentName, SegmentName]] = {}  # where a segment is, by what it holds
+        self._covering: set[SegmentName] = set()  # tensor segments that others lie behind
+        self._examined: set[str] = set()
+        self._documents = Documents(folder, self.label, self._bad)
         self._read: dict[SegmentName, tuple[ClockRows, list[Grid]]] = {}
         self._tensor_heads: dict[SegmentName, list[StoredTensor]] = {}
-        self._event_files: dict[SegmentName, list[dict[str, Any]]] = {}
         self._notes: list[str] = []
         self._last_flush = -1
-        self._manifest_stamp: object = None
         self.scalars: list[ScalarSegment] = []
         self.tensor_names: list[SegmentName] = []
+        self.lost_steps: list[tuple[int, int]] = []  # ranges of steps whose records are damaged or missing
         self.clock = join_clocks([])
-        self.manifest: dict[str, Any] = {}
-        self.closing: dict[str, Any] | None = None  # what the writer said when it closed the run
         self.unfinished = 0  # files under temporary names
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return self._documents.manifest
+
+    @property
+    def closing(self) -> dict[str, Any] | None:
+        """What the writer said when it closed the run."""
+        return self._documents.closing
 
     def refresh(self) -> None:
         """Look at the folder again."""
         tries = 0
         while True:
-            damaged = len(self._bad)
+            noticed = len(self._bad) + len(self._renamed)
             try:
                 if self._refresh_once(last=tries >= _TRIES):
                     return
             except FileNotFoundError:  # merged away between listing and opening
                 if tries >= _TRIES:
                     return
-            # setting a damaged file aside is progress, and there are only so many files
-            tries += len(self._bad) == damaged
+            # setting a damaged file aside is progress, and one look sets aside all that it meets
+            tries += len(self._bad) + len(self._renamed) == noticed
 
     def _refresh_once(self, *, last: bool) -> bool:
         """One look; False when it should be repeated, which ``last`` rules out for whatever is missing."""
         files = self._folder.names()
-        self._load_manifest()
+        self._documents.look_at_manifest()
         # In this order: a step's tensors appear before its clock does, so that every step that is found here
         # has its tensors in a listing made later.
         closed = CLOSED in files
-        scalars, scalar_gaps = self._choose(files, "scalars")
+        before = len(self._renamed)
+        scalars, scalar_gaps = self._choose(files, "scalars", self._usable_scalars)
         shrunk = bool(scalars) and scalars[-1].last < self._last_flush
-        if (scalar_gaps or shrunk) and not last:
+        if len(self._renamed) > before or ((scalar_gaps or shrunk) and not last):
             return False
-        segments: list[ScalarSegment] = []
-        start = 0
-        for name in scalars:
-            if name not in self._read:
-                try:
-                    segment = Segment(self._folder, name)
-                    clock = read_clock(segment)
-                    self._read[name] = clock, read_grids(segment, len(clock), self._axes)
-                except (RunError, OSError) as error:
-                    self._set_aside(name.file, error)
-                    return False  # choose again without it
-            clock, grids = self._read[name]
-            segments.append(ScalarSegment(start, clock, grids))
-            start += len(clock)
         files = self._folder.names()
-        tensors, tensor_gaps = self._choose(files, "tensors")
-        events, event_gaps = self._choose(files, "events")
-        if (tensor_gaps or event_gaps) and not last:
+        tensors, tensor_gaps = self._choose(files, "tensors", self._usable_tensors)
+        events, event_gaps = self._choose(files, "events", self._documents.load_events)
+        if len(self._renamed) > before or ((tensor_gaps or event_gaps) and not last):
             return False
-        self._load_events(events)
+        self._documents.keep_events(events)
         self._notes = [
             f"{self.label}: {kind} of flushes {first} to {final} are missing"
             for kind, gaps in (("numbers", scalar_gaps), ("tensors", tensor_gaps), ("events", event_gaps))
             for first, final in gaps
         ]
-        self._read = {name: self._read[name] for name in scalars}
-        self._tensor_heads = {
-            name: heads for name, heads in self._tensor_heads.items() if name in set(tensors)
-        }
-        self._last_flush = scalars[-1].last if scalars else -1
-        self.scalars = segments
+        self.lost_steps = list(self._steps_lost(scalars, scalar_gaps))
+        self._keep(scalars, set(tensors))
         self.tensor_names = tensors
-        self.clock = join_clocks([segment.clock for segment in segments])
         self.unfinished = sum(file.startswith(TEMPORARY) for file in files)
-        if closed and self.closing is None:
-            self.closing = self._load_object(CLOSED) or {}
+        if closed:
+            self._documents.look_at_closing()
         return True
 
-    def _choose(self, files: list[str], kind: Kind) -> tuple[list[SegmentName], list[tuple[int, int]]]:
-        names = [name for file in files if file not in self._bad and (name := parse_segment(file))]
-        return widest(name for name in names if name.kind == kind)
+    def _keep(self, scalars: list[SegmentName], tensors: set[SegmentName]) -> None:
+        self._read = {name: self._read[name] for name in scalars}
+        self._tensor_heads = {name: heads for name, heads in self._tensor_heads.items() if name in tensors}
+        self._last_flush = scalars[-1].last if scalars else -1
+        self.scalars = []
+        start = 0
+        for clock, grids in self._read.values():
+            self.scalars.append(ScalarSegment(start, clock, grids))
+            start += len(clock)
+        self.clock = join_clocks([segment.clock for segment in self.scalars])
 
-    def _set_aside(self, file: str, error: Exception) -> None:
-        if isinstance(error, FileNotFoundError):
-            raise error
-        self._bad[file] = str(error)
+    def _choose(
+        self, files: list[str], kind: Kind, usable: Callable[[SegmentName], bool]
+    ) -> tuple[list[SegmentName], list[tuple[int, int]]]:
+        places: dict[SegmentName, SegmentName] = {}
+        for file in files:
+            name = parse_segment(file) if file not in self._bad else None
+            if name is not None and name.kind == kind:
+                places.setdefault(self._renamed.get(file, name), name)
+        self._places[kind] = places
+        if kind == "tensors":
+            self._covering = _covering(places)
+        chosen = widest(places, usable)
+        if kind != "events":
+            self._examine(places, set(chosen[0]))
+        return chosen
 
-    def _load_object(self, file: str) -> dict[str, Any] | None:
-        """A small JSON file; ``None`` and a problem when it is damaged."""
+    def _examine(self, places: dict[SegmentName, SegmentName], chosen: set[SegmentName]) -> None:
+        """Look once at the segments that others seem to cover: sources of a merge, or something that was renamed."""
+        for name, file in places.items():
+            if name not in chosen and file.file not in self._bad and file.file not in self._examined:
+                self._examined.add(file.file)
+                with suppress(FileNotFoundError):  # a source that merging has removed meanwhile
+                    self._segment(name, file)
+
+    def _segment(self, name: SegmentName, file: SegmentName) -> Segment | None:
+        """A segment whose head is right and says what was expected of it; else the trouble is noted."""
         try:
-            with self._folder.open(file) as opened:
-                if opened.size > _MAX_JSON:
-                    raise RunCorruptError(f"it has {opened.size} bytes; at most {_MAX_JSON} are accepted")
-                found = load_json(opened.read(0, opened.size))
-            if not isinstance(found, dict):
-                raise RunCorruptError("it is not a JSON object")
+            segment = Segment(self._folder, file, least_format=self._documents.version or 1)
         except FileNotFoundError:
-            return None
+            raise
         except (RunError, OSError) as error:
-            self._bad[file] = str(error)
+            self._bad[file.file] = str(error)
             return None
-        self._bad.pop(file, None)
-        return found
+        if segment.name != name:
+            self._renamed[file.file] = segment.name
+            self._bad_notes[file.file] = f"it was renamed; its own note says {segment.name.file}"
+            return None
+        return segment
 
-    def _load_manifest(self) -> None:
+    def _usable_scalars(self, name: SegmentName) -> bool:
+        if name in self._read:
+            return True
+        file = self._places["scalars"][name]
+        segment = self._segment(name, file)
+        if segment is None:
+            return False
         try:
-            with self._folder.open(MANIFEST) as opened:
-                stamp = opened.stamp
-        except OSError:
-            stamp = None
-        if stamp is not None and stamp == self._manifest_stamp:
-            return  # a large one takes long to parse, and it hardly ever changes
-        manifest = self._load_object(MANIFEST)
-        if manifest is None:
-            return
-        self._manifest_stamp = stamp
-        form = manifest.get("format")
-        if not isinstance(form, dict) or form.get("name") != FORMAT_NAME:
-            raise RunFormatError(f"{self.label}: {MANIFEST} is not that of a {FORMAT_NAME}")
-        version = form.get("version")
-        if type(version) is not int or version > FORMAT_VERSION:
-            raise RunFormatError(
-                f"{self.label}: the run's format is version {version!r}, this torchtap reads up to version "
-                f"{FORMAT_VERSION}: a newer torchtap is needed"
-            )
-        self.manifest = manifest
+            clock = read_clock(segment)
+            if len(clock) < name.last - name.first + 1:
+                raise RunCorruptError(f"it has {len(clock)} records, its name says more flushes")
+            self._read[name] = clock, read_grids(segment, len(clock), self._axes)
+        except FileNotFoundError:
+            raise
+        except (RunError, OSError) as error:
+            self._bad[file.file] = str(error)
+            return False
+        return True
 
-    def _load_events(self, names: list[SegmentName]) -> None:
-        for name in names:
-            if name in self._event_files:
+    def _usable_tensors(self, name: SegmentName) -> bool:
+        # Heads are read when they are asked for, but for those that hide others: these must be what they claim.
+        return name not in self._covering or self._load_tensors(name)
+
+    def _load_tensors(self, name: SegmentName) -> bool:
+        if name in self._tensor_heads:
+            return True
+        file = self._places["tensors"].get(name, name)
+        segment = self._segment(name, file)
+        if segment is None:
+            return False
+        try:
+            heads = read_stored_tensors(segment)
+            if len(segment.header.entries) < name.last - name.first + 1:
+                raise RunCorruptError(f"it has {len(heads)} tensors, its name says more flushes")
+        except RunError as error:
+            self._bad[file.file] = str(error)
+            return False
+        self._tensor_heads[name] = heads
+        return True
+
+    def _steps_lost(self, kept: list[SegmentName], gaps: list[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+        """The steps that damaged and missing records may have had: as the names of the files say, or in between."""
+        end = kept[-1].last + 1 if kept else 0
+        holes = [*gaps, (end, _FAR)]
+        starts = [first for first, _ in holes]
+        explained: set[int] = set()
+        for file in self._bad:
+            name = parse_segment(file)
+            if name is None or name.kind != "scalars":
                 continue
-            try:
-                with self._folder.open(name.file) as opened:
-                    if opened.size > _MAX_JSON:
-                        raise RunCorruptError(f"it has {opened.size} bytes; at most {_MAX_JSON} are accepted")
-                    lines = opened.read(0, opened.size).splitlines()
-                found = [event for line in lines if isinstance(event := load_json(line), dict)]
-            except (RunError, OSError) as error:
-                self._set_aside(name.file, error)
-                found = []
-            self._event_files[name] = found
-        self._event_files = {name: self._event_files[name] for name in names}
+            at = bisect_right(starts, name.last) - 1  # the last hole that begins before this segment ends
+            if at >= 0 and holes[at][1] >= name.first:
+                explained.add(at)
+                yield name.low, name.high
+        following = {name.first: at for at, name in enumerate(kept)}
+        for at, (_, last) in enumerate(gaps):
+            if at not in explained:
+                after = following[last + 1]
+                yield (kept[after - 1].high + 1 if after else -_FAR), kept[after].low - 1
 
     def events(self) -> list[dict[str, Any]]:
         """Everything the writer noted, in order."""
-        return [
-            {**event, "attempt": self.attempt} for events in self._event_files.values() for event in events
-        ]
+        return [{**event, "attempt": self.attempt} for event in self._documents.events()]
 
     def tensors_in(self, name: SegmentName) -> list[StoredTensor]:
         """What a tensor segment holds; empty, and a problem, when it is damaged."""
-        heads = self._tensor_heads.get(name)
-        if heads is None:
-            try:
-                heads = read_stored_tensors(Segment(self._folder, name))
-            except (RunError, OSError) as error:
-                self._set_aside(name.file, error)
-                heads = []
-            self._tensor_heads[name] = heads
-        return heads
+        if name not in self._tensor_heads and not self._load_tensors(name):
+            if name.file in self._renamed:
+                raise FileNotFoundError(name.file)  # it holds something else: look again
+            self._tensor_heads[name] = []
+        return self._tensor_heads[name]
 
-    def refs_in(self, name: SegmentName, site: str | None, steps: set[int]) -> list[TensorRef]:
-        """The tensors of a segment, of one site if asked, at these steps; a damaged note is a problem."""
+    def refs_in(self, name: SegmentName, site: str | None, steps: set[tuple[int, str]]) -> list[TensorRef]:
+        """The tensors of a segment, of one site if asked, at these steps and phases; a damaged note is a problem."""
         refs = []
         for tensor in self.tensors_in(name):
-            if tensor.name.step in steps and (site is None or tensor.name.site == site):
+            if (tensor.name.step, tensor.name.phase) in steps and (site is None or tensor.name.site == site):
                 try:
                     refs.append(tensor.ref())
                 except RunError as error:
@@ -241,21 +276,21 @@ class Part:
     @property
     def exists(self) -> bool:
         """Whether there is anything to read."""
-        return bool(self.manifest or self.scalars or self.tensor_names)
+        return bool(self._documents.has_manifest or self.scalars or self.tensor_names)
 
     def problems(self) -> list[str]:
         """What is damaged, missing, lost or torn."""
         found = [f"{self.label}: {file}: {what}" for file, what in (self._bad | self._bad_notes).items()]
         found += self._notes
-        if not self.manifest and not self._bad.get(MANIFEST):
+        if not self._documents.has_manifest and not self._bad.get(MANIFEST):
             found.append(f"{self.label}: there is no manifest, the recording ended before it began")
         lost = self.closing.get("lost") if self.closing is not None else None
         told = [event for event in self.events() if event.get("kind") == "lost"]
         if isinstance(lost, list):
             # the writer's own sum, in the stead of its single events
-            found += [f"{self.label}: lost: {json.dumps(one)}" for one in lost]
+            found += [f"{self.label}: lost: {json.dumps(one)}" for one in lost[:_MOST_PROBLEMS]]
             told = [event for event in told if "reason" not in event]
-        found += [f"{self.label}: {_told(event)}" for event in told]
+        found += [f"{self.label}: {_told(event)}" for event in told[:_MOST_PROBLEMS]]
         if self.closing is None and self.recording is False:
             rest = f"; {self.unfinished} unfinished file(s) were left behind" if self.unfinished else ""
             found.append(
@@ -264,8 +299,20 @@ class Part:
         return [shown(problem, _LONGEST_PROBLEM) for problem in found]
 
 
+def _covering(names: Iterable[SegmentName]) -> set[SegmentName]:
+    """Those that begin before another one of them has ended: one of the two hides the other."""
+    found: set[SegmentName] = set()
+    widest_yet: SegmentName | None = None
+    for name in sorted(names, key=lambda name: (name.first, -name.last)):
+        if widest_yet is not None and name.first <= widest_yet.last:
+            found |= {widest_yet, name}
+        if widest_yet is None or name.last > widest_yet.last:
+            widest_yet = name
+    return found
+
+
 def _told(event: dict[str, Any]) -> str:
     told = ("kind", "time", "attempt", "reason", "message")
     facts = {name: value for name, value in event.items() if name not in told}
-    rest = f" {json.dumps(facts)}" if facts else ""
-    return f"lost: {event.get('reason') or event.get('message')}{rest}"
+    rest = f" {json.dumps(facts)[:_LONGEST_PROBLEM]}" if facts else ""
+    return f"lost: {str(event.get('reason') or event.get('message'))[:_LONGEST_PROBLEM]}{rest}"

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.display import drawn
 from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
 from torchtap.store.files.folder import Folder, LocalFolder
 from torchtap.store.files.layout import attempt_folder, parse_attempt, parse_rank, rank_folder
 from torchtap.store.format.scalars import CLOCK
-from torchtap.store.read.assemble import matrix_of, series_of, steps_of, table_of
+from torchtap.store.read.assemble import matrix_of, phases_of, series_of, steps_of, table_of
 from torchtap.store.read.clock import Timeline
 from torchtap.store.read.grids import Axes, AxesCache
 from torchtap.store.read.lookup import (
@@ -35,6 +36,7 @@ from torchtap.store.read.lookup import (
     no_such_tensor,
 )
 from torchtap.store.read.part import Part
+from torchtap.store.read.phases import TRAINING, first_phase, in_order, no_such_phase, of_one_phase
 from torchtap.store.read.results import HistogramResult, Matrix, Series, Table, TensorRef
 from torchtap.store.read.show import run_text
 from torchtap.store.read.stored_tensors import StoredTensor
@@ -49,9 +51,15 @@ _TRIES = 5
 __all__ = ["Run", "is_run", "open", "open_run"]
 
 
-def open_run(path: str | os.PathLike[str], *, rank: int | None = None, attempt: int | None = None) -> Run:
-    """Open a run folder, on this machine or remote (``s3://...``); one rank and, if asked, one attempt."""
-    return Run(os.fspath(path), rank=rank, attempt=attempt)
+def open_run(
+    path: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    attempt: int | None = None,
+    phase: str | None = None,
+) -> Run:
+    """Open a run folder, on this machine or remote (``s3://...``); one rank and, if asked, one attempt or phase."""
+    return Run(os.fspath(path), rank=rank, attempt=attempt, phase=phase)
 
 
 open = open_run  # the front door's ``tt.open``
@@ -83,9 +91,12 @@ def _run_inside(path: str, names: Sequence[str]) -> str:
 class Run:
     """A recorded run. Made by `open_run`."""
 
-    def __init__(self, path: str, *, rank: int | None = None, attempt: int | None = None) -> None:
+    def __init__(
+        self, path: str, *, rank: int | None = None, attempt: int | None = None, phase: str | None = None
+    ) -> None:
         self.path = path
         self._only = attempt
+        self._only_phase = phase
         self._root = _folder(path)
         names = self._root.names()
         self._ranks = sorted(found for name in names if (found := parse_rank(name)) is not None)
@@ -103,7 +114,10 @@ class Run:
         self._timeline = Timeline([])
         self._names: dict[str, None] | None = None
         self._distinct: list[Axes] | None = None
+        self._site_phases: dict[str, set[str]] | None = None
         self.refresh()
+        if phase is not None and phase not in self.phases:
+            raise no_such_phase(path, phase, Run(path, rank=rank, attempt=attempt).phases)
 
     # --- keeping up with a live run -----------------------------------------------------------------------
 
@@ -122,8 +136,9 @@ class Run:
             raise RunFormatError(f"{self.path}: rank {self.rank} has no {wanted}")
         for part in self._parts.values():
             part.refresh()
-        self._timeline = Timeline([part.clock for part in self._parts.values()])
+        self._timeline = Timeline([part.clock for part in self._parts.values()], self._only_phase)
         self._names = None
+        self._site_phases = None
         self._distinct = None
 
     def follow(self, poll: float = 0.5) -> Iterator[int]:
@@ -205,7 +220,25 @@ class Run:
 
     def of_rank(self, rank: int) -> Run:
         """The same run as another rank saw it."""
-        return Run(self.path, rank=rank, attempt=self._only)
+        return Run(self.path, rank=rank, attempt=self._only, phase=self._only_phase)
+
+    @property
+    def phases(self) -> list[str]:
+        """The phases that anything was recorded in: ``train``, ``eval``, and those that the user named."""
+        return list(self._timeline.phases)
+
+    def of_phase(self, phase: str) -> Run:
+        """The same run with the records of one phase alone."""
+        return Run(self.path, rank=self.rank, attempt=self._only, phase=phase)
+
+    def phase_of(self, site: str) -> str:
+        """The phase that a site is shown in where none is asked for: training where it was recorded then."""
+        phases = self.phases
+        if len(phases) <= 1:
+            return phases[0] if phases else TRAINING
+        if self._site_phases is None:
+            self._site_phases = self._steady(lambda: phases_of(self._all_parts(), self._timeline))
+        return first_phase(phases, self._site_phases.get(site, ()))
 
     @property
     def problems(self) -> list[str]:
@@ -276,12 +309,14 @@ class Run:
         if site is None:
             return self._timeline.steps.copy()
         self._check(site)
-        of_numbers = self._steady(lambda: steps_of(self._all_parts(), self._timeline, site))
+        of_numbers = self._steady(
+            lambda: steps_of(self._all_parts(), self._timeline, site, self.phase_of(site))
+        )
         of_tensors = np.array([ref.step for ref in self.tensors(site)], np.int64)
         return np.union1d(of_numbers, of_tensors)
 
     def clock(self) -> np.recarray[Any, Any]:
-        """Columns step, epoch, batch, phase, time (``clock.step``, ``clock["step"]``), a row for each record.
+        """Columns step, epoch, batch, phase, time, passes, skipped (``clock.step``, ``clock["step"]``) of each record.
 
         An epoch or a batch that was not set is -1.
         """
@@ -294,9 +329,15 @@ class Run:
             table[name] = column
         return table.view(np.recarray)
 
-    def series(self, site: str, statistic: str) -> Series:
-        """One statistic of one site: ``(steps, values)``, ascending."""
-        found = self._steady(lambda: series_of(self._all_parts(), self._timeline, site, statistic))
+    def series(self, site: str, statistic: str, phase: str | None = None) -> Series:
+        """One statistic of one site in one phase: ``(steps, values)``, ascending.
+
+        Without ``phase``, in training where it was recorded then. Evaluations are series of their own.
+        """
+        if phase is not None and phase not in self.phases:
+            raise no_such_phase(self.path, phase, self.phases)
+        chosen = self.phase_of(site) if phase is None else phase
+        found = self._steady(lambda: series_of(self._all_parts(), self._timeline, site, statistic, chosen))
         if not len(found.steps):
             known = self.statistics(site)  # raises when the site itself is unknown
             if statistic not in known:
@@ -308,10 +349,12 @@ class Run:
         statistic: str,
         sites: Sequence[str] | None = None,
         steps: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        phase: str | None = None,
     ) -> Matrix:
         """One statistic as ``(sites, steps, values[site, step])``, NaN where nothing was recorded.
 
-        Without ``sites``, all that have this statistic; without ``steps``, all at which one of them has it.
+        Without ``sites``, all that have this statistic; without ``steps``, all at which one of them has it; without
+        ``phase``, each site in the phase that `series` shows it in.
         """
         if statistic not in (known := self.statistics()):
             raise no_such_statistic("the run", statistic, known)
@@ -322,10 +365,19 @@ class Run:
             for site in chosen:
                 self._check(site)
         wanted = None if steps is None else np.asarray(steps, np.int64)
-        return self._steady(lambda: matrix_of(self._all_parts(), self._timeline, statistic, chosen, wanted))
+        return self._steady(
+            lambda: matrix_of(
+                self._all_parts(),
+                self._timeline,
+                statistic,
+                chosen,
+                wanted,
+                lambda site: phase or self.phase_of(site),
+            )
+        )
 
     def table(self, sites: Sequence[str] | None = None, statistics: Sequence[str] | None = None) -> Table:
-        """Every number as rows: step, epoch, batch, site, statistic, value."""
+        """Every number as rows: step, epoch, batch, phase, site, statistic, value."""
         for site in sites or ():
             self._check(site)
         site_names = list(dict.fromkeys(self.sites() if sites is None else sites))
@@ -334,9 +386,10 @@ class Run:
 
     # --- tensors ------------------------------------------------------------------------------------------
 
-    def tensors(self, site: str | None = None) -> list[TensorRef]:
-        """Every stored tensor, or those of one site, by step."""
+    def tensors(self, site: str | None = None, phase: str | None = None) -> list[TensorRef]:
+        """Every stored tensor, or those of one site, by step; of a site in several phases those of training."""
         found = self._steady(lambda: self._tensors(site))
+        found = of_one_phase(found, self.phases) if phase is None else [r for r in found if r.phase == phase]
         if site is not None and not found:
             self._check(site)
         return sorted(found, key=lambda ref: ref.step)
@@ -350,10 +403,16 @@ class Run:
         return found
 
     def tensor(
-        self, site: str, step: int | None = None, field: str = "value", *, reduction: str | None = None
+        self,
+        site: str,
+        step: int | None = None,
+        field: str = "value",
+        *,
+        reduction: str | None = None,
+        phase: str | None = None,
     ) -> Tensor:
         """A stored tensor; without ``step`` the last one. Other reductions' parts have other ``field``s."""
-        return self._steady(lambda: self._find(site, step, field, reduction).tensor())
+        return self._steady(lambda: self._find(site, step, field, reduction, phase).tensor())
 
     def tensor_pieces(
         self, site: str, step: int | None = None, *, size: int = 1 << 20
@@ -368,26 +427,35 @@ class Run:
         return None if pieces is None else (found.ref(), pieces)
 
     def array(
-        self, site: str, step: int | None = None, field: str = "value", *, reduction: str | None = None
+        self,
+        site: str,
+        step: int | None = None,
+        field: str = "value",
+        *,
+        reduction: str | None = None,
+        phase: str | None = None,
     ) -> npt.NDArray[Any]:
         """The same as numpy, without importing torch; bfloat16 and narrower are widened to float32."""
-        return self._steady(lambda: self._find(site, step, field, reduction).array())
+        return self._steady(lambda: self._find(site, step, field, reduction, phase).array())
 
-    def histogram(self, site: str, step: int | None = None) -> HistogramResult:
+    def histogram(self, site: str, step: int | None = None, phase: str | None = None) -> HistogramResult:
         """A stored histogram; without ``step`` the last one."""
 
         def read() -> HistogramResult:
-            counts = self._find(site, step, "counts", "histogram")
-            edges = self._find(site, counts.name.step, "edges", counts.name.reduction)
+            counts = self._find(site, step, "counts", "histogram", phase)
+            edges = self._find(site, counts.name.step, "edges", counts.name.reduction, counts.name.phase)
             return HistogramResult(counts.array(), edges.array())
 
         return self._steady(read)
 
-    def _find(self, site: str, step: int | None, field: str, reduction: str | None) -> StoredTensor:
-        found = find_tensor(self._all_parts(), self._timeline, site, step, field, reduction)
-        if found is None:
-            raise no_such_tensor(site, step, field, self.tensors(site))
-        return found
+    def _find(
+        self, site: str, step: int | None, field: str, reduction: str | None, phase: str | None = None
+    ) -> StoredTensor:
+        for chosen in [phase] if phase is not None else in_order(self.phases):
+            found = find_tensor(self._all_parts(), self._timeline, site, step, field, reduction, chosen)
+            if found is not None:
+                return found
+        raise no_such_tensor(site, step, field, self.tensors(site, phase))
 
     def _check(self, site: str) -> None:
         if site not in (known := self._site_names()):
@@ -397,14 +465,11 @@ class Run:
         return run_text(self)
 
     def _repr_html_(self) -> str:
-        from torchtap.viewer.notebook import run_html
-
-        return run_html(self)
+        return str(drawn("run", self))
 
     def plot(
         self, sites: str | Sequence[str] | None = None, statistic: str | None = None, **options: Any
     ) -> Figure:
         """A matplotlib figure: a few sites as lines, many as a map; the options are those of `torchtap.plot`."""
-        from torchtap.viewer.plot import plot
-
-        return plot(self, sites, statistic, **options)
+        figure: Figure = drawn("figure", self, sites, statistic, **options)
+        return figure

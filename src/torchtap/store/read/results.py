@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.display import drawn
 from torchtap.errors import MissingExtraError
 from torchtap.foreign_text import storable
 from torchtap.store.format.dtypes import BY_NAME
@@ -29,9 +30,7 @@ class Series(NamedTuple):
     values: npt.NDArray[np.float64]
 
     def _repr_html_(self) -> str:
-        from torchtap.viewer.notebook import series_svg
-
-        return series_svg(self.values, width=640, height=120)
+        return str(drawn("series", self.values, width=640, height=120))
 
 
 class Matrix(NamedTuple):
@@ -59,6 +58,7 @@ class TensorRef(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # torch's spelling, without "torch."
     nbytes: int  # on disk
+    phase: str = "train"
 
     @property
     def unpacked(self) -> int:
@@ -71,22 +71,24 @@ class TensorRef(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """Every number of a run, one a row, as columns: step, epoch, batch, site, statistic, value.
+    """Every number of a run, one a row, as columns: step, epoch, batch, phase, site, statistic, value.
 
-    Sites and statistics are kept as codes into their names; asking for the column spells them out. An epoch
+    Phases, sites and statistics are kept as codes into their names; asking for the column spells them out. An epoch
     or a batch that was not set is -1.
     """
 
     step: npt.NDArray[np.int64]
     epoch: npt.NDArray[np.int64]
     batch: npt.NDArray[np.int64]
+    phase_codes: npt.NDArray[np.int32]
     site_codes: npt.NDArray[np.int32]
     statistic_codes: npt.NDArray[np.int32]
     value: npt.NDArray[np.float64]
+    phase_names: list[str]
     site_names: list[str]
     statistic_names: list[str]
 
-    columns = ("step", "epoch", "batch", "site", "statistic", "value")
+    columns = ("step", "epoch", "batch", "phase", "site", "statistic", "value")
 
     def __len__(self) -> int:
         return len(self.value)
@@ -96,24 +98,28 @@ class Table:
             case "step" | "epoch" | "batch" | "value":
                 found: npt.NDArray[Any] = getattr(self, column)
                 return found
+            case "phase":
+                return np.asarray(self.phase_names, dtype=np.str_)[self.phase_codes]
             case "site":
                 return np.asarray(self.site_names, dtype=np.str_)[self.site_codes]
             case "statistic":
                 return np.asarray(self.statistic_names, dtype=np.str_)[self.statistic_codes]
         raise KeyError(f"there is no column {column!r}; the columns are {', '.join(self.columns)}")
 
-    def __iter__(self) -> Iterator[tuple[int, int, int, str, str, float]]:
+    def __iter__(self) -> Iterator[tuple[int, int, int, str, str, str, float]]:
         """The rows."""
-        for step, epoch, batch, site, statistic, value in zip(
+        for step, epoch, batch, phase, site, statistic, value in zip(
             self.step.tolist(),
             self.epoch.tolist(),
             self.batch.tolist(),
+            self.phase_codes.tolist(),
             self.site_codes.tolist(),
             self.statistic_codes.tolist(),
             self.value.tolist(),
             strict=True,
         ):
-            yield step, epoch, batch, self.site_names[site], self.statistic_names[statistic], value
+            names = self.phase_names[phase], self.site_names[site], self.statistic_names[statistic]
+            yield step, epoch, batch, *names, value
 
     def to_arrow(self) -> pyarrow.Table:
         """An Arrow table; sites and statistics are dictionary-encoded."""
@@ -128,6 +134,9 @@ class Table:
                 "step": self.step,
                 "epoch": pyarrow.array(self.epoch, mask=self.epoch == -1),
                 "batch": pyarrow.array(self.batch, mask=self.batch == -1),
+                "phase": pyarrow.DictionaryArray.from_arrays(
+                    self.phase_codes, pyarrow.array(self.phase_names, pyarrow.string())
+                ),
                 "site": pyarrow.DictionaryArray.from_arrays(
                     self.site_codes,
                     pyarrow.array([storable(name) for name in self.site_names], pyarrow.string()),
@@ -153,6 +162,7 @@ class Table:
                 "step": self.step,
                 "epoch": pandas.array(self.epoch, dtype="Int64").copy(),
                 "batch": pandas.array(self.batch, dtype="Int64").copy(),
+                "phase": pandas.Categorical.from_codes(self.phase_codes, categories=self.phase_names),  # type: ignore[arg-type, call-overload, unused-ignore]
                 "site": pandas.Categorical.from_codes(self.site_codes, categories=self.site_names),  # type: ignore[arg-type, call-overload, unused-ignore]
                 "statistic": pandas.Categorical.from_codes(
                     self.statistic_codes, categories=self.statistic_names

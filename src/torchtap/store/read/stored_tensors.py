@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.errors import RunCorruptError
+from torchtap.errors import RunCorruptError, RunError
 from torchtap.store.format.compress import decompress
 from torchtap.store.format.dtypes import BY_CODE, BY_NAME, StoredType
 from torchtap.store.format.header import Entry
@@ -50,14 +50,21 @@ class StoredTensor:
         name, about = self.name, _described(self.segment, self.entry)
         shape = about.shape if about.dense_shape is None else about.dense_shape
         return TensorRef(
-            name.site, name.field, name.reduction, name.step, shape, about.type.name, self.entry.nbytes
+            name.site,
+            name.field,
+            name.reduction,
+            name.step,
+            shape,
+            about.type.name,
+            self.entry.nbytes,
+            name.phase,
         )
 
     def _bytes(self, about: _Description) -> bytearray | memoryview:
         raw = self.segment.read(self.entry)
         if not about.packed:
             return raw
-        return decompress(bytes(raw), about.type.size, prod(about.shape) * about.type.size)
+        return decompress(raw, about.type.size, prod(about.shape) * about.type.size)
 
     def pieces(self, size: int) -> Iterator[memoryview] | None:
         """The bytes in order, about ``size`` at a time in one buffer; None where they have to be read whole."""
@@ -68,7 +75,7 @@ class StoredTensor:
 
     def _indices(self, about: _Description) -> npt.NDArray[np.int64]:
         name = self.name
-        other = TensorName(name.step, name.reduction, name.field, name.site, name.copy, indices=True)
+        other = name._replace(indices=True)
         entry = self.segment.header.entries.get(str(other))
         if entry is None:
             raise RunCorruptError(f"the indices of the sparse tensor {name} are missing")
@@ -96,7 +103,13 @@ class StoredTensor:
         if about.dense_shape is None:
             return values
         indices = self._indices(about)
-        dense = np.zeros(about.dense_shape, values.dtype)
+        try:
+            dense = np.zeros(about.dense_shape, values.dtype)
+        except (MemoryError, ValueError):
+            raise RunError(
+                f"the sparse tensor {self.name} has the shape {about.dense_shape}, for which there is no memory; "
+                "run.tensor gives it as it is"
+            ) from None
         dense[tuple(indices)] = values
         return dense
 

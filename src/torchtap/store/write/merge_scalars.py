@@ -21,9 +21,9 @@ from torchtap.store.files.layout import SegmentName
 from torchtap.store.files.place import Place
 from torchtap.store.format.checksum import CHUNK, ChunkedChecksum, parse_checksums
 from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.format.notes import segment_note
 from torchtap.store.format.scalars import CLOCK
 from torchtap.store.format.segment import Segment
-from torchtap.store.write.tensors import segment_note
 
 __all__ = ["merge_scalars"]
 
@@ -101,7 +101,7 @@ def merge_scalars(place: Place, sources: list[SegmentName], merged: SegmentName)
     for number, group in enumerate(groups.values()):
         if (mask := group.presence()) is not None:
             small.append((f"grid{number}.present", "BOOL", mask))
-    notes = {"torchtap": segment_note("scalars", phases=list(phases))}
+    notes = {"torchtap": segment_note(merged, phases=list(phases))}
     notes |= {f"grid{number}": note for number, note in enumerate(groups)}
     return _write(place, merged, small, list(groups.values()), notes)
 

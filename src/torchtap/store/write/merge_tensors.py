@@ -7,8 +7,9 @@ from torchtap.store.files.layout import SegmentName
 from torchtap.store.files.place import Place
 from torchtap.store.format.checksum import ChunkedChecksum, parse_checksums
 from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.format.notes import segment_note
 from torchtap.store.format.segment import Segment
-from torchtap.store.write.tensors import ENTRY_COST, TensorName, segment_note
+from torchtap.store.write.tensors import ENTRY_COST, TensorName
 
 __all__ = ["merge_tensors"]
 
@@ -19,7 +20,7 @@ def merge_tensors(place: Place, sources: list[SegmentName], merged: SegmentName)
     """Write the segment that covers ``sources``. Returns its weight, as `Merger` counts it."""
     segments = [Segment(place.folder, name) for name in sources]
     entries: list[Entry] = []
-    notes = {"torchtap": segment_note("tensors")}
+    notes = {"torchtap": segment_note(merged)}
     offset = 0
     for segment in segments:
         renamed: dict[TensorName, int] = {}

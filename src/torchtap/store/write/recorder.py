@@ -21,6 +21,7 @@ from torchtap.store.files.layout import CLOSED, FORMAT_NAME, FORMAT_VERSION, MAN
 from torchtap.store.files.place import Place
 from torchtap.store.format.compress import Compressor
 from torchtap.store.format.scalars import ScalarBuffer
+from torchtap.store.format.seal import UNSEALED, seal
 from torchtap.store.record import StepRecord
 from torchtap.store.write.losses import Losses
 from torchtap.store.write.merge import Merger
@@ -52,8 +53,9 @@ class Recorder:
         self.losses = Losses()
         self.attempt = 0
         self._manifest = {
-            **manifest,
+            "check": UNSEALED,  # first, as `seal` wants it
             "format": {"name": FORMAT_NAME, "version": FORMAT_VERSION},
+            **{name: value for name, value in manifest.items() if name not in ("check", "format")},
             "rank": rank,
             "world": world,
             "launch": launch_facts(),
@@ -65,7 +67,7 @@ class Recorder:
         self._scalars = ScalarBuffer()
         self._next_scalars = self._next_events = 0
         self._lock = threading.Lock()
-        self._events: list[str] = []
+        self._events: list[bytes] = []
         self._manifest_changed = False
         self._oldest = 0.0  # when the oldest record that is not visible yet arrived
         self._synced = time.monotonic()
@@ -88,11 +90,12 @@ class Recorder:
         )
 
     def _manifest_bytes(self) -> bytes:
-        return json.dumps(self._manifest, indent=1, default=str).encode("utf-8", "backslashreplace")
+        return seal(json.dumps(self._manifest, indent=1, default=str).encode())
 
     def note(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Add an event."""
-        line = json.dumps({"kind": kind, "time": time.time(), **facts}, separators=(",", ":"), default=str)
+        event = {"check": UNSEALED, "kind": kind, "time": time.time(), **facts}
+        line = seal(json.dumps(event, separators=(",", ":"), default=str).encode())
         with self._lock:
             self._events.append(line)
 
@@ -100,7 +103,7 @@ class Recorder:
         with self._lock:
             self._manifest = {
                 **self._manifest,
-                **{name: value for name, value in changes.items() if name != "format"},
+                **{name: value for name, value in changes.items() if name not in ("check", "format")},
             }
             self._manifest_changed = True
 
@@ -153,7 +156,7 @@ class Recorder:
         # its tensors belong to it only once its clock is written, so a record that is refused leaves nothing
         self._scalars.add(record)
         for item in record.tensors:
-            self._count(self._tensors.add(record.step, item))
+            self._count(self._tensors.add(record.step, item, record.phase))
 
     def _count(self, loss: Loss | None) -> None:
         if loss is not None:
@@ -185,7 +188,7 @@ class Recorder:
     def _put_scalars(self, place: Place) -> None:
         name = SegmentName("scalars", self._next_scalars, self._next_scalars, *self._scalars.steps)
         try:
-            buffers = self._scalars.encode()
+            buffers = self._scalars.encode(name)
             place.put(name.file, buffers)
         except OSError as error:
             if self._scalars.nbytes > _KEPT_BYTES:
@@ -211,7 +214,7 @@ class Recorder:
                 place.put(MANIFEST, [manifest])
             if lines:
                 name = SegmentName("events", self._next_events, self._next_events)
-                text = "\n".join([*lines, ""]).encode("utf-8", "backslashreplace")
+                text = b"\n".join([*lines, b""])
                 place.put(name.file, [text])
                 self._next_events += 1
                 self._merger.appeared(name, len(text))
@@ -240,10 +243,15 @@ class Recorder:
             if self._scalars.rows:  # the disk refused them to the end
                 self._count(Loss("the disk took no more numbers", rows=self._scalars.rows))
             self._merger.finish()
-            facts = {"time": time.time(), "records": self._written_records, "lost": self.losses.facts()}
+            facts = {
+                "check": UNSEALED,
+                "time": time.time(),
+                "records": self._written_records,
+                "lost": self.losses.facts(),
+            }
             try:
                 self._put_events(place)
-                place.put(CLOSED, [json.dumps(facts, indent=1).encode()])
+                place.put(CLOSED, [seal(json.dumps(facts, indent=1).encode())])
             except OSError as error:
                 self.losses.add(Loss(f"the run could not be closed: {error.strerror or error}"))
         try:

@@ -4,9 +4,9 @@ A small segment is kept in memory and written whole. Once it has grown past `SPI
 with room for the head, and every further tensor goes to the file at once, so that memory stays bounded and
 the tensor's buffer is free for the next step.
 
-An entry is called ``<step>/<reduction>/<field>/<site>``; a second one of the same name in a segment has
-``<step>~1``. Its note has the crc32 and whatever the dtype and shape of the entry cannot say (see
-`payload`).
+An entry is called ``<step>/<reduction>/<field>/<site>``; of a phase other than ``train`` it has ``<step>@<phase>``,
+and a second one of the same name in a segment has ``<step>~1``. Its note has the crc32 and whatever the dtype and
+shape of the entry cannot say (see `payload`).
 """
 
 from __future__ import annotations
@@ -15,30 +15,27 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 from urllib.parse import unquote
 
-from torchtap.store.files.layout import FORMAT_VERSION, SegmentName
+from torchtap.store.files.layout import SegmentName
 from torchtap.store.files.place import Place, Stream
 from torchtap.store.format.checksum import checksum
 from torchtap.store.format.compress import Compressor
 from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.format.notes import segment_note
 from torchtap.store.format.payload import Payload, payload_of
 from torchtap.store.record import TensorItem
 
-__all__ = ["ENTRY_COST", "MOST_ENTRIES", "Loss", "TensorName", "TensorSegments", "segment_note"]
+__all__ = ["ENTRY_COST", "MOST_ENTRIES", "Loss", "TensorName", "TensorSegments"]
 
 SPILL = 4 << 20
 MOST_ENTRIES = 2048  # of a segment: to find one tensor, the head of its segment has to be read
 ENTRY_COST = 16 << 10  # so many bytes of data are as much of a burden to a reader as one more entry
 _SMALLEST_RESERVE = 64 << 10
 _INDICES = "@indices"
+TRAINING = "train"
 _PIECE = 4 << 20  # still in the cache when it is written, after its checksum was taken
-
-
-def segment_note(kind: str, **facts: Any) -> str:
-    """The note under ``torchtap`` that every segment has."""
-    return json.dumps({"format": FORMAT_VERSION, "kind": kind, **facts}, separators=(",", ":"))
 
 
 @final
@@ -61,18 +58,21 @@ class TensorName(NamedTuple):
     site: str
     copy: int = 0
     indices: bool = False  # the positions of a sparse tensor whose values have the same name without this
+    phase: str = TRAINING
 
     def __str__(self) -> str:
         copy = f"~{self.copy}" if self.copy else ""
+        phase = "" if self.phase == TRAINING else f"@{_quote(self.phase)}"
         field = _quote(self.field) + (_INDICES if self.indices else "")
-        return f"{self.step}{copy}/{_quote(self.reduction)}/{field}/{self.site}"
+        return f"{self.step}{phase}{copy}/{_quote(self.reduction)}/{field}/{self.site}"
 
     @classmethod
     def parse(cls, text: str) -> TensorName | None:
         parts = text.split("/", 3)
         if len(parts) != 4:
             return None
-        step, _, copy = parts[0].partition("~")
+        at, _, copy = parts[0].partition("~")
+        step, _, phase = at.partition("@")
         try:
             numbers = int(step[:20]), int(copy[:9] or "0")
         except ValueError:
@@ -81,11 +81,11 @@ class TensorName(NamedTuple):
         field = parts[2].removesuffix(_INDICES)
         if "%" in field or "%" in parts[1]:
             field, parts[1] = unquote(field), unquote(parts[1])
-        return cls(numbers[0], parts[1], field, parts[3], numbers[1], indices)
+        return cls(numbers[0], parts[1], field, parts[3], numbers[1], indices, unquote(phase) or TRAINING)
 
 
 def _quote(text: str) -> str:
-    return text.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
+    return text.replace("%", "%25").replace("/", "%2F").replace("@", "%40").replace("~", "%7E")
 
 
 @final
@@ -114,7 +114,7 @@ class TensorSegments:
         self._notes: dict[str, str] = {}
         self._held: list[memoryview] = []
         self._nbytes = 0
-        self._head_size = 256  # estimate of the JSON's length
+        self._head_size = 512  # estimate of the JSON's length
         self._steps: list[int] = []
         self._attempted = 0
 
@@ -128,7 +128,7 @@ class TensorSegments:
         """How many bytes are in it."""
         return self._nbytes
 
-    def add(self, step: int, item: TensorItem) -> Loss | None:
+    def add(self, step: int, item: TensorItem, phase: str = TRAINING) -> Loss | None:
         """Put one tensor into the current segment. Returns what was lost if that failed."""
         try:
             payload = payload_of(item.value)
@@ -136,7 +136,7 @@ class TensorSegments:
             return Loss(f"{item.site} could not be stored: {error}", tensors=1)
         try:
             self._attempted += 1
-            name = TensorName(step, item.reduction, item.field, item.site)
+            name = TensorName(step, item.reduction, item.field, item.site, phase=phase)
             # A sparse tensor's two entries must share a segment, so room for both is made before the first.
             if self._stream is not None and self._head_size + 2 * _room_for(name, payload) > self._reserve:
                 self._commit()
@@ -216,7 +216,7 @@ class TensorSegments:
 
     def _commit(self) -> None:
         name = SegmentName("tensors", self._next, self._next, min(self._steps), max(self._steps))
-        metadata = {"torchtap": segment_note("tensors"), **self._notes}
+        metadata = {"torchtap": segment_note(name), **self._notes}
         if self._stream is None:
             self._place.put(name.file, [encode_header(self._entries, metadata), *self._held])
         else:
@@ -240,5 +240,5 @@ class TensorSegments:
 
 def _room_for(name: TensorName, payload: Payload) -> int:
     """No entry's part of the head is longer than this: a character takes at most six bytes in JSON."""
-    letters = len(name.site) + 3 * (len(name.reduction) + len(name.field)) + 40
+    letters = len(name.site) + 3 * (len(name.reduction) + len(name.field) + len(name.phase)) + 40
     return 12 * letters + 128 * len(payload.shape) + 1024

@@ -9,8 +9,8 @@ from torch import nn
 
 from torchtap.names import last_part, parent_path, path_parts, read_name, site_name
 from torchtap.taps.alike.site_map import Found, SiteMap
-from torchtap.taps.graph.skeleton import skeleton
 from torchtap.taps.receive import reasons
+from torchtap.taps.walk.stand_ins import skeleton
 
 if TYPE_CHECKING:
     from torchtap.taps.receive.receiver import Receiver

@@ -14,8 +14,8 @@ from torchtap.errors import FormError
 from torchtap.names import parse_name, path_of, read_name
 from torchtap.taps.carry import op
 from torchtap.taps.carry.forms import CarriedAttachment
-from torchtap.taps.graph.skeleton import skeleton
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.stand_ins import skeleton
 
 __all__ = ["EmittingModel", "attach_emitting", "emitting_tree"]
 

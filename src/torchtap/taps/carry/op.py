@@ -46,7 +46,8 @@ _channels: dict[int, Receiver] = {}
 _listeners: tuple[Receiver, ...] = ()
 _numbers = itertools.count(1)
 _tickets = itertools.count(1)
-_booked: dict[str, int] = {}  # site with a ticket -> the call that its gradient belongs to
+# Channel -> site with a ticket -> the call that its gradient belongs to. Forgotten when nobody listens any more.
+_booked: dict[int | None, dict[str, int]] = {}
 _ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
 
 # channel, module path, kind, leaf, ticket
@@ -77,6 +78,7 @@ class Channel:
     def close(self) -> None:
         """Nobody listens any more; the ops cost next to nothing."""
         _channels.pop(self.number, None)
+        _booked.pop(self.number, None)
 
 
 def register() -> None:
@@ -116,6 +118,8 @@ def stop_listening(receiver: Receiver) -> None:
     global _listeners
     with _lock:
         _listeners = tuple(each for each in _listeners if each is not receiver)
+        if not _listeners:
+            _booked.pop(None, None)
 
 
 def _define() -> torch.library.Library:
@@ -189,7 +193,7 @@ def _on_value(value: Tensor, site: str) -> None:
     receivers = _receivers(number)
     if not receivers or _is_repetition(kind):
         return
-    call = None if ticket is None else _booked.get(site)
+    call = None if ticket is None else _booked.get(number, {}).get(site)
     # A new tensor object each time: a compiler writes new values into memory, and so into tensors, that it has used
     # before, without a trace in their version.
     value = value.detach()
@@ -205,7 +209,7 @@ def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
     receivers = _receivers(number)
     if not receivers or _is_repetition(kind):
         return
-    call = None if ticket is None else _booked.get(site)
+    call = None if ticket is None else _booked.get(number, {}).get(site)
     for receiver in receivers:
         receiver.take_state(path, kind, leaf, state, shape, call)
 
@@ -221,7 +225,7 @@ def _on_awaited(value: Tensor, site: str) -> None:
     number, path, kind, leaf, ticket = address(site)
     if ticket is not None:  # in the forward graph of a compiled model
         for receiver in _receivers(number):
-            _booked[site] = receiver.next_call(path, kind, leaf)
+            _booked.setdefault(number, {})[site] = receiver.next_call(path, kind, leaf)
         return
     wanted = value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, FunctionalTensor):

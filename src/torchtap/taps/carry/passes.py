@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from torch import nn
 
-from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.walker import Walker
 
-__all__ = ["PassHooks", "in_pass"]
+__all__ = ["PassHooks", "PassListener", "in_pass"]
+
+
+class PassListener(Protocol):
+    """Who is told of passes: a receiver, or whoever looks out for them."""
+
+    def begin_pass(self, training: bool | None = None) -> None:
+        """The model was called; ``training`` is its flag."""
+
+    def end_pass(self) -> None:
+        """The call is over."""
 
 
 def in_pass(
-    receiver: Receiver,
+    receiver: PassListener,
     model: Any,
     call: Callable[..., Any],
     on_output: Callable[[Any], None] | None = None,
@@ -39,7 +48,7 @@ class PassHooks:
     """Two hooks on the object that the user calls."""
 
     def __init__(
-        self, model: nn.Module, receiver: Receiver, on_output: Callable[[Any], None] | None = None
+        self, model: nn.Module, receiver: PassListener, on_output: Callable[[Any], None] | None = None
     ) -> None:
         self._model = model
         self._on_output = on_output  # is given what the model returned, outside of what was compiled

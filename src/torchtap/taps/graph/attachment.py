@@ -28,10 +28,10 @@ from torchtap.taps.graph.regions import (
     without,
     wrapped_paths,
 )
-from torchtap.taps.graph.skeleton import skeleton
 from torchtap.taps.graph.values import digest_of, tap_values
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.stand_ins import skeleton
 
 __all__ = ["attach_exported", "attach_graph", "called_modules", "exported_tree", "graph_tree"]
 
@@ -134,7 +134,7 @@ class _ModuleRoute:
         def module(*args: Any, **kwargs: Any) -> Any:
             given = make(*args, **kwargs)
             attachment = attach_graph(given, self._receiver, self._site_map)
-            attachment.arm(self._receiver.live)
+            attachment.arm(frozenset(range(len(self._receiver.plan.taps))))
             self._given.append(attachment)
             return given
 

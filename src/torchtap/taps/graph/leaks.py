@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtap.taps.graph.skeleton import find_class
+from torchtap.taps.walk.stand_ins import find_class
 
 __all__ = ["can_leak", "is_torch_class", "returns_structure", "takes_one"]
 

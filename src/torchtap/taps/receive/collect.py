@@ -1,4 +1,4 @@
-"""At the end of a step: what a receiver holds, as numbers and tensors on the host.
+"""At the end of a step: what a tally holds, as numbers and tensors on the host.
 
 All statistics of a device come over in one read, all other numbers of a device in one more. Nothing waits for these
 where the device can copy by itself: the blocks of numbers are there at once, and `Coming` says when they are filled.
@@ -15,13 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtap.reduce import Full
+from torchtap.reduce.base import Arrival
 from torchtap.reduce.crossing import Crossing
-from torchtap.reduce.moments import STATISTICS
-from torchtap.reduce.stats_block import Arriving
 from torchtap.store.record import ScalarBlock, TensorItem
-from torchtap.taps.receive.entries import Entry, Fold, Grid
-from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.receive.entries import Entry, Fold, Tally
+from torchtap.taps.receive.folding import Folding
 
 __all__ = ["Collector", "Coming", "numbers_on_host", "result_of"]
 
@@ -38,30 +36,32 @@ class Coming:
     fill: Callable[[], None]  # waits for them, and puts them into the block
 
 
+@final
 class Collector:
-    """Empties a receiver step by step; remembers the shape of each grid, so that equal steps share their names."""
+    """Empties tallies step by step; remembers the shape of each grid, so that equal steps share their names."""
 
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
+    def __init__(self, folding: Folding) -> None:
+        self._folding = folding
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._rows: dict[frozenset[int], tuple[int, Rows, tuple[str, ...]]] = {}
 
-    def collect(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
-        """Everything since the last call, and what of it is still to come; afterwards the receiver holds nothing."""
-        with self._receiver.lock:
-            return self._collect()
+    def collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
+        """Everything that a tally holds, and what of it is still to come; afterwards it holds nothing."""
+        with self._folding.lock:
+            return self._collect(tally)
 
-    def _collect(self) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
+    def _collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         coming: list[Coming] = []
-        statistics = self._statistics(self._receiver.grid, coming)
+        statistics = self._statistics(tally, coming)
         scalars = [] if statistics is None else [statistics]
         tensors: list[TensorItem] = []
         numbers: dict[tuple[str, ...], tuple[list[str], list[list[Any]]]] = {}
-        for entry in self._receiver.entries:
-            for fold in entry.live_folds:
+        for entry in self._folding.entries:
+            folds = entry.folds.get(tally.phase)
+            for fold in folds.values() if folds else ():
                 if fold.state is None:
                     continue
-                result = _finish(self._receiver, entry, fold)
+                result = self._finish(entry, fold)
                 names = tuple(name for name, value in result.items() if _is_number(value))
                 if names:
                     sites, rows = numbers.setdefault(names, ([], []))
@@ -72,36 +72,50 @@ class Collector:
                     for name, value in result.items()
                     if isinstance(value, Tensor) and not _is_number(value)
                 )
+        for statistic, of_sites in tally.numbers.items():
+            sites, rows = numbers.setdefault((statistic,), ([], []))
+            sites += of_sites
+            rows += [[number] for number in of_sites.values()]
+        tally.clear()
         for names, (sites, rows) in numbers.items():
             values = numbers_on_host(rows, coming)
             scalars.append(ScalarBlock(self._same(tuple(sites)), self._same(names), values))
         return tuple(scalars), tuple(tensors), coming
 
-    def _statistics(self, grid: Grid, coming: list[Coming]) -> ScalarBlock | None:
-        arrived = np.frombuffer(grid.arrived, dtype=np.bool_)[: len(grid.entries)].copy()
+    def _statistics(self, tally: Tally, coming: list[Coming]) -> ScalarBlock | None:
+        tally.reserve(len(self._folding.rows))
+        arrived = np.frombuffer(tally.arrived, dtype=np.bool_)[: len(self._folding.rows)].copy()
         if not arrived.any():
             return None
-        rows, sites = self._rows_of(grid)
-        arriving = grid.block.hand_over()
+        rows, sites = self._rows_of(tally)
+        statistics = tally.block.statistics
+        arriving = tally.block.hand_over()
         if arriving is None:
-            values = grid.block.results()[rows]
+            values = tally.block.results()[rows]
         else:
-            values = np.empty((len(rows), len(STATISTICS)))
+            values = np.empty((len(rows), len(statistics)))
             coming.append(Coming(arriving.done, partial(_fill_statistics, values, arriving, rows)))
-        grid.clear()
         present = arrived[rows]
-        return ScalarBlock(sites, STATISTICS, values, None if present.all() else present)
+        return ScalarBlock(sites, statistics, values, None if present.all() else present)
 
-    def _rows_of(self, grid: Grid) -> tuple[Rows, tuple[str, ...]]:
+    def _rows_of(self, tally: Tally) -> tuple[Rows, tuple[str, ...]]:
         """The rows that live taps want statistics of, and their sites: one set a schedule, growing with new sites."""
-        live = self._receiver.live
+        folding, live = self._folding, tally.live
         known = self._rows.get(live)
-        if known is None or known[0] != len(grid.entries):
-            wanted = [entry for entry in grid.entries if self._receiver.wants_statistics(entry)]
+        if known is None or known[0] != len(folding.rows):
+            wanted = [entry for entry in folding.rows if folding.wants_row(entry, live)]
             rows = np.array([entry.row for entry in wanted], dtype=np.intp)
             sites = self._same(tuple(entry.name for entry in wanted))
-            known = self._rows[live] = (len(grid.entries), rows, sites)
+            known = self._rows[live] = (len(folding.rows), rows, sites)
         return known[1:]
+
+    def _finish(self, entry: Entry, fold: Fold) -> dict[str, Any]:
+        state, fold.state = fold.state, None
+        try:
+            return fold.reduction.result(state)
+        except Exception as error:
+            self._folding.lose(entry.name, error)
+            return {}
 
     def _same(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """One object for equal tuples: consumers cache by identity."""
@@ -113,31 +127,28 @@ def _on_host(value: Tensor) -> Tensor:
     return (value.detach() if value.requires_grad else value).cpu()
 
 
-def result_of(receiver: Receiver, entry: Entry) -> Any:
+def result_of(folding: Folding, entry: Entry) -> Any:
     """What was kept at a site so far: a tensor for whole tensors, else a dict of named results."""
     results: dict[str, Any] = {}
-    grid = receiver.grid
-    if entry.row >= 0 and grid.arrived[entry.row]:
-        results["stats"] = dict(zip(STATISTICS, grid.block.result(entry.row).tolist(), strict=True))
-    for fold in entry.folds.values():
+    tally = folding.tally
+    if 0 <= entry.row < len(tally.arrived) and tally.arrived[entry.row]:
+        block = tally.block
+        results["stats"] = dict(zip(block.statistics, block.result(entry.row).tolist(), strict=True))
+    for fold in entry.folds.get(tally.phase, {}).values():
         if fold.state is not None:
             result = fold.reduction.result(fold.state)
-            if isinstance(fold.reduction, Full):
-                results[fold.reduction.name] = result["value"]
-            else:
-                results[fold.reduction.name] = result
+            results[fold.reduction.name] = (
+                result["value"]
+                if fold.reduction.whole
+                else {name: _plain(value) for name, value in result.items()}
+            )
     if len(results) == 1:
         return next(iter(results.values()))
     return results
 
 
-def _finish(receiver: Receiver, entry: Entry, fold: Fold) -> dict[str, Any]:
-    state, fold.state = fold.state, None
-    try:
-        return fold.reduction.result(state)
-    except Exception as error:
-        receiver.lose(entry, error)
-        return {}
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
 def _is_number(value: Any) -> bool:
@@ -165,7 +176,7 @@ def numbers_on_host(rows: list[list[Any]], coming: list[Coming]) -> Numbers:
     return values
 
 
-def _fill_statistics(values: Numbers, arriving: Arriving, rows: Rows) -> None:
+def _fill_statistics(values: Numbers, arriving: Arrival, rows: Rows) -> None:
     values[...] = arriving.results()[rows]
 
 

@@ -12,16 +12,16 @@ from torch import Tensor
 from torchtap._torch import version_of
 from torchtap.names import Kind
 from torchtap.plan import Port
-from torchtap.reduce import Reduction, StatsBlock
+from torchtap.reduce.base import Reduction, RowBlock
 from torchtap.sites import Site, input_names
 from torchtap.taps.walk.counting import CallCounter
 
-__all__ = ["Entry", "Fold", "Grid", "LivePort", "RecentValues", "gone"]
+__all__ = ["Entry", "Fold", "LivePort", "RecentValues", "Tally", "gone"]
 
 
 @final
 class Fold:
-    """One reduction at one site and its state in the current step; no state means that nothing arrived.
+    """One reduction at one site in one phase, and its state in the open step; no state means that nothing arrived.
 
     Equal reductions have equal keys.
     """
@@ -58,40 +58,53 @@ class Entry:
         self.name = site.name
         self.taps = taps
         self.generation = -1
-        self.measured = False  # whether statistics are wanted in this generation
+        self.measured = False  # whether a row of the block is wanted in this generation
         self.asked = False  # whether the newest call, repetitions apart, asked for its gradient
-        self.row = -1  # its row in the grid of statistics, once it has one
-        self.folds: dict[str, Fold] = {}
+        self.row = -1  # its row in each tally's block, once it has one
+        self.folds: dict[str, dict[str, Fold]] = {}  # by phase, then by key
         self.live_folds: tuple[Fold, ...] = ()
         self.shape: tuple[int, ...] | None = None  # of the first value; None means that none ever came
         self.dtype: torch.dtype | None = None
 
 
 @final
-class Grid:
-    """The statistics of all sites: a row a site, in the order of first arrival."""
+class Tally:
+    """What one phase has folded in the open step. Passes of different phases never meet in one.
 
-    __slots__ = ("arrived", "block", "entries")
+    ``serial`` changes when the tally is emptied: a gradient that comes later than that has nowhere to go.
+    """
 
-    def __init__(self, scratch: int, rows: int = 64) -> None:
-        self.block = StatsBlock(rows, scratch=scratch)
+    __slots__ = ("arrived", "block", "generation", "live", "numbers", "passes", "phase", "serial", "touched")
+
+    def __init__(self, phase: str, block: RowBlock, rows: int) -> None:
+        self.phase = phase
+        self.live: frozenset[int] = frozenset()
+        self.generation = 0  # of the live taps
+        self.passes = 0
+        self.serial = 0
+        self.touched = False  # whether it was turned to since it was emptied
+        self.numbers: dict[
+            str, dict[str, float | Tensor]
+        ] = {}  # that came as such: statistic -> site -> number
+        self.block = block
         self.arrived = bytearray(rows)
-        self.entries: list[Entry] = []
 
-    def add(self, entry: Entry) -> int:
-        """A row for a new site."""
-        row = len(self.entries)
-        self.entries.append(entry)
-        if row >= len(self.arrived):
-            self.block.grow(2 * len(self.arrived))
-            self.arrived.extend(bytes(len(self.arrived)))
-        entry.row = row
-        return row
+    def reserve(self, rows: int) -> None:
+        """Have room for so many sites."""
+        if rows > len(self.arrived):
+            more = max(rows, 2 * len(self.arrived))
+            self.block.grow(more)
+            self.arrived.extend(bytes(more - len(self.arrived)))
 
     def clear(self) -> None:
         """Nothing has arrived: a new step begins."""
-        self.block.reset()
-        self.arrived[:] = bytes(len(self.arrived))
+        self.serial += 1
+        self.touched = False
+        self.passes = 0
+        self.numbers = {}
+        if any(self.arrived):
+            self.block.reset()
+            self.arrived[:] = bytes(len(self.arrived))
 
 
 @final

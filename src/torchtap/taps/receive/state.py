@@ -1,37 +1,54 @@
-"""Read what a model holds rather than passes on: parameters, their gradients, buffers. The same for every form.
+"""Read what a model holds rather than passes on. The same for every form.
 
-Parameters and gradients are read just before the optimizer changes them, after clipping and unscaling; what no
-optimizer step brought is read at the end of the step, and so are buffers.
+Parameters and gradients are read just before the optimizer changes them: after its closure, after unscaling and
+clipping. A gradient has further sites for its earlier stages: as it was accumulated (``param_grad_accumulated``, before
+unscaling) and before it was clipped (``param_grad_unclipped``). Where nothing scales or clips, all three are the same
+value. What an optimizer did (``update``), what it keeps (``optim_state``) and its learning rates (``lr``) are read
+when it has stepped. What no optimizer brought is read at the end of the step, and so are buffers.
+
+Of several closure calls in one step the first one's gradient counts: it belongs to the parameters that are recorded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
+from torchtap.taps.receive import training
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["StateReader"]
 
+_BEFORE_UPDATE = ("param", "param_grad", "param_grad_unclipped", "param_grad_accumulated")
+_OF_PARAMETERS = (*_BEFORE_UPDATE, "update", "optim_state")
+
 
 @final
 class StateReader:
-    """Reads the parameters, gradients and buffers that live taps ask for."""
+    """Reads the parameters, gradients, buffers and optimizer's values that live taps ask for."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._armed: frozenset[int] = frozenset()
         self._parameters: dict[int, tuple[LivePort, ...]] = {}  # id of a parameter -> its live ports
         self._buffers: tuple[LivePort, ...] = ()
+        self._rates: LivePort | None = None
+        self._groups: dict[int, int] = {}  # id of an optimizer -> the number of its first group
+        self._next_group = 0
+        self._known: set[int] = set()  # the ids of the model's parameters
         self._taken: set[int] = set()
-        self._handle: Any = None
+        self._before: dict[int, Tensor] = {}  # id of a parameter -> a copy of it before the update
+        self._listens = False
 
     def arm(self, live: frozenset[int]) -> None:
         """A step begins in which these taps are live."""
         self._taken.clear()
+        self._before.clear()
         if live == self._armed:
             return
         self.disarm()
@@ -43,50 +60,148 @@ class StateReader:
                 continue
             if port.kind == "buffer":
                 buffers.append(port)
-            elif port.kind in ("param", "param_grad"):
+            elif port.kind in _OF_PARAMETERS:
                 by_parameter.setdefault(id(_tensor_of(port)), []).append(port)
+            elif port.kind == "lr":
+                self._rates = port
+        if self._rates is not None:
+            places = self._receiver.plan.places
+            self._known = {id(each) for place in places for each in place.module._parameters.values()}
         self._parameters = {key: tuple(ports) for key, ports in by_parameter.items()}
         self._buffers = tuple(buffers)
-        if by_parameter:
-            self._handle = register_optimizer_step_pre_hook(self._on_optimizer_step)
+        if by_parameter or self._rates is not None:
+            training.listen(self)
+            self._listens = True
 
     def finish_step(self) -> None:
         """Read what no optimizer step has brought yet."""
+        if self._parameters or self._buffers:
+            self._receiver.turn_to_state()
         for ports in self._parameters.values():
-            self._read(ports)
+            self._read(ports, _BEFORE_UPDATE)
         for port in self._buffers:
             buffer = _tensor_of(port)
             if buffer is not None:
                 self._receiver.take_tensor(port, buffer)
+        self._before.clear()
 
     def disarm(self) -> None:
         """Nothing is read until `arm` is called again."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
+        if self._listens:
+            training.stop_listening(self)
+            self._listens = False
         self._armed = frozenset()
-        self._parameters, self._buffers = {}, ()
+        self._parameters, self._buffers, self._rates = {}, (), None
 
-    def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+    # -- what the training tells --------------------------------------------------------------------------
+
+    def unscaling(self, optimizer: Optimizer) -> None:
+        self._read_of(optimizer, ("param_grad_accumulated",))
+        # Unscaling changes gradients in place without counting it: the same tensor is another value afterwards.
+        self._receiver.folding.forget_values()
+
+    def clipping(self, gradients: Sequence[Tensor]) -> None:
         if not self._receiver.hears_this_thread():
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                ports = self._parameters.get(id(parameter))
-                if ports is not None:
-                    self._read(ports)
+        clipped = {id(gradient) for gradient in gradients}
+        self._receiver.turn_to_state()
+        for ports in self._parameters.values():
+            parameter = _tensor_of(ports[0])
+            if parameter is not None and id(parameter.grad) in clipped:
+                self._read(ports, ("param_grad_unclipped", "param_grad_accumulated"))
+        self._receiver.folding.forget_values()
 
-    def _read(self, ports: tuple[LivePort, ...]) -> None:
+    def ready(self, optimizer: Optimizer) -> None:
+        self._read_of(optimizer, _BEFORE_UPDATE)
+        if not self._receiver.hears_this_thread():
+            return
+        for parameter in _parameters_of(optimizer):
+            ports = self._parameters.get(id(parameter), ())
+            if any(port.kind == "update" for port in ports) and id(parameter) not in self._before:
+                self._before[id(parameter)] = parameter.detach().clone()
+
+    def updated(self, optimizer: Optimizer) -> None:
+        if not self._receiver.hears_this_thread():
+            return
+        if self._rates is not None or any(
+            port.kind in ("update", "optim_state") for ports in self._parameters.values() for port in ports
+        ):
+            self._receiver.turn_to_state()
+        for parameter in _parameters_of(optimizer):
+            for port in self._parameters.get(id(parameter), ()):
+                if port.kind == "update":
+                    self._take_update(port, parameter)
+                elif port.kind == "optim_state":
+                    self._take_optimizer_state(port, optimizer.state.get(parameter, {}))
+        if self._rates is not None:
+            self._take_rates(self._rates, optimizer)
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        pass  # its gradients are read when the step ends
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def _read_of(self, optimizer: Optimizer, kinds: tuple[str, ...]) -> None:
+        if not self._receiver.hears_this_thread():
+            return
+        self._receiver.turn_to_state()
+        # A fused optimizer divides by the scale itself.
+        scale = getattr(optimizer, "grad_scale", None)
+        for parameter in _parameters_of(optimizer):
+            ports = self._parameters.get(id(parameter))
+            if ports is not None:
+                self._read(ports, kinds, scale)
+
+    def _read(self, ports: tuple[LivePort, ...], kinds: tuple[str, ...], scale: Tensor | None = None) -> None:
         for port in ports:
             parameter = _tensor_of(port)
-            if parameter is None or id(port) in self._taken:
+            if parameter is None or port.kind not in kinds or id(port) in self._taken:
                 continue
             value: Tensor | None = parameter if port.kind == "param" else parameter.grad
             if value is None:
                 port.note = "its gradient was None: frozen, or not part of the loss"
                 continue
             self._taken.add(id(port))
+            if scale is not None and port.kind in ("param_grad", "param_grad_unclipped"):
+                value = value / scale
             self._receiver.take_tensor(port, value)
+
+    def _take_update(self, port: LivePort, parameter: Tensor) -> None:
+        before = self._before.pop(id(parameter), None)
+        if before is None:
+            return
+        with torch.no_grad():
+            change = parameter.detach() - before
+            weight = torch.linalg.vector_norm(before)
+            ratio = torch.linalg.vector_norm(change) / weight
+        self._receiver.take_tensor(port, change)
+        self._receiver.take_number(port, port.port.site.leaf, "ratio", ratio)
+
+    def _take_optimizer_state(self, port: LivePort, state: dict[str, Any]) -> None:
+        leaf = port.port.site.leaf
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                self._receiver.take_part(port, f"{leaf}.{name}", value)
+            elif isinstance(value, (int, float)):
+                self._receiver.take_number(port, f"{leaf}.{name}", "value", value)
+        if not state:
+            port.note = "the optimizer keeps nothing for it"
+
+    def _take_rates(self, port: LivePort, optimizer: Optimizer) -> None:
+        first = self._groups.get(id(optimizer))
+        if first is None:
+            if self._known.isdisjoint(map(id, _parameters_of(optimizer))):
+                return  # another model's
+            first = self._groups[id(optimizer)] = self._next_group
+            self._next_group += len(optimizer.param_groups)
+        for number, group in enumerate(optimizer.param_groups):
+            rate = group.get("lr")
+            if rate is not None:
+                self._receiver.take_number(port, str(first + number), "value", rate)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _tensor_of(port: LivePort) -> Tensor | None:

@@ -18,13 +18,13 @@ from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.carry.op import Channel, address, register
 from torchtap.taps.carry.passes import in_pass
 from torchtap.taps.graph.lookalikes import DoubtfulNames, lookalike_paths
-from torchtap.taps.graph.skeleton import skeleton
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.script.copying import script_copy, script_modules
 from torchtap.taps.script.graph import assigned_attributes, constant_sites, tapped_copy
 from torchtap.taps.script.traced import TracedNames
 from torchtap.taps.script.values import digest_of, tap_values
+from torchtap.taps.walk.stand_ins import skeleton
 
 __all__ = ["attach_script", "script_tree"]
 

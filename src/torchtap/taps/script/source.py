@@ -29,7 +29,7 @@ from torchtap.taps.carry.carrier import carried, remove_carriers
 from torchtap.taps.script.copying import script_modules
 from torchtap.taps.script.graph import PATH_ATTRIBUTE, inputs_of
 from torchtap.taps.script.types import can_hold_tensors, emit_lines
-from torchtap.taps.travel.copying import copy_with_shared_tensors
+from torchtap.taps.walk.copying import copy_with_shared_tensors
 
 __all__ = ["scriptable"]
 

@@ -25,8 +25,8 @@ from torchtap.names import site_name
 from torchtap.plan import Plan, Tap, bind
 from torchtap.sites import Selectable
 from torchtap.taps.carry.emitting import EmittingModel
-from torchtap.taps.travel.copying import copy_with_shared_tensors
 from torchtap.taps.travel.program_gate import check_tree
+from torchtap.taps.walk.copying import copy_with_shared_tensors
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call, Stop, Visiting
 

@@ -16,7 +16,7 @@ from torchtap.sites import Selectable
 from torchtap.taps.attach import form_of, tree_of
 from torchtap.taps.carry import op
 from torchtap.taps.carry.carrier import Scriptable, carried, put_carriers, remove_carriers
-from torchtap.taps.travel.copying import copy_with_shared_tensors
+from torchtap.taps.walk.copying import copy_with_shared_tensors
 
 __all__ = ["instrument"]
 

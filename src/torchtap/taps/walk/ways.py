@@ -10,12 +10,12 @@ No other file registers forward hooks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, final, get_args
 
 from torch import nn
 
 from torchtap.errors import PlanError
+from torchtap.taps.walk.untraced import Hook, HookHandle
 
 __all__ = ["Action", "Handle", "Hook", "HookWay", "Way", "WayName", "way_for"]
 
@@ -52,41 +52,25 @@ def way_for(root: nn.Module, name: str) -> Way:
     return WrapWay(root) if name == "wrap" else ForwardWay()
 
 
-def _inert(*_: Any) -> None:
-    """What a hook becomes in a copy or a pickle of the model."""
-
-
-@final
-class Hook(partial[Any]):
-    """A hook that does nothing in a copy or a pickle of the model.
-
-    A ``partial`` without arguments, because that adds next to nothing to the call.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (Hook, "_nothing")
-
-    def __deepcopy__(self, memo: Any) -> Action:
-        return _inert
-
-    _nothing = staticmethod(_inert)
-
-
 @final
 class HookWay:
     """torch's own hooks. ``travelling`` ones go along with copies and pickles of the model, as they are."""
 
     def __init__(self, *, travelling: bool = False) -> None:
-        self._made: Callable[[Action], Action] = _itself if travelling else Hook
+        self._travelling = travelling
 
     def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
-        return module.register_forward_pre_hook(self._made(action), prepend=first, with_kwargs=True)
+        if self._travelling:
+            return module.register_forward_pre_hook(action, prepend=first, with_kwargs=True)
+        return HookHandle(
+            module, module.register_forward_pre_hook(Hook(action), prepend=first, with_kwargs=True)
+        )
 
     def after(
         self, module: nn.Module, action: Action, *, always: bool = False, with_kwargs: bool = False
     ) -> Handle:
-        return module.register_forward_hook(self._made(action), always_call=always, with_kwargs=with_kwargs)
-
-
-def _itself(action: Action) -> Action:
-    return action
+        if self._travelling:
+            return module.register_forward_hook(action, always_call=always, with_kwargs=with_kwargs)
+        return HookHandle(
+            module, module.register_forward_hook(Hook(action), always_call=always, with_kwargs=with_kwargs)
+        )

@@ -25,7 +25,6 @@ from torch._dynamo.eval_frame import innermost_backend
 
 from torchtap._torch import in_backward
 from torchtap.errors import FormError
-from torchtap.reduce import Stats
 from torchtap.sites import unwrap
 from torchtap.taps.carry.carrier import (
     Carriers,
@@ -184,7 +183,7 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
     measured = frozenset(
         (port.port.site.path, port.kind)
         for port in receiver.ports.values()
-        if all(isinstance(receiver.plan.taps[index].keep, Stats) for index in port.port.taps)
+        if all(receiver.plan.taps[index].keep.block is not None for index in port.port.taps)
     )
     sites = frozenset(
         (port.port.site.path, port.kind, (port.port.site.path, port.kind) in measured)

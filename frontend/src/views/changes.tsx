@@ -1,0 +1,100 @@
+// Which site changed most: one statistic at two steps, or of two runs, sorted by how much it differs.
+
+import { useMemo } from "preact/hooks";
+import { askPacked, live } from "../api";
+import type { ViewProps } from "../app";
+import { useAnswer } from "../data";
+import { grouped, show } from "../numbers";
+import { adjust, href, whole } from "../route";
+import { csv } from "../take/save";
+import { Take } from "../take/menu";
+import { kindWord, siteWord, statisticWord } from "../words";
+import { kindsOf, statisticsOfKind, usualStatistic } from "./map";
+
+interface ChangeFacts { statistic: string; sites: string[] }
+type Key = "relative" | "difference" | "before" | "after" | "order";
+const SHOWN = 400;
+
+export function ChangesView({ run, runs, about, params }: ViewProps) {
+  const kinds = kindsOf(about);
+  const kind = params["kind"] === "all" ? "" : kinds.includes(params["kind"] ?? "") ? params["kind"] ?? "" : kinds[0] ?? "";
+  const names = statisticsOfKind(about, kind);
+  const statistic = names.includes(params["statistic"] ?? "") ? params["statistic"] ?? "" : usualStatistic(names);
+  const against = runs.find((r) => r.name === params["against"] && r.name !== run.name);
+  const before = whole(params["before"]) ?? run.first;
+  const after = whole(params["after"]) ?? (against ?? run).last;
+  const asked = { run: run.name, against: against?.name, statistic, kind, before: against ? after : before, after };
+  const answer = useAnswer(names.length && live ? JSON.stringify([asked, run.revision, against?.revision]) : null, (signal) => askPacked<ChangeFacts>("changes", asked, signal), run.name);
+  const key = (params["order"] ?? "relative") as Key;
+  const rows = useMemo(() => {
+    const packed = answer.value;
+    if (!packed) return [];
+    const take = (name: string, i: number) => packed.arrays[name]?.[i] ?? NaN;
+    const all = packed.facts.sites.map((site, i) => ({
+      site, order: -i, before: take("before", i), after: take("after", i), difference: take("difference", i), relative: take("relative", i),
+      beforeStep: take("beforeSteps", i), afterStep: take("afterSteps", i),
+    }));
+    const size = (v: number) => (Number.isNaN(v) ? -1 : Math.abs(v));
+    return all.sort((a, b) => (key === "order" ? b.order - a.order : key === "before" || key === "after" ? b[key] - a[key] : size(b[key]) - size(a[key])));
+  }, [answer.value, key]);
+  const most = Math.max(...rows.map((r) => (Number.isFinite(r.relative) ? Math.abs(r.relative) : 0)), 1e-30);
+  const heading = (name: Key, text: string) => (
+    <th class={name === "order" ? "" : "number"} aria-sort={key === name ? "descending" : "none"}><button onClick={() => adjust({ order: name })}>{text}{key === name ? " ↓" : ""}</button></th>
+  );
+  if (!live) return <section class="changes" aria-label="Changes"><p class="quiet">A report cannot compare steps; <code>torchtap view</code> does.</p></section>;
+  return (
+    <section class="changes" aria-label="Changes">
+      <div class="tools">
+        <label>Show
+          <select aria-label="Kind" value={kind || "all"} onChange={(e) => adjust({ kind: e.currentTarget.value, statistic: null })}>
+            {kinds.map((k) => <option key={k} value={k}>{kindWord(k)}</option>)}
+            {kinds.length > 1 && <option value="all">Everything</option>}
+          </select>
+        </label>
+        <label>by
+          <select aria-label="Statistic" value={statistic} onChange={(e) => adjust({ statistic: e.currentTarget.value })}>
+            {names.map((n) => <option key={n} value={n}>{statisticWord(n)}</option>)}
+          </select>
+        </label>
+        {!against && <label>from step <input class="short" aria-label="First step" inputMode="numeric" value={before ?? ""} onChange={(e) => adjust({ before: whole(e.currentTarget.value) })} /></label>}
+        <label>{against ? "at" : "to"} step <input class="short" aria-label="Second step" inputMode="numeric" value={after ?? ""} onChange={(e) => adjust({ after: whole(e.currentTarget.value) })} /></label>
+        {runs.length > 1 && (
+          <label>against
+            <select aria-label="Other run" value={against?.name ?? ""} onChange={(e) => adjust({ against: e.currentTarget.value || null })}>
+              <option value="">this run itself</option>
+              {runs.filter((r) => r.name !== run.name).map((r) => <option key={r.name} value={r.name}>{r.name}</option>)}
+            </select>
+          </label>
+        )}
+        <span class="space" />
+        <Take name={`${run.name}-changes`} csv={() => csv(["site", "before", "after", "difference", "relative"], rows.map((r) => [r.site, r.before, r.after, r.difference, r.relative]))} />
+      </div>
+      {answer.error && <p class="alarm" role="alert">{answer.error}</p>}
+      {rows.length > 0 && (
+        <div class="scroll tall" tabIndex={0} aria-label="Changes by site"><table data-testid="changes">
+          <thead><tr>
+            {heading("order", "site")}
+            {heading("before", against ? `${run.name}, step ${grouped(after ?? 0)}` : `step ${grouped(before ?? 0)}`)}
+            {heading("after", against ? against.name : `step ${grouped(after ?? 0)}`)}
+            {heading("difference", "difference")}
+            {heading("relative", "relative")}
+            <th><span class="unseen">size of the change</span></th>
+          </tr></thead>
+          <tbody>{rows.slice(0, SHOWN).map((r) => (
+            <tr key={r.site}>
+              <td><a href={href("site", { ...params, site: r.site, step: after })}>{siteWord(r.site)}</a></td>
+              <td class="number">{show(r.before)}</td><td class="number">{show(r.after)}</td><td class="number">{show(r.difference)}</td><td class="number">{percent(r.relative)}</td>
+              <td class="size"><span class="meter"><i style={{ width: `${Math.min(100, (100 * Math.abs(r.relative)) / most) || 0}%` }} /></span></td>
+            </tr>
+          ))}</tbody>
+        </table></div>
+      )}
+      {rows.length > SHOWN && <p class="note">{grouped(rows.length - SHOWN)} more; the saved table has them all.</p>}
+    </section>
+  );
+}
+
+function percent(share: number): string {
+  if (!Number.isFinite(share)) return Number.isNaN(share) ? "–" : "from zero";
+  return `${share > 0 ? "+" : ""}${show(Number((100 * share).toPrecision(3)))} %`;
+}

@@ -1,0 +1,133 @@
+// Every run in a table: sort, filter, pick some to overlay or compare.
+
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import type { Runs } from "../data";
+import { grouped, plural, show } from "../numbers";
+import { adjust, href, joinNames, splitNames } from "../route";
+import { Actions } from "../runs/actions";
+import { cell, columnsOf, sorted, type Column } from "../runs/columns";
+import { filterOf } from "../runs/filter";
+import { Spark } from "../runs/spark";
+import { csv } from "../take/save";
+import { Take } from "../take/menu";
+import type { RunLine } from "../types";
+
+const ROW = 32;
+const STATUS: Record<string, string> = { recording: "live", closed: "finished", interrupted: "interrupted", "": "…" };
+
+export function RunsView({ runs, managed, folder, pending, again, params }: Runs & { params: Record<string, string> }) {
+  const box = useRef<HTMLDivElement>(null);
+  const [seen, setSeen] = useState({ top: 0, height: 900 });
+  const all = runs ?? [];
+  const filter = params["filter"] ?? "";
+  const archived = params["archived"] === "yes";
+  const [key = "created", direction = "down"] = (params["sort"] ?? "created,down").split(",");
+  const picked = splitNames(params["with"]).filter((name) => all.some((r) => r.name === name));
+  const columns = useMemo(() => columnsOf(all), [runs]);
+  const wanted = useMemo(() => {
+    const test = filterOf(filter);
+    return sorted(all.filter((r) => (archived || !r.archived) && test(r)), key, direction === "down");
+  }, [runs, filter, archived, key, direction]);
+
+  useEffect(() => {
+    const element = box.current;
+    if (!element) return;
+    const look = () => setSeen({ top: element.scrollTop, height: element.clientHeight });
+    const watcher = new ResizeObserver(look);
+    watcher.observe(element);
+    element.addEventListener("scroll", look, { passive: true });
+    return () => { watcher.disconnect(); element.removeEventListener("scroll", look); };
+  }, []);
+
+  const toggle = (name: string) => adjust({ with: joinNames(picked.includes(name) ? picked.filter((p) => p !== name) : [...picked, name]) || null });
+  const first = Math.max(0, Math.floor(seen.top / ROW) - 8);
+  const last = Math.min(wanted.length, Math.ceil((seen.top + seen.height) / ROW) + 8);
+  const hidden = all.filter((r) => r.archived).length;
+  const allPicked = wanted.length > 0 && wanted.every((r) => picked.includes(r.name));
+  const chosen = { ...params, run: picked[0] ?? params["run"], with: params["with"] };
+  return (
+    <section class="runs" aria-label="Runs">
+      <div class="tools">
+        <input
+          id="filter" type="search" value={filter} aria-label="Filter runs" placeholder="Filter: words, or lr > 0.001 and optimizer = adam"
+          onInput={(e) => adjust({ filter: e.currentTarget.value || null })}
+        />
+        <span class="quiet" role="status">{wanted.length === all.length ? plural(all.length, "run") : `${grouped(wanted.length)} of ${plural(all.length, "run")}`}{pending > 0 && `, reading ${grouped(pending)} …`}</span>
+        {picked.length > 0 && (
+          <>
+            <a class="button" href={href("scalars", chosen)}>Overlay {picked.length}</a>
+            {picked.length > 1 && <a class="button" href={href("compare", { ...chosen, a: picked[0], b: picked[1] })}>Compare</a>}
+            <button class="chip" onClick={() => adjust({ with: null })}>{picked.length} picked ×</button>
+          </>
+        )}
+        <span class="space" />
+        {hidden > 0 && <button class="chip" aria-pressed={archived} onClick={() => adjust({ archived: archived ? null : "yes" })}>{hidden} archived</button>}
+        <Take name="runs" csv={() => csv([...columns.map((c) => c.title), "tags"], wanted.map((r) => [...columns.map((c) => cell(r, c)), r.tags.join(" ")]))} />
+      </div>
+      {all.length === 0 && <p class="quiet">{folder ? "No run in this folder yet. The table fills as soon as one is recorded." : "Reading …"}</p>}
+      <div class="runtable" ref={box} tabIndex={0} aria-label="Table of runs">
+        {all.length > 0 && (
+          <table aria-rowcount={wanted.length + 1}>
+            <thead><tr>
+              <th class="pick"><input type="checkbox" aria-label="Pick all shown" checked={allPicked} onChange={() => adjust({ with: allPicked ? null : joinNames(wanted.slice(0, 50).map((r) => r.name)) })} /></th>
+              {columns.map((c) => <Heading key={c.key} column={c} sort={key} down={direction === "down"} />)}
+              <th>tags</th>
+              {managed && <th>change</th>}
+            </tr></thead>
+            <tbody>
+              {first > 0 && <tr style={{ height: `${first * ROW}px` }} aria-hidden="true"><td colSpan={columns.length + 3} /></tr>}
+              {wanted.slice(first, last).map((run, i) => (
+                <tr key={run.name} aria-rowindex={first + i + 2} class={`${picked.includes(run.name) ? "on" : ""} ${run.archived ? "archived" : ""}`}>
+                  <td class="pick"><input type="checkbox" aria-label={`Pick ${run.name}`} checked={picked.includes(run.name)} onChange={() => toggle(run.name)} /></td>
+                  {columns.map((c) => <Cell key={c.key} run={run} column={c} params={params} />)}
+                  <td>{run.tags.map((tag) => <button key={tag} class="chip" title="Only runs with this tag" onClick={() => adjust({ filter: `tag = ${tag}` })}>{tag}</button>)}</td>
+                  {managed && <td><Actions run={run} done={again} /></td>}
+                </tr>
+              ))}
+              {last < wanted.length && <tr style={{ height: `${(wanted.length - last) * ROW}px` }} aria-hidden="true"><td colSpan={columns.length + 3} /></tr>}
+            </tbody>
+          </table>
+        )}
+      </div>
+    </section>
+  );
+}
+
+function Heading({ column, sort, down }: { column: Column; sort: string; down: boolean }) {
+  const on = column.key === sort;
+  return (
+    <th class={column.number ? "number" : ""} aria-sort={on ? (down ? "descending" : "ascending") : "none"}>
+      <button onClick={() => adjust({ sort: `${column.key},${on && down ? "up" : on ? "down" : column.number || column.key === "created" ? "down" : "up"}` })}>
+        {column.title}{on ? (down ? " ↓" : " ↑") : ""}
+      </button>
+    </th>
+  );
+}
+
+function Cell({ run, column, params }: { run: RunLine; column: Column; params: Record<string, string> }) {
+  if (column.key === "name") {
+    return <td class="name"><a href={href("map", { ...params, run: run.name })} title={run.problem ?? run.name}>{run.name}</a>{run.problem && <span class="bad" title={run.problem}> unreadable</span>}</td>;
+  }
+  if (column.key === "status") {
+    return <td><span class={run.status === "recording" ? "live" : run.status === "interrupted" ? "broken-off" : "quiet"}>{STATUS[run.status] ?? run.status}</span></td>;
+  }
+  if (column.key === "loss") {
+    if (!run.loss) return <td class="number" />;
+    const last = Number(run.loss.last);
+    return <td class="number loss"><Spark values={run.loss.spark} broken={run.loss.broken} /> <span class={Number.isFinite(last) ? "" : "bad"}>{show(last)}</span></td>;
+  }
+  if (column.key === "findings") {
+    if (!run.findings) return <td class="number quiet">{run.known ? "" : "…"}</td>;
+    const { errors, warnings } = run.findings;
+    return (
+      <td class="number">
+        {errors + warnings === 0 ? <span class="quiet">none</span> : (
+          <a href={href("findings", { ...params, run: run.name })} title={`${plural(errors, "error")}, ${plural(warnings, "warning")}`}>
+            {errors > 0 && <span class="badge nan">{errors}<span class="unseen"> errors</span></span>} {warnings > 0 && <span class="badge warning">{warnings}<span class="unseen"> warnings</span></span>}
+          </a>
+        )}
+      </td>
+    );
+  }
+  return <td class={column.number ? "number" : ""} title={cell(run, column)}>{cell(run, column)}</td>;
+}

@@ -1,0 +1,69 @@
+"""Faults that do not leave the module around them: whether they truly cancel out, or are only too small to be seen.
+
+A module around a fault may return the right thing for three reasons. The difference is undone further on (a norm
+folded into a convolution, a batch flipped and flipped back). The arithmetic does not depend on it (a key's bias
+before a softmax). Or the fault is real and drowns in the rest (a residual, 16-bit rounding, a dead unit). The first
+two are harmless, the third is not. They are told apart by running the target again with a share of the difference:
+
+    half of it    wrong, although none of it and all of it are right: it is undone further on. Harmless
+    8 times it    still right: the arithmetic does not depend on it. Harmless
+                  wrong: the fault is real and was only too small
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torchtap.comparison.judge.result import Row
+from torchtap.comparison.judge.status import status_of
+from torchtap.comparison.live.evidence import Evidence, heal
+from torchtap.names import paths_around
+
+__all__ = ["around", "cancels", "right_modules"]
+
+_MORE = (8.0, -8.0)
+
+
+def right_modules(found: Evidence, rows: Sequence[Row]) -> set[str]:
+    """Modules whose outputs all agree in the free pass, with a number among them: indices may agree where what they
+    were chosen by does not."""
+    outputs: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.kind == "output":
+            outputs.setdefault(row.module, []).append(row)
+    return {
+        module
+        for module, borders in outputs.items()
+        if all(row.status in ("equal", "within") for row in borders)
+        and any(_is_number(found, row.site) for row in borders)
+    }
+
+
+def around(author: str | None, itself: bool) -> list[str]:
+    """The modules around a module, the smallest first and the model last; ``itself`` counts it as well."""
+    if author is None:
+        return [""]
+    return [author, *paths_around(author)] if itself else list(paths_around(author))
+
+
+def cancels(found: Evidence, module: str, sites: set[str]) -> bool:
+    """Whether the differences at these sites, all inside a module that returns the right thing, are harmless."""
+    borders = [e.site for e in found.trace.events if e.module == module and e.kind == "output"]
+    try:
+        if _wrong(found, borders, sites, 0.0) or _wrong(found, borders, sites, 0.5):
+            return True
+        return not any(_wrong(found, borders, sites, share) for share in _MORE)
+    except Exception:  # a target that does not run on such values says nothing; the free pass decides
+        return True
+
+
+def _wrong(found: Evidence, borders: Iterable[str], sites: set[str], share: float) -> bool:
+    measures = heal(found, sites, share).measures
+    return any(
+        site in measures and status_of(measures[site], found.floors.free[site])[0] == "diverged"
+        for site in borders
+    )
+
+
+def _is_number(found: Evidence, site: str) -> bool:
+    return found.trace.values[site].is_floating_point() or found.trace.values[site].is_complex()

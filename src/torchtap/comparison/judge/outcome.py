@@ -1,0 +1,83 @@
+"""From rows to one of three outcomes: same, differs, cannot tell. What was not compared is evidence too.
+
+"Same" is said only when nothing is left that could be otherwise:
+- the results of the model were compared and agree, or every site was;
+- nothing was unreadable, of another shape, or NaN everywhere;
+- a site that only one side has lies inside a module whose output was compared and agrees;
+- of recordings: every step is in both, neither is known to be damaged, and half of the sites were compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtap.comparison.align.pairing import Unaligned
+from torchtap.comparison.judge.result import AGREES, First, Outcome, Row
+from torchtap.comparison.judge.words import cannot_tell, differs, same
+from torchtap.names import paths_around, read_name
+
+__all__ = ["decide", "doubts"]
+
+_LEAST_COVERAGE = 0.5
+_FORWARD = ("input", "output", "attention", "value")
+
+
+def decide(
+    first: First | None,
+    rows: Sequence[Row],
+    unaligned: Sequence[Unaligned],
+    *,
+    live: bool,
+    further: Sequence[str] = (),
+    also: str = "",
+) -> tuple[Outcome, str]:
+    """The outcome and its sentence. ``further`` are reasons from outside the rows that forbid "same"."""
+    total = len(rows) + sum(each.side != "rule" for each in unaligned)
+    if first is not None:
+        return "differs", differs(first, rows, total, first.where)
+    why = [*doubts(rows, unaligned, live=live), *further]
+    if why:
+        return "cannot tell", cannot_tell(rows, total, why)
+    return "same", same(rows, total, also)
+
+
+def doubts(rows: Sequence[Row], unaligned: Sequence[Unaligned], *, live: bool) -> list[str]:
+    """Reasons why agreement of what was compared is not enough."""
+    why = []
+    for status, text in (
+        ("unreadable", "cannot be read"),
+        ("other shape", "have another shape"),
+        ("not comparable", "cannot be compared"),
+    ):
+        hit = [row for row in rows if row.status == status]
+        if hit and not (live and _results(rows)):
+            note = f" ({hit[0].note})" if hit[0].note else ""
+            why.append(f"{len(hit)} sites {text}, first {hit[0].site}{note}")
+    agree = {row.module for row in rows if row.kind == "output" and row.status in AGREES}
+    agree -= {row.module for row in rows if row.kind == "output" and row.status not in AGREES}
+    missing = [(row.site, row.note) for row in rows if row.status == "missing"]
+    missing += [(each.site, each.why) for each in unaligned if each.side != "rule"]
+    open_ = [site for site, _ in missing if not _inside(site, agree)]
+    if open_:
+        why.append(f"{len(open_)} sites are in one of them alone, first {open_[0]}")
+    compared = sum(row.status in AGREES for row in rows)
+    total = len(rows) + sum(each.side != "rule" for each in unaligned)
+    if not compared:
+        why.append("nothing at all could be compared")
+    elif not live and compared < _LEAST_COVERAGE * total:
+        why.append(f"{compared} of {total} sites are too few")
+    return why
+
+
+def _results(rows: Sequence[Row]) -> bool:
+    """Whether the model's own results were compared and agree."""
+    results = [row for row in rows if row.module == "" and row.kind == "output"]
+    return bool(results) and all(row.status in AGREES for row in results)
+
+
+def _inside(site: str, agree: set[str]) -> bool:
+    """Whether a site's value could only have mattered through a module that agrees."""
+    name = read_name(site)
+    if name.kind not in _FORWARD:
+        return False
+    return name.path in agree or any(outer in agree for outer in paths_around(name.path))

@@ -1,0 +1,97 @@
+"""The verdict in words: the outcome, what was found first, and how much could be compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torchtap.comparison.judge.result import AGREES, COMPARED, First, Row
+from torchtap.comparison.measure.profile import Profile
+
+__all__ = ["cannot_tell", "covered", "differs", "named", "same"]
+
+
+def named(module: str) -> str:
+    """A module in a sentence."""
+    return f"`{module}`" if module else "the model's own forward"
+
+
+def covered(compared: int, total: int) -> str:
+    """How much was compared."""
+    if compared == total:
+        return f"all {total} sites were compared"
+    return (
+        f"{compared} of {total} sites could be compared ({compared / total:.0%})"
+        if total
+        else "no site was compared"
+    )
+
+
+def same(rows: Sequence[Row], total: int, also: str = "") -> str:
+    """The verdict when nothing is over its floor and enough was compared."""
+    agree = [row for row in rows if row.status in AGREES]
+    equal = sum(row.status == "equal" for row in agree)
+    settled = list(dict.fromkeys(row.module for row in rows if row.status == "compensated"))
+    if settled:
+        names = ", ".join(map(named, settled[:4])) + (" ..." if len(settled) > 4 else "")
+        text = (
+            f"No divergence: differences inside ({names}) cancel out before they leave the module around them"
+        )
+    elif equal == len(agree):
+        text = f"No divergence: all {equal} compared sites are identical"
+    else:
+        text = f"No divergence: all {len(agree)} compared sites agree within their noise floors ({equal} identical)"
+    rest = "" if len(agree) == total else f"; {covered(len(agree), total)}"
+    return f"{text}{also}{rest}."
+
+
+def cannot_tell(rows: Sequence[Row], total: int, why: Sequence[str]) -> str:
+    """The verdict when nothing is over its floor, but too much is missing to call it the same."""
+    compared = sum(row.status in COMPARED for row in rows)
+    reasons = "; ".join(why[:3]) + (f"; and {len(why) - 3} more reasons" if len(why) > 3 else "")
+    agree = "what was compared agrees" if compared else "nothing was compared"
+    return f"Cannot tell: {covered(compared, total)}, and {agree}, but {reasons}."
+
+
+def differs(first: First, rows: Sequence[Row], total: int, profile: Profile | None = None) -> str:
+    """The verdict when something differs."""
+    if first.origin == "update":
+        return f"From step {first.step} on {first.what}. This is {first.sure}."
+    at = "" if first.step is None else f"at step {first.step}, "
+    text = at + _where(first, profile)
+    if first.parameters:
+        text += f"; {', '.join(first.parameters[:3])}"
+    if first.contained is not None:
+        inside = f"`{first.contained}`" if first.contained else "the model"
+        text += f"; the difference does not leave {inside}, whose output agrees"
+    if first.healed and not first.others:
+        text += "; with the reference's value in its place everything after it agrees"
+    elif first.others:
+        text += f"; {len(first.others)} more wrong on their own: {', '.join(first.others[:4])}"
+    compared = sum(row.status in COMPARED for row in rows)
+    rest = "" if compared == total else f"; {covered(compared, total)}"
+    return text[0].upper() + text[1:] + f"{rest}. This is {first.sure}."
+
+
+def _where(first: First, profile: Profile | None) -> str:
+    name = named(first.module)
+    where = f", {profile}" if profile is not None else ""
+    if first.origin == "structure":
+        return f"{name} does something else: at {first.site} {first.what}"
+    size = _size(first)
+    if first.origin == "local":
+        because = f" ({first.evidence})" if first.evidence else ""
+        return f"{name} is wrong on its own{because}: {first.site} differs, {size}{where}"
+    if first.origin == "accumulated":
+        return f"every module is right on its own, but rounding adds up to {first.site} differing ({size}{where})"
+    if first.origin == "inherited":
+        return f"{name} only passes on an error that it was given, first seen at {first.site} ({size}{where})"
+    text = f"{name} is the first to differ, at {first.site} ({size}{where})"
+    return text if first.after is None else f"{text}; {first.after} before it still agrees"
+
+
+def _size(first: First) -> str:
+    what = f"it is {first.what}, " if first.what else ""
+    if not math.isfinite(first.error) or first.error == 0.0:
+        return f"{what}NaN or infinite in places of one side alone" if not first.what else first.what
+    return f"{what}relative error {first.error:.2g} over a floor of {first.floor:.2g}"

@@ -1,0 +1,265 @@
+"""Which module of a live target is which of the reference: nodes and signatures for the alignment, and fused parts.
+
+A projection that one model has in one piece and the other in two or three (query, key and value; gate and up) is
+compared piece by piece: the trace of the reference is cut or joined to the target's layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from torchtap.comparison.align.pairing import Alignment, Pair, Unaligned
+from torchtap.comparison.align.rules import Rule, rule_from
+from torchtap.comparison.align.sequence import Node, Paired, match_nodes
+from torchtap.comparison.live.tracing import Event, Trace
+from torchtap.comparison.measure.signature import signature
+from torchtap.names import join_path, last_part, parent_path, path_of, paths_around, read_name
+from torchtap.sites import places
+
+__all__ = ["Matched", "match_models", "part_of", "plain_module"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The target's module names by the reference's, and the reference's trace in the target's layout."""
+
+    names: dict[str, str]
+    alignment: Alignment
+    trace: Trace
+
+
+def match_models(
+    reference: nn.Module, trace: Trace, target: nn.Module, listed: Trace, rules: tuple[str | Rule, ...]
+) -> Matched:
+    """Pair the modules of two models that ran once each."""
+    left, right = _nodes(reference, trace), _nodes(target, listed)
+    chosen, unused = _by_rules([rule_from(rule) for rule in rules], left, right)
+    pairs = match_nodes(left, right, chosen)
+    trace, fused = _regroup(trace, listed, left, right, pairs)
+    pairs += fused
+    names = {pair.target: pair.reference for pair in pairs}
+    return Matched(names, _alignment(trace, listed, pairs, unused), trace)
+
+
+def plain_module(path: str) -> str:
+    """The module's own name for a piece that was cut out of it."""
+    return path.partition("[")[0]
+
+
+def part_of(path: str) -> list[str]:
+    """The modules that were joined under one name; the name itself when it is one module."""
+    return [join_path(parent_path(path), part) for part in last_part(path).split("+")]
+
+
+def _nodes(model: nn.Module, trace: Trace) -> list[Node]:
+    modules = {place.path: place.module for place in places(model)}
+    first: dict[str, tuple[int, Event]] = {}
+    for at, event in enumerate(trace.events):
+        if event.kind == "output" and event.module not in first:
+            first[event.module] = (at, event)
+    called = {called.module for called in trace.calls}
+    outer = {path for each in called for path in paths_around(each)}
+    found = []
+    for path, (at, event) in first.items():
+        value = trace.values[event.site]
+        module = modules.get(path)
+        found.append(
+            Node(
+                path=path,
+                order=at,
+                shape=tuple(n for n in value.shape if n != 1),
+                value=signature(value),
+                weight=None if module is None else _weight(module),
+                type_name=type(module).__name__,
+                leaf=path not in outer,
+            )
+        )
+    return found
+
+
+def _weight(module: nn.Module) -> tuple[float, ...] | None:
+    """The largest parameter of a module itself, in numbers that a transpose does not change."""
+    own = [p.detach() for p in module.parameters(recurse=False) if p.is_floating_point()]
+    if not own:
+        return None
+    wide = max(own, key=lambda p: p.numel()).double()
+    return (
+        float(wide.numel()),
+        float(wide.norm()),
+        float(wide.sum()),
+        float(wide.abs().sum()) * wide.numel() ** -0.5,
+    )
+
+
+def _by_rules(rules: list[Rule], left: list[Node], right: list[Node]) -> tuple[dict[str, str], list[Rule]]:
+    """Which modules the user's rules pair, and the rules that pair none."""
+    there = {node.path for node in right}
+    chosen: dict[str, str] = {}
+    used: set[int] = set()
+    for node in left:
+        for at, rule in enumerate(rules):
+            name = rule.rename(f"{node.path}:output")
+            path = None if name is None else path_of(name)
+            if path is not None and path in there:
+                chosen.setdefault(node.path, path)
+                used.add(at)
+                break
+    return chosen, [rule for at, rule in enumerate(rules) if at not in used]
+
+
+def _alignment(trace: Trace, listed: Trace, pairs: list[Paired], unused: list[Rule]) -> Alignment:
+    """The pairs of modules as pairs of sites, and every site that has no partner."""
+    by_module = {pair.reference: pair for pair in pairs}
+    theirs = {(e.module, e.kind) for e in listed.events}
+    sites = []
+    left = []
+    for at, event in enumerate(trace.events):
+        pair = by_module.get(event.module)
+        if pair is not None and (pair.target, event.kind) in theirs:
+            sites.append(Pair(at, event.site, _moved(event.site, pair.target), pair.why))
+        else:
+            why = "no module of the target was found to be this one"
+            left.append(Unaligned(event.site, "reference", why))
+    taken = {pair.target for pair in pairs}
+    left += [
+        Unaligned(event.site, "target", "no module of the reference was found to be this one")
+        for event in listed.events
+        if event.module not in taken
+    ]
+    left += [
+        Unaligned(str(rule), "rule", "this rule paired nothing; it reads reference name=target name")
+        for rule in unused
+    ]
+    return Alignment(tuple(sites), tuple(left))
+
+
+# Projections that one side has in one piece.
+
+
+def _regroup(
+    trace: Trace, listed: Trace, left: list[Node], right: list[Node], pairs: list[Paired]
+) -> tuple[Trace, list[Paired]]:
+    taken_left, taken_right = {p.reference for p in pairs}, {p.target for p in pairs}
+    mine = [n for n in left if n.leaf and n.weight is not None and n.path not in taken_left]
+    theirs = [n for n in right if n.leaf and n.weight is not None and n.path not in taken_right]
+    found: list[Paired] = []
+    for whole in theirs:  # the target has one piece where the reference has several
+        parts = _parts_of(whole, [n for n in mine if n.path not in taken_left], listed, trace)
+        if parts:
+            taken_left |= {n.path for n in parts}
+            taken_right.add(whole.path)
+            trace, joined = _joined(trace, [n.path for n in parts])
+            found.append(Paired(joined, whole.path, "one piece in the target"))
+    for whole in mine:
+        if whole.path in taken_left:
+            continue
+        parts = _parts_of(whole, [n for n in theirs if n.path not in taken_right], trace, listed)
+        if parts:
+            taken_left.add(whole.path)
+            taken_right |= {n.path for n in parts}
+            sizes = [_last_size(listed, n.path) for n in parts]
+            trace = _cut(trace, whole.path, sizes)
+            found += [
+                Paired(f"{whole.path}[{n}]", part.path, "a piece of one in the reference")
+                for n, part in enumerate(parts)
+            ]
+    return trace, found
+
+
+def _parts_of(whole: Node, candidates: list[Node], whole_trace: Trace, parts_trace: Trace) -> list[Node]:
+    """Two or three neighbours whose weights and outputs together are as large as the whole's, in their order."""
+    assert whole.weight is not None
+    size = _last_size(whole_trace, whole.path)
+    for count in (3, 2):
+        for start in range(len(candidates) - count + 1):
+            group = candidates[start : start + count]
+            if len({parent_path(n.path) for n in group}) != 1:
+                continue
+            elements = sum(n.weight[0] for n in group if n.weight is not None)
+            sizes = sum(_last_size(parts_trace, n.path) for n in group)
+            if elements == whole.weight[0] and sizes == size:
+                return _in_order(whole, group, whole_trace, parts_trace)
+    return []
+
+
+def _in_order(whole: Node, group: list[Node], whole_trace: Trace, parts_trace: Trace) -> list[Node]:
+    """The order in which the parts lie side by side in the whole: as they ran, unless the values say otherwise."""
+    value = _output(whole_trace, whole.path)
+    best, order = -1, group
+    for permutation in itertools.permutations(group):
+        pieces = [_output(parts_trace, n.path) for n in permutation]
+        cut = value.split([p.shape[-1] for p in pieces], -1)
+        hits = sum(
+            signature(a) is not None and _near(a, b.reshape(a.shape))
+            for a, b in zip(cut, pieces, strict=True)
+            if a.numel() == b.numel()
+        )
+        if hits > best:
+            best, order = hits, list(permutation)
+    return order
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return float((a.double() - b.double()).norm()) <= 1e-2 * float(a.double().norm())
+
+
+def _output(trace: Trace, path: str) -> Tensor:
+    return trace.values[next(e.site for e in trace.events if e.module == path and e.kind == "output")]
+
+
+def _last_size(trace: Trace, path: str) -> int:
+    value = _output(trace, path)
+    return value.shape[-1] if value.dim() else 1
+
+
+def _joined(trace: Trace, paths: list[str]) -> tuple[Trace, str]:
+    """The trace with several modules' outputs side by side as one."""
+    joined = join_path(parent_path(paths[0]), "+".join(last_part(path) for path in paths))
+    values = dict(trace.values)
+    events: list[Event] = []
+    waiting: dict[str, list[str]] = {}
+    for event in trace.events:
+        if event.module not in paths:
+            events.append(event)
+            continue
+        site = _moved(event.site, joined)
+        values_so_far = waiting.setdefault(site, [])
+        values_so_far.append(event.site)
+        if event.kind == "input":
+            if len(values_so_far) == 1:
+                events.append(Event(site, joined, "input", event.author))
+                values[site] = trace.values[event.site]
+        elif len(values_so_far) == len(paths):
+            by_module = {path_of(name): trace.values[name] for name in values_so_far}
+            events.append(Event(site, joined, "output", joined))
+            values[site] = torch.cat([by_module[path] for path in paths], -1)
+    return replace(trace, values=values, events=events), joined
+
+
+def _cut(trace: Trace, path: str, sizes: list[int]) -> Trace:
+    """The trace with one module's output in pieces, each under a name of its own."""
+    values = dict(trace.values)
+    events: list[Event] = []
+    for event in trace.events:
+        if event.module != path:
+            events.append(event)
+            continue
+        whole = trace.values[event.site]
+        pieces = [whole] * len(sizes) if event.kind == "input" else whole.split(sizes, -1)
+        for n, piece in enumerate(pieces):
+            name = f"{path}[{n}]"
+            site = _moved(event.site, name)
+            events.append(Event(site, name, event.kind, event.author if event.kind == "input" else name))
+            values[site] = piece.contiguous()
+    return replace(trace, values=values, events=events)
+
+
+def _moved(site: str, path: str) -> str:
+    """The same site of another module."""
+    return str(read_name(site)._replace(path=path))

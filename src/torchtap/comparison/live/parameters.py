@@ -1,0 +1,80 @@
+"""What the parameters of two models say: which of a module's own differ, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from torchtap.comparison.measure.measures import coarser
+from torchtap.comparison.measure.patterns import pattern
+from torchtap.sites import places
+
+__all__ = ["differing_parameters", "own_tensors", "usual_dtype"]
+
+
+def differing_parameters(
+    reference: nn.Module, target: nn.Module, module: str, names: Mapping[str, str] | None
+) -> tuple[str, ...]:
+    """A module's own parameters and buffers that are not the same in the target, each with how they differ."""
+    theirs = module
+    if names is not None:
+        theirs = next((mine for mine, name in names.items() if name == module), module)
+    try:
+        left, right = own_tensors(reference, module), own_tensors(target, theirs)
+    except AttributeError:
+        return ()
+    notes = []
+    for name in dict.fromkeys([*left, *right]):
+        a, b = left.get(name), right.get(name)
+        if a is None or b is None:
+            notes.append(f"{name} is only in the {'target' if a is None else 'reference'}")
+        elif a.shape != b.shape:
+            if names is None or sorted(a.shape) != sorted(b.shape):
+                notes.append(
+                    f"{name} has shape {tuple(a.shape)} in the reference and {tuple(b.shape)} in the target"
+                )
+        else:
+            a, b = _at_one_precision(a, b)
+            if not torch.equal(a, b):
+                notes.append(_difference(name, a, b))
+    return tuple(notes)
+
+
+def _at_one_precision(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the coarser of their dtypes: a lower precision of the same numbers is no difference."""
+    dtype = coarser(a.dtype, b.dtype)
+    return a.to(dtype), b.to(a.device, dtype)
+
+
+def _difference(name: str, a: Tensor, b: Tensor) -> str:
+    named = pattern(a, b)
+    if named:
+        return f"{name} is {named}"
+    unequal = int((a != b).sum())
+    return f"{name} differs in {unequal} of {a.numel()} elements"
+
+
+def own_tensors(model: nn.Module, path: str) -> dict[str, Tensor]:
+    """The parameters and buffers of one module itself; an ``AttributeError`` when there is no such module."""
+    module = next((place.module for place in places(model) if path in (place.path, *place.other_paths)), None)
+    if module is None:
+        raise AttributeError(path)
+    return {
+        **{name: p.detach() for name, p in module.named_parameters(recurse=False)},
+        **dict(module.named_buffers(recurse=False)),
+    }
+
+
+def usual_dtype(model: object) -> tuple[torch.dtype | None, bool]:
+    """The dtype that most of a model's numbers have, and whether all have it."""
+    if not isinstance(model, nn.Module):
+        return None, False
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    if not counts:
+        return None, False
+    return max(counts, key=lambda dtype: counts[dtype]), len(counts) == 1

@@ -1,0 +1,32 @@
+"""How results show themselves in a notebook and as figures.
+
+A result is made far above the viewer that can draw it. So it names its picture here, and the viewer is loaded when
+somebody looks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtap.errors import TorchtapError
+from torchtap.registry import Registry
+
+__all__ = ["drawn"]
+
+_PICTURES = Registry(
+    "picture",
+    "torchtap.pictures",
+    {
+        "captured values": "torchtap.viewer.notebook:seen_html",
+        "comparison": "torchtap.viewer.notebook:comparison_html",
+        "figure": "torchtap.viewer.plot:plot",
+        "run": "torchtap.viewer.notebook:run_html",
+        "series": "torchtap.viewer.notebook:series_svg",
+    },
+    TorchtapError,
+)
+
+
+def drawn(picture: str, *arguments: Any, **options: Any) -> Any:
+    """What the viewer makes of a result."""
+    return _PICTURES.load(picture)(*arguments, **options)

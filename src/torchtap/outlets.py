@@ -1,0 +1,101 @@
+"""Where a watch's records go, and what goes wrong on the way: the run's writer and the sinks.
+
+A consumer that fails costs its own values, never the training (unless ``strict``). What was lost is in ``lost``, in
+the run and in one warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, final
+
+from torchtap.errors import RecordingLostError
+from torchtap.store.record import Consumer, StepRecord
+
+__all__ = ["Outlets", "warn"]
+
+
+@final
+class Outlets:
+    """The consumers of one watch."""
+
+    def __init__(self, consumers: Sequence[Consumer], *, strict: bool) -> None:
+        self._consumers = list(consumers)
+        self._strict = strict
+        self._lost: list[str] = []
+        self._warned: set[str] = set()
+
+    @property
+    def lost(self) -> list[str]:
+        """What could not be kept, a sentence each: by the watch, by the run's writer, by the sinks."""
+        return [
+            *self._lost,
+            *(text for consumer in self._consumers for text in getattr(consumer, "lost", ())),
+        ]
+
+    def write(self, record: StepRecord) -> None:
+        """Hand a record to every consumer."""
+        for consumer in self._consumers:
+            self._try(consumer, "write", partial(consumer.write, record))
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """Note an event with every consumer that keeps events."""
+        for consumer in self._consumers:
+            event = getattr(consumer, "event", None)
+            if event is not None:
+                self._try(consumer, "event", partial(event, kind, **facts))
+
+    def flush(self) -> None:
+        """Have everything so far where it belongs."""
+        for consumer in self._consumers:
+            flush: Callable[[], None] | None = getattr(consumer, "flush", None)
+            if flush is not None:
+                self._try(consumer, "flush", flush)
+
+    def close(self) -> None:
+        """Close every consumer."""
+        for consumer in self._consumers:
+            self._try(consumer, "close", consumer.close)
+
+    def _try(self, consumer: Consumer, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            if self._strict:
+                raise
+            self.note_loss(f"{type(consumer).__name__}.{what} failed: {type(error).__name__}: {error}")
+
+    def note_loss(self, message: str) -> None:
+        """Something could not be kept."""
+        if self._strict:
+            raise RecordingLostError(message)
+        if not self._lost:
+            warn(f"torchtap lost a value and goes on: {message}")
+        # A failure tends to repeat with every step: it is told once, and the list stays short.
+        if message not in self._lost and len(self._lost) < 1000:
+            self._write_down(message)
+
+    def note_spent(self, message: str) -> None:
+        """A budget is there to be reached: that is told like a loss, and is no error to the strictest."""
+        warn(f"torchtap: {message}")
+        self._write_down(message)
+
+    def hint(self, topic: str, message: str) -> None:
+        """Warn once of each topic, and note it."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warn(f"torchtap: {message}")
+            self.tell("warning", message=message)
+
+    def _write_down(self, message: str) -> None:
+        self._lost.append(message)
+        self.tell("lost", message=message)
+
+
+def warn(message: str) -> None:
+    """One warning; where warnings are errors, it must still not end a training."""
+    with suppress(RuntimeWarning):
+        warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -1,0 +1,339 @@
+"""The steps of a watched training: which pass belongs to which step and phase, and when a record is whole.
+
+It guarantees:
+- a record has one step and one phase; passes of different phases never fold together;
+- an evaluation outside of a step belongs to the step that ended last, before the first step to that one. It never
+  makes a step and never shifts a number;
+- a schedule is judged for each pass, with the pass's own phase;
+- numbers that are logged after an update belong to the step that the update ended;
+- the host does not wait at a step's end for numbers of a device that copies by itself: such a step's records are
+  handed on when they are there, at the latest when the next step ends or when anyone asks. Records keep their order.
+
+Not here: who moves the clock (`watching`, `following`), where records go (`outlets`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import final
+
+from torchtap.clock import Clock
+from torchtap.logged import Logged
+from torchtap.outlets import Outlets
+from torchtap.plan import Plan
+from torchtap.schedule import Moment
+from torchtap.spending import Spending
+from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
+from torchtap.tapping import Tapping
+from torchtap.taps.receive.collect import Coming
+from torchtap.taps.receive.entries import Tally
+
+__all__ = ["Steps"]
+
+
+@final
+@dataclass(slots=True)
+class _Part:
+    """A record in the making."""
+
+    moment: Moment
+    passes: int
+    skipped: bool
+    scalars: tuple[ScalarBlock, ...]
+    tensors: tuple[TensorItem, ...]
+    coming: list[Coming]
+
+    def record(self) -> StepRecord:
+        for each in self.coming:
+            each.fill()
+        moment = self.moment
+        return StepRecord(
+            moment.step,
+            moment.epoch,
+            moment.batch,
+            moment.phase,
+            time.time(),
+            self.scalars,
+            self.tensors,
+            self.passes,
+            self.skipped,
+        )
+
+
+@final
+class Steps:
+    """Sorts passes into steps and phases, and makes the records."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        tap: Callable[[Steps], Tapping],
+        outlets: Outlets,
+        hand_on: Callable[[StepRecord], None],
+        *,
+        is_training: Callable[[], bool],
+        first: int = 0,
+    ) -> None:
+        self._plan = plan
+        self.clock = Clock(first)
+        self.logged = Logged()
+        self.ever_live: frozenset[int] = frozenset()
+        self.taps = tap(self)
+        self._outlets = outlets
+        self._hand_on = hand_on
+        self._is_training = is_training
+        self._spending = Spending(plan, self.taps.receiver, outlets.note_spent) if plan.fallbacks else None
+        self.open: Moment | None = None  # the open step
+        self.last: Moment | None = None  # the step that ended last
+        self.fresh = False  # no pass of the open step has come, so what comes may still belong to the last
+        self._undecided = False  # passes have come of which only the next event tells the step
+        self._learning: str | None = None  # the phase whose passes have gradients
+        self._phases: dict[str, None] = {}  # of the open step, in order
+        self._live: dict[Moment, frozenset[int]] = {}
+        self._held: list[_Part] = []  # of the last step: numbers may still be logged for it
+        self._waiting: list[_Part] = []  # whole but for numbers that are on their way
+        self.passes_before = 0  # of training, before the clock was moved for the first time
+
+    # -- what the receiver asks ---------------------------------------------------------------------------
+
+    def pass_begins(self, phase: str, learning: bool) -> frozenset[int] | None:
+        """The taps that are live in a pass; None for one that belongs to no step."""
+        if self.open is None and self.last is not None and phase == "train":
+            self._outlets.hint(
+                "between",
+                f"a training pass came after step {self.last.step} and before the next one; it is in no record. "
+                "Have the pass inside `with watch.step():`, or let watch.follow(optimizer) move the clock",
+            )
+            return None
+        moment = self.open
+        if moment is None:
+            moment = self.last or self._coming_first()
+            self.passes_before += self.last is None and phase == "train"
+        elif self.fresh:
+            moment = self._place_fresh(phase, learning, moment)
+        if learning and (phase == "train" or self._learning is None):
+            self._learning = phase
+        self._phases.setdefault(phase)
+        return self.live_at(moment, phase)
+
+    def _place_fresh(self, phase: str, learning: bool, moment: Moment) -> Moment:
+        """The step of a pass that comes before the first training pass of the open one."""
+        if phase == "train":
+            self.leave_last()
+            return moment
+        if not learning:
+            return self.last or moment
+        # A model may be trained in evaluation mode: whether this pass was training, the next update tells.
+        if not self._undecided:
+            self._collect(self.last or moment)
+            self._undecided = True
+        return moment
+
+    def state_phase(self) -> tuple[str, frozenset[int]]:
+        """The phase that parameters and gradients belong to now: that of the passes that learn."""
+        if self.fresh:  # an update comes: whatever is undecided belongs to the open step
+            if self._undecided:
+                self.fresh = False
+                self._release_for(self.last)
+            else:
+                self.leave_last()
+        phase = self._learning or self.taps.receiver.phase or next(iter(self._phases), None)
+        if phase is None:
+            phase = "train" if self._is_training() else "eval"
+        return phase, self.live_at(self.open or self.last or self._coming_first(), phase)
+
+    def live_at(self, moment: Moment, phase: str) -> frozenset[int]:
+        """The taps that are live at a step in a phase."""
+        at = moment if moment.phase == phase else replace(moment, phase=phase)
+        live = self._live.get(at)
+        if live is None:
+            live = self._plan.live(at)
+            if self._spending is not None:
+                live = self._spending.replaced(live)
+            self._live[at] = live
+        return live
+
+    def _coming_first(self) -> Moment:
+        return replace(self.clock.moment(), step=self.clock.following)
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def listen_before(self) -> None:
+        """Nobody has moved the clock yet. Passes are taken, of any thread; whose they are the first step tells."""
+        self.taps.begin(None)
+        self.taps.arm(self._wanted(self._coming_first()))
+
+    def begin(self, step: int | None, thread: int, *, fresh: bool = False) -> None:
+        """The next step begins. ``fresh``: what comes before its first training pass belongs to the last one."""
+        if not fresh:
+            self.leave_last()
+        before = self.last is None and self.open is None
+        self.clock.next_step(step)
+        self.open = moment = self.clock.moment()
+        if before:
+            self._sort_early(moment)
+        self.fresh, self._undecided = fresh, False
+        self._phases = {}
+        self._learning = None
+        self._live = {at: live for at, live in self._live.items() if at.step == (self.last or moment).step}
+        if self._spending is not None:
+            self._spending.begin_step()
+        self.taps.begin(thread)
+        self.taps.arm(self._wanted(moment))
+
+    def _sort_early(self, moment: Moment) -> None:
+        """Passes that came before the first step: evaluations are recorded with it, training passes have no step."""
+        training = self.taps.tallies.get("train")
+        if training is not None and training.passes:
+            self._outlets.hint(
+                "early",
+                f"{training.passes} training pass(es) came before the first step and are in no record",
+            )
+        if training is not None:
+            self.taps.drop(training)
+        self._collect(moment)
+        self._release()
+
+    def adopt_early(self, thread: int) -> None:
+        """The first step is open already: passes that came before the clock was set belong to it."""
+        self.clock.next_step()
+        self.open = self.clock.moment()
+        for tally in list(self.taps.tallies.values()):
+            if tally.phase != "train":
+                self._collect_one(self.open, tally)
+        self._release()
+        self.taps.begin(thread)
+
+    def end(self, *, skipped: bool = False) -> bool:
+        """The open step is over: its values are collected, and held for what is still logged. Says if there are any."""
+        moment, self.open = self.open, None
+        if moment is None:
+            return False
+        if self.fresh:
+            if not self._undecided:
+                self._collect(self.last or moment)
+            self._release_for(self.last)
+        self.last = moment
+        self.fresh = False
+        if not self.taps.armed:
+            # Most steps of most trainings: the code below would have to be fetched from memory to find nothing.
+            return False
+        self.taps.read_state()
+        self.ever_live |= self.state_phase()[1]
+        return self._collect(moment, skipped=skipped)
+
+    def stop_hearing(self) -> None:
+        """Nothing is heard any more."""
+        self.taps.receiver.end_step()
+
+    def leave_last(self) -> None:
+        """Nothing more belongs to the step that ended last: hand its records on."""
+        self.fresh = False
+        at = self.last or self.open
+        if at is not None:
+            self._collect(at)
+            self._release_for(self.last)  # before the first step has ended, what is logged is the open one's
+
+    def release(self) -> None:
+        """The step that ended last is whole: nothing is logged for it any more."""
+        self._release_for(self.last)
+
+    def settle(self) -> None:
+        """Hand on whatever is whole, waiting for numbers that are on their way."""
+        if self.open is None or self.fresh:
+            self._release_for(self.last or self._coming_first())
+        self._release()
+        self._let_go(all_of_them=True)
+
+    def close(self) -> None:
+        """The end: what was taken before any clock was moved makes one step."""
+        if self.open is None and self.last is None:
+            holds = [tally for tally in self.taps.tallies.values() if self.taps.holds_anything(tally)]
+            if holds or self.logged.phases:
+                self.clock.next_step()
+                self.last = self.clock.moment()
+                if holds:
+                    self.taps.read_state()
+        elif self.open is not None:
+            self._close_open()
+        self.leave_last()
+        self.settle()
+        self.stop_hearing()
+
+    def _close_open(self) -> None:
+        """A step that never began in earnest, such as the one after the last update, is none."""
+        if not self.fresh:
+            self.end()
+        else:
+            moment, self.open = self.open, None
+            self.last = self.last or moment
+
+    # -- records ------------------------------------------------------------------------------------------
+
+    def _wanted(self, moment: Moment) -> frozenset[int]:
+        """The taps that any pass of this step may want."""
+        named = self.taps.receiver.phase
+        wanted = self.live_at(moment, "train") | self.live_at(moment, "eval")
+        return wanted | self.live_at(moment, named) if named is not None else wanted
+
+    def rearm(self, *, evaluation: bool = True) -> None:
+        """The phases that may come have changed: an evaluation may still belong to the last step."""
+        moment = self.open or self.last or self._coming_first()
+        wanted = self._wanted(moment)
+        if evaluation and self.last is not None and (self.fresh or self.open is None):
+            wanted |= self._wanted(self.last)
+        if wanted != self.taps.armed:
+            self.taps.arm(wanted)
+
+    def relabel(self) -> None:
+        """Epoch or batch were set: they are those of the open step."""
+        if self.open is not None:
+            self.open = self.clock.moment()
+
+    def _collect(self, moment: Moment, *, skipped: bool = False) -> bool:
+        """Make parts of what the phases hold, those that train first."""
+        tallies = sorted(self.taps.tallies.values(), key=lambda tally: tally.phase != self._learning)
+        made = [self._collect_one(moment, tally, skipped=skipped) for tally in tallies]
+        return any(made)
+
+    def _collect_one(self, moment: Moment, tally: Tally, *, skipped: bool = False) -> bool:
+        if not tally.touched:
+            return False
+        self.ever_live |= tally.live
+        passes = tally.passes
+        scalars, tensors, coming = self.taps.collect(tally)
+        if not (scalars or tensors):
+            return False
+        if self._spending is not None:
+            tensors = self._spending.end_step(moment.step, tensors, tally)
+        at = replace(moment, phase=tally.phase)
+        self._held.append(_Part(at, passes, skipped, scalars, tensors, coming))
+        return True
+
+    def _release_for(self, moment: Moment | None) -> None:
+        """Put what was logged into the parts of a step, and let these go."""
+        if moment is not None:
+            for phase in self.logged.phases:
+                part = next((part for part in self._held if part.moment.phase == phase), None)
+                coming: list[Coming] = []
+                scalars, tensors = self.logged.take(phase, coming)
+                if part is None:
+                    at = replace(moment, phase=phase)
+                    self._held.append(_Part(at, 0, False, scalars, tensors, coming))
+                else:
+                    part.scalars, part.tensors = (*part.scalars, *scalars), (*part.tensors, *tensors)
+                    part.coming += coming
+        self._release()
+
+    def _release(self) -> None:
+        if self._held:
+            self._let_go(all_of_them=True)
+            self._waiting, self._held = self._held, []
+            self._let_go()
+
+    def _let_go(self, *, all_of_them: bool = False) -> None:
+        """Hand on the records whose numbers are there, in order."""
+        while self._waiting and (all_of_them or all(each.done() for each in self._waiting[0].coming)):
+            self._hand_on(self._waiting.pop(0).record())

@@ -1,0 +1,90 @@
+"""A plan on a model: what `capture` and `watch` have in common. It listens, folds, and lets go of the model again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from torch import Tensor
+
+from torchtap.plan import Plan
+from torchtap.store.record import ScalarBlock, TensorItem
+from torchtap.taps.alike.site_map import SiteMap
+from torchtap.taps.attach import attach
+from torchtap.taps.carry.passes import PassHooks
+from torchtap.taps.receive.collect import Collector, Coming
+from torchtap.taps.receive.entries import Tally
+from torchtap.taps.receive.receiver import PassClock, Receiver
+from torchtap.taps.walk.ways import WayName
+
+__all__ = ["Tapping"]
+
+
+@final
+class Tapping:
+    """A receiver, an attachment to the model in its form, and what empties the receiver."""
+
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        *,
+        strict: bool,
+        copy: Callable[[Tensor], Tensor],
+        on_lost: Callable[[str], None],
+        models: Mapping[str, Any] | None = None,
+        via: WayName = "hook",
+        fold_passes: bool = True,
+        clock: PassClock | None = None,
+        site_map: SiteMap | None = None,
+    ) -> None:
+        self.plan = plan
+        self.receiver = Receiver(
+            plan, fold_passes=fold_passes, strict=strict, copy=copy, on_lost=on_lost, clock=clock
+        )
+        self._collector = Collector(self.receiver.folding)
+        self._attachment = attach(model, self.receiver, via, site_map)
+        # Of several models each call is a pass; what holds them together is never called.
+        self._members = [PassHooks(each, self.receiver) for each in (models or {}).values()]
+        self._hears_members = False
+        self.armed: frozenset[int] = frozenset()
+
+    def begin(self, thread: int | None) -> None:
+        """A step begins: values of this thread (of every thread: None) are heard."""
+        self.receiver.begin_step(thread)
+
+    def arm(self, live: frozenset[int]) -> None:
+        """Have the model bring what these taps ask for."""
+        self.armed = live
+        self._attachment.arm(live)
+        self._hear_members(bool(live))
+
+    def _hear_members(self, wanted: bool) -> None:
+        if wanted != self._hears_members:
+            self._hears_members = wanted
+            for hooks in self._members:
+                hooks.switch_on() if wanted else hooks.switch_off()
+
+    def read_state(self) -> None:
+        """The step is over: take what is read at its end."""
+        self._attachment.finish_step()
+
+    @property
+    def tallies(self) -> Mapping[str, Tally]:
+        """What each phase holds."""
+        return self.receiver.folding.tallies
+
+    def holds_anything(self, tally: Tally) -> bool:
+        return self.receiver.folding.holds_anything(tally)
+
+    def drop(self, tally: Tally) -> None:
+        self.receiver.folding.drop(tally)
+
+    def collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
+        """Everything that a phase holds; afterwards it holds nothing."""
+        return self._collector.collect(tally)
+
+    def detach(self) -> None:
+        """Leave the model as it was found."""
+        self._hear_members(False)
+        self._attachment.detach()

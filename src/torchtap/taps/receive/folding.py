@@ -1,0 +1,259 @@
+"""The folding half of a receiver: find a site's entry and fold a value into the reductions that want it.
+
+It guarantees:
+- each tensor is measured once, though it may show up at several sites in a row;
+- values of one phase are folded into that phase's tally and into no other;
+- a failing reduction costs that value only: it is noted, and the model goes on (unless ``strict``).
+
+The hot path is `entry` → `fold`: no parsing, no matching, no allocation for a site that was seen before.
+
+Not here: which values are meant for us (`receiver`), arithmetic (`reduce`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import final
+
+from torch import Tensor
+
+from torchtap.errors import ReductionError, TorchtapError
+from torchtap.plan import Plan
+from torchtap.reduce import StatsBlock
+from torchtap.reduce.base import RowBlock
+from torchtap.sites import Site
+from torchtap.taps.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
+
+__all__ = ["Folding"]
+
+_ROWS = 64
+
+
+@final
+class Folding:
+    """What has been folded so far: a tally for each phase, and the entries of all sites that were seen."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        strict: bool,
+        copy: Callable[[Tensor], Tensor],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._taps = plan.taps
+        self._strict = strict
+        self._copy = copy  # of whole tensors on the host
+        self._on_lost = on_lost
+        self.keys = [repr(each.keep) for each in plan.taps]
+        self._whole = [each.whole for each in plan.taps]
+        blocks = [each.keep.block for each in plan.taps if each.keep.block is not None]
+        self._block_type: type[RowBlock] = blocks[0] if blocks else StatsBlock
+        self._in_rows = [each.keep.block is self._block_type for each in plan.taps]
+        self.entries: list[Entry] = []  # in the order of first arrival, which is the order of execution
+        self.rows: list[Entry] = []  # those that have a row in the tallies' blocks
+        # Values come from several threads where all are heard, and gradients from whichever runs the backward. One at
+        # a time: rows, slots and entries are shared. Reentrant, since reductions may call the model.
+        self.lock = threading.RLock()
+        self.timed = False  # whether folds are to know how long they took
+        self._recent = RecentValues()
+        self._generations = 0
+        self.tallies: dict[str, Tally] = {}
+        self.tally = Tally("", self._block_type(1, scratch=1), 1)  # nobody's, until one is turned to
+        self.generation = 0
+
+    # -- phases -------------------------------------------------------------------------------------------
+
+    def tally_of(self, phase: str, live: frozenset[int]) -> Tally:
+        """The tally of a phase, in which these taps are live."""
+        tally = self.tallies.get(phase)
+        if tally is None:
+            tally = self.tallies[phase] = Tally(
+                phase, self._block_type(_ROWS, scratch=RecentValues.SLOTS), _ROWS
+            )
+        if tally.live != live or not tally.generation:
+            tally.live = live
+            self._generations += 1
+            tally.generation = self._generations
+        return tally
+
+    def turn_to(self, tally: Tally) -> None:
+        """Fold into this tally from now on."""
+        tally.reserve(len(self.rows))
+        tally.touched = True
+        if tally is not self.tally:
+            self.tally = tally
+            self._recent.forget()
+        self.generation = tally.generation
+
+    def holds_anything(self, tally: Tally) -> bool:
+        """Whether any value has come into a tally since it was emptied."""
+        if not tally.touched:
+            return False
+        if tally.numbers or any(tally.arrived):
+            return True
+        return any(
+            fold.state is not None
+            for entry in self.entries
+            for fold in entry.folds.get(tally.phase, {}).values()
+        )
+
+    def drop(self, tally: Tally) -> None:
+        """Forget what a tally holds."""
+        tally.clear()
+        for entry in self.entries:
+            for fold in entry.folds.get(tally.phase, {}).values():
+                fold.state = None
+
+    def forget_values(self) -> None:
+        """Let go of what was remembered to recognise repeats."""
+        with self.lock:
+            self._recent.forget()
+
+    # -- the hot path -------------------------------------------------------------------------------------
+
+    def entry(self, port: LivePort, leaf: str, call: int) -> Entry | None:
+        """The entry of a leaf, or None where no live tap wants it."""
+        try:
+            entry = port.entries[leaf, call]
+        except KeyError:
+            entry = self._new_entry(port, leaf, call)
+        if entry is None:
+            return None
+        if entry.generation != self.generation:
+            with self.lock:
+                self.refresh(entry)
+        return entry if entry.measured or entry.live_folds else None
+
+    def fold(self, entry: Entry, tensor: Tensor) -> None:
+        """Fold a value into whatever of the entry is live."""
+        self.lock.acquire()
+        try:
+            if entry.shape is None:
+                entry.shape, entry.dtype = tuple(tensor.shape), tensor.dtype
+            if entry.measured:
+                self._measure(entry, tensor)
+            for fold in entry.live_folds:
+                if self.timed:
+                    began = perf_counter()
+                    self._update(fold, tensor)
+                    fold.seconds += perf_counter() - began
+                else:
+                    self._update(fold, tensor)
+        except Exception as error:
+            self.lose(entry.name, error)
+        finally:
+            self.lock.release()
+
+    def _measure(self, entry: Entry, tensor: Tensor) -> None:
+        tally = self.tally
+        row = entry.row
+        if row < 0:
+            row = self._new_row(entry)
+        slot, known = self._recent.slot_of(tensor)
+        if known:
+            tally.block.fold(row, slot)
+        else:
+            tally.block.measure_into(row, slot, tensor)
+        tally.arrived[row] = 1
+
+    def _update(self, fold: Fold, tensor: Tensor) -> None:
+        reduction = fold.reduction
+        if not reduction.whole:
+            fold.state = reduction.update(fold.state, tensor.detach())
+            return
+        # One copy serves every site that shows the same value: copies are never changed.
+        slot, known = self._recent.slot_of(tensor)
+        copies = self._recent.copies[slot]
+        state = copies.get(fold.key) if known else None
+        if state is None:
+            state = copies[fold.key] = reduction.first(tensor.detach(), self._copy)
+        fold.state = list(state) if fold.state is None else reduction.merge(fold.state, state)
+
+    def fold_pieces(
+        self, entry: Entry, shape: tuple[int, ...], pieces: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        """Fold a value too large to hold, cut along dimension 1."""
+        entry.shape = entry.shape or shape
+        self.lock.acquire()
+        try:
+            if entry.measured:
+                for piece in pieces():
+                    self._measure(entry, piece)
+            for fold in entry.live_folds:
+                began = perf_counter()
+                fold.state = fold.reduction.update_pieces(fold.state, pieces())
+                fold.seconds += perf_counter() - began
+        except Exception as error:
+            self.lose(entry.name, error)
+        finally:
+            self.lock.release()
+
+    def fold_state(self, entry: Entry, shape: Iterable[int], state: Tensor) -> None:
+        """Fold a row's state that was computed where the value was made."""
+        if not entry.measured:
+            return
+        if entry.shape is None:
+            entry.shape = tuple(shape)
+        with self.lock:
+            row = entry.row if entry.row >= 0 else self._new_row(entry)
+            self.tally.block.fold_state(row, state)
+            self.tally.arrived[row] = 1
+
+    # -- entries ------------------------------------------------------------------------------------------
+
+    def _new_row(self, entry: Entry) -> int:
+        entry.row = len(self.rows)
+        self.rows.append(entry)
+        self.tally.reserve(len(self.rows))
+        return entry.row
+
+    def _new_entry(self, port: LivePort, leaf: str, call: int) -> Entry | None:
+        names = port.port.names
+        more = leaf.removeprefix(names[0].leaf)
+        if more or call:  # what a port does not list is known only now
+            names = tuple(
+                Site(name.path, name.kind, name.leaf + more, call, module=name.module) for name in names
+            )
+        taps = tuple(
+            index for index in port.port.taps if self._whole[index] or self._taps[index].wants(names)
+        )
+        with self.lock:
+            if (leaf, call) not in port.entries:  # another thread may have come first
+                entry = port.entries[leaf, call] = Entry(names[0], taps) if taps else None
+                if entry is not None:
+                    self.entries.append(entry)
+            return port.entries[leaf, call]
+
+    def wants_row(self, entry: Entry, live: frozenset[int]) -> bool:
+        """Whether a live tap keeps this site in the block."""
+        return any(index in live and self._in_rows[index] for index in entry.taps)
+
+    def refresh(self, entry: Entry) -> None:
+        """Which of the entry's reductions are live now. Two taps with the same reduction share one fold."""
+        tally = self.tally
+        entry.measured = self.wants_row(entry, tally.live)
+        known = entry.folds.setdefault(tally.phase, {})
+        live: dict[str, Fold] = {}
+        for index in entry.taps:
+            if index not in tally.live or self._in_rows[index]:
+                continue
+            key = self.keys[index]
+            fold = known.get(key)
+            if fold is None:
+                fold = known[key] = Fold(key, self._taps[index].keep)
+            live[key] = fold
+        entry.live_folds = tuple(live.values())
+        entry.generation = tally.generation  # last: another thread must not go on with half of it
+
+    # -- what went wrong ----------------------------------------------------------------------------------
+
+    def lose(self, site: str, error: Exception) -> None:
+        """Note a value that could not be kept."""
+        if self._strict:
+            if isinstance(error, TorchtapError):
+                raise error
+            raise ReductionError(f"{site}: {type(error).__name__}: {error}") from error
+        self._on_lost(f"{site}: {type(error).__name__}: {error}")

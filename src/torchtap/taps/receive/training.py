@@ -1,0 +1,181 @@
+"""What a training tells of itself: the moments at which its gradients and parameters can be read.
+
+In one update these come in this order, each if it happens:
+
+- ``unscaling``: a gradient scaler is about to divide an optimizer's gradients by its scale;
+- ``clipping``: gradients are about to be clipped;
+- ``ready``: an optimizer is about to change its parameters. Where it was given a closure, that has run;
+- ``updated``: it has changed them;
+- ``skipped``: a gradient scaler found infinities and left the update out.
+
+The sources are torch's global optimizer hooks, which are there for every framework, `GradScaler` and torch's functions
+for clipping. They are listened to only while there is a listener, and nothing of torch stays changed after it.
+Readers are told before clocks, so that what belongs to a step is read before the step is over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+__all__ = ["TrainingListener", "innermost", "listen", "stop_listening"]
+
+
+class TrainingListener(Protocol):
+    """Who is told. Each method is called in the thread that trains."""
+
+    def unscaling(self, optimizer: Optimizer) -> None:
+        """Gradients of this optimizer are about to be unscaled."""
+
+    def clipping(self, gradients: Sequence[Tensor]) -> None:
+        """These gradients are about to be clipped."""
+
+    def ready(self, optimizer: Optimizer) -> None:
+        """This optimizer has its gradients and is about to change its parameters; once for each closure call."""
+
+    def updated(self, optimizer: Optimizer) -> None:
+        """This optimizer has changed its parameters."""
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        """A gradient scaler left this optimizer's update out."""
+
+
+_lock = threading.Lock()
+_readers: tuple[TrainingListener, ...] = ()
+_clocks: tuple[TrainingListener, ...] = ()
+_installed: list[Callable[[], None]] = []  # what takes everything off again
+_in_scaler = threading.local()
+
+
+def listen(listener: TrainingListener, *, clock: bool = False) -> None:
+    """Tell this listener from now on; clocks are told after all others."""
+    global _readers, _clocks
+    with _lock:
+        if clock:
+            _clocks = (*_clocks, listener)
+        else:
+            _readers = (*_readers, listener)
+        if not _installed:
+            _install()
+
+
+def stop_listening(listener: TrainingListener) -> None:
+    """The opposite of `listen`; harmless for a stranger."""
+    global _readers, _clocks
+    with _lock:
+        _readers = tuple(each for each in _readers if each is not listener)
+        _clocks = tuple(each for each in _clocks if each is not listener)
+        if not _readers and not _clocks:
+            while _installed:
+                _installed.pop()()
+
+
+def innermost(optimizer: Any) -> list[Optimizer]:
+    """The torch optimizers inside whatever a framework hands out as one; nothing where there is none."""
+    several = getattr(optimizer, "optimizers", None)
+    if isinstance(several, dict):
+        several = list(several.values())
+    if isinstance(several, (list, tuple)) and several:
+        return [found for each in several for found in innermost(each)]
+    inner = getattr(optimizer, "optimizer", None)
+    if inner is not None and inner is not optimizer and (found := innermost(inner)):
+        return found
+    return [optimizer] if isinstance(optimizer, Optimizer) else []
+
+
+def _all() -> tuple[TrainingListener, ...]:
+    return (*_readers, *_clocks)
+
+
+def _install() -> None:
+    before = register_optimizer_step_pre_hook(_before_step)
+    after = register_optimizer_step_post_hook(_after_step)
+    _installed.extend((before.remove, after.remove))
+    _replace(torch.amp.GradScaler, "unscale_", _telling_unscale)
+    _replace(torch.amp.GradScaler, "step", _telling_scaled_step)
+    # Everything in torch that clips gradients sorts them with this function first, whatever name the user calls.
+    if hasattr(clip_grad, "_group_tensors_by_device_and_dtype"):
+        _replace(clip_grad, "_group_tensors_by_device_and_dtype", _telling_clip)
+
+
+def _replace(owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, wrapped(original))
+    _installed.append(lambda: setattr(owner, name, original))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Tell that gradients are ready; where a closure computes them, once it has."""
+    positional = len(args) > 1 and callable(args[1])
+    closure = args[1] if positional else kwargs.get("closure")
+    if not callable(closure):
+        _tell_ready(optimizer)
+        return None
+
+    def closure_then_tell(*arguments: Any, **keywords: Any) -> Any:
+        loss = closure(*arguments, **keywords)
+        _tell_ready(optimizer)
+        return loss
+
+    if positional:
+        return (args[0], closure_then_tell, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure_then_tell}
+
+
+def _tell_ready(optimizer: Optimizer) -> None:
+    for listener in _all():
+        listener.ready(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for stepped in getattr(_in_scaler, "stack", ()):
+        stepped.append(id(optimizer))
+    for listener in _all():
+        listener.updated(optimizer)
+
+
+def _telling_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unscale_(scaler: Any, optimizer: Any) -> Any:
+        if scaler.is_enabled():
+            for each in innermost(optimizer):
+                for listener in _all():
+                    listener.unscaling(each)
+        return original(scaler, optimizer)
+
+    return unscale_
+
+
+def _telling_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        stepped: list[int] = []
+        _in_scaler.stack = (*getattr(_in_scaler, "stack", ()), stepped)
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            _in_scaler.stack = _in_scaler.stack[:-1]
+        for each in innermost(optimizer):
+            if id(each) not in stepped:
+                for listener in _all():
+                    listener.skipped(each)
+        return result
+
+    return step
+
+
+def _telling_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+    def group(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        for listener in _all():
+            listener.clipping(tensors[0])
+        return original(tensors, *args, **kwargs)
+
+    return group

@@ -1,0 +1,583 @@
+"""The loop matrix: in every loop that people write, each number is in its own step and phase.
+
+Each loop runs twice from the same seed: once with hand-written hooks, once watched. Losses are bit-identical, every
+recorded number is that of the hooks, and nothing is recorded that they did not see.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.clock.truth import Kept, Truth, check, evaluating
+from torch import Tensor, nn
+
+import torchtap as tt
+
+Loop = Callable[[nn.Module, "tt.Watch | None", "Truth | None"], list[float]]
+TAPS = ["*:output", "*:grad_output", "*:param_grad"]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 6)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).pow(2).mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def plain(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+    losses, optimizer = [], sgd(model)
+    if watch is not None:
+        assert watch.follow(optimizer) is watch
+    for step in range(4):
+        if truth is not None:
+            truth.step = step
+        optimizer.zero_grad()
+        loss = loss_of(model, batch())
+        loss.backward()
+        if truth is not None:
+            truth.gradients()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def accumulation(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+    losses, optimizer = [], sgd(model)
+    if watch is not None:
+        watch.follow(optimizer)
+    for step in range(3):
+        if truth is not None:
+            truth.step = step
+        for _ in range(4):
+            loss = loss_of(model, batch()) / 4
+            loss.backward()
+            losses.append(loss.item())
+        if truth is not None:
+            truth.gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def by_closure(make: Callable[[nn.Module], torch.optim.Optimizer], keyword: bool) -> Loop:
+    def loop(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+        losses: list[float] = []
+        optimizer = make(model)
+        if watch is not None:
+            watch.follow(optimizer)
+        for step in range(4):
+            if truth is not None:
+                truth.step = step
+            x = batch()
+
+            def closure(x: Tensor = x) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, x)
+                loss.backward()
+                if truth is not None:
+                    truth.gradients()
+                losses.append(loss.item())
+                return loss
+
+            if keyword:
+                optimizer.step(closure=closure)
+            else:
+                optimizer.step(closure)
+        return losses
+
+    return loop
+
+
+def clipping(clip: Callable[[Any], Any]) -> Loop:
+    def loop(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+        losses, optimizer = [], sgd(model)
+        if watch is not None:
+            watch.follow(optimizer)
+        for step in range(3):
+            if truth is not None:
+                truth.step = step
+            optimizer.zero_grad()
+            loss = 50 * loss_of(model, batch())
+            loss.backward()
+            if truth is not None:
+                truth.gradients("param_grad_unclipped")
+                truth.gradients("param_grad_accumulated")
+            clip(model.parameters())
+            if truth is not None:
+                truth.gradients()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    return loop
+
+
+def scaler(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+    """Every second update overflows and is left out; each is a step all the same."""
+    losses, optimizer = [], sgd(model)
+    scale = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    if watch is not None:
+        watch.follow(optimizer)
+    for step in range(6):
+        if truth is not None:
+            truth.step = step
+        optimizer.zero_grad()
+        x = batch()
+        loss = loss_of(model, x) * (torch.tensor(float("inf")) if step % 2 else 1.0)
+        scale.scale(loss).backward()
+        if truth is not None:
+            truth.gradients("param_grad_accumulated")
+        scale.unscale_(optimizer)
+        if truth is not None:
+            truth.gradients()
+        scale.step(optimizer)
+        scale.update()
+        losses.append(loss.item())
+    return losses
+
+
+def evaluation(where: str) -> Loop:
+    def loop(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+        losses, optimizer = [], sgd(model)
+        if watch is not None:
+            watch.follow(optimizer)
+
+        def evaluate(step: int) -> None:
+            if truth is not None:
+                truth.step = step
+            with evaluating(model):
+                losses.extend(loss_of(model, batch()).item() for _ in range(3))
+
+        if where == "before":
+            evaluate(0)
+        for step in range(4):
+            if where == "before each" and step:
+                evaluate(step - 1)
+            if truth is not None:
+                truth.step = step
+            optimizer.zero_grad()
+            loss = loss_of(model, batch())
+            if where == "inside":
+                evaluate(step)
+            loss.backward()
+            if truth is not None:
+                truth.gradients()
+            optimizer.step()
+            losses.append(loss.item())
+            if where == "after each" or (where == "some" and step in (1, 3)):
+                evaluate(step)
+        if where == "after":
+            evaluate(3)
+        return losses
+
+    return loop
+
+
+def with_blocks(where: str) -> Loop:
+    """The same with ``with watch.step():``."""
+
+    def loop(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+        losses, optimizer = [], sgd(model)
+
+        def evaluate(step: int) -> None:
+            if truth is not None:
+                truth.step = step
+            with evaluating(model):
+                losses.append(loss_of(model, batch()).item())
+
+        def train(step: int) -> None:
+            if truth is not None:
+                truth.step = step
+            optimizer.zero_grad()
+            loss = loss_of(model, batch())
+            loss.backward()
+            if truth is not None:
+                truth.gradients()
+            optimizer.step()
+            losses.append(loss.item())
+
+        if where == "before":
+            evaluate(0)
+        for step in range(3):
+            if watch is not None:
+                with watch.step(step):
+                    train(step)
+            else:
+                train(step)
+            if where == "after":
+                evaluate(step)
+        return losses
+
+    return loop
+
+
+def ema(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+    """A copy of the model that is averaged and evaluated: it is not the model that is watched."""
+    losses, optimizer, copied = [], sgd(model), None
+    if watch is not None:
+        watch.follow(optimizer)
+    for step in range(3):
+        if truth is not None:
+            truth.step = step
+        loss = loss_of(model, batch())
+        loss.backward()
+        if truth is not None:
+            truth.gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        if truth is not None:
+            truth.step = None  # its hooks are in the copy too, and must not hear it
+        copied = copy.deepcopy(model)
+        losses += [loss.item(), loss_of(copied, torch.ones(4, 6)).item()]
+    return losses
+
+
+def gradient_penalty(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+    losses, optimizer = [], sgd(model)
+    if watch is not None:
+        watch.follow(optimizer)
+    for step in range(3):
+        if truth is not None:
+            truth.step = step
+        optimizer.zero_grad()
+        x = batch().requires_grad_()
+        out = model(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = out.pow(2).mean() + (grad.norm(dim=1) - 1).pow(2).mean()
+        loss.backward()
+        if truth is not None:
+            truth.gradients()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def reinforcement(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+    """Several forwards lead to one backward."""
+    losses, optimizer = [], sgd(model)
+    if watch is not None:
+        watch.follow(optimizer)
+    for step in range(3):
+        if truth is not None:
+            truth.step = step
+        optimizer.zero_grad()
+        loss = torch.stack([loss_of(model, batch()) for _ in range(5)]).sum()
+        loss.backward()
+        if truth is not None:
+            truth.gradients()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def generation(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+    """Passes without gradients inside a training step, the model being in training mode."""
+    losses, optimizer = [], sgd(model)
+    if watch is not None:
+        watch.follow(optimizer)
+    for step in range(3):
+        if truth is not None:
+            truth.step = step
+        loss = loss_of(model, batch())
+        with torch.no_grad():
+            model(batch())
+        loss.backward()
+        with torch.no_grad():
+            model(batch())
+        if truth is not None:
+            truth.gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def in_evaluation_mode(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+    """Fine-tuning with a model in evaluation mode: its passes are of that phase, and so are its gradients."""
+    model.eval()
+    losses, optimizer = [], sgd(model)
+    if watch is not None:
+        watch.follow(optimizer)
+    for step in range(3):
+        if truth is not None:
+            truth.step = step
+        optimizer.zero_grad()
+        loss = loss_of(model, batch())
+        loss.backward()
+        if truth is not None:
+            truth.gradients(phase="eval")
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def late_optimizer(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+    """The optimizer comes after a look at the model that is no training, and gets a parameter group later."""
+    losses = []
+    if truth is not None:
+        truth.step = None
+    losses.append(loss_of(model, batch()).item())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters[:2], 0.1)
+    if watch is not None:
+        with pytest.warns(RuntimeWarning, match="1 training pass"):
+            watch.follow(optimizer)
+    for step in range(3):
+        if truth is not None:
+            truth.step = step
+        if step == 1:
+            optimizer.add_param_group({"params": parameters[2:]})
+        model.zero_grad()
+        loss = loss_of(model, batch())
+        loss.backward()
+        if truth is not None:
+            truth.gradients()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def named_phases(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
+    losses, optimizer = [], sgd(model)
+    if watch is not None:
+        watch.follow(optimizer)
+    for step in range(3):
+        if truth is not None:
+            truth.step, truth.named = step, None
+        loss = loss_of(model, batch())
+        loss.backward()
+        if truth is not None:
+            truth.gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name in ("valid", "test"):
+            if truth is not None:
+                truth.named = name
+            if watch is not None:
+                with watch.phase(name), evaluating(model):
+                    losses.append(loss_of(model, batch()).item())
+            else:
+                with evaluating(model):
+                    losses.append(loss_of(model, batch()).item())
+        losses.append(loss.item())
+    return losses
+
+
+LOOPS: dict[str, tuple[Loop, list[str]]] = {
+    "plain": (plain, TAPS),
+    "accumulation": (accumulation, TAPS),
+    "closure": (by_closure(sgd, False), TAPS),
+    "closure by keyword": (by_closure(lambda m: torch.optim.AdamW(m.parameters(), 1e-2), True), TAPS),
+    "LBFGS": (by_closure(lambda m: torch.optim.LBFGS(m.parameters(), max_iter=4), False), TAPS),
+    "clipping by norm": (
+        clipping(lambda p: torch.nn.utils.clip_grad_norm_(p, 0.1)),
+        [*TAPS, "*:param_grad_unclipped", "*:param_grad_accumulated"],
+    ),
+    "clipping by value": (
+        clipping(lambda p: torch.nn.utils.clip_grad_value_(p, 0.01)),
+        [*TAPS, "*:param_grad_unclipped", "*:param_grad_accumulated"],
+    ),
+    "scaler": (scaler, [*TAPS, "*:param_grad_accumulated"]),
+    "evaluation before": (evaluation("before"), TAPS),
+    "evaluation before each": (evaluation("before each"), TAPS),
+    "evaluation inside": (evaluation("inside"), TAPS),
+    "evaluation after": (evaluation("after"), TAPS),
+    "evaluation after each": (evaluation("after each"), TAPS),
+    "evaluation after some": (evaluation("some"), TAPS),
+    "blocks": (with_blocks("never"), TAPS),
+    "blocks, evaluation before": (with_blocks("before"), TAPS),
+    "blocks, evaluation after": (with_blocks("after"), TAPS),
+    "EMA copy": (ema, TAPS),
+    "gradient penalty": (gradient_penalty, TAPS),
+    "reinforcement": (reinforcement, TAPS),
+    "generation": (generation, TAPS),
+    "in evaluation mode": (in_evaluation_mode, TAPS),
+    "late optimizer": (late_optimizer, TAPS),
+    "named phases": (named_phases, TAPS),
+}
+
+
+def watched(loop: Loop, taps: Any, **options: Any) -> tuple[list[float], Kept]:
+    torch.manual_seed(7)
+    model, kept = mlp(), Kept()
+    with tt.watch(model, None, taps, sinks=[kept], strict=True, **options) as watch:
+        return loop(model, watch, None), kept
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_every_number_is_in_its_step_and_phase_and_the_losses_are_the_same(name: str) -> None:
+    loop, taps = LOOPS[name]
+    torch.manual_seed(7)
+    model = mlp()
+    truth = Truth(model)
+    by_hand = loop(model, None, truth)
+    losses, kept = watched(loop, taps)
+    torch.manual_seed(7)
+    assert losses == by_hand == loop(mlp(), None, None)
+    check(kept, truth.values)
+    steps = [(record.step, record.phase) for record in kept.records]
+    assert len(steps) == len(set(steps)), "a record for each step and phase"
+
+
+@pytest.mark.parametrize("name", ["plain", "evaluation after each", "evaluation before", "generation"])
+def test_a_schedule_is_judged_for_each_pass(name: str) -> None:
+    loop, _ = LOOPS[name]
+    _, every = watched(loop, ["*:output", "*:param_grad"])
+    whole = every.numbers()
+    for options, picks in (
+        ({"every": 2}, lambda step, phase: step % 2 == 0),
+        ({"phase": "train"}, lambda step, phase: phase == "train"),
+        ({"phase": "eval"}, lambda step, phase: phase == "eval"),
+        ({"steps": [1], "phase": "eval"}, lambda step, phase: step == 1 and phase == "eval"),
+    ):
+        _, kept = watched(loop, [tt.tap(["*:output", "*:param_grad"], **options)])
+        assert kept.numbers() == {key: v for key, v in whole.items() if picks(key[0], key[1])}, options
+
+
+def test_two_models_and_two_optimizers_share_a_clock_and_a_run() -> None:
+    def loop(watch: Any, truths: Any) -> list[float]:
+        torch.manual_seed(3)
+        models = {"G": mlp(), "D": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))}
+        generator, judge = models["G"], models["D"]
+        if truths is not None:
+            truths.extend(
+                Truth(model, name, truths[0].values if truths else None) for name, model in models.items()
+            )
+        optimizers = [
+            torch.optim.Adam(judge.parameters(), 1e-2),
+            torch.optim.Adam(generator.parameters(), 1e-2),
+        ]
+        made = watch(models) if watch is not None else None
+        if made is not None:
+            made.follow(*optimizers)
+        losses = []
+        for step in range(3):
+            for truth in truths or ():
+                truth.step = step
+            judge.zero_grad()
+            loss = judge(torch.randn(4, 3)).mean() - judge(generator(batch()).detach()).mean()
+            loss.backward()
+            if truths:
+                truths[1].gradients()
+            optimizers[0].step()
+            generator.zero_grad()
+            second = judge(generator(batch())).pow(2).mean()
+            second.backward()
+            if truths:
+                truths[0].gradients()
+            optimizers[1].step()
+            losses += [loss.item(), second.item()]
+        if made is not None:
+            made.close()
+        return losses
+
+    class Growing(list[Truth]):
+        def extend(self, truths: Any) -> None:
+            values: dict[Any, list[Tensor]] = {}
+            for truth in truths:
+                truth.values, values = values, values
+                self.append(truth)
+
+    truths, kept = Growing(), Kept()
+    by_hand = loop(None, truths)
+    losses = loop(lambda models: tt.watch(models, None, TAPS, sinks=[kept], strict=True), None)
+    assert losses == by_hand == loop(None, None)
+    assert [(record.step, record.passes) for record in kept.records] == [(0, 5), (1, 5), (2, 5)]
+    check(kept, truths[0].values)
+
+
+def test_optimizers_that_step_one_after_the_other_end_one_step() -> None:
+    torch.manual_seed(0)
+    model, kept = mlp(), Kept()
+    halves = [torch.optim.SGD([p], 0.1) for p in model.parameters()]
+    with tt.watch(model, None, "*:param_grad", sinks=[kept]) as watch:
+        watch.follow(*halves)
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(model, batch()).backward()
+            for optimizer in halves:
+                optimizer.step()
+    assert [record.step for record in kept.records] == [0, 1, 2]
+    assert all(record.scalars[0].sites == kept.records[0].scalars[0].sites for record in kept.records)
+
+
+def test_a_wrapped_optimizer_can_be_followed_and_a_stranger_is_refused() -> None:
+    class Wrapped(torch.optim.Optimizer):  # as Accelerate's: a subclass whose constructor is not run
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.optimizer.step()
+
+    model, kept = mlp(), Kept()
+    wrapped = Wrapped(sgd(model))
+    with tt.watch(model, None, "*:output", sinks=[kept]) as watch:
+        with pytest.raises(tt.SessionError, match="follow"):
+            watch.follow(nn.Linear(1, 1))
+        watch.follow(wrapped)
+        for _ in range(3):
+            loss_of(model, batch()).backward()
+            wrapped.step()
+    assert [record.step for record in kept.records] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("after", [True, False])
+def test_numbers_logged_after_the_update_belong_to_the_step_that_it_ended(every: int, after: bool) -> None:
+    torch.manual_seed(0)
+    model, kept = mlp(), Kept()
+    optimizer, losses = sgd(model), []
+    with tt.watch(model, None, [tt.tap("*:output", every=every)], sinks=[kept]) as watch:
+        watch.follow(optimizer)
+        if not after:
+            watch.log(ready=1)
+        for _ in range(7):
+            loss = loss_of(model, batch())
+            if not after:
+                watch.log(loss=loss)
+            loss.backward()
+            optimizer.step()
+            if after:
+                watch.log(loss=loss.item())
+            losses.append(loss.item())
+    numbers = kept.numbers()
+    assert [numbers[step, "train", ":value.loss"]["value"] for step in range(7)] == pytest.approx(losses)
+    steps = [record.step for record in kept.records]
+    assert steps == list(range(7)), "one record for each step, whether a tap was live or not"
+
+
+def test_skipped_steps_are_marked() -> None:
+    _, kept = watched(scaler, TAPS)
+    assert [(record.step, record.skipped) for record in kept.records] == [(i, i % 2 == 1) for i in range(6)]
+
+
+@pytest.mark.parametrize("clock", ["set_step", "set_batch"])
+def test_an_evaluation_at_the_end_of_an_epoch_does_not_fold_into_its_last_batch(clock: str) -> None:
+    model, kept = mlp(), Kept()
+    numbers = itertools.count()
+    with tt.watch(model, None, "0:output", sinks=[kept]) as watch:
+        for epoch in range(2):
+            watch.set_epoch(epoch)
+            for index in range(3):
+                watch.set_batch(index) if clock == "set_batch" else watch.set_step(next(numbers))
+                loss_of(model, torch.ones(1, 6))
+            with evaluating(model):
+                loss_of(model, torch.ones(26, 6))
+    assert [(r.step, r.phase, r.scalars[0].values[0, 0]) for r in kept.records] == [
+        (0, "train", 8), (1, "train", 8), (2, "train", 8), (2, "eval", 208),
+        (3, "train", 8), (4, "train", 8), (5, "train", 8), (5, "eval", 208),
+    ]  # fmt: skip
