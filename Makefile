@@ -4,6 +4,7 @@
 #   make test        run the tests
 #   make check       ruff and mypy
 #   make dist        the sdist and the wheel, into dist/
+#   make forms       85 architectures in every form, site by site
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c c
 # Two workers are what two cores carry; torch itself gets one thread in each.
 WORKERS ?= 2
 
-.PHONY: demo test check bench format browser clean
+.PHONY: demo test check forms bench format browser clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +56,10 @@ check: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Every architecture in every form, beside hand-written hooks: the table of docs/forms.md.
+forms: $(VENV)/.bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.architectures --compare
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
