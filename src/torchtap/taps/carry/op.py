@@ -35,6 +35,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torchtap._torch import in_backward
 from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.gradients import ask_while_traced
 from torchtap.taps.receive.receiver import Receiver
 
@@ -239,7 +240,7 @@ def _on_awaited(value: Tensor, site: str) -> None:
         return
     if not wanted:
         for receiver in _receivers(number):
-            receiver.note(path, kind, "the value does not require grad")
+            receiver.note(path, kind, reasons.NO_GRADIENT)
         return
     for receiver in _receivers(number):
         receiver.await_gradient(path, kind, leaf, value)

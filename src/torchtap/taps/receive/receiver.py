@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchtap._torch import is_traced_by_script
 from torchtap.names import paths_around
 from torchtap.plan import Plan
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.gradients import ask_for_gradient
@@ -183,13 +184,13 @@ class Receiver:
         if port.structure is None:
             port.structure = skeleton(tree)
         if not self._take_leaves(port, call, leaves(tree)):
-            port.note = f"{port.kind} is not a tensor but {type(tree).__name__}"
+            port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)
 
     def take_inputs(self, port: LivePort, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A module's arguments."""
         call = port.next_call(self._pass_number)
         if not self._take_leaves(port, call, input_leaves(port.input_names, args, kwargs)):
-            port.note = "no argument is a tensor"
+            port.note = reasons.NO_ARGUMENT
 
     def take_gradients(
         self, port: LivePort, found: Iterable[tuple[str, Tensor]], recomputed: bool = False
@@ -203,7 +204,7 @@ class Receiver:
         try:
             for leaf, tensor in found:
                 if not tensor.requires_grad:
-                    port.note = "the value does not require grad"
+                    port.note = reasons.NO_GRADIENT
                     known = port.entries.get((leaf, call))
                     if known is not None:
                         known.asked = False

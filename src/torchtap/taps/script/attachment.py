@@ -21,8 +21,9 @@ from torchtap.taps.graph.lookalikes import DoubtfulNames, lookalike_paths
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.script.copying import script_copy, script_modules
-from torchtap.taps.script.graph import assigned_attributes, constant_sites, tapped_copy
-from torchtap.taps.script.traced import TracedNames
+from torchtap.taps.script.graph import assigned_attributes, constant_sites, inputs_of, tapped_copy
+from torchtap.taps.script.traced import TracedNames, forward_methods
+from torchtap.taps.script.types import can_hold_tensors
 from torchtap.taps.script.values import digest_of, tap_values
 from torchtap.taps.walk.stand_ins import skeleton
 
@@ -79,6 +80,20 @@ def _mapped_copy(
     return tapped_copy(fresh, {"": kinds_of.get("", set())}, prefix)
 
 
+def _why_not_scripted(instance: Any, kind: str) -> str:
+    """Why a scripted module cannot bring this kind; empty if it can."""
+    methods = forward_methods(instance).values()
+    if not methods:
+        return reasons.NO_FORWARD.format(name=instance.qualified_name.rpartition(".")[2])
+    if kind.endswith("input"):
+        types = [jit_type for method in methods for _, jit_type in inputs_of(method)]
+    else:
+        types = [each.type for method in methods for each in method.schema.returns]
+    if any(can_hold_tensors(jit_type) for jit_type in types):
+        return ""
+    return reasons.NO_TENSOR_TYPE.format(types=", ".join(each.annotation_str for each in types) or "nothing")
+
+
 def _note_reasons(model: Any, receiver: Receiver, constant: set[str], traced: TracedNames) -> None:
     """Say of each place that cannot bring anything why not."""
     instances = script_modules(model)
@@ -91,6 +106,8 @@ def _note_reasons(model: Any, receiver: Receiver, constant: set[str], traced: Tr
             port.note = reasons.FOLDED
         elif traced.is_traced and not traced.brings(path, port.kind):
             port.note = reasons.NO_OPERATION
+        elif not traced.is_traced:
+            port.note = _why_not_scripted(instances[path], port.kind)
 
 
 @final

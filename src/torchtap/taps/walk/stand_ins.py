@@ -15,7 +15,7 @@ from torch import nn
 
 from torchtap.names import last_part, parent_path, path_parts, paths_around
 
-__all__ = ["find_class", "skeleton"]
+__all__ = ["find_class", "is_stand_in", "skeleton"]
 
 
 def skeleton(
@@ -70,6 +70,11 @@ def _stand_in(described: Any) -> nn.Module:
     name = str(described).rpartition(".")[2] if described else "Module"
     stand_in: type[nn.Module] = type(name, (nn.Module,), {})
     return stand_in()
+
+
+def is_stand_in(module: nn.Module) -> bool:
+    """Whether nothing is known of a module but the name of its class."""
+    return type(module).__module__ == __name__
 
 
 def find_class(dotted: Any) -> type | None:
