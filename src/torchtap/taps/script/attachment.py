@@ -50,7 +50,7 @@ def attach_script(model: Any, receiver: Receiver, site_map: SiteMap | None = Non
             kinds_of.setdefault(port.port.site.path, set()).add(port.kind)
         elif port.kind in ("attention", "value"):
             port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
-    constant = {address(site)[1] for site in constant_sites(model)}
+    constant = {address(site)[1:3] for site in constant_sites(model)}
     traced = TracedNames(script_modules(model))
     if site_map is not None and traced.is_traced:
         copy = _mapped_copy(model, receiver, site_map, channel.prefix, kinds_of)
@@ -94,13 +94,15 @@ def _why_not_scripted(instance: Any, kind: str) -> str:
     return reasons.NO_TENSOR_TYPE.format(types=", ".join(each.annotation_str for each in types) or "nothing")
 
 
-def _note_reasons(model: Any, receiver: Receiver, constant: set[str], traced: TracedNames) -> None:
+def _note_reasons(
+    model: Any, receiver: Receiver, constant: set[tuple[str, str]], traced: TracedNames
+) -> None:
     """Say of each place that cannot bring anything why not."""
     instances = script_modules(model)
     receiver.knows_positions = not traced.is_traced
     for port in receiver.ports.values():
         path = port.port.site.path
-        if path in constant or port.kind not in _PASSED_ON:
+        if (path, port.kind) in constant or port.kind not in _PASSED_ON:
             continue
         if path not in instances:
             port.note = reasons.FOLDED
