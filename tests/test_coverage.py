@@ -151,7 +151,13 @@ PROVOKED: dict[str, Any] = {
     "NOT_PUT_IN": not_put_in,
 }
 # Provoked where the compiler, the optimizer and nested tensors are tested.
-ELSEWHERE = {"NOT_CALLED_OR_COMPILED", "NO_STEP_ENDED", "NO_OPTIMIZER_STATE", "NESTED_ATTENTION"}
+ELSEWHERE = {
+    "NOT_CALLED_OR_COMPILED",
+    "NO_STEP_ENDED",
+    "NO_OPTIMIZER_STATE",
+    "NO_OPTIMIZER_STEP",
+    "NESTED_ATTENTION",
+}
 
 
 @pytest.mark.parametrize("name", PROVOKED)

@@ -58,7 +58,9 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
             yield Missing(site, port.note or reasons.NO_BACKWARD)
         elif port.note:
             yield Missing(site, port.note)
-        elif port.kind in ("param", "param_grad", "buffer"):
+        elif port.kind in ("update", "optim_state", "lr"):
+            yield Missing(site, reasons.NO_OPTIMIZER_STEP)
+        elif port.kind.startswith("param") or port.kind == "buffer":
             yield Missing(site, reasons.NO_STEP_ENDED)
         elif not port.called:
             yield Missing(site, _why_not_called(receiver, port))

@@ -47,7 +47,7 @@ class Capture:
         model: Any,
         plan: Plan,
         *,
-        merge: bool,
+        apart: frozenset[int],
         any_thread: bool,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
@@ -63,7 +63,7 @@ class Capture:
             copy=copy,
             on_lost=lost.append,
             via=via,
-            fold_passes=merge,
+            apart=apart,
             site_map=site_map,
         )
         self.seen = Seen(self._taps.receiver, lost)
@@ -115,12 +115,13 @@ def capture(
     if site_map is not None:
         tree = with_paths(tree, site_map)
     bound = bind(tree, taps or ("*:output",), keep)
-    if merge is None:
-        merge = not any(tap.keep.whole for tap in bound.taps)
+    apart = frozenset(
+        index for index, each in enumerate(bound.taps) if (each.keep.whole if merge is None else not merge)
+    )
     return Capture(
         model,
         bound,
-        merge=merge,
+        apart=apart,
         any_thread=any_thread,
         strict=strict,
         copy=pool_of(tree).copy,

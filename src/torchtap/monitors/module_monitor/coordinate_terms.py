@@ -20,8 +20,9 @@ from torchtap.taps.walk.leaves import leaves
 
 __all__ = ["Measured", "Terms"]
 
-# Keys, the place of each one's number among the norms, the norms, and over how many rows these are summed up.
-Measured = tuple[tuple[str, ...], tuple[int, ...], RowNorms, int]
+# Keys, the place of each one's number among the norms, the norms, over how many rows these are summed up, and the width
+# of a row.
+Measured = tuple[tuple[str, ...], tuple[int, ...], RowNorms, int, int]
 
 _OWN, _INHERITED = "RCC (W_t-W_0)x_t/{}/l2norm", "RCC W_0(x_t-x_0)/{}/l2norm"
 
@@ -63,15 +64,16 @@ class Terms:
         if self._is_embedding:
             return found  # its input is an index
         first = inputs[0] if inputs else None
-        if isinstance(first, Tensor) and first.is_floating_point():
+        if isinstance(first, Tensor) and first.is_floating_point() and first.dim():
             other = start_inputs[0] if start_inputs else None
             rows = row_count(first)
             if isinstance(other, Tensor) and other.shape == first.shape:
-                found.append((self._input, (0, 1), of_change(first, other), rows))
+                found.append((self._input, (0, 1), of_change(first, other), rows, first.shape[-1]))
                 if self._is_norm:
-                    found.append((self._normalised, (0, 1), self._of_normalised(first, other), rows))
+                    normalised = self._of_normalised(first, other)
+                    found.append((self._normalised, (0, 1), normalised, rows, first.shape[-1]))
             else:
-                found.append((self._input[:1], (0,), of_change(first, first), rows))
+                found.append((self._input[:1], (0,), of_change(first, first), rows, first.shape[-1]))
         if self._has_projections:
             found += self._of_projections(inputs, start_inputs)
         return found
@@ -87,7 +89,7 @@ class Terms:
             else:
                 norms = of_steps(output, between, start, (bias, self._reference.bias))
                 places = (0, 1, 2, 3, 4, 1)
-            return [(self._weight, places, norms, row_count(output))]
+            return [(self._weight, places, norms, row_count(output), output.shape[-1])]
         betweens, starts = dict(leaves(between)), dict(leaves(start))
         return [
             self._of_leaf(leaf, value, betweens[leaf], starts[leaf])
@@ -97,9 +99,10 @@ class Terms:
 
     def _of_leaf(self, leaf: str, output: Tensor, between: Tensor, start: Tensor) -> Measured:
         keys, rows = self._steps_of(leaf), row_count(output)
+        width = output.shape[-1] if output.dim() else 1
         if self._is_embedding:
-            return keys[:1], (1,), of_change(output, between), rows
-        return keys, (0, 1), of_steps(output, between, start), rows
+            return keys[:1], (1,), of_change(output, between), rows, width
+        return keys, (0, 1), of_steps(output, between, start), rows, width
 
     def _steps_of(self, leaf: str) -> tuple[str, ...]:
         known = self._steps.get(leaf)
@@ -128,7 +131,7 @@ class Terms:
             start = functional.linear(start_inputs[index], before)
             place = f"{self._name}.{part}_proj.weight"
             keys = (_OWN.format(place), _INHERITED.format(place))
-            found.append((keys, (0, 1), of_steps(value, between, start), row_count(value)))
+            found.append((keys, (0, 1), of_steps(value, between, start), row_count(value), value.shape[-1]))
         return found
 
 

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtap._torch import graph_task
 from torchtap.errors import MetricError, MonitorError
 from torchtap.monitors.module_monitor.attention_patch import AttentionPatch
 from torchtap.monitors.module_monitor.eager_stance import EagerStance
 from torchtap.monitors.module_monitor.hooks import HooksManager, LiveHook
-from torchtap.monitors.module_monitor.ledger import BoundMetrics, Ledger
+from torchtap.monitors.module_monitor.ledger import Ledger
 from torchtap.monitors.module_monitor.metrics import MetricRegistry
 from torchtap.monitors.module_monitor.mixin import MonitorMixin
 from torchtap.monitors.module_monitor.naming import (
@@ -36,6 +37,7 @@ from torchtap.monitors.module_monitor.naming import (
     leaf_name,
     named_modules,
 )
+from torchtap.monitors.module_monitor.output_hooks import OutputHook, ReferenceHook
 from torchtap.monitors.module_monitor.parameters import ParameterList
 from torchtap.monitors.module_monitor.records import StepKeeper
 from torchtap.monitors.module_monitor.reference import ReferenceActivations
@@ -47,17 +49,15 @@ from torchtap.taps.walk.ways import HookWay
 
 __all__ = ["ModuleMonitor"]
 
-# -1 unless autograd is at work in this thread
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
 
 class ModuleMonitor(MetricRegistry):
     """Monitors the training of a module; see ``docs/module-monitor.md``.
 
-    ``monitor_step_fn`` says which steps are monitored (None: all). ``excluded_modules_regex`` is matched against
-    formatted names. ``attention`` monitors every attention inside the model, or inside modules whose name it
-    matches. ``run`` is a folder that all numbers go to; memory then holds the newest step only. ``sinks`` are called
-    with ``(step, metrics)`` or are consumers of records.
+    ``monitor_step_fn`` says which steps are monitored (None: all). ``excluded_modules_regex`` and
+    ``included_modules_regex`` are matched against formatted names; exclusion wins. ``error_on_duplicates`` raises when
+    a module gives a second activation in one micro-batch. ``attention`` monitors every attention inside the model, or
+    inside modules whose name it matches. ``run`` is a folder that all numbers go to; memory then holds the newest step
+    only. ``sinks`` are called with ``(step, metrics)`` or are consumers of records.
     """
 
     def __init__(
@@ -68,6 +68,8 @@ class ModuleMonitor(MetricRegistry):
         logger: logging.Logger | None = None,
         cpu_offload: bool = False,
         *,
+        included_modules_regex: str | None = None,
+        error_on_duplicates: bool = False,
         attention: bool | str = False,
         run: str | os.PathLike[str] | None = None,
         sinks: Sequence[Consumer | Callable[[int, dict[str, Any]], None]] = (),
@@ -76,6 +78,8 @@ class ModuleMonitor(MetricRegistry):
         self.monitor_step_fn = monitor_step_fn
         self.format_module_name_fn = format_module_name_fn
         self.excluded_modules_compiled_re = re.compile(excluded_modules_regex)
+        self.included_modules_compiled_re = re.compile(included_modules_regex or "")
+        self._given: set[str] | None = set() if error_on_duplicates else None  # modules, in this micro-batch
         self.logger = _quiet_logger() if logger is None else logger
         self.cpu_offload = cpu_offload
 
@@ -121,7 +125,7 @@ class ModuleMonitor(MetricRegistry):
                 self.logger.debug("Module %s is excluded", name)
                 continue
             if not is_wrapper:  # a wrapper gives what the module inside it gave
-                self.activation_hooks.register_forward_hook(part, _OutputHook(self, formatted))
+                self.activation_hooks.register_forward_hook(part, OutputHook(self, formatted))
                 self.logger.debug("Registered forward hook for module %s", name)
             if isinstance(part, MonitorMixin):
                 part.set_module_monitor(self, False)
@@ -146,7 +150,7 @@ class ModuleMonitor(MetricRegistry):
                 self.logger.debug("Excluding reference module %s from monitoring.", name)
                 continue
             if not is_wrapper:
-                self.reference_activation_hooks.register_forward_hook(part, _ReferenceHook(self, name))
+                self.reference_activation_hooks.register_forward_hook(part, ReferenceHook(self, name))
                 self.logger.debug("Registered forward hook for reference module %s", name)
             if isinstance(part, MonitorMixin):
                 part.set_module_monitor(self, True)
@@ -205,7 +209,7 @@ class ModuleMonitor(MetricRegistry):
             )
         self._settle()  # a step before that was never ended
         self._reference.forget()
-        self._calls.clear()
+        self._forget_calls()
         monitored = bool(self.is_step_monitored(step))
         if monitored and self.module is None:
             raise MonitorError("No module to monitor. Please set the module first.")
@@ -241,7 +245,12 @@ class ModuleMonitor(MetricRegistry):
     def after_micro_batch(self) -> None:
         """A micro-batch is over: what the reference gave for it is not needed any more."""
         self._reference.forget()
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
         self._calls.clear()
+        if self._given is not None:
+            self._given.clear()
 
     def end_step(self) -> None:
         """The step is over: one number is made of all that was taken for a key, over calls and micro-batches."""
@@ -338,7 +347,19 @@ class ModuleMonitor(MetricRegistry):
         else:
             self._take_output(name, activations)
 
+    def _take_once(self, name: str) -> None:
+        """Refuse a module's second activation in a micro-batch."""
+        assert self._given is not None
+        if name in self._given:
+            raise MonitorError(
+                f"Step {self.current_step}: Activations of module {name} have already been stored in this micro-batch. "
+                "Call after_micro_batch() between two batches, or run further passes under no_monitor()."
+            )
+        self._given.add(name)
+
     def _take_output(self, name: str, output: Any) -> None:
+        if self._given is not None:
+            self._take_once(name)
         if isinstance(output, Tensor):
             self._take(name, name, output)
             return
@@ -392,14 +413,14 @@ class ModuleMonitor(MetricRegistry):
                 raise MetricError(f"Failed to monitor activations of module {name}. {error}") from error
 
     def _on_reference_pass(self, *_: Any) -> None:
-        if _graph_task() == -1:
+        if graph_task() == -1:
             self._reference.begin_pass()
 
     def _on_reference_pass_end(self, *_: Any) -> None:
         self._reference.end_pass()
 
     def _on_pass(self, *_: Any) -> None:
-        if self._calls and _graph_task() == -1:
+        if self._calls and graph_task() == -1:
             self._calls.clear()
 
     # -- gradients and parameters -------------------------------------------------------------------------
@@ -449,49 +470,9 @@ class ModuleMonitor(MetricRegistry):
 
     def _is_excluded(self, module: str | nn.Module, is_reference: bool = False) -> bool:
         name = self._get_module_name(module, is_reference)
-        return self.excluded_modules_compiled_re.match(name) is not None
-
-
-class _OutputHook(LiveHook):
-    """Hands a module's output to the monitor."""
-
-    def __init__(self, monitor: ModuleMonitor, name: str) -> None:
-        self._monitor = monitor
-        self._name = name
-        self._bound: BoundMetrics | None = None
-        self._edition = -1
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        monitor = self._monitor
-        if not monitor.within_monitoring_window or _graph_task() != -1:
-            return
-        if not (monitor._activations.listed or monitor._activation_differences.listed):
-            return
-        if monitor.reference_module is not None or type(output) is not Tensor:
-            monitor._take_output(self._name, output)
-            return
-        table = monitor._activations
-        if self._edition != table.edition:
-            self._bound = table.at("activation", self._name)
-            self._edition = table.edition
-        bound = self._bound
-        if bound is not None and bound.metrics:
-            monitor._ledger.take(bound, output)
-
-
-class _ReferenceHook(LiveHook):
-    """Hands an output of the reference to the monitor."""
-
-    def __init__(self, monitor: ModuleMonitor, name: str) -> None:
-        self._monitor = monitor
-        self._name = name
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        monitor = self._monitor
-        # Under no_monitor, too: that is where a reference is run.
-        wanted = monitor.current_step_monitored and not monitor.ignore_reference_module_activations
-        if wanted and _graph_task() == -1:
-            monitor._take_reference_output(self._name, output)
+        if self.excluded_modules_compiled_re.match(name) is not None:
+            return True
+        return self.included_modules_compiled_re.match(name) is None
 
 
 def _quiet_logger() -> logging.Logger:

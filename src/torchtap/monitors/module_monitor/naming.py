@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtap.errors import MonitorError
 from torchtap.names import WRAPPED_ATTRIBUTES, join_path
@@ -15,6 +15,7 @@ __all__ = [
     "ROOT",
     "check_same_structure",
     "default_format_module_name_fn",
+    "extract_activation_tensor",
     "leaf_name",
     "named_modules",
     "named_parameters",
@@ -83,6 +84,13 @@ def check_same_structure(own: set[str], reference: set[str]) -> None:
         "The reference module must have the same structure as the monitored module (there are modules with different "
         f"names): {shown}{' …' if len(differing) > 5 else ''}"
     )
+
+
+def extract_activation_tensor(output: Any) -> Any:
+    """The tensor of an output that is ``(tensor, cache, ...)``; any other output as it is."""
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0]
+    return output
 
 
 def leaf_name(module_name: str, leaf: str) -> str:

@@ -16,6 +16,7 @@ Not here: the terms and their keys (`coordinate_terms`), the plot over widths (`
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, final
 
 import torch
@@ -42,15 +43,25 @@ def l2_norm(tensor: Tensor) -> Tensor:
     return norms
 
 
-class RefinedCoordinateCheck:
-    """Checks every module that was called. Make it once, call `refined_coordinate_check` after both forwards."""
+@lru_cache(maxsize=1 << 14)
+def _rms_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{key.removesuffix('/l2norm')}/rmsnorm" for key in keys)
 
-    def __init__(self, monitor: ModuleMonitor) -> None:
+
+class RefinedCoordinateCheck:
+    """Checks every module that was called. Make it once, call `refined_coordinate_check` after both forwards.
+
+    ``rms_norms`` logs each ``…/l2norm`` once more as ``…/rmsnorm``: divided by the root of the row's width, so that
+    models of several widths compare.
+    """
+
+    def __init__(self, monitor: ModuleMonitor, *, rms_norms: bool = False) -> None:
         if monitor.module is None:
             raise MonitorError("Set the module to monitor before setting up the refined coordinate check.")
         if monitor.reference_module is None:
             raise MonitorError("Set the reference module before setting up the refined coordinate check.")
         self.monitor = monitor
+        self._rms_norms = rms_norms
         self.logger = monitor.logger
         self.module = monitor.module
         self.reference_module = monitor.reference_module
@@ -175,11 +186,14 @@ class RefinedCoordinateCheck:
         self._take_kept()
         found = [each for name in self._places for each in self._measured.get(name, ())]
         self._forget()
-        for (keys, indices, _, rows), sums in zip(
-            found, row_norms.read([norms for _, _, norms, _ in found]), strict=True
+        for (keys, indices, _, rows, width), sums in zip(
+            found, row_norms.read([norms for _, _, norms, _, _ in found]), strict=True
         ):
             if rows:
-                monitor._ledger.add(keys, [sums[index] for index in indices], rows)
+                chosen = [sums[index] for index in indices]
+                monitor._ledger.add(keys, chosen, rows)
+                if self._rms_norms:
+                    monitor._ledger.add(_rms_keys(keys), [each / width**0.5 for each in chosen], rows)
 
     def _take_kept(self) -> None:
         """The terms of the calls that were kept: from the inside out, as the hooks were called."""

@@ -22,6 +22,7 @@ from torchtap.monitors.torch_module_monitor import (
     monitor,
     refined_coordinate_check,
     storage,
+    utils,
 )
 
 __all__ = [
@@ -37,11 +38,12 @@ __all__ = [
     "refined_coordinate_check",
     "stand_in",
     "storage",
+    "utils",
 ]
 
 __version__ = "0.1.0"  # of the package whose names these are
 
-_SUBMODULES = (attention, hooks, monitor, refined_coordinate_check, storage)
+_SUBMODULES = (attention, hooks, monitor, refined_coordinate_check, storage, utils)
 
 
 def stand_in() -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "NO_LEAF",
     "NO_OPERATION",
     "NO_OPTIMIZER_STATE",
+    "NO_OPTIMIZER_STEP",
     "NO_PARAMETER_GRADIENT",
     "NO_STEP_ENDED",
     "NO_TENSOR",
@@ -48,6 +49,7 @@ NO_BACKWARD = "no backward pass reached it"
 NO_GRADIENT = "the value does not require grad"
 NO_PARAMETER_GRADIENT = "its gradient was None: frozen, or not part of the loss"
 NO_OPTIMIZER_STATE = "the optimizer keeps nothing for it"
+NO_OPTIMIZER_STEP = "no optimizer stepped with it while it was live"
 NO_STEP_ENDED = "no step ended while it was live"
 NO_LEAF = "none of its leaves is one that the selector picks"
 NO_TENSOR = "{kind} is not a tensor but {name}"
