@@ -4,11 +4,8 @@
 #   make test        run the tests
 #   make check       ruff and mypy
 #   make dist        the sdist and the wheel, into dist/
-<<<<<<< HEAD
-#   make forms       85 architectures in every form, site by site
-=======
+#   make forms       86 architectures in every form, site by site
 #   make torture     attack runs, recordings and pages for about an hour; prints a table
->>>>>>> main
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
 
 PYTHON ?= python3
@@ -18,11 +15,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c c
 # Two workers are what two cores carry; torch itself gets one thread in each.
 WORKERS ?= 2
 
-<<<<<<< HEAD
-.PHONY: demo test check forms bench format browser clean
-=======
-.PHONY: demo test check bench torture format browser clean
->>>>>>> main
+.PHONY: demo test check forms bench torture format browser clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
