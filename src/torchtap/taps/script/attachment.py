@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch import nn
 
-from torchtap.names import KINDS
+from torchtap.names import KINDS, last_part
 from torchtap.taps.alike.mapped import mapped_sites
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
@@ -84,7 +84,7 @@ def _why_not_scripted(instance: Any, kind: str) -> str:
     """Why a scripted module cannot bring this kind; empty if it can."""
     methods = forward_methods(instance).values()
     if not methods:
-        return reasons.NO_FORWARD.format(name=instance.qualified_name.rpartition(".")[2])
+        return reasons.NO_FORWARD.format(name=last_part(instance.qualified_name))
     if kind.endswith("input"):
         types = [jit_type for method in methods for _, jit_type in inputs_of(method)]
     else:
