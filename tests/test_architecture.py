@@ -52,6 +52,7 @@ LAYERS = [
         "logged",
         "steps",
         "following",
+        "gaps",
         "seen",
         "summary",
         "watching",
