@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchtap.coverage import replaced_paths
 from torchtap.plan import Plan
 from torchtap.store.record import ScalarBlock, TensorItem
+from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks
+from torchtap.taps.eager.eager import EagerAttachment
 from torchtap.taps.receive.collect import Collector, Coming
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.receiver import PassClock, Receiver
 from torchtap.taps.walk.ways import WayName
 
 __all__ = ["Tapping"]
+
+_OF_PASSES = ("input", "output", "grad_input", "grad_output")
 
 
 @final
@@ -35,11 +40,12 @@ class Tapping:
         via: WayName = "hook",
         apart: frozenset[int] = frozenset(),
         clock: PassClock | None = None,
+        site_map: SiteMap | None = None,
     ) -> None:
         self.plan = plan
         self.receiver = Receiver(plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock)
         self._collector = Collector(self.receiver.folding)
-        self._attachment = attach(model, self.receiver, via)
+        self._attachment = attach(model, self.receiver, via, site_map)
         # Of several models each call is a pass; what holds them together is never called.
         self._members = [PassHooks(each, self.receiver) for each in (models or {}).values()]
         self._hears_members = False
@@ -61,9 +67,23 @@ class Tapping:
             for hooks in self._members:
                 hooks.switch_on() if wanted else hooks.switch_off()
 
+    def hooks_gone(self) -> list[nn.Module]:
+        """The modules from which somebody else has taken our hooks off."""
+        return self._attachment.hooks_gone() if isinstance(self._attachment, EagerAttachment) else []
+
+    def receiver_places_replaced(self) -> list[str]:
+        """Where the model has another module than the one that taps were put on, or none."""
+        return sorted(replaced_paths(self.receiver))
+
     def read_state(self) -> None:
         """The step is over: take what is read at its end."""
         self._attachment.finish_step()
+
+    @property
+    def listens_to_passes(self) -> bool:
+        """Whether any live tap wants what only a pass brings."""
+        ports = (port for port in self.plan.ports if not self.armed.isdisjoint(port.taps))
+        return any(port.site.kind in _OF_PASSES for port in ports)
 
     @property
     def tallies(self) -> Mapping[str, Tally]:

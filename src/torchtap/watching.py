@@ -21,6 +21,7 @@ from torch import Tensor
 from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import SessionError
 from torchtap.following import Following, Sentry
+from torchtap.gaps import Gaps
 from torchtap.outlets import Outlets
 from torchtap.plan import Plan
 from torchtap.steps import Steps
@@ -65,7 +66,13 @@ class Watch:
             )
 
         self._steps = Steps(
-            plan, tap, outlets, self._hand_on, is_training=self._is_training, first=recorded.stop
+            plan,
+            tap,
+            outlets,
+            self._hand_on,
+            is_training=self._is_training,
+            on_no_clock=self._hint_no_clock,
+            first=recorded.stop,
         )
         self._receiver = self._steps.taps.receiver
         self._members = [model] if models is None else list(models.values())
@@ -73,10 +80,12 @@ class Watch:
         self._sentry = Sentry(self._members, self._steps.pass_begins, self._mode_changed)
         self._logs = False  # whether the training logs numbers of its own
         self._latest: dict[tuple[str, tuple[str, ...]], ScalarBlock] = {}
+        self._handed_on = 0
         self._sites_told = 0
         self._in_block = False
         self._skipped = False
         self._closed = False
+        self._gaps = Gaps(model, self._members, plan, self._steps.taps, outlets.note_loss)
         self._steps.listen_before()
 
     def _is_training(self) -> bool:
@@ -181,6 +190,7 @@ class Watch:
         if self._in_block or self._closed:
             return
         self._finish()
+        self._gaps.look()
         self._steps.begin(None, threading.get_ident(), fresh=True)
         self._look_out()
 
@@ -203,6 +213,13 @@ class Watch:
         if self._steps.fresh and not self._closed:
             self._steps.rearm(evaluation=not training)
 
+    def _hint_no_clock(self) -> None:
+        self._outlets.hint(
+            "clock",
+            "nothing moves the clock: all passes fold into one record, which is written when the watch is closed. Use "
+            "watch.follow(optimizer), or `with watch.step():`",
+        )
+
     def _advance(self, step: int | None, epoch: int | None, batch: int | None) -> None:
         self._check_open()
         if self._steps.open is not None:
@@ -212,6 +229,7 @@ class Watch:
         if batch is not None:
             self._steps.clock.set_batch(batch)
         self._tell_what_is_hidden(step)
+        self._gaps.look()
         self._steps.begin(step, threading.get_ident())
 
     def _end(self) -> None:
@@ -278,6 +296,7 @@ class Watch:
         return None if port is None else port.structure
 
     def _hand_on(self, record: StepRecord) -> None:
+        self._handed_on += 1
         for block in record.scalars:
             self._latest.pop((record.phase, block.sites), None)  # the newest last
             self._latest[record.phase, block.sites] = block
@@ -330,7 +349,9 @@ class Watch:
         if self._closed:
             return
         try:
+            clockless = self._steps.last is None and self._steps.open is None
             self._steps.close()
+            self._tell_what_is_odd(clockless)
         finally:
             self._closed = True
             self._steps.stop_hearing()
@@ -341,6 +362,34 @@ class Watch:
             missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
             self._outlets.tell("coverage", missing=missing)
             self._outlets.close()
+
+    def _tell_what_is_odd(self, clockless: bool) -> None:
+        if clockless and self.passes > 1:
+            self._hint_no_clock()
+        if not self._latest and not self._handed_on:
+            self._outlets.hint(
+                "empty", "this watch recorded nothing; watch.coverage() says why for each site"
+            )
+        if self._receiver.late:
+            self._outlets.hint(
+                "late",
+                f"{self._receiver.late} gradient(s) came after their step was over and are in no record: "
+                "have the backward pass in the step of its forward pass",
+            )
+
+    def __repr__(self) -> str:
+        steps = self._steps
+        if self._closed:
+            state = "closed"
+        elif steps.open is not None and not steps.fresh:
+            state = f"in step {steps.open.step}"
+        elif steps.last is not None:
+            state = f"after step {steps.last.step}"
+        else:
+            state = "before the first step" + ("" if self._following else ", no clock yet")
+        lost = f", {len(self.lost)} lost" if self.lost else ""
+        taps = f"{len(self.plan.asked)} taps on {len(self.plan.ports)} places"
+        return f"Watch({taps}, {state}, {self.passes} passes{lost})"
 
     def __enter__(self) -> Self:
         return self

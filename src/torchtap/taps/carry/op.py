@@ -35,9 +35,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torchtap._torch import in_backward
 from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
+from torchtap.taps.receive import reasons
+from torchtap.taps.receive.gradients import ask_while_traced
 from torchtap.taps.receive.receiver import Receiver
 
-__all__ = ["Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
+__all__ = ["PASSES", "Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
@@ -48,6 +50,15 @@ _tickets = itertools.count(1)
 # Channel -> site with a ticket -> the call that its gradient belongs to. Forgotten when nobody listens any more.
 _booked: dict[int | None, dict[str, int]] = {}
 _ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
+
+# What a graph emits when a pass begins: by whether the model trains, and whether gradients are on.
+PASSES = {
+    (True, True): "pass_learning",
+    (True, False): "pass_in_training",
+    (False, True): "pass_with_gradients",
+    (False, False): "pass",
+}
+_MODES = {kind: mode for mode, kind in PASSES.items()}
 
 # channel, module path, kind, leaf, ticket
 Address = tuple[int | None, str, str, str, int | None]
@@ -60,10 +71,15 @@ class Channel:
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.prefix = f"{self.number}|"
+        self._through: Callable[[Receiver], Any] = lambda receiver: receiver
 
     def open(self, receiver: Receiver) -> None:
         """From now on what is emitted under this prefix reaches the receiver."""
-        _channels[self.number] = receiver
+        _channels[self.number] = self._through(receiver)
+
+    def open_through(self, between: Callable[[Receiver], Any]) -> None:
+        """Let what ``between`` makes of the receiver hear in its place."""
+        self._through = between
 
     def is_open(self) -> bool:
         """Whether a receiver listens."""
@@ -192,7 +208,10 @@ def _on_value(value: Tensor, site: str) -> None:
     # before, without a trace in their version.
     value = value.detach()
     for receiver in receivers:
-        if kind in ("attention", "value"):
+        if kind in _MODES:
+            receiver.end_pass()
+            receiver.begin_pass(*_MODES[kind])
+        elif kind in ("attention", "value"):
             receiver.take_from_inside(kind, path, leaf, value)
         else:
             receiver.take_named(path, kind, leaf, value, call)
@@ -227,13 +246,13 @@ def _on_awaited(value: Tensor, site: str) -> None:
         # stays in the graph for whoever runs it with autograd, as an exported program may be.
         if wanted:
             site = f"{site}~{next(_tickets)}"
-            value.register_hook(lambda gradient: _emit_gradient(gradient, site))
+            ask_while_traced(value, lambda gradient: _emit_gradient(gradient, site))
         with torch._C._AutoDispatchBelowAutograd():
             torch.ops.torchtap.emit_grad(value, site)
         return
     if not wanted:
         for receiver in _receivers(number):
-            receiver.note(path, kind, "the value does not require grad")
+            receiver.note(path, kind, reasons.NO_GRADIENT)
         return
     for receiver in _receivers(number):
         receiver.await_gradient(path, kind, leaf, value)

@@ -19,7 +19,7 @@ from torch import nn
 
 from torchtap.sites import unwrap
 from torchtap.taps.carry.op import Channel
-from torchtap.taps.carry.traced import emitting_inputs, emitting_output
+from torchtap.taps.carry.traced import emitting_inputs, emitting_output, emitting_pass
 from torchtap.taps.eager import attention
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
@@ -80,7 +80,7 @@ class EagerAttachment:
         ports = [port for port in receiver.ports.values() if not live.isdisjoint(port.port.taps)]
         for port in ports:
             self._put_on(port)
-        self._walker.passes(self._begin_pass, receiver.end_pass)
+        self._walker.passes(self._begin_pass, receiver.end_pass, emitting_pass(self._channel, self._root))
         kinds = {port.kind for port in ports}
         if not kinds.isdisjoint(("attention", "value")):
             activate(receiver)
@@ -106,6 +106,10 @@ class EagerAttachment:
             case "grad_input":
                 emit_given = emitting_inputs(self._channel, port)
                 self._walker.before_and_again(module, port, self._await_inputs, emit_given)
+
+    def hooks_gone(self) -> list[nn.Module]:
+        """The modules from which somebody else has taken our hooks off."""
+        return self._walker.gone()
 
     def disarm(self) -> None:
         self._state.disarm()

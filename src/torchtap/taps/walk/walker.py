@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchtap._torch import graph_task, in_backward
+from torchtap.taps.walk.untraced import HookHandle
 from torchtap.taps.walk.ways import Handle, WayName, way_for
 
 __all__ = ["EVERY_THREAD", "Heard", "Walker", "is_compiling"]
@@ -55,14 +56,22 @@ class Walker:
         self._heard = heard
         self._handles: list[Handle] = []
 
-    def passes(self, begin: Callable[[], None], end: Callable[[], None] | None = None) -> None:
+    def passes(
+        self,
+        begin: Callable[[], None],
+        end: Callable[[], None] | None = None,
+        traced: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    ) -> None:
         """Call ``begin`` ahead of everything in a pass, and ``end`` after it, also when the pass raised.
 
         A compiler's trace is no pass, and neither is a checkpoint's repetition of the whole model.
         """
 
-        def on_begin(*_: Any) -> None:
-            if not is_compiling() and not in_backward():
+        def on_begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if is_compiling():
+                if traced is not None:
+                    traced(args, kwargs)
+            elif not in_backward():
                 begin()
 
         self.keep(self._way.before(self._root, on_begin, first=True))
@@ -155,6 +164,11 @@ class Walker:
     def keep(self, handle: Handle) -> None:
         """Have `leave` remove this too."""
         self._handles.append(handle)
+
+    def gone(self) -> list[nn.Module]:
+        """The modules whose hooks somebody else has taken off."""
+        found = (handle.gone for handle in self._handles if isinstance(handle, HookHandle))
+        return list({id(module): module for module in found if module is not None}.values())
 
     def leave(self) -> None:
         """Take everything off; the walker can be used again."""
