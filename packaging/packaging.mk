@@ -28,5 +28,5 @@ $(VENV)/.docs: $(INSTALLED) | $(VENV)/bin/python
 	@touch $@
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
