@@ -46,6 +46,9 @@ class Tap:
     exclude: tuple[Selector, ...] = ()
     alias: str | None = None
     budget: Budget | None = None
+    per_consumer: bool = (
+        False  # a grad_input is what this module sends back, not what all users of the value do
+    )
 
     def wants(self, names: Iterable[Site]) -> bool:
         """Whether a site, its leaf and call known, is one of the tap's. ``names`` are all the names it has."""
@@ -92,8 +95,13 @@ def tap(
     exclude: Selectable | Sequence[Selectable] | None = None,
     alias: str | None = None,
     budget: Budget | None = None,
+    per_consumer: bool = False,
 ) -> Tap:
-    """A tap in one line: ``tap("blocks.*:output", keep=Stats(), every=10)``. Statistics are kept by default."""
+    """A tap in one line: ``tap("blocks.*:output", keep=Stats(), every=10)``. Statistics are kept by default.
+
+    ``per_consumer``: a ``grad_input`` is the gradient that this module alone sends back, as torch's full backward hooks
+    give it. Otherwise it is the gradient of the value, the sum over all modules that use it. Eager models only.
+    """
     if kind not in KINDS:
         raise PlanError(f"kind={kind!r}: the kinds are {', '.join(KINDS)}")
     if isinstance(keep, type):
@@ -123,6 +131,7 @@ def tap(
         exclude=selectors_of(exclude, kind),
         alias=alias,
         budget=budget,
+        per_consumer=per_consumer,
     )
 
 

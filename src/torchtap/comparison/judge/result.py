@@ -86,6 +86,7 @@ class First:
     contained: str | None = None  # the smallest module around it whose output agrees all the same
     evidence: str = ""  # what "local" rests on, in words
     what: str = ""  # what differs where it is no number: a shape, an absent value, a call that was not made
+    source: str = ""  # where the code of its forward is, ``file.py:12 (Block.forward)``; of live models only
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
@@ -147,7 +148,9 @@ class Comparison:
         return self.outcome == "differs"
 
     def __str__(self) -> str:
-        return self.verdict
+        if self.first is None or not self.first.source:
+            return self.verdict
+        return f"{self.verdict}\nits code: {self.first.source}"
 
     def _repr_html_(self) -> str:
         return str(drawn("comparison", self))
