@@ -71,12 +71,13 @@ export function App() {
   }, [found?.name, alone]);
 
   if (!runs) return <div class="lonely" role="status">{error ?? "Reading the runs …"}</div>;
+  const trouble = run?.problem ?? (run?.steps === 0 ? run.damage : null);
   const marks = findings.value ?? NONE;
   const props: ViewProps | null = run && about.value ? { run, runs, about: about.value, findings: marks, params: route.params } : null;
   return (
     <div class="app">
       <Header {...{ runs, run: found, view, params: route.params, findings: marks, many, alone }} help={() => setHelp(true)} drawer={() => setDrawer((d) => !d)} />
-      {(error || run?.problem) && <div class="alarm" role="alert">{error ?? run?.problem}</div>}
+      {(error || trouble) && <div class="alarm" role="alert">{error ?? trouble}</div>}
       <div class={`body ${drawer ? "drawn" : ""}`}>
         {props && <ModelTree about={props.about} marks={marks.marks} params={route.params} selected={view === "site" ? route.params["site"] ?? "" : ""} under={view === "map" ? route.params["under"] ?? "" : ""} />}
         <main>

@@ -54,6 +54,12 @@ export function Header({ runs, run, view, params, findings, many, alone, help, d
           {run.known && <span class="count">{plural(run.steps, "step")} · {plural(run.sites, "site")}</span>}
         </span>
       )}
+      {alone && run && live && run.phases.length > 1 && (
+        <select aria-label="Phase" title="Which records: training, evaluation" value={params["phase"] ?? ""} onChange={(e) => adjust({ phase: e.currentTarget.value || null })}>
+          <option value="">{run.phases[0]} first</option>
+          {run.phases.map((phase) => <option key={phase} value={phase}>{phase} alone</option>)}
+        </select>
+      )}
       <span class="space" />
       <nav class="views" aria-label="Views">
         {VIEWS.map((name) => (

@@ -19,7 +19,8 @@ export interface RunLine {
   tags: string[];
   archived: boolean;
   findings: { errors: number; warnings: number } | null;
-  problem: string | null;
+  problem: string | null; // why it cannot be read
+  damage: string | null; // what of it cannot be read
 }
 
 export interface RunsAnswer {

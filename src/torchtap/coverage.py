@@ -49,7 +49,9 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
             yield Missing(site, port.note or "no backward pass reached it")
         elif port.note:
             yield Missing(site, port.note)
-        elif port.kind in ("param", "param_grad", "buffer"):
+        elif port.kind in ("update", "optim_state", "lr"):
+            yield Missing(site, "no optimizer stepped with it while it was live")
+        elif port.kind.startswith("param") or port.kind == "buffer":
             yield Missing(site, "no step ended while it was live")
         elif not port.called:
             yield Missing(site, _why_not_called(receiver, port))

@@ -169,6 +169,7 @@ class Steps:
         """The next step begins. ``fresh``: what comes before its first training pass belongs to the last one."""
         if not fresh:
             self.leave_last()
+        self._let_go()
         before = self.last is None and self.open is None
         self.clock.next_step(step)
         self.open = moment = self.clock.moment()
@@ -217,6 +218,8 @@ class Steps:
             self._release_for(self.last)
         self.last = moment
         self.fresh = False
+        if self._waiting:
+            self._let_go(all_of_them=True)
         if not self.taps.armed:
             # Most steps of most trainings: the code below would have to be fetched from memory to find nothing.
             return False

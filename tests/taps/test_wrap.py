@@ -161,26 +161,22 @@ def test_an_unknown_way_is_named() -> None:
         tt.capture(GPT(), "*", via="patch")  # type: ignore[arg-type]
 
 
-def test_passes_of_the_other_mode_are_left_out_of_a_step_where_that_is_asked_for() -> None:
-    from torchtap.watching import Watch
-
+@pytest.mark.parametrize("via", WAYS)
+def test_passes_of_training_and_evaluation_are_recorded_apart(via: Any) -> None:
     class Kept:
         def __init__(self) -> None:
-            self.shapes: list[tuple[int, ...]] = []
+            self.shapes: list[tuple[str, tuple[int, ...]]] = []
 
         def write(self, record: Any) -> None:
-            self.shapes += [tuple(item.value.shape) for item in record.tensors]
+            self.shapes += [(record.phase, tuple(item.value.shape)) for item in record.tensors]
 
         def close(self) -> None: ...
 
     model, kept = nn.Sequential(nn.Linear(3, 2)), Kept()
-    watch = Watch(model, tt.bind(model, [tt.tap("0:output", tt.Full())]), [kept], one_mode=True)
-    watch.set_batch(0)
-    model(torch.randn(4, 3))
-    model.eval()
-    model(torch.randn(7, 3))
-    model.train()
-    model(torch.randn(4, 3))
-    watch.end_step()
-    assert kept.shapes == [(8, 2)]
-    watch.close()
+    with tt.watch(model, None, tt.tap("0:output", tt.Full()), sinks=[kept], via=via) as watch, watch.step():
+        model(torch.randn(4, 3))
+        model.eval()
+        model(torch.randn(7, 3))
+        model.train()
+        model(torch.randn(4, 3))
+    assert kept.shapes == [("train", (8, 2)), ("eval", (7, 2))]

@@ -12,7 +12,7 @@ import torch
 import torchtap as tt
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.colours import css, sequential
+from torchtap.viewer.colours import NOT_FINITE, css, sequential
 from torchtap.viewer.notebook import map_svg, series_svg, site_html
 
 
@@ -46,6 +46,18 @@ def test_a_run_shows_its_map_and_its_findings(run_folder: Path) -> None:
     assert page.tags.count("rect") > 40
     assert "blocks.1.mlp.down:output" in text
     assert len(text) < 400_000
+    drawn = text.partition("<svg")[2]
+    assert "embed:output</text>" in drawn  # rows have names
+    assert "step 0</text>" in drawn
+    assert f"fill='{NOT_FINITE}'" in drawn  # from step 24 on
+
+
+def test_what_is_not_finite_is_red_and_what_is_missing_is_not() -> None:
+    values = np.array([[1.0, np.nan, np.inf, np.nan]])
+    broken = np.array([[False, True, False, False]])
+    text = map_svg(values, broken=broken)
+    assert text.count(NOT_FINITE) == 1  # two neighbours, one rectangle
+    assert "#8884" in text
 
 
 def test_a_site_and_a_series_show_their_lines(run_folder: Path) -> None:

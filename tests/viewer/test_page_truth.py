@@ -268,3 +268,23 @@ def test_numbers_that_nobody_wrote_are_not_drawn(tmp_path: Path) -> None:
     shown = Catalog.open([tmp_path / "run"])["run"]
     np.testing.assert_array_equal(shown.grid("l2").values[0], [2.0, 0.0, np.nan])
     np.testing.assert_array_equal(shown.series("a:output", "l2")[1], [2.0, 0.0, np.nan])
+
+
+def test_evaluations_are_lines_of_their_own_and_no_part_of_the_training(browser: Any, tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run", manifest={}) as writer:
+        for step in range(10):
+            for phase in ("train", "eval") if step % 5 == 4 else ("train",):
+                factor = 100.0 if phase == "eval" else 1.0
+                outputs = ScalarBlock(("a:output",), ("rms",), np.array([[factor * (1 + step)]]))
+                loss = ScalarBlock((":value.loss",), ("value",), np.array([[factor]]))
+                writer.write(StepRecord(step, None, None, phase, float(step), (outputs, loss), ()))
+    with ViewerServer(Catalog.open([tmp_path / "run"])) as server, Visit(browser, server.address) as visit:
+        page = visit.go("#/map")
+        visit.drawn("rms")
+        assert "rms 5\n" in visit.point(0.5, 4.5 / 10).inner_text() + "\n"
+        page.select_option("select[aria-label=Phase]", "eval")
+        page.wait_for_selector(".heatmap[data-drawn$='2x1']")
+        assert "rms 500\n" in visit.point(0.5, 0.25).inner_text() + "\n"
+        page.click("nav.views a:text('Scalars')")
+        page.wait_for_selector("[data-testid=scalar][data-lines='2'] .uplot canvas")
+        assert "run (eval)" in page.locator(".u-legend").inner_text()

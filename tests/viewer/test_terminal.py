@@ -30,7 +30,8 @@ def test_one_screen_has_progress_numbers_and_findings(run_folder: Path) -> None:
     console.print(live_view(run, rows=6, findings=tt.diagnose(run)))
     text = console.export_text()
     assert "step 29" in text
-    assert ":value.loss" in text
+    assert "\nloss " in text
+    assert ":value.loss" not in text
     assert "further sites" in text
     assert "blocks.1.mlp.down:output" in text
 
@@ -56,3 +57,25 @@ def test_tail_of_a_finished_run_without_a_terminal_lists_its_steps_and_ends(run_
     assert shown.exit_code == 0
     assert "step 0\n" in shown.output
     assert "step 29\n" in shown.output
+
+
+def test_show_begins_with_what_was_logged_and_fills_the_width(run_folder: Path) -> None:
+    from torchtap.cli.show import command as show
+
+    for width in (80, 160):
+        shown = CliRunner().invoke(show, [str(run_folder), "--rows", "5"], env={"COLUMNS": str(width)})
+        lines = shown.output.splitlines()
+        assert max(map(len, lines)) <= width
+        rows = [line for line in lines if line.startswith("│")]
+        assert rows[0].split("│")[1].strip() == "loss"
+        assert rows[0].split("│")[2].strip() == "nan"
+        spark = rows[0].rstrip("│ ").rpartition("│")[2].strip()
+        assert len(spark) >= min(30, width - 70)
+
+
+def test_the_norm_of_nothing_but_nan_is_nan(run_folder: Path) -> None:
+    shown = CliRunner().invoke(
+        tail, [str(run_folder), "--once", "--site", "head:output"], env={"COLUMNS": "120"}
+    )
+    row = next(line for line in shown.output.splitlines() if line.startswith("head:output"))
+    assert row.split()[4] == "nan"

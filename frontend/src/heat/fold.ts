@@ -2,7 +2,9 @@
 
 import type { About } from "../types";
 
-const READABLE = 90; // rows that still have names
+const READABLE = 120; // rows that still have names
+const FEW = 10; // fewer than that say too little
+const MOST = 500;
 const MANY = 160; // sites from which on rows are modules unless somebody says otherwise
 
 // How many rows each depth of modules would give, for the sites that the map shows.
@@ -22,5 +24,6 @@ export function foldOf(text: string | undefined, counts: number[], sites: number
   if (sites <= MANY) return null;
   let best = 1;
   counts.forEach((count, i) => { if (count <= READABLE) best = i + 1; });
-  return best;
+  const next = counts[best] ?? Infinity; // one level deeper
+  return (counts[best - 1] ?? 0) < FEW && next <= MOST ? best + 1 : best;
 }

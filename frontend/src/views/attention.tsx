@@ -23,7 +23,7 @@ export function AttentionView({ run, about, params }: ViewProps) {
   const [said, setSaid] = useState<string | null>(null);
   const layers = useMemo(() => about.sites.filter((s) => s.kind === "attention" && (about.tensors[s.name] ?? []).includes("tensor")), [about]);
   const site = layers.find((s) => s.name === params["site"]) ?? layers[0];
-  const listed = useJson<{ tensors: TensorGroup[] }>("tensors", site ? { run: run.name, site: site.name, revision: run.revision } : null);
+  const listed = useJson<{ tensors: TensorGroup[] }>("tensors", site ? { run: run.name, phase: params["phase"], site: site.name, revision: run.revision } : null);
   const group = listed.value?.tensors.find((g) => g.field === "value") ?? listed.value?.tensors[0];
   const shape = group?.shape ?? [];
   const step = group ? nearest(group.steps, whole(params["step"])) : 0;
@@ -33,7 +33,7 @@ export function AttentionView({ run, about, params }: ViewProps) {
   const example = Math.min(Number(params["example"]) || 0, examples - 1);
   const stack = shape.length >= 3 ? shape.length - 3 : null;
   const index = shape.length >= 4 ? shape.map((_, axis) => (axis === shape.length - 4 ? example : 0)).join(",") : null;
-  const asked = { run: run.name, site: site?.name, step, field: group?.field, stack, index, size: 256 };
+  const asked = { run: run.name, phase: params["phase"], site: site?.name, step, field: group?.field, stack, index, size: 256 };
   const slice = useAnswer(group && site && shape.length >= 2 ? JSON.stringify(asked) : null, (signal) => askPacked<SliceFacts>("slice", asked, signal), `${run.name} ${site?.name}`);
   const told = useJson<{ tokens: string[] | null }>("tokens", group ? { run: run.name, step } : null);
   const tokens = told.value?.tokens ?? null;

@@ -23,7 +23,7 @@ export function ChangesView({ run, runs, about, params }: ViewProps) {
   const against = runs.find((r) => r.name === params["against"] && r.name !== run.name);
   const before = whole(params["before"]) ?? run.first;
   const after = whole(params["after"]) ?? (against ?? run).last;
-  const asked = { run: run.name, against: against?.name, statistic, kind, before: against ? after : before, after };
+  const asked = { run: run.name, phase: params["phase"], against: against?.name, statistic, kind, before: against ? after : before, after };
   const answer = useAnswer(names.length && live ? JSON.stringify([asked, run.revision, against?.revision]) : null, (signal) => askPacked<ChangeFacts>("changes", asked, signal), run.name);
   const key = (params["order"] ?? "relative") as Key;
   const rows = useMemo(() => {

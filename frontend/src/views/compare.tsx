@@ -55,7 +55,7 @@ export function CompareView({ run, runs, about, params, given }: ViewProps & { g
             <a href={href("site", { ...params, site: site.name })}>open the site</a>
             {live && <a href={href("map", { ...params, against: chosen.find((r) => r.name !== run.name)?.name })}>difference on the map</a>}
           </div>
-          <Overlay runs={chosen} site={site.name} statistic={statistic} log={log} from={whole(params["from"])} to={whole(params["to"])} />
+          <Overlay runs={chosen} site={site.name} statistic={statistic} log={log} phase={params["phase"]} from={whole(params["from"])} to={whole(params["to"])} />
         </div>
       )}
     </section>
@@ -64,12 +64,12 @@ export function CompareView({ run, runs, about, params, given }: ViewProps & { g
 
 interface SeriesFacts { statistics: string[] }
 
-function Overlay({ runs, site, statistic, log, from, to }: { runs: RunLine[]; site: string; statistic: string; log: boolean; from: number | null; to: number | null }) {
+function Overlay({ runs, site, statistic, log, phase, from, to }: { runs: RunLine[]; site: string; statistic: string; log: boolean; phase: string | undefined; from: number | null; to: number | null }) {
   const dark = useDark();
-  const key = JSON.stringify([runs.map((r) => [r.name, r.revision]), site, statistic]);
+  const key = JSON.stringify([runs.map((r) => [r.name, r.revision]), phase, site, statistic]);
   const answer = useAnswer(key, (signal) =>
     Promise.all(runs.map(async (r) => {
-      const packed = await askPacked<SeriesFacts>("series", { run: r.name, site, statistics: statistic, points: 2000 }, signal).catch(() => null);
+      const packed = await askPacked<SeriesFacts>("series", { run: r.name, phase, site, statistics: statistic, points: 2000 }, signal).catch(() => null);
       return { run: r, packed };
     })), `${site} ${statistic}`);
   const drawn = useMemo(() => {

@@ -20,14 +20,15 @@ interface HistogramFacts {
 
 export function Histograms({ run, site, params }: { run: RunLine; site: string; params: Record<string, string> }) {
   const ridges = params["histograms"] === "ridges";
+  const phase = params["phase"];
   const recorded = params["bins"] === "recorded";
   const [tip, setTip] = useState<string | null>(null);
   const [width, setWidth] = useState(0);
   const canvas = useRef<HTMLCanvasElement>(null);
   const dark = useDark();
   const answer = useAnswer(
-    JSON.stringify([run.name, run.revision, site, recorded]),
-    (signal) => askPacked<HistogramFacts>("histograms", { run: run.name, site, axis: recorded ? "recorded" : null }, signal), `${run.name} ${site}`,
+    JSON.stringify([run.name, run.revision, phase, site, recorded]),
+    (signal) => askPacked<HistogramFacts>("histograms", { run: run.name, phase, site, axis: recorded ? "recorded" : null }, signal), `${run.name} ${site} ${phase}`,
   );
   const arrays = answer.value?.arrays;
   const bins: Bins | null = arrays?.["density"] && arrays["edges"] && arrays["steps"] ? { density: arrays["density"], edges: arrays["edges"], steps: arrays["steps"] } : null;

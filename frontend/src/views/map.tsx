@@ -58,6 +58,7 @@ interface SeriesFacts { statistics: string[] }
 
 export function MapView({ run, runs, about, findings, params }: ViewProps) {
   const dark = useDark();
+  const phase = params["phase"];
   const kinds = kindsOf(about);
   const kind = params["kind"] === "all" ? "" : kinds.includes(params["kind"] ?? "") ? params["kind"] ?? "" : kinds[0] ?? "";
   const names = statisticsOfKind(about, kind);
@@ -70,21 +71,21 @@ export function MapView({ run, runs, about, findings, params }: ViewProps) {
   const counts = useMemo(() => foldings(about, kind, under), [about, kind, under]);
   const fold = live ? foldOf(params["fold"], counts, counts[counts.length - 1] ?? 0) : null; // a report holds rows as they are
   const asked = {
-    run: run.name, statistic, kind, under, ...part, fold, against, change: against && relative ? "relative" : null,
+    run: run.name, phase, statistic, kind, under, ...part, fold, against, change: against && relative ? "relative" : null,
     rows: Math.min(900, Math.max(200, window.innerHeight - 190)),
     columns: Math.min(2400, Math.max(300, window.innerWidth - 480)),
   };
   const key = JSON.stringify([asked, run.revision]);
   const ask = (name: string) => async (signal: AbortSignal) => new Grid(await askPacked<MapFacts>("map", { ...asked, statistic: name }, signal));
-  const answer = useAnswer(names.length ? key : null, ask(statistic), run.name);
+  const answer = useAnswer(names.length ? key : null, ask(statistic), `${run.name} ${phase}`);
   const anyBad = kind === "value" || Object.values(findings.marks).some((mark) => mark !== "warning");
   const counted = names.includes("nans") || (kind === "value" && statisticsOfKind(about, "").includes("nans"));
-  const badAnswer = useAnswer(anyBad && counted ? key : null, ask("nonfinite"), run.name);
+  const badAnswer = useAnswer(anyBad && counted ? key : null, ask("nonfinite"), `${run.name} ${phase}`);
   const loss = lossOf(about, params["strip"]);
   const lossAnswer = useAnswer(
-    loss === null ? null : JSON.stringify([run.name, run.revision, loss, part.from, part.to]),
-    (signal) => askPacked<SeriesFacts>("series", { run: run.name, site: loss, statistics: "value", from: part.from, to: part.to, points: 4000 }, signal),
-    `${run.name} ${loss}`,
+    loss === null ? null : JSON.stringify([run.name, run.revision, phase, loss, part.from, part.to]),
+    (signal) => askPacked<SeriesFacts>("series", { run: run.name, phase, site: loss, statistics: "value", from: part.from, to: part.to, points: 4000 }, signal),
+    `${run.name} ${loss} ${phase}`,
   );
   const grid = answer.value;
   const scaleOf = useMemo(() => grid && scalesOf(grid, params["colours"], log, dark), [grid, params["colours"], log, dark]);

@@ -106,7 +106,7 @@ function Heading({ column, sort, down }: { column: Column; sort: string; down: b
 
 function Cell({ run, column, params }: { run: RunLine; column: Column; params: Record<string, string> }) {
   if (column.key === "name") {
-    return <td class="name"><a href={href("map", { ...params, run: run.name })} title={run.problem ?? run.name}>{run.name}</a>{run.problem && <span class="bad" title={run.problem}> unreadable</span>}</td>;
+    return <td class="name"><a href={href("map", { ...params, run: run.name })} title={run.problem ?? run.damage ?? run.name}>{run.name}</a>{(run.problem ?? run.damage) && <span class="bad" title={run.problem ?? run.damage ?? ""}> {run.problem || run.steps === 0 ? "unreadable" : "damaged"}</span>}</td>;
   }
   if (column.key === "status") {
     return <td><span class={run.status === "recording" ? "live" : run.status === "interrupted" ? "broken-off" : "quiet"}>{STATUS[run.status] ?? run.status}</span></td>;

@@ -111,9 +111,9 @@ function Overlaid({ runs, value, axis, smooth, log, outliers, from, to, tall }: 
       if (!a || !arrays) continue;
       const at = axis === "step" ? arrays["steps"] : axis === "epoch" ? arrays["epochs"] : arrays["seconds"];
       const raw = arrays["value"];
-      if (!at || !raw) continue;
+      if (!at || !raw || raw.length === 0) continue;
       const colour = colours[a.colour % colours.length] ?? "";
-      const label = a.run.name + (a.phase ? ` (${a.phase})` : "");
+      const label = a.run.name + (a.phase && a.phase !== "train" ? ` (${a.phase})` : "");
       broken += Array.from(raw).filter((v) => !Number.isFinite(v)).length;
       const smoothed = arrays["smooth"];
       if (smoothed) found.push({ line: { label: `${label}, as logged`, colour: `${colour}55`, width: 1, points: false }, at, values: raw });

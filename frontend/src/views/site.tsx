@@ -26,6 +26,7 @@ const COUNTS = ["nans", "infs"];
 
 export function SiteView({ run, runs, about, findings, params }: ViewProps) {
   const dark = useDark();
+  const phase = params["phase"];
   const name = params["site"] ?? about.sites[0]?.name ?? "";
   const position = about.sites.findIndex((s) => s.name === name);
   const site = about.sites[position];
@@ -36,9 +37,9 @@ export function SiteView({ run, runs, about, findings, params }: ViewProps) {
   const [from, to] = [whole(params["from"]), whole(params["to"])];
   const asked = [...new Set([...[...ALWAYS, ...COUNTS].filter((s) => available.includes(s)), ...second])];
   const series = useAnswer(
-    asked.length && site ? JSON.stringify([run.name, run.revision, name, asked, from, to]) : null,
-    (signal) => askPacked<SeriesFacts>("series", { run: run.name, site: name, statistics: asked.join(","), from, to, points: 6000 }, signal),
-    `${run.name} ${name}`,
+    asked.length && site ? JSON.stringify([run.name, run.revision, phase, name, asked, from, to]) : null,
+    (signal) => askPacked<SeriesFacts>("series", { run: run.name, phase, site: name, statistics: asked.join(","), from, to, points: 6000 }, signal),
+    `${run.name} ${name} ${phase}`,
   );
 
   useEffect(() => {

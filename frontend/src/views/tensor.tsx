@@ -16,10 +16,11 @@ const MOST_AXES = 16;
 
 export function TensorPanel({ run, runs, site, params }: { run: RunLine; runs: RunLine[]; site: string; params: Record<string, string> }) {
   const dark = useDark();
+  const phase = params["phase"];
   const box = useRef<HTMLDivElement>(null);
   const [width, setWidth] = useState(700);
   const [said, setSaid] = useState<string | null>(null);
-  const listed = useJson<{ tensors: TensorGroup[] }>("tensors", { run: run.name, site, revision: run.revision });
+  const listed = useJson<{ tensors: TensorGroup[] }>("tensors", { run: run.name, phase, site, revision: run.revision });
   const groups = (listed.value?.tensors ?? []).filter((g) => !/histogram/i.test(g.reduction));
   const group = groups.find((g) => g.field === params["field"]) ?? groups.find((g) => g.field === "value") ?? groups[0];
   const shape = group?.shape ?? [];
@@ -34,12 +35,12 @@ export function TensorPanel({ run, runs, site, params }: { run: RunLine; runs: R
   const minusRun = runs.find((r) => r.name === params["minusRun"])?.name;
   const minus = live && (minusStep !== null || minusRun !== undefined);
   const asked = {
-    run: run.name, site, step, field: group?.field, down, across, index: shape.length > 2 ? index.join(",") : null, stack: grid,
+    run: run.name, phase, site, step, field: group?.field, down, across, index: shape.length > 2 ? index.join(",") : null, stack: grid,
     size: grid === null ? null : 96, minusStep: minus ? minusStep ?? step : null, minusRun: minus ? minusRun : null,
   };
   const slice = useAnswer(drawable && down !== across ? JSON.stringify(asked) : null, (signal) => askPacked<SliceFacts>("slice", asked, signal), `${run.name} ${site}`);
   const fixed = params["tensorColours"] !== "step";
-  const span = useJson<{ least: number | null; greatest: number | null }>("span", group && fixed && !minus ? { run: run.name, site, field: group.field, revision: run.revision } : null);
+  const span = useJson<{ least: number | null; greatest: number | null }>("span", group && fixed && !minus ? { run: run.name, phase, site, field: group.field, revision: run.revision } : null);
 
   useEffect(() => {
     if (!box.current) return;

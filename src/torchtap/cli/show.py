@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from typing import Any
 
 import click
@@ -13,12 +12,19 @@ from torchtap.cli.console import Terminal, say_json
 from torchtap.cli.show_layers import has_layers, show_layers
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.read.show import compact
+from torchtap.viewer.terminal import (
+    is_logged,
+    logged_first,
+    newest,
+    site_word,
+    spark_width,
+    sparkline,
+)
 
 __all__ = ["command"]
 
 _COLUMNS = ("mean", "std", "absmax", "l2", "zeros")
 _NARROW_COLUMNS = ("mean", "std", "absmax", "zeros")
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @click.command("show")
@@ -74,16 +80,20 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def _print_statistics(console: Terminal, run: Run, pattern: str, statistic: str, rows: int) -> None:
-    chosen = [site for site in run.sites() if fnmatch.fnmatchcase(site, pattern) or pattern in site]
+    chosen = logged_first(
+        [site for site in run.sites() if fnmatch.fnmatchcase(site, pattern) or pattern in site]
+    )
     table = Table(title=f"newest statistics, and {statistic} over time", title_justify="left")
     columns = _COLUMNS if console.width >= 100 else _NARROW_COLUMNS
     # What the other columns leave; rich would rather cut off the last one.
+    names_width = max([len(site_word(site)) for site in chosen[:rows]], default=4)
+    room = spark_width(console.width, names_width, len(columns) + 1)
     table.add_column(
-        "site", no_wrap=True, overflow="ellipsis", max_width=console.width - 10 * len(columns) - 18
+        "site", no_wrap=True, overflow="ellipsis", max_width=console.width - 10 * len(columns) - room - 6
     )
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True, min_width=5 if name == "zeros" else 7)
-    table.add_column(statistic, no_wrap=True, min_width=12)
+    table.add_column(statistic, no_wrap=True, min_width=room)
     shown = 0
     for site in chosen:
         names = run.statistics(site)
@@ -93,8 +103,10 @@ def _print_statistics(console: Terminal, run: Run, pattern: str, statistic: str,
             break
         shown += 1
         followed = statistic if statistic in names else names[0]
-        newest = [_newest(run, site, name) if name in names else "" for name in columns]
-        table.add_row(site, *newest, sparkline(run.series(site, followed).values.tolist()))
+        cells = [_newest(run, site, name) if name in names else "" for name in columns]
+        if is_logged(site):  # one number, in the first column
+            cells[0] = _newest(run, site, followed)
+        table.add_row(site_word(site), *cells, sparkline(run.series(site, followed).values, room))
     console.print(table)
     if len(chosen) > shown:
         console.print(
@@ -103,26 +115,10 @@ def _print_statistics(console: Terminal, run: Run, pattern: str, statistic: str,
 
 
 def _newest(run: Run, site: str, name: str) -> str:
-    values = run.series(site, name).values
-    if not len(values):
+    value = newest(run, site, name)
+    if value is None:
         return ""
-    value = float(values[-1])
     return f"{value:.0%}" if name == "zeros" else compact(value)
-
-
-def sparkline(values: list[float], width: int = 12) -> str:
-    """A series in a few characters: each shows the largest magnitude of its stretch, ``!`` what is not finite."""
-    if not values:
-        return ""
-    stretch = max(1, math.ceil(len(values) / width))
-    groups = [values[start : start + stretch] for start in range(0, len(values), stretch)]
-    peaks = [max(group, key=lambda v: math.inf if not math.isfinite(v) else abs(v)) for group in groups]
-    finite = [peak for peak in peaks if math.isfinite(peak)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    span = high - low or 1.0
-    return "".join(
-        _BARS[min(7, int(8 * (peak - low) / span))] if math.isfinite(peak) else "!" for peak in peaks
-    )
 
 
 def _print_tensors(console: Terminal, run: Run, pattern: str, rows: int) -> None:

@@ -41,7 +41,9 @@ def command(
 
     def look() -> object:
         found = diagnose(opened)
-        return live_view(opened, patterns=patterns, statistic=statistic, rows=rows, findings=found)
+        return live_view(
+            opened, patterns=patterns, statistic=statistic, rows=rows, width=console.width, findings=found
+        )
 
     if once or not console.is_terminal:
         console.print(look())

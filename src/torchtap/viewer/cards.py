@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from torchtap.store.read.phases import in_order
 from torchtap.viewer.downsample import extremes
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Card:
     tags: list[str] = field(default_factory=list)
     archived: bool = False
     findings: dict[str, int] | None = None
-    problem: str | None = None
+    problem: str | None = None  # why it cannot be read
+    damage: str | None = None  # what of it cannot be read
     revision: int = 0
 
     def line(self) -> dict[str, Any]:
@@ -96,13 +98,13 @@ def card_of(name: str, path: str, run: Run) -> Card:
         labels=_labels(run.manifest.get("labels")),
         tags=tags,
         archived=archived,
+        damage=next((short_text(problem) for problem in run.problems), None),
     )
 
 
 def phases_of(run: Run) -> list[str]:
     """The phases that a run has records of, training first."""
-    found = [short_text(phase, 40) for phase in np.unique(run.clock()["phase"])[:_PHASES]]
-    return sorted(found, key=lambda phase: (phase != "train", phase))
+    return [short_text(phase, 40) for phase in in_order(run.phases)[:_PHASES]]
 
 
 def loss_site(sites: list[str]) -> str | None:

@@ -30,7 +30,7 @@ __all__ = ["Catalog"]
 _OPEN = 12  # runs that stay open
 _SPEND = 0.25  # seconds of one question for cards
 _LOOK = 1.0  # seconds between two looks into the folders
-_FINDINGS = 30_000_000  # numbers of a run that is judged for the table without being asked
+_FINDINGS = 10_000_000  # numbers of a run that is judged for the table without being asked
 
 
 @final
@@ -42,7 +42,7 @@ class Entry:
         self.card = Card(found.name)
         self.signature: tuple[int, ...] = ()
         self.tick = 0
-        self.run: Run | None = None  # kept while the run is written
+        self.run: Run | None = None  # kept while the run is written, and until a run that was named is opened
 
 
 @final
@@ -74,7 +74,7 @@ class Catalog:
         catalog = cls(shelf, comparison)
         for entry in catalog.entries():
             if entry.found.root is None:
-                open_run(entry.found.path)  # says at once what is wrong with it
+                entry.run = open_run(entry.found.path)  # says at once what is wrong with it
         return catalog
 
     # --- which runs there are -------------------------------------------------------------------------------
@@ -119,13 +119,15 @@ class Catalog:
     def _update_cards(self, until: float) -> None:
         # Written runs first: the page follows them.
         order = sorted(self.entries(), key=lambda e: (e.card.status != "recording", e.card.known))
+        before = self.tick
         for number, entry in enumerate(order):
             signature = folder_signature(entry.found.path)
             if entry.card.status == "recording" or signature != entry.signature or "://" in entry.found.path:
                 self._renew(entry, signature)
             if number % 8 == 7 and time.monotonic() > until:
                 return
-        for entry in order:
+        # Findings wait until all is read, and a run alone is judged when its page asks.
+        for entry in order if self.tick == before and len(order) > 1 else ():
             if time.monotonic() > until:
                 return
             self._judge(entry)
@@ -148,7 +150,7 @@ class Catalog:
                 card = card_of(name, path, entry.run)
         except Exception as trouble:  # a run that vanished or broke must not take the others with it
             card = Card(name, known=True, status=old.status or "closed", problem=short_text(trouble))
-        if card.status != "recording":
+        if card.status != "recording" and entry.found.root is not None:
             entry.run = None
         entry.signature = signature
         card.revision, card.findings = old.revision, old.findings if old.steps == card.steps else None
@@ -212,12 +214,22 @@ class Catalog:
             name = entry.found.name
             opened = self._open.get(name)
             if opened is None:
-                opened = self._open[name] = OpenRun(open_run(entry.found.path), name)
+                opened = self._open[name] = OpenRun(self._take(entry) or open_run(entry.found.path), name)
                 while len(self._open) > _OPEN:
                     self._open.popitem(last=False)
             else:
                 self._open.move_to_end(name)
             return opened
+
+    def _take(self, entry: Entry) -> Run | None:
+        """The run behind a card, unless a card is being made of it right now; opening it again takes a while."""
+        if not self._surveying.acquire(blocking=False):
+            return None
+        try:
+            run, entry.run = entry.run, None
+            return run
+        finally:
+            self._surveying.release()
 
     def _entry(self, name: str) -> Entry | None:
         """The run that the page means: nothing is the first, and some names reach it spelled out."""
@@ -246,6 +258,7 @@ class Catalog:
     def compare(self, first: str, second: str) -> dict[str, Any]:
         """The comparison of two of the runs as they are now; the last one is kept, since it reads everything."""
         from torchtap.comparison.front import compare
+        from torchtap.comparison.judge.result import plain
         from torchtap.store.read.reader import open_run
 
         a, b = self[first], self[second]
@@ -254,5 +267,5 @@ class Catalog:
             if self._compared is None or self._compared[0] != key:
                 # Opened anew: a comparison takes seconds, and the page goes on asking meanwhile.
                 result = compare(open_run(a.run.path), open_run(b.run.path))
-                self._compared = (key, result.as_dict())
+                self._compared = (key, plain(result.as_dict()))
             return self._compared[1]

@@ -31,6 +31,7 @@ class Picture:
     sites: list[str]
     steps: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
+    broken: npt.NDArray[np.bool_]  # where NaN or an infinity was recorded
 
 
 def usual_statistic(names: Sequence[str]) -> str:
@@ -67,4 +68,23 @@ def picture_of(
     if not having:
         raise SelectionError(f"none of these sites has a statistic {statistic!r}")
     matrix = run.matrix(statistic, sites=having)
-    return Picture(statistic, list(matrix.sites), np.asarray(matrix.steps), np.asarray(matrix.values))
+    values, steps = np.asarray(matrix.values), np.asarray(matrix.steps)
+    return Picture(statistic, list(matrix.sites), steps, values, _broken(run, having, steps, held))
+
+
+def _broken(
+    run: Run, sites: list[str], steps: npt.NDArray[np.int64], held: dict[str, list[str]]
+) -> npt.NDArray[np.bool_]:
+    """Where something that is not finite was recorded: counted, or a logged value that is it itself."""
+    found = np.zeros((len(sites), len(steps)), dtype=bool)
+    for name in ("nans", "infs"):
+        rows = [row for row, site in enumerate(sites) if name in held[site]]
+        if rows:
+            counts = run.matrix(name, [sites[row] for row in rows], steps).values
+            found[rows] |= np.nan_to_num(counts) > 0
+    for row, site in enumerate(sites):
+        if "value" in held[site]:
+            series = run.series(site, "value")
+            there = np.isin(series.steps, steps) & ~np.isfinite(series.values)
+            found[row, np.searchsorted(steps, series.steps[there])] = True
+    return found

@@ -36,9 +36,9 @@ def run_html(run: Run) -> str:
     parts += _findings(run)
     try:
         picture = picture_of(run)
-        caption = f"{in_html(picture.statistic)}, sites in execution order over steps"
+        caption = f"{in_html(picture.statistic)}, sites in execution order over steps, red: NaN or infinity"
         parts.append(f"<div style='{_DIM};margin-top:6px'>{caption}</div>")
-        parts.append(map_svg(picture.values))
+        parts.append(map_svg(picture.values, sites=picture.sites, steps=picture.steps, broken=picture.broken))
     except TorchtapError:
         parts.append(f"<div style='{_DIM}'>no statistics yet</div>")
     parts += [f"<div>{in_html(problem)}</div>" for problem in run.problems[:5]]
@@ -145,29 +145,97 @@ def series_svg(
     return f"<svg width='{width}' height='{height}' role='img' aria-label='series'>{line}{flag}</svg>"
 
 
-def map_svg(values: npt.NDArray[np.floating[Any]], *, width: int = 720, height: int = 240) -> str:
-    """Depth against time in at most 48 × 120 cells; each shows the largest value under it."""
+def map_svg(
+    values: npt.NDArray[np.floating[Any]],
+    *,
+    sites: Sequence[str] = (),
+    steps: Sequence[int] | npt.NDArray[np.int64] = (),
+    broken: npt.NDArray[np.bool_] | None = None,
+    width: int = 720,
+    height: int = 240,
+) -> str:
+    """Depth against time in at most 48 × 120 cells; each shows the largest value under it, red what is not finite.
+
+    ``sites`` are written at the left, ``steps`` below.
+    """
     rows, columns = min(48, values.shape[0]), min(120, values.shape[1])
     if not rows or not columns:
         return ""
-    _, high, _, _ = extremes(np.where(np.isfinite(values), values, np.nan), rows, columns)
+    _, high, row_starts, column_starts = extremes(
+        np.where(np.isfinite(values), values, np.nan), rows, columns
+    )
+    bad = np.isinf(values) if broken is None else broken | np.isinf(values)
+    bad = np.add.reduceat(np.add.reduceat(bad.astype(int), column_starts, axis=1), row_starts, axis=0) > 0
     with np.errstate(divide="ignore", invalid="ignore"):
         shown = np.log10(high) if (high[np.isfinite(high)] > 0).all() else high.astype(np.float64)
     finite = shown[np.isfinite(shown)]
     low, top = np.quantile(finite, [0.01, 0.99]) if len(finite) else (0.0, 1.0)
+    left = _gutter(sites)
+    bottom = 18 if len(steps) else 0
+    across, down = (width - left) / columns, height / rows
     cells = []
-    across, down = width / columns, height / rows
     for row in range(rows):
-        start = 0
-        colours = [_colour(float(v), float(low), float(top)) for v in shown[row]]
-        for column in range(1, columns + 1):  # equal neighbours are one rectangle
-            if column == columns or colours[column] != colours[start]:
-                place = f"x='{start * across:.1f}' y='{row * down:.1f}'"
-                extent = f"width='{(column - start) * across + 0.3:.1f}' height='{down + 0.3:.1f}'"
-                cells.append(f"<rect {place} {extent} fill='{colours[start]}'/>")
-                start = column
-    shape = f"width='{width}' height='{height}' role='img' aria-label='depth by time map'"
-    return f"<svg {shape} shape-rendering='crispEdges'>{''.join(cells)}</svg>"
+        colours = [
+            NOT_FINITE if bad[row, column] else _colour(float(shown[row, column]), float(low), float(top))
+            for column in range(columns)
+        ]
+        cells += _stretches(colours, left, row * down, across, down)
+    labels = _names(sites, row_starts, left, down) + _ticks(steps, column_starts, left, across, height)
+    shape = f"width='{width}' height='{height + bottom}' role='img' aria-label='depth by time map'"
+    return f"<svg {shape}><g shape-rendering='crispEdges'>{''.join(cells)}</g>{''.join(labels)}</svg>"
+
+
+def _stretches(colours: list[str], left: float, y: float, across: float, down: float) -> list[str]:
+    """One row as rectangles; equal neighbours are one."""
+    found, start = [], 0
+    for column in range(1, len(colours) + 1):
+        if column == len(colours) or colours[column] != colours[start]:
+            place = f"x='{left + start * across:.1f}' y='{y:.1f}'"
+            extent = f"width='{(column - start) * across + 0.3:.1f}' height='{down + 0.3:.1f}'"
+            found.append(f"<rect {place} {extent} fill='{colours[start]}'/>")
+            start = column
+    return found
+
+
+def _gutter(sites: Sequence[str]) -> float:
+    """The room that names need at the left."""
+    return min(190.0, 10 + 5.6 * max(len(site) for site in sites)) if sites else 0.0
+
+
+def _names(sites: Sequence[str], starts: npt.NDArray[np.int64], left: float, down: float) -> list[str]:
+    """A name at every row that has room for one."""
+    if not sites:
+        return []
+    stride = max(1, math.ceil(11 / down))
+    most = int((left - 10) / 5.6)
+    found = []
+    for row in range(0, len(starts), stride):
+        name = sites[int(starts[row])]
+        text = name if len(name) <= most else f"…{name[-(most - 1) :]}"
+        at = f"x='{left - 6:.1f}' y='{(row + 0.5) * down + 3.5:.1f}'"
+        found.append(
+            f"<text {at} font-size='10' text-anchor='end' fill='currentColor'>{in_html(text)}</text>"
+        )
+    return found
+
+
+def _ticks(
+    steps: Sequence[int] | npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    left: float,
+    across: float,
+    height: int,
+) -> list[str]:
+    """A few steps below the cells."""
+    if not len(steps):
+        return []
+    found = []
+    for column in np.unique(np.linspace(0, len(starts) - 1, 6).astype(int)).tolist():
+        anchor = "start" if column == 0 else "end" if column == len(starts) - 1 else "middle"
+        at = f"x='{left + (column + 0.5) * across:.1f}' y='{height + 13}'"
+        text = f"{'step ' if column == 0 else ''}{int(steps[int(starts[column])]):,}"
+        found.append(f"<text {at} font-size='10' text-anchor='{anchor}' fill='currentColor'>{text}</text>")
+    return found
 
 
 def _colour(value: float, low: float, high: float) -> str:

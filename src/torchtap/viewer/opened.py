@@ -85,6 +85,7 @@ class OpenRun:
         self._tensors: OrderedDict[tuple[str, int | None, str], npt.NDArray[Any]] = OrderedDict()
         self._remembered: dict[tuple[str, ...], Any] = {}
         self._findings: tuple[int, list[Finding]] | None = None
+        self._phases: dict[str, OpenRun] = {}
 
     def _state(self) -> tuple[int, int, str, int]:
         steps = self.run.steps()
@@ -106,12 +107,23 @@ class OpenRun:
         """Look for what was written since; the revision rises when there is something new."""
         with self.lock:
             self.run.refresh()
+            for part in self._phases.values():
+                part.refresh()
             state = self._state()
             if state != self._seen:
                 self._seen = state
                 self._survey()
                 self.revision += 1
             return self.revision
+
+    def in_phase(self, phase: str) -> OpenRun:
+        """The run with the records of one phase alone; without a phase, the run as it is."""
+        if not phase:
+            return self
+        with self.lock:
+            if phase not in self._phases:
+                self._phases[phase] = OpenRun(self.run.of_phase(phase), self.name)
+            return self._phases[phase]
 
     def grid(self, statistic: str) -> NumberGrid:
         """``statistic`` of every site that has it (also one of the derived)."""
@@ -185,10 +197,12 @@ class OpenRun:
         self, site: str, statistic: str, phase: str | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Steps and values of a recorded statistic. Call it with the lock held."""
-        found = self.run.series(site, statistic)
+        if phase is not None and phase not in self.run.phases:
+            return np.zeros(0, np.int64), np.zeros(0)
+        found = self.run.series(site, statistic, phase)
         steps, values = np.asarray(found.steps, np.int64), np.asarray(found.values, np.float64)
         if statistic in EMPTY_SUMS and "nans" in self.statistics[site]:
-            values = without_empty_sums(statistic, values, self.run.series(site, "nans").values)
+            values = without_empty_sums(statistic, values, self.run.series(site, "nans", phase).values)
         return steps, values
 
     def clock_of(

@@ -32,7 +32,7 @@ def list_runs(catalog: Catalog, since: int = 0, *, managed: bool = False) -> byt
         {
             "tick": catalog.tick,
             "pending": pending,
-            "judging": sum(catalog.may_judge(entry) for entry in entries),
+            "judging": sum(catalog.may_judge(entry) for entry in entries) if len(entries) > 1 else 0,
             "names": [entry.found.name for entry in entries],
             "runs": [entry.card.line() for entry in entries if entry.tick > since],
             "comparison": catalog.comparison is not None,

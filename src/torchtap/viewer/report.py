@@ -22,6 +22,7 @@ from torchtap.errors import TorchtapError
 from torchtap.foreign_text import browser_text, in_html
 from torchtap.names import kind_of
 from torchtap.viewer.assets import asset
+from torchtap.viewer.cards import phases_of
 from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.chosen import matching_sites
 from torchtap.viewer.opened import OpenRun, Refused
@@ -125,6 +126,9 @@ def _add_logged(archive: _Archive, shown: OpenRun) -> None:
         if "value" in shown.statistics[site]:
             its: dict[str, str | int] = {"run": browser_text(shown.name), "site": browser_text(site)}
             archive.add("scalars", its, {"points": _POINTS})
+            if len(phases := phases_of(shown.run)) > 1:
+                for phase in phases:
+                    archive.add("scalars", {**its, "phase": phase}, {"points": _POINTS})
             archive.add("series", its, {"statistics": "value", "points": _POINTS})
 
 

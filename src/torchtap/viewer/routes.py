@@ -13,7 +13,7 @@ from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.differences import changes_between, difference_grid
 from torchtap.viewer.heatmap import MapWindow, heat_map
 from torchtap.viewer.histograms import histograms_of
-from torchtap.viewer.opened import Refused
+from torchtap.viewer.opened import OpenRun, Refused
 from torchtap.viewer.overview import (
     about_run,
     comparison_of,
@@ -71,18 +71,27 @@ def _map(catalog: Catalog, parameters: Parameters) -> bytes:
         columns=_number(parameters, "columns", 1200, 1, 8192),
         fold=_whole(parameters, "fold", least=1, most=64),
     )
-    shown = catalog[_run(parameters)]
+    shown = _shown(catalog, parameters)
     against = parameters.get("against", "")
     if not against or window.statistic == "nonfinite":
         return heat_map(shown, window)
     relative = parameters.get("change") == "relative"
     return heat_map(
-        shown, window, difference_grid(shown, catalog[against], window.statistic, relative=relative)
+        shown,
+        window,
+        difference_grid(
+            shown, catalog[against].in_phase(parameters.get("phase", "")), window.statistic, relative=relative
+        ),
     )
 
 
 def _run(parameters: Parameters) -> str:
     return parameters.get("run", "")
+
+
+def _shown(catalog: Catalog, parameters: Parameters) -> OpenRun:
+    """The run that is asked about, in the phase that is asked for."""
+    return catalog[_run(parameters)].in_phase(parameters.get("phase", ""))
 
 
 def _scalars(catalog: Catalog, parameters: Parameters) -> bytes:
@@ -96,11 +105,12 @@ def _scalars(catalog: Catalog, parameters: Parameters) -> bytes:
 
 
 def _changes(catalog: Catalog, parameters: Parameters) -> bytes:
-    run = _run(parameters)
+    run = _shown(catalog, parameters)
+    against = parameters.get("against", "")
     return changes_between(
-        catalog[run],
-        catalog[parameters.get("against", "") or run],
-        catalog[run].asked(parameters.get("statistic", "rms")),
+        run,
+        catalog[against].in_phase(parameters.get("phase", "")) if against else run,
+        run.asked(parameters.get("statistic", "rms")),
         parameters.get("kind", ""),
         _whole(parameters, "before"),
         _whole(parameters, "after"),
@@ -108,7 +118,7 @@ def _changes(catalog: Catalog, parameters: Parameters) -> bytes:
 
 
 def _series(catalog: Catalog, parameters: Parameters) -> bytes:
-    shown = catalog[_run(parameters)]
+    shown = _shown(catalog, parameters)
     statistics = [shown.asked(name) for name in parameters.get("statistics", "").split(",")[:40] if name]
     return series_of(
         shown,
@@ -117,7 +127,6 @@ def _series(catalog: Catalog, parameters: Parameters) -> bytes:
         _whole(parameters, "from"),
         _whole(parameters, "to"),
         _number(parameters, "points", 1600, 2, 100_000),
-        parameters.get("phase") or None,
     )
 
 
@@ -139,7 +148,7 @@ def _slice(catalog: Catalog, parameters: Parameters) -> bytes:
         last_column=_whole(parameters, "right", least=1),
         size=_number(parameters, "size", 512, 1, 2048),
     )
-    shown = catalog[_run(parameters)]
+    shown = _shown(catalog, parameters)
     minus_run, minus_step = parameters.get("minusRun", ""), _whole(parameters, "minusStep")
     if not minus_run and minus_step is None:
         return slice_of(shown, _site(catalog, parameters), window)
@@ -150,7 +159,7 @@ def _slice(catalog: Catalog, parameters: Parameters) -> bytes:
 
 
 def _ranks(catalog: Catalog, parameters: Parameters) -> bytes:
-    shown = catalog[_run(parameters)]
+    shown = _shown(catalog, parameters)
     statistic = shown.asked(parameters.get("statistic", "rms"))
     return ranks_of(shown, _site(catalog, parameters), statistic)
 
@@ -167,11 +176,11 @@ QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
     "changes": _changes,
     "ranks": _ranks,
     "histograms": lambda catalog, p: histograms_of(
-        catalog[_run(p)], _site(catalog, p), linear=p.get("axis") != "recorded"
+        _shown(catalog, p), _site(catalog, p), linear=p.get("axis") != "recorded"
     ),
-    "entropy": lambda catalog, p: entropy_of(catalog[_run(p)], _site(catalog, p)),
-    "tensors": lambda catalog, p: tensors_of(catalog[_run(p)], _site(catalog, p)),
-    "span": lambda catalog, p: span_of(catalog[_run(p)], _site(catalog, p), p.get("field", "value")),
+    "entropy": lambda catalog, p: entropy_of(_shown(catalog, p), _site(catalog, p)),
+    "tensors": lambda catalog, p: tensors_of(_shown(catalog, p), _site(catalog, p)),
+    "span": lambda catalog, p: span_of(_shown(catalog, p), _site(catalog, p), p.get("field", "value")),
     "slice": _slice,
     "comparison": lambda catalog, p: comparison_of(catalog, p.get("a", ""), p.get("b", "")),
 }

@@ -22,7 +22,6 @@ def series_of(
     first_step: int | None = None,
     last_step: int | None = None,
     points: int = 1600,
-    phase: str | None = None,
 ) -> bytes:
     """``statistics`` of ``site`` over the steps that have any of them, at most about ``points`` steps."""
     with shown.lock:
@@ -33,7 +32,7 @@ def series_of(
         steps = np.zeros(0, dtype=np.int64)
         for name in dict.fromkeys(statistics):
             if name in recorded:
-                its_steps, values = shown.series(site, name, phase)
+                its_steps, values = shown.series(site, name)
             elif name in DERIVED and site in shown.grid(name).row:
                 grid = shown.grid(name)
                 its_steps, values = grid.steps, grid.values[grid.row[site]].astype(np.float64)

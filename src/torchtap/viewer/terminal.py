@@ -17,13 +17,25 @@ from rich.text import Text
 
 from torchtap.diagnosis.finding import Finding
 from torchtap.viewer.chosen import matching_sites
+from torchtap.viewer.derived import EMPTY_SUMS, without_empty_sums
 from torchtap.viewer.downsample import extremes
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
-__all__ = ["findings_text", "live_view", "sparkline", "statistics_table"]
+__all__ = [
+    "findings_text",
+    "is_logged",
+    "live_view",
+    "logged_first",
+    "newest",
+    "site_word",
+    "spark_width",
+    "sparkline",
+    "statistics_table",
+]  # fmt: skip
 
+LOGGED = ":value."
 _BARS = "▁▂▃▄▅▆▇█"
 _COLUMNS = ("mean", "std", "absmax", "l2", "zeros")
 _COLOURS = {"error": "bold red", "warning": "yellow"}
@@ -53,7 +65,34 @@ def sparkline(values: npt.ArrayLike, width: int = 24) -> str:
     return "".join(marks)
 
 
-def _number(name: str, value: float) -> str:
+def site_word(site: str) -> str:
+    """What a person calls a site: a logged value by its name, what the model itself gives by its kind."""
+    if is_logged(site):
+        return site.removeprefix(LOGGED)
+    return f"(model) {site[1:]}" if site.startswith(":") else site
+
+
+def is_logged(site: str) -> bool:
+    """Whether a site is a value that the training logged."""
+    return site.startswith(LOGGED)
+
+
+def logged_first(sites: Sequence[str]) -> list[str]:
+    """``sites`` with the logged values in front: everybody looks at the loss first."""
+    return sorted(sites, key=lambda site: not is_logged(site))
+
+
+def newest(run: Run, site: str, name: str) -> float | None:
+    """The newest value of a statistic; NaN for a norm of nothing but NaN."""
+    values = np.asarray(run.series(site, name).values, dtype=np.float64)
+    if name in EMPTY_SUMS and "nans" in run.statistics(site):
+        values = without_empty_sums(name, values, run.series(site, "nans").values)
+    return float(values[-1]) if len(values) else None
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
     return f"{value:.0%}" if name == "zeros" else f"{value:.3g}"
 
 
@@ -77,15 +116,18 @@ def statistics_table(
         followed = next((n for n in (statistic, "rms", "std", "value") if n in names), None)
         if followed is None:
             continue
-        cells = []
-        for name in _COLUMNS:
-            values = run.series(site, name).values if name in names else None
-            cells.append(_number(name, float(values[-1])) if values is not None and len(values) else "")
+        cells = [_number(name, newest(run, site, name)) if name in names else "" for name in _COLUMNS]
         if followed == "value":  # a number of the training's own
-            cells[0] = _number("value", float(run.series(site, followed).values[-1]))
+            cells[0] = _number("value", newest(run, site, followed))
         style = _COLOURS.get(marks.get(site, ""), "")
-        table.add_row(Text(site, style=style), *cells, sparkline(run.series(site, followed).values, width))
+        line = sparkline(run.series(site, followed).values, width)
+        table.add_row(Text(site_word(site), style=style), *cells, line)
     return table
+
+
+def spark_width(width: int, names: int, columns: int) -> int:
+    """The room that names and numbers leave to a sparkline, on a terminal of ``width``."""
+    return min(120, max(12, width - min(names, width // 3) - 9 * columns - 6))
 
 
 def findings_text(findings: Sequence[Finding], most: int = 6) -> Text:
@@ -105,6 +147,7 @@ def live_view(
     patterns: Sequence[str] = (),
     statistic: str | None = None,
     rows: int = 20,
+    width: int = 80,
     findings: Sequence[Finding] = (),
 ) -> RenderableType:
     """One screen of a training that is being written: how far, how fast, how it looks."""
@@ -115,11 +158,13 @@ def live_view(
     if len(steps):
         head.append(f"  step {int(steps[-1]):,}  ({len(steps):,} recorded{_pace(run)})")
     names = matching_sites(run, list(patterns) or None) if run.sites() else []
-    logged = [site for site in run.sites() if site.startswith(":value.") and site not in names]
+    logged = [site for site in run.sites() if is_logged(site) and site not in names]
     chosen = names if len(names) <= rows else _spread(names, rows)
     parts: list[Any] = [head, ""]
     if logged or chosen:
-        parts.append(statistics_table(run, [*logged, *chosen], statistic, findings=findings))
+        shown = [*logged, *chosen]
+        wide = spark_width(width, max(len(site_word(site)) for site in shown), len(_COLUMNS))
+        parts.append(statistics_table(run, shown, statistic, width=wide, findings=findings))
     if len(names) > len(chosen):
         parts.append(
             Text(f"{len(names) - len(chosen)} further sites; --site chooses among them", style="dim")

@@ -17,6 +17,9 @@ __all__ = ["ClockRows", "Timeline", "join_clocks", "read_clock"]
 
 _LONGEST_PHASE = 64
 
+# Columns that came with a later version of the format, and what stands for them in an older run.
+_LATER = {"passes": 1, "skipped": 0}
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +46,10 @@ def read_clock(segment: Segment) -> ClockRows:
     columns: dict[str, npt.NDArray[Any]] = {
         name: segment.array(segment.entry(f"clock.{name}", code, rows), kind)
         for name, (code, kind) in CLOCK.items()
+        if name not in _LATER or f"clock.{name}" in segment.header.entries
     }
+    for name, unknown in _LATER.items():
+        columns.setdefault(name, np.full(rows, unknown))
     phases = segment.note.get("phases")
     if not isinstance(phases, list) or not all(isinstance(phase, str) for phase in phases):
         raise RunCorruptError("its phases are not names")

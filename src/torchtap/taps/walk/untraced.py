@@ -7,6 +7,7 @@ While a module carries anything of ours, it has a ``__getstate__`` of its own th
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, final
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hook", "HookHandle", "ModeHook", "conceal", "reveal"]
+__all__ = ["Hook", "HookHandle", "ModeHook", "StandIn", "conceal", "held", "is_wrapper", "reveal"]
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOTES_OF_HOOKS = (
@@ -24,6 +25,7 @@ _NOTES_OF_HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _STATE = "__getstate__"
+HELD = "_torchtap_held"  # the attribute of a wrapper that has the module in it
 
 
 @final
@@ -45,6 +47,26 @@ def _nothing() -> Callable[..., None]:
     return _inert
 
 
+class StandIn(ABC):
+    """Stands in for a module's forward."""
+
+    @abstractmethod
+    def own(self) -> Any:
+        """The forward that was among the module's own attributes; None where its class has it."""
+
+
+def is_wrapper(module: Any) -> bool:
+    """Whether a module is one of ours around another."""
+    return hasattr(type(module), HELD)
+
+
+def held(module: Any) -> Any:
+    """The module inside any number of our wrappers."""
+    while is_wrapper(module):
+        module = getattr(module, HELD)
+    return module
+
+
 @final
 class _CleanState:
     """A module's ``__getstate__`` without what is ours."""
@@ -64,6 +86,14 @@ class _CleanState:
 
 def _cleaned(state: dict[str, Any]) -> dict[str, Any]:
     clean = {name: value for name, value in state.items() if not isinstance(value, (_CleanState, Hook))}
+    forward = state.get("forward")
+    if isinstance(forward, StandIn):
+        clean.pop("forward")
+        if (own := forward.own()) is not None:
+            clean["forward"] = own
+    children = state.get("_modules")
+    if children and any(map(is_wrapper, children.values())):
+        clean["_modules"] = type(children)((name, held(child)) for name, child in children.items())
     ours = {
         key
         for table in _HOOK_TABLES
@@ -81,6 +111,7 @@ def _cleaned(state: dict[str, Any]) -> dict[str, Any]:
 
 def conceal(module: nn.Module) -> None:
     """Something of ours is put on a module."""
+    module = held(module)
     known = module.__dict__.get(_STATE)
     if not isinstance(known, _CleanState):
         known = module.__dict__[_STATE] = _CleanState(module)

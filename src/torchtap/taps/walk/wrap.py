@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from torchtap.errors import FormError
+from torchtap.taps.walk.untraced import StandIn, conceal, is_wrapper, reveal
 from torchtap.taps.walk.ways import Action, Handle
 
 __all__ = ["ForwardWay", "WrapWay", "replace_forward"]
@@ -115,7 +116,7 @@ class _Replacing(ABC):
 
 
 @final
-class _Forward:
+class _Forward(StandIn):
     """Stands in for a module's forward; in a copy of the module it is the plain forward again."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -126,6 +127,12 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.plain, args, kwargs)
+
+    def own(self) -> Any:
+        inner: Any = self.plain
+        if isinstance(inner, StandIn):
+            return inner.own()
+        return inner if self.was_own else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.was_own:
@@ -170,7 +177,13 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], 
         )
     stand_in = _Forward(module, run)
     vars(module)["forward"] = stand_in
-    return stand_in.take_off
+    conceal(module)
+
+    def take_off() -> None:
+        stand_in.take_off()
+        reveal(module)
+
+    return take_off
 
 
 def _run_around(module: nn.Module, around: _Around) -> Callable[[], None]:
@@ -243,10 +256,6 @@ def _hold(wrapper: Any, module: nn.Module) -> None:
     object.__setattr__(wrapper, "_torchtap_held", module)
 
 
-def _is_wrapper(module: Any) -> bool:
-    return issubclass(type(module), _Wrapper)
-
-
 @final
 class WrapWay(_Replacing):
     """Replaces modules in their parents by wrappers that hold them."""
@@ -258,14 +267,15 @@ class WrapWay(_Replacing):
     def _put_on(self, module: nn.Module, around: _Around) -> Callable[[], None]:
         if _same(module, self._root):
             return _run_around(module, around)
-        wrappers: list[tuple[dict[str, Any], str, Any]] = []
+        wrappers: list[tuple[nn.Module, str, Any]] = []
         for parent in _modules_of(self._root):
             children = parent._modules
             for name, child in children.items():
                 if child is not None and _same(child, module):
                     wrapper = _wrapper_of(child, around)
                     children[name] = wrapper
-                    wrappers.append((children, name, wrapper))
+                    conceal(parent)
+                    wrappers.append((parent, name, wrapper))
         if not wrappers:
             raise FormError(f"a {type(module).__name__} is in no module of this model and cannot be wrapped")
         return lambda: _put_back(wrappers)
@@ -288,13 +298,15 @@ def _modules_of(root: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _put_back(wrappers: list[tuple[dict[str, Any], str, Any]]) -> None:
-    for children, name, wrapper in reversed(wrappers):
-        current = children.get(name)
+def _put_back(wrappers: list[tuple[nn.Module, str, Any]]) -> None:
+    for parent, name, wrapper in reversed(wrappers):
+        reveal(parent)
+        children: dict[str, Any] = parent._modules
+        current: Any = children.get(name)
         if current is wrapper:
             children[name] = wrapper._torchtap_held
         # Somebody wrapped the wrapper, and stays.
-        while current is not None and _is_wrapper(current):
+        while current is not None and is_wrapper(current):
             if current._torchtap_held is wrapper:
                 _hold(current, wrapper._torchtap_held)
                 break
