@@ -148,9 +148,7 @@ class Comparison:
         return self.outcome == "differs"
 
     def __str__(self) -> str:
-        if self.first is None or not self.first.source:
-            return self.verdict
-        return f"{self.verdict}\nits code: {self.first.source}"
+        return self.verdict
 
     def _repr_html_(self) -> str:
         return str(drawn("comparison", self))

@@ -20,7 +20,11 @@ def located(result: Comparison, target: Any) -> Comparison:
     """The same result, its first divergence with the source of the target's module where that is known."""
     if result.first is None or result.first.source or not isinstance(target, nn.Module):
         return result
-    return replace(result, first=replace(result.first, source=source_of(unwrap(target), result.first.module)))
+    source = source_of(unwrap(target), result.first.module)
+    if not source:
+        return result
+    verdict = f"{result.verdict} Its code is {source}."
+    return replace(result, first=replace(result.first, source=source), verdict=verdict)
 
 
 def source_of(model: nn.Module, path: str) -> str:
