@@ -4,6 +4,7 @@
 #   make test        run the tests
 #   make check       ruff and mypy
 #   make dist        the sdist and the wheel, into dist/
+#   make torture     attack runs, recordings and pages for about an hour; prints a table
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c c
 # Two workers are what two cores carry; torch itself gets one thread in each.
 WORKERS ?= 2
 
-.PHONY: demo test check bench format browser clean
+.PHONY: demo test check bench torture format browser clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +59,11 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
+
+# A part of it: make torture TORTURE="--scale 0.1"; at a seed of its own: TORTURE=--random
+TORTURE ?=
+torture: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture $(TORTURE)
 
 # A browser for the tests that need one, from the system's packages where that is possible.
 browser:

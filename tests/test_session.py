@@ -211,3 +211,89 @@ def test_a_capture_that_is_not_strict_says_what_it_could_not_keep() -> None:
     assert seen.lost[0].startswith(":output: ReductionError: a Tensor on meta has no values")
     with pytest.raises(tt.SelectionError, match=r"':output' came, but nothing of it could be kept: .*meta"):
         seen[":output"]
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        for _ in range(times):
+            x = self.layer(x)
+        return x
+
+
+def test_a_whole_tensor_beside_statistics_does_not_keep_these_from_folding_over_passes() -> None:
+    torch.manual_seed(0)
+    model, inputs = _Twice(), [torch.randn(4, 3) for _ in range(3)]
+    with torch.no_grad(), tt.capture(model, tt.tap("layer:output")) as alone:
+        for x in inputs:
+            model(x)
+    with torch.no_grad(), tt.capture(model, "layer:output", tt.tap("layer:output")) as both:
+        for x in inputs:
+            model(x)
+    assert list(alone) == ["layer:output", "layer:output#1"]
+    assert list(both) == ["layer:output", *(f"layer:output#{n}" for n in range(1, 6))]
+    for name in alone:
+        assert both[name]["stats"] == alone[name]
+    assert alone["layer:output"]["count"] == 3 * 12
+    for number, x in enumerate(inputs):
+        value = both[f"layer:output#{2 * number}" if number else "layer:output"]
+        whole = value["full"] if isinstance(value, dict) else value
+        with torch.no_grad():
+            assert torch.equal(whole, model.layer(x))
+
+
+def test_passes_of_different_lengths_fold_call_by_call() -> None:
+    model = _Twice()
+    with torch.no_grad(), tt.capture(model, "layer:output", tt.tap("layer:output")) as seen:
+        model(torch.ones(4, 3), 1)
+        model(torch.ones(4, 3), 3)
+    assert [seen[f"layer:output{call}"]["stats"]["count"] for call in ("", "#1", "#2")] == [24, 12, 12]
+    assert seen["layer:output#3"].shape == (4, 3)
+
+
+def test_taps_on_different_sites_do_not_mind_each_other() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    with torch.no_grad(), tt.capture(model, "1:output", tt.tap("0:output")) as seen:
+        for _ in range(3):
+            model(torch.ones(4, 3))
+    assert list(seen) == ["0:output", "1:output", "1:output#1", "1:output#2"]
+    assert seen["0:output"]["count"] == 36
+
+
+def test_a_tensor_kept_whole_at_one_site_is_measured_at_the_next() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3)
+    with torch.no_grad(), tt.capture(model, "0:output", tt.tap(":output")) as seen:
+        expected = model(x)
+    assert torch.equal(seen["0:output"], expected)
+    assert seen[":output"]["count"] == 6
+    assert seen[":output"]["mean"] == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+def test_statistics_beside_whole_tensors_are_those_of_their_own_value_in_every_step() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(7)))
+    expected: dict[tuple[int, str], float] = {}
+    taps = [tt.tap(f"{n}:output", tt.Full()) for n in range(7)] + [tt.tap(f"{n}:input") for n in range(7)]
+    found: dict[tuple[int, str], float] = {}
+
+    class Kept:
+        def write(self, record: Any) -> None:
+            for block in record.scalars:
+                column = block.statistics.index("max")
+                for row, site in enumerate(block.sites):
+                    found[record.step, site] = float(block.values[row, column])
+
+        def close(self) -> None:
+            pass
+
+    with torch.no_grad(), tt.watch(model, None, taps, sinks=[Kept()]) as watch:
+        for step in range(4):
+            x = torch.randn(2, 3)
+            with watch.step():
+                model(x)
+            for n, layer in enumerate(model):
+                expected[step, f"{n}:input"] = x.max().item()
+                x = nn.functional.linear(x, layer.weight, layer.bias)  # not a call of the model
+    assert found == pytest.approx(expected)

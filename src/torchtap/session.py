@@ -44,7 +44,7 @@ class Capture:
         model: Any,
         plan: Plan,
         *,
-        merge: bool,
+        apart: frozenset[int],
         any_thread: bool,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
@@ -52,9 +52,7 @@ class Capture:
     ) -> None:
         self.plan = plan
         lost: list[str] = []
-        self._taps = Tapping(
-            model, plan, strict=strict, copy=copy, on_lost=lost.append, via=via, fold_passes=merge
-        )
+        self._taps = Tapping(model, plan, strict=strict, copy=copy, on_lost=lost.append, via=via, apart=apart)
         self.seen = Seen(self._taps.receiver, lost)
         self._any_thread = any_thread
 
@@ -96,10 +94,11 @@ def capture(
     """
     tree = tree_of(model)
     bound = bind(tree, taps or ("*:output",), keep)
-    if merge is None:
-        merge = not any(tap.keep.whole for tap in bound.taps)
+    apart = frozenset(
+        index for index, each in enumerate(bound.taps) if (each.keep.whole if merge is None else not merge)
+    )
     return Capture(
-        model, bound, merge=merge, any_thread=any_thread, strict=strict, copy=pool_of(tree).copy, via=via
+        model, bound, apart=apart, any_thread=any_thread, strict=strict, copy=pool_of(tree).copy, via=via
     )
 
 

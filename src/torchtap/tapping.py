@@ -33,13 +33,11 @@ class Tapping:
         on_lost: Callable[[str], None],
         models: Mapping[str, Any] | None = None,
         via: WayName = "hook",
-        fold_passes: bool = True,
+        apart: frozenset[int] = frozenset(),
         clock: PassClock | None = None,
     ) -> None:
         self.plan = plan
-        self.receiver = Receiver(
-            plan, fold_passes=fold_passes, strict=strict, copy=copy, on_lost=on_lost, clock=clock
-        )
+        self.receiver = Receiver(plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock)
         self._collector = Collector(self.receiver.folding)
         self._attachment = attach(model, self.receiver, via)
         # Of several models each call is a pass; what holds them together is never called.

@@ -262,6 +262,12 @@ class Watch:
         return self._outlets.lost
 
     @property
+    def step_number(self) -> int:
+        """The step that is open, or the one that ended last; -1 before the first."""
+        moment = self._steps.open or self._steps.last
+        return -1 if moment is None else moment.step
+
+    @property
     def passes(self) -> int:
         """How many times the model was called while a step was open and a tap live."""
         return self._receiver.passes

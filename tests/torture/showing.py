@@ -132,7 +132,7 @@ def _page(folder: Path, names: Sequence[str], out: Path) -> int:
     from torchtap.viewer.wire import unpack
 
     catalog = Catalog.open([folder])
-    about = json.loads(answer(catalog, "about", {"run": "0"}))
+    about = json.loads(answer(catalog, "about", {"run": ""}))
     assert len(about["sites"]) == len(names)
     asked = 0
     for site in about["sites"]:
@@ -141,22 +141,22 @@ def _page(folder: Path, names: Sequence[str], out: Path) -> int:
         if not site["name"]:
             continue  # no address can ask for it
         for question in ("series", "tensors", "histograms"):
-            answer(catalog, question, {"run": "0", "site": site["name"], "statistics": "rms"})
+            answer(catalog, question, {"run": "", "site": site["name"], "statistics": "rms"})
             asked += 1
         if site["name"] in about["tensors"]:
-            listed = json.loads(answer(catalog, "tensors", {"run": "0", "site": site["name"]}))["tensors"]
+            listed = json.loads(answer(catalog, "tensors", {"run": "", "site": site["name"]}))["tensors"]
             field = listed[0]["field"]
             facts, _ = unpack(
-                answer(catalog, "slice", {"run": "0", "site": site["name"], "step": "0", "field": field})
+                answer(catalog, "slice", {"run": "", "site": site["name"], "step": "0", "field": field})
             )
             assert facts["shape"] == [2, 3]
             asked += 1
     for names_ in about["statistics"]:
         for statistic in names_:
-            answer(catalog, "map", {"run": "0", "statistic": statistic, "kind": "output"})
+            answer(catalog, "map", {"run": "", "statistic": statistic, "kind": "output"})
             asked += 1
     for question in ("runs", "findings", "coverage", "tokens", "about"):
-        body = answer(catalog, question, {"run": "0", "step": "0"})
+        body = answer(catalog, question, {"run": "", "step": "0"})
         keys = [key for pairs in _objects(body) for key, _ in pairs]
         assert not {"__proto__", "constructor"} & set(keys), "a name became a key that every object has"
         asked += 1

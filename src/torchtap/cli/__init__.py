@@ -24,6 +24,7 @@ COMMANDS = {
     "export": "Write a run in another format: parquet, hdf5, pt, npz, csv, jsonl.",
     "rcc": "Refined coordinate check over model widths.",
     "report": "Write one self-contained page about a run.",
+    "run": "Run a training script as it is, and record the inside of its model.",
     "show": "Show a run: its sites, numbers, tensors and coverage.",
     "sites": "List the sites of a model.",
     "tail": "Follow a training in the terminal while it writes.",

@@ -16,11 +16,12 @@ __all__ = ["command"]
 @click.argument("run")
 @click.option("--to", "target", required=True, help="parquet, hdf5, pt, npz, csv or jsonl.")
 @click.option("-o", "--out", help="Where to; by default beside the run.")
-def command(run: str, target: str, out: str | None) -> None:
+@click.option("--partial", is_flag=True, help="Of a damaged run, what there is.")
+def command(run: str, target: str, out: str | None, partial: bool) -> None:
     """Write RUN in another format."""
     from torchtap.store.export.front import export_run
 
-    opened = open_run(run)
+    opened = open_run(run, partial=partial)
     path = out if out is not None else f"{str(Path(run)).rstrip('/')}.{target}"
     console = Terminal(stderr=True)
     with console.status(f"writing {path}"):

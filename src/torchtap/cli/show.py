@@ -47,7 +47,7 @@ def command(
     if has_layers(run):
         show_layers(run, as_json=as_json, rows=rows)
         return
-    opened = open_run(run)
+    opened = open_run(run, partial=True)
     if as_json:
         say_json(_facts(opened))
         return

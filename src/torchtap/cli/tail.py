@@ -36,7 +36,7 @@ def command(
     from torchtap.store.read.reader import open_run
     from torchtap.viewer.terminal import live_view
 
-    opened = open_run(run)
+    opened = open_run(run, partial=True)
     console = Terminal()
 
     def look() -> object:

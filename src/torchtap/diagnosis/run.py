@@ -34,7 +34,7 @@ def diagnose(run: Run | str | os.PathLike[str], *, limits: Limits | None = None)
     if isinstance(run, (str, os.PathLike)):
         from torchtap.store.read.reader import open_run
 
-        run = open_run(run)
+        run = open_run(run, partial=True)
     limits = limits or Limits()
     all_places = places(run)
     found = first_nonfinite(run, all_places)

@@ -144,7 +144,7 @@ class Catalog:
                     card = card_of(name, path, opened.run)
             else:
                 if entry.run is None:
-                    entry.run = open_run(path)
+                    entry.run = open_run(path, partial=True)
                 else:
                     entry.run.refresh()
                 card = card_of(name, path, entry.run)
@@ -184,7 +184,7 @@ class Catalog:
         from torchtap.store.read.reader import open_run
 
         opened = self._open.get(entry.found.name)
-        return opened.findings() if opened is not None else diagnose(open_run(entry.found.path))
+        return opened.findings() if opened is not None else diagnose(open_run(entry.found.path, partial=True))
 
     def note_findings(self, name: str, found: Sequence[Any]) -> None:
         """Keep how many findings a run has, for the table."""
@@ -214,7 +214,8 @@ class Catalog:
             name = entry.found.name
             opened = self._open.get(name)
             if opened is None:
-                opened = self._open[name] = OpenRun(self._take(entry) or open_run(entry.found.path), name)
+                run = self._take(entry) or open_run(entry.found.path, partial=True)
+                opened = self._open[name] = OpenRun(run, name)
                 while len(self._open) > _OPEN:
                     self._open.popitem(last=False)
             else:

@@ -44,6 +44,7 @@ def series_of(parts: Sequence[Part], timeline: Timeline, site: str, statistic: s
     if np.any(np.diff(row) <= 0):  # two grids of one record with the same number: the first counts
         row, first = np.unique(row, return_index=True)
         value = value[first]
+    value = timeline.settled(row, value)
     steps = timeline.clock.step[row]
     if np.any(np.diff(steps) < 0):
         order = np.argsort(steps, kind="stable")
@@ -127,6 +128,7 @@ def matrix_of(
         at = _corner([index for _, index in here], target[keep])
         if not keep.all():
             found = found[:, keep]
+        found = timeline.settled(row[keep], found)
         if grid.present is None:
             values[at] = found
         else:
@@ -162,7 +164,8 @@ def table_of(
         shown = timeline.visible[row]
         if not sites or not statistics or not shown.any():
             continue
-        values = grid.all_values()[np.ix_(sites, statistics)][:, :, shown].transpose(2, 0, 1)
+        values = timeline.settled(row[shown], grid.all_values()[np.ix_(sites, statistics)][:, :, shown])
+        values = values.transpose(2, 0, 1)
         present = grid.presence()[sites][:, shown].T
         codes = np.array([site_code[grid.axes.sites[index]] for index in sites], np.int32)
         kinds = np.array([statistic_code[grid.axes.statistics[index]] for index in statistics], np.int32)

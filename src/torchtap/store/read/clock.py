@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -12,6 +13,7 @@ from torchtap.errors import RunCorruptError
 from torchtap.foreign_text import shortened
 from torchtap.store.format.scalars import CLOCK
 from torchtap.store.format.segment import Segment
+from torchtap.store.read.doubt import Ranges, doubt_about, in_doubt
 
 __all__ = ["ClockRows", "Timeline", "join_clocks", "read_clock"]
 
@@ -84,17 +86,26 @@ class Timeline:
     attempts recorded of that step.
     """
 
-    def __init__(self, attempts: list[ClockRows], phase: str | None = None) -> None:
+    def __init__(
+        self,
+        attempts: list[ClockRows],
+        phase: str | None = None,
+        lost: Sequence[Ranges] | None = None,
+        *,
+        partial: bool = False,
+    ) -> None:
+        self.partial = partial  # whether values in doubt are NaN, and not an error
         self.clock = join_clocks(attempts)
-        self.visible = np.ones(len(self.clock), bool)
         self.starts = np.cumsum([0, *(len(clock) for clock in attempts)])
-        later: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        for number in range(len(attempts) - 1, -1, -1):
-            steps = attempts[number].step
-            if len(later):
-                self.visible[self.starts[number] : self.starts[number + 1]] = ~np.isin(steps, later)
-            later = np.union1d(later, steps)
-        self.steps = later  # all steps, ascending, each once
+        owner = np.repeat(np.arange(len(attempts)), [len(clock) for clock in attempts])
+        # all steps, ascending, each once
+        self.steps, place = np.unique(self.clock.step, return_inverse=True)
+        last = np.zeros(len(self.steps), np.int64)
+        last[place] = owner  # attempts come in order, so that the last one stays
+        self.visible = owner == last[place]
+        self.doubtful = self.visible & in_doubt(
+            [clock.step for clock in attempts], lost or [()] * len(attempts)
+        )
         if phase is not None:  # one phase alone is looked at
             self.visible &= self.clock.phase == phase
             self.steps = np.unique(self.clock.step[self.visible])
@@ -103,6 +114,22 @@ class Timeline:
         self.phases: list[str] = [
             str(present[at]) for at in sorted(first)
         ]  # in the order of their first record
+
+    def settled(
+        self, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """The values at these rows of the clock (the last axis); those in doubt are an error, or NaN if partial."""
+        doubt = self.doubtful[rows]
+        if not doubt.any():
+            return values
+        if not self.partial:
+            raise doubt_about(self.clock.step[rows[doubt]])
+        return np.where(doubt, np.nan, values)
+
+    def check(self, step: int) -> None:
+        """Raise when what there is of a step is in doubt."""
+        if self.doubtful.any() and self.doubtful[self.clock.step == step].any():
+            raise doubt_about(np.array([step]))
 
     def shown(self, attempt: int, step: int, phase: str) -> bool:
         """Whether what the attempt with this position recorded of a step in a phase is what counts."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from torchtap.store.files.folder import Folder, LocalFolder
 from torchtap.store.files.layout import attempt_folder, parse_attempt, parse_segment, rank_folder
+from torchtap.store.files.opening import folder_of
 
 __all__ = ["recorded_steps"]
 
@@ -17,7 +17,7 @@ def recorded_steps(run: str | os.PathLike[str], rank: int) -> range:
     """
     path = os.fspath(run)
     try:
-        part = _folder(path).child(rank_folder(rank))
+        part = folder_of(path).child(rank_folder(rank))
         attempts = [number for name in part.names() if (number := parse_attempt(name)) is not None]
         found = [
             segment
@@ -30,11 +30,3 @@ def recorded_steps(run: str | os.PathLike[str], rank: int) -> range:
     if not found:
         return range(0)
     return range(min(segment.low for segment in found), max(segment.high for segment in found) + 1)
-
-
-def _folder(path: str) -> Folder:
-    if "://" in path:
-        from torchtap.store.files.remote import RemoteFolder
-
-        return RemoteFolder(path)
-    return LocalFolder(path)

@@ -127,12 +127,12 @@ class Part:
             for kind, gaps in (("numbers", scalar_gaps), ("tensors", tensor_gaps), ("events", event_gaps))
             for first, final in gaps
         ]
-        self.lost_steps = list(self._steps_lost(scalars, scalar_gaps))
         self._keep(scalars, set(tensors))
         self.tensor_names = tensors
         self.unfinished = sum(file.startswith(TEMPORARY) for file in files)
         if closed:
             self._documents.look_at_closing()
+        self.lost_steps = list(self._steps_lost(scalars, scalar_gaps))
         return True
 
     def _keep(self, scalars: list[SegmentName], tensors: set[SegmentName]) -> None:
@@ -217,6 +217,9 @@ class Part:
             return False
         try:
             heads = read_stored_tensors(segment)
+            if segment.note.get("format") == 1:  # its names say no phase
+                phases = dict(zip(self.clock.step.tolist(), self.clock.phase.tolist(), strict=True))
+                heads = [head.in_phase(phases.get(head.name.step, head.name.phase)) for head in heads]
             if len(segment.header.entries) < name.last - name.first + 1:
                 raise RunCorruptError(f"it has {len(heads)} tensors, its name says more flushes")
         except RunError as error:
@@ -239,11 +242,18 @@ class Part:
             if at >= 0 and holes[at][1] >= name.first:
                 explained.add(at)
                 yield name.low, name.high
+        if self._records_missing() and not gaps and not explained:  # files at the end are gone
+            yield max((name.high for name in kept), default=-_FAR) + 1, _FAR
         following = {name.first: at for at, name in enumerate(kept)}
         for at, (_, last) in enumerate(gaps):
             if at not in explained:
                 after = following[last + 1]
                 yield (kept[after - 1].high + 1 if after else -_FAR), kept[after].low - 1
+
+    def _records_missing(self) -> int:
+        """How many records the writer says it wrote and nobody finds."""
+        written = (self.closing or {}).get("records")
+        return max(0, written - len(self.clock)) if type(written) is int else 0
 
     def events(self) -> list[dict[str, Any]]:
         """Everything the writer noted, in order."""
@@ -282,6 +292,8 @@ class Part:
         """What is damaged, missing, lost or torn."""
         found = [f"{self.label}: {file}: {what}" for file, what in (self._bad | self._bad_notes).items()]
         found += self._notes
+        if missing := self._records_missing():
+            found.append(f"{self.label}: {missing} records are missing of those that were written")
         if not self._documents.has_manifest and not self._bad.get(MANIFEST):
             found.append(f"{self.label}: there is no manifest, the recording ended before it began")
         lost = self.closing.get("lost") if self.closing is not None else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import numpy as np
@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from torchtap.display import drawn
 from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
-from torchtap.store.files.folder import Folder, LocalFolder
 from torchtap.store.files.layout import attempt_folder, parse_attempt, parse_rank, rank_folder
+from torchtap.store.files.opening import folder_of, is_run, run_inside
 from torchtap.store.format.scalars import CLOCK
 from torchtap.store.read.assemble import matrix_of, phases_of, series_of, steps_of, table_of
 from torchtap.store.read.clock import Timeline
@@ -57,34 +57,16 @@ def open_run(
     rank: int | None = None,
     attempt: int | None = None,
     phase: str | None = None,
+    partial: bool = False,
 ) -> Run:
-    """Open a run folder, on this machine or remote (``s3://...``); one rank and, if asked, one attempt or phase."""
-    return Run(os.fspath(path), rank=rank, attempt=attempt, phase=phase)
+    """Open a run folder, on this machine or remote (``s3://...``); one rank and, if asked, one attempt or phase.
+
+    ``partial`` gives what there is of a damaged run where the default is an error.
+    """
+    return Run(os.fspath(path), rank=rank, attempt=attempt, phase=phase, partial=partial)
 
 
 open = open_run  # the front door's ``tt.open``
-
-
-def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder looks like a run, without reading it."""
-    return any(parse_rank(name) is not None for name in _folder(os.fspath(path)).names())
-
-
-def _folder(path: str) -> Folder:
-    if "://" in path:
-        from torchtap.store.files.remote import RemoteFolder
-
-        return RemoteFolder(path)
-    return LocalFolder(path)
-
-
-def _run_inside(path: str, names: Sequence[str]) -> str:
-    """A run that was perhaps meant where the folder of all runs was named."""
-    for name in sorted(names):
-        with suppress(OSError):
-            if is_run(os.path.join(path, name)):
-                return f"; {name!r} in it is one"
-    return ""
 
 
 @final
@@ -92,19 +74,26 @@ class Run:
     """A recorded run. Made by `open_run`."""
 
     def __init__(
-        self, path: str, *, rank: int | None = None, attempt: int | None = None, phase: str | None = None
+        self,
+        path: str,
+        *,
+        rank: int | None = None,
+        attempt: int | None = None,
+        phase: str | None = None,
+        partial: bool = False,
     ) -> None:
         self.path = path
         self._only = attempt
         self._only_phase = phase
-        self._root = _folder(path)
+        self._partial = partial
+        self._root = folder_of(path)
         names = self._root.names()
         self._ranks = sorted(found for name in names if (found := parse_rank(name)) is not None)
         if not self._ranks:
             if not names and ("://" in path or not os.path.isdir(path)):
                 raise RunNotFoundError(f"there is no run at {path}")
             raise RunFormatError(
-                f"{path} is not a run: it has no folder 'rank-00000'{_run_inside(path, names)}"
+                f"{path} is not a run: it has no folder 'rank-00000'{run_inside(path, names)}"
             )
         self.rank = self._ranks[0] if rank is None else rank
         if self.rank not in self._ranks:
@@ -136,7 +125,13 @@ class Run:
             raise RunFormatError(f"{self.path}: rank {self.rank} has no {wanted}")
         for part in self._parts.values():
             part.refresh()
-        self._timeline = Timeline([part.clock for part in self._parts.values()], self._only_phase)
+        parts = self._parts.values()
+        self._timeline = Timeline(
+            [part.clock for part in parts],
+            self._only_phase,
+            [part.lost_steps for part in parts],
+            partial=self._partial,
+        )
         self._names = None
         self._site_phases = None
         self._distinct = None
@@ -167,6 +162,14 @@ class Run:
             except FileNotFoundError:
                 self.refresh()
         return read()
+
+    def _line(self, partial: bool) -> Timeline:
+        """The timeline, which gives NaN for values in doubt where the caller wants what there is."""
+        if not partial or self._timeline.partial:
+            return self._timeline
+        lenient = copy(self._timeline)
+        lenient.partial = True
+        return lenient
 
     def _all_parts(self) -> list[Part]:
         return list(self._parts.values())
@@ -220,7 +223,7 @@ class Run:
 
     def of_rank(self, rank: int) -> Run:
         """The same run as another rank saw it."""
-        return Run(self.path, rank=rank, attempt=self._only, phase=self._only_phase)
+        return Run(self.path, rank=rank, attempt=self._only, phase=self._only_phase, partial=self._partial)
 
     @property
     def phases(self) -> list[str]:
@@ -229,7 +232,7 @@ class Run:
 
     def of_phase(self, phase: str) -> Run:
         """The same run with the records of one phase alone."""
-        return Run(self.path, rank=self.rank, attempt=self._only, phase=phase)
+        return Run(self.path, rank=self.rank, attempt=self._only, phase=phase, partial=self._partial)
 
     def phase_of(self, site: str) -> str:
         """The phase that a site is shown in where none is asked for: training where it was recorded then."""
@@ -329,15 +332,18 @@ class Run:
             table[name] = column
         return table.view(np.recarray)
 
-    def series(self, site: str, statistic: str, phase: str | None = None) -> Series:
+    def series(self, site: str, statistic: str, phase: str | None = None, *, partial: bool = False) -> Series:
         """One statistic of one site in one phase: ``(steps, values)``, ascending.
 
-        Without ``phase``, in training where it was recorded then. Evaluations are series of their own.
+        Without ``phase``, in training where it was recorded then. Evaluations are series of their own. A step that a
+        later attempt recorded again and lost to damage is an error; with ``partial`` its value is NaN.
         """
         if phase is not None and phase not in self.phases:
             raise no_such_phase(self.path, phase, self.phases)
         chosen = self.phase_of(site) if phase is None else phase
-        found = self._steady(lambda: series_of(self._all_parts(), self._timeline, site, statistic, chosen))
+        found = self._steady(
+            lambda: series_of(self._all_parts(), self._line(partial), site, statistic, chosen)
+        )
         if not len(found.steps):
             known = self.statistics(site)  # raises when the site itself is unknown
             if statistic not in known:
@@ -350,6 +356,8 @@ class Run:
         sites: Sequence[str] | None = None,
         steps: Sequence[int] | npt.NDArray[np.int64] | None = None,
         phase: str | None = None,
+        *,
+        partial: bool = False,
     ) -> Matrix:
         """One statistic as ``(sites, steps, values[site, step])``, NaN where nothing was recorded.
 
@@ -368,7 +376,7 @@ class Run:
         return self._steady(
             lambda: matrix_of(
                 self._all_parts(),
-                self._timeline,
+                self._line(partial),
                 statistic,
                 chosen,
                 wanted,
@@ -376,13 +384,21 @@ class Run:
             )
         )
 
-    def table(self, sites: Sequence[str] | None = None, statistics: Sequence[str] | None = None) -> Table:
+    def table(
+        self,
+        sites: Sequence[str] | None = None,
+        statistics: Sequence[str] | None = None,
+        *,
+        partial: bool = False,
+    ) -> Table:
         """Every number as rows: step, epoch, batch, phase, site, statistic, value."""
         for site in sites or ():
             self._check(site)
         site_names = list(dict.fromkeys(self.sites() if sites is None else sites))
         statistic_names = list(dict.fromkeys(self.statistics() if statistics is None else statistics))
-        return self._steady(lambda: table_of(self._all_parts(), self._timeline, site_names, statistic_names))
+        return self._steady(
+            lambda: table_of(self._all_parts(), self._line(partial), site_names, statistic_names)
+        )
 
     # --- tensors ------------------------------------------------------------------------------------------
 
@@ -400,6 +416,9 @@ class Run:
             shown = self._timeline.shown_steps(number)
             for name in part.tensor_names:
                 found += part.refs_in(name, site, shown)
+        if self._partial and self._timeline.doubtful.any():
+            doubt = set(self._timeline.clock.step[self._timeline.doubtful].tolist())
+            found = [ref for ref in found if ref.step not in doubt]
         return found
 
     def tensor(
@@ -454,6 +473,7 @@ class Run:
         for chosen in [phase] if phase is not None else in_order(self.phases):
             found = find_tensor(self._all_parts(), self._timeline, site, step, field, reduction, chosen)
             if found is not None:
+                self._timeline.check(found.name.step)
                 return found
         raise no_such_tensor(site, step, field, self.tensors(site, phase))
 

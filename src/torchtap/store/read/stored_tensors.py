@@ -46,6 +46,10 @@ class StoredTensor:
     name: TensorName
     entry: Entry
 
+    def in_phase(self, phase: str) -> StoredTensor:
+        """The same tensor, known to be of a phase."""
+        return StoredTensor(self.segment, self.name._replace(phase=phase), self.entry)
+
     def ref(self) -> TensorRef:
         name, about = self.name, _described(self.segment, self.entry)
         shape = about.shape if about.dense_shape is None else about.dense_shape
@@ -75,7 +79,8 @@ class StoredTensor:
 
     def _indices(self, about: _Description) -> npt.NDArray[np.int64]:
         name = self.name
-        other = name._replace(indices=True)
+        stored = TensorName.parse(self.entry.name) or name
+        other = stored._replace(indices=True)
         entry = self.segment.header.entries.get(str(other))
         if entry is None:
             raise RunCorruptError(f"the indices of the sparse tensor {name} are missing")

@@ -129,6 +129,16 @@ def _on_host(value: Tensor) -> Tensor:
 
 def result_of(folding: Folding, entry: Entry) -> Any:
     """What was kept at a site so far: a tensor for whole tensors, else a dict of named results."""
+    results = _results(folding, entry)
+    over_passes = folding.over_passes.get(entry.name)
+    if over_passes is not None and over_passes is not entry:
+        results |= _results(folding, over_passes)
+    if len(results) == 1:
+        return next(iter(results.values()))
+    return results
+
+
+def _results(folding: Folding, entry: Entry) -> dict[str, Any]:
     results: dict[str, Any] = {}
     tally = folding.tally
     if 0 <= entry.row < len(tally.arrived) and tally.arrived[entry.row]:
@@ -142,8 +152,6 @@ def result_of(folding: Folding, entry: Entry) -> Any:
                 if fold.reduction.whole
                 else {name: _plain(value) for name, value in result.items()}
             )
-    if len(results) == 1:
-        return next(iter(results.values()))
     return results
 
 

@@ -40,6 +40,7 @@ class Entry:
     """A site that was seen: who wants it, and what has been folded so far."""
 
     __slots__ = (
+        "also",
         "asked",
         "dtype",
         "folds",
@@ -58,6 +59,7 @@ class Entry:
         self.name = site.name
         self.taps = taps
         self.generation = -1
+        self.also: Entry | None = None  # which takes the same values, of all passes together
         self.measured = False  # whether a row of the block is wanted in this generation
         self.asked = False  # whether the newest call, repetitions apart, asked for its gradient
         self.row = -1  # its row in each tally's block, once it has one
@@ -109,13 +111,18 @@ class Tally:
 
 @final
 class LivePort(CallCounter):
-    """A plan's port at run time: counts calls in a pass and keeps the entries of its leaves."""
+    """A plan's port at run time: counts calls in a pass and keeps the entries of its leaves.
 
-    __slots__ = ("entries", "input_names", "kind", "note", "port", "structure")
+    ``apart`` are the taps that keep each pass by itself: their calls are counted on from pass to pass.
+    """
 
-    def __init__(self, port: Port) -> None:
+    __slots__ = ("apart", "earlier", "entries", "input_names", "kind", "note", "port", "structure")
+
+    def __init__(self, port: Port, apart: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self.port = port
+        self.apart = apart.intersection(port.taps)
+        self.earlier: tuple[int, dict[str, int]] = (0, {})  # calls, and calls of each leaf, in earlier passes
         self.kind: Kind = port.site.kind
         self.entries: dict[tuple[str, int], Entry | None] = {}
         self.structure: Any = None  # of an output that is not one tensor, from the first call
@@ -123,6 +130,18 @@ class LivePort(CallCounter):
         module = port.site.module
         takes_arguments = self.kind in ("input", "grad_input") and module is not None
         self.input_names = input_names(module) if takes_arguments and module is not None else None
+
+    def start_pass(self, pass_number: int) -> None:
+        if not self.apart:
+            super().start_pass(pass_number)
+            return
+        self.pass_number, self.called = pass_number, True
+        self.earlier = self.calls, dict(self.leaf_calls)
+
+    def call_in_pass(self, leaf: str, call: int) -> int:
+        """The number that a call has in its own pass."""
+        calls, of_leaves = self.earlier
+        return call - of_leaves.get(leaf, 0) - calls
 
 
 @final
@@ -134,7 +153,7 @@ class RecentValues:
     """
 
     SLOTS = 4
-    __slots__ = ("copies", "keys", "next_slot", "slots", "tensors", "versions")
+    __slots__ = ("copies", "keys", "measured", "next_slot", "slots", "tensors", "versions")
 
     def __init__(self) -> None:
         self.next_slot = 0
@@ -145,6 +164,7 @@ class RecentValues:
         self.keys = [0] * self.SLOTS
         self.tensors: list[Callable[[], Tensor | None]] = [gone] * self.SLOTS
         self.versions = [0] * self.SLOTS
+        self.measured = bytearray(self.SLOTS)  # whether the block has the numbers of what is in a slot
         self.copies: list[dict[str, Any]] = [{} for _ in range(self.SLOTS)]  # what Full made of it, by key
 
     def slot_of(self, tensor: Tensor) -> tuple[int, bool]:
@@ -162,6 +182,7 @@ class RecentValues:
             return slot, True
         self.tensors[slot] = ref(tensor)
         self.versions[slot] = version
+        self.measured[slot] = 0
         if self.copies[slot]:
             self.copies[slot] = {}
         return slot, False

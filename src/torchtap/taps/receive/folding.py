@@ -53,6 +53,9 @@ class Folding:
         self._block_type: type[RowBlock] = blocks[0] if blocks else StatsBlock
         self._in_rows = [each.keep.block is self._block_type for each in plan.taps]
         self.entries: list[Entry] = []  # in the order of first arrival, which is the order of execution
+        self.over_passes: dict[
+            str, Entry
+        ] = {}  # where a tap keeps passes apart: what the others fold over them
         self.rows: list[Entry] = []  # those that have a row in the tallies' blocks
         # Values come from several threads where all are heard, and gradients from whichever runs the backward. One at
         # a time: rows, slots and entries are shared. Reentrant, since reductions may call the model.
@@ -125,7 +128,7 @@ class Folding:
         if entry.generation != self.generation:
             with self.lock:
                 self.refresh(entry)
-        return entry if entry.measured or entry.live_folds else None
+        return entry if entry.measured or entry.live_folds or entry.also is not None else None
 
     def fold(self, entry: Entry, tensor: Tensor) -> None:
         """Fold a value into whatever of the entry is live."""
@@ -142,6 +145,8 @@ class Folding:
                     fold.seconds += perf_counter() - began
                 else:
                     self._update(fold, tensor)
+            if entry.also is not None:
+                self.fold(entry.also, tensor)
         except Exception as error:
             self.lose(entry.name, error)
         finally:
@@ -152,11 +157,13 @@ class Folding:
         row = entry.row
         if row < 0:
             row = self._new_row(entry)
-        slot, known = self._recent.slot_of(tensor)
-        if known:
+        recent = self._recent
+        slot, known = recent.slot_of(tensor)
+        if known and recent.measured[slot]:
             tally.block.fold(row, slot)
         else:
             tally.block.measure_into(row, slot, tensor)
+            recent.measured[slot] = 1
         tally.arrived[row] = 1
 
     def _update(self, fold: Fold, tensor: Tensor) -> None:
@@ -186,6 +193,8 @@ class Folding:
                 began = perf_counter()
                 fold.state = fold.reduction.update_pieces(fold.state, pieces())
                 fold.seconds += perf_counter() - began
+            if entry.also is not None:
+                self.fold_pieces(entry.also, shape, pieces)
         except Exception as error:
             self.lose(entry.name, error)
         finally:
@@ -193,6 +202,8 @@ class Folding:
 
     def fold_state(self, entry: Entry, shape: Iterable[int], state: Tensor) -> None:
         """Fold a row's state that was computed where the value was made."""
+        if entry.also is not None:
+            self.fold_state(entry.also, shape, state)
         if not entry.measured:
             return
         if entry.shape is None:
@@ -211,6 +222,32 @@ class Folding:
         return entry.row
 
     def _new_entry(self, port: LivePort, leaf: str, call: int) -> Entry | None:
+        with self.lock:
+            if (leaf, call) not in port.entries:  # another thread may have come first
+                entry = self._made(port, leaf, call, port.apart or frozenset(port.port.taps))
+                if entry is not None:
+                    self.entries.append(entry)
+                port.entries[leaf, call] = self._with_other_passes(port, leaf, call, entry)
+            return port.entries[leaf, call]
+
+    def _with_other_passes(self, port: LivePort, leaf: str, call: int, entry: Entry | None) -> Entry | None:
+        """Have the taps that fold passes get the value too, where another tap keeps passes apart."""
+        if not port.apart or len(port.apart) == len(port.port.taps):
+            return entry
+        in_pass = port.call_in_pass(leaf, call)
+        other = self._made(port, leaf, in_pass, frozenset(port.port.taps) - port.apart)
+        if other is None:
+            return entry
+        other = self.over_passes.setdefault(other.name, other)
+        if entry is None:
+            if other not in self.entries:
+                self.entries.append(other)
+            return other
+        entry.also = other
+        return entry
+
+    def _made(self, port: LivePort, leaf: str, call: int, among: frozenset[int]) -> Entry | None:
+        """An entry for those of some taps that want the site; None if none does."""
         names = port.port.names
         more = leaf.removeprefix(names[0].leaf)
         if more or call:  # what a port does not list is known only now
@@ -218,14 +255,11 @@ class Folding:
                 Site(name.path, name.kind, name.leaf + more, call, module=name.module) for name in names
             )
         taps = tuple(
-            index for index in port.port.taps if self._whole[index] or self._taps[index].wants(names)
+            index
+            for index in port.port.taps
+            if index in among and (self._whole[index] or self._taps[index].wants(names))
         )
-        with self.lock:
-            if (leaf, call) not in port.entries:  # another thread may have come first
-                entry = port.entries[leaf, call] = Entry(names[0], taps) if taps else None
-                if entry is not None:
-                    self.entries.append(entry)
-            return port.entries[leaf, call]
+        return Entry(names[0], taps) if taps else None
 
     def wants_row(self, entry: Entry, live: frozenset[int]) -> bool:
         """Whether a live tap keeps this site in the block."""
@@ -233,6 +267,8 @@ class Folding:
 
     def refresh(self, entry: Entry) -> None:
         """Which of the entry's reductions are live now. Two taps with the same reduction share one fold."""
+        if entry.also is not None:
+            self.refresh(entry.also)
         tally = self.tally
         entry.measured = self.wants_row(entry, tally.live)
         known = entry.folds.setdefault(tally.phase, {})

@@ -56,7 +56,7 @@ class Receiver:
         self,
         plan: Plan,
         *,
-        fold_passes: bool = True,
+        apart: frozenset[int] = frozenset(),
         strict: bool = False,
         copy: Callable[[Tensor], Tensor] = torch.clone,
         on_lost: Callable[[str], None] = lambda _: None,
@@ -65,13 +65,12 @@ class Receiver:
         self.plan = plan
         self.ports: dict[tuple[str, str, str], LivePort] = {}
         for port in plan.ports:
-            self.ports[port.site.path, port.site.kind, port.site.leaf] = LivePort(port)
+            self.ports[port.site.path, port.site.kind, port.site.leaf] = LivePort(port, apart)
         self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost)
         self._entry, self._fold = folding.entry, folding.fold  # bound once: they are called for every value
         self.thread: int | None = _NO_THREAD  # the one that is heard; None hears every thread
         self._open = False
         self.phase: str | None = None  # that the user named, for all passes until it is taken back
-        self._fold_passes = fold_passes
         self._clock = clock  # None: all passes are of one phase
         self._passed_over: tuple[int | None] | None = (
             None  # whom to hear again after a pass that is not taken
@@ -137,7 +136,7 @@ class Receiver:
             self.thread, self._open = thread, is_open
 
     def begin_pass(self, training: bool | None = None) -> None:
-        """The model was called: calls of its modules are counted anew, unless each pass is kept apart.
+        """The model was called: calls of its modules are counted anew, but for taps that keep passes apart.
 
         ``training`` is the model's flag, None where it has none.
         """
@@ -147,8 +146,7 @@ class Receiver:
                 self.thread = _NO_THREAD
             else:
                 self.passes += 1
-        if self._fold_passes:
-            self._pass_number += 1
+        self._pass_number += 1
 
     def _is_taken(self, training: bool | None) -> bool:
         """Whether a pass is to be heard; it is then of its phase. TorchScript's tracer must not find us in its own."""

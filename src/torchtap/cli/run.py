@@ -1,0 +1,106 @@
+"""`torchtap run train.py …`: record an unchanged script. Sets one environment variable and becomes the script."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from torchtap.errors import PlanError
+from torchtap.integrations.zero_code.settings import Settings, read_plan_file
+
+__all__ = ["command"]
+
+
+@click.command("run", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option("--out", metavar="RUN", help="The run folder; default: runs/<script>-<time>.")
+@click.option("--plan", "plan_file", metavar="FILE", help="A TOML file that says what to record.")
+@click.option(
+    "--tap", "taps", multiple=True, metavar="SELECTOR", help="Record statistics of these sites instead."
+)
+@click.option("--every", type=int, help="Steps between two records; default: 10.")
+@click.option("--share", type=float, help="At most this share of the training's time; default: 0.02.")
+@click.option(
+    "--model", metavar="NAME", help="The script's variable, or package.module:name, that holds the model."
+)
+@click.option(
+    "--sink", "sinks", multiple=True, metavar="SPEC", help="Send numbers there too, e.g. tensorboard:logs."
+)
+@click.option("-m", "module", metavar="MODULE", help="Run a module, as in `python -m MODULE`.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def command(
+    out: str | None,
+    plan_file: str | None,
+    taps: tuple[str, ...],
+    every: int | None,
+    share: float | None,
+    model: str | None,
+    sinks: tuple[str, ...],
+    module: str | None,
+    words: tuple[str, ...],
+) -> None:
+    """Run a training script as it is, and record the inside of its model.
+
+    WORDS are the script with its arguments, or a command that starts one: `torchtap run train.py --lr 1e-3`,
+    `torchtap run -m package.train`, `torchtap run torchrun --nproc-per-node 2 train.py`. Everything after the script
+    belongs to it. The environment variable TORCHTAP (a plan file, or 1) does the same for any launcher.
+    """
+    settings = read_plan_file(plan_file) if plan_file is not None else Settings()
+    asked: dict[str, Any] = {
+        "out": out,
+        "every": every,
+        "share": share,
+        "model": model,
+        "sinks": sinks or None,
+    }
+    if taps:
+        asked["tap"] = tuple({"select": each, "every": every or settings.every} for each in taps)
+    given = {name: value for name, value in asked.items() if value is not None}
+    settings = Settings.of({**settings.as_dict(), **given}, "torchtap run")
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        raise PlanError(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, which keeps torch from telling torchtap of its start: unset it"
+        )
+    line = command_line(module, words)
+    if settings.out is None:
+        # Decided here, so that all processes of a launcher write into the same run.
+        settings = replace(settings, out=default_folder(module, words))
+    become(line, {**os.environ, "TORCHTAP": settings.to_environment()})
+
+
+def command_line(module: str | None, words: tuple[str, ...]) -> list[str]:
+    """What to start: Python with a script or module, or the command itself."""
+    if module is not None:
+        return [sys.executable, "-m", module, *words]
+    if not words:
+        raise click.UsageError("what is to be run? e.g. torchtap run train.py")
+    first = words[0]
+    if first.endswith(".py") or (os.path.isfile(first) and not os.access(first, os.X_OK)):
+        return [sys.executable, *words]
+    found = shutil.which(first)
+    if found is None:
+        raise PlanError(f"{first!r} is neither a Python script nor a command that can be found")
+    return [found, *words[1:]]
+
+
+def default_folder(module: str | None, words: tuple[str, ...]) -> str:
+    """``runs/<script>-<time>``; the script is the first word that looks like one."""
+    import time
+
+    scripts = [os.path.basename(each)[:-3] for each in words if each.endswith(".py")]
+    name = module or (scripts[0] if scripts else os.path.basename(words[0]))
+    return os.path.join("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def become(line: list[str], environment: dict[str, str]) -> None:
+    """Replace this process by the command; where that cannot be done, wait for it and end as it did."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "posix":
+        os.execve(line[0], line, environment)
+    sys.exit(subprocess.call(line, env=environment))

@@ -1,0 +1,79 @@
+"""Which modules of a process are the models of a training: who owns what an optimizer changes, and what is called."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["called_models", "parameters_of", "roots_of"]
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The identities of all parameters that these optimizers change."""
+    return {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
+
+
+def roots_of(parameters: set[int]) -> list[nn.Module]:
+    """The outermost modules, in the order they were made, that own any of these parameters."""
+    alive = [
+        each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in each.__dict__
+    ]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in alive:
+        for child in module._modules.values():
+            if child is not None:
+                parents.setdefault(id(child), []).append(module)
+    found: dict[int, nn.Module] = {}
+    for module in alive:
+        if any(id(parameter) in parameters for parameter in module._parameters.values()):
+            for root in _outermost(module, parents):
+                found[id(root)] = root
+    return [module for module in alive if id(module) in found]
+
+
+def _outermost(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Module]:
+    waiting, seen, found = [module], set[int](), []
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        above = parents.get(id(one), [])
+        waiting.extend(above)
+        if not above:
+            found.append(one)
+    return found
+
+
+def called_models(called: nn.Module, roots: list[nn.Module]) -> dict[str, nn.Module]:
+    """The models to watch, each under its name.
+
+    A root that is called is a model. A root that only holds the parts which are called (a LightningModule, a list) is
+    left out in favour of its parts, under their own names. A single model has the empty name.
+    """
+    models: dict[str, nn.Module] = {}
+    for root in roots:
+        holds = called is not root and any(called is inner for inner in root.modules())
+        if holds:
+            parts = {
+                name: part for name, part in root.named_children() if any(True for _ in part.parameters())
+            }
+            models |= parts
+        else:
+            models[_free_name(type(root).__name__, models)] = root
+    if len(models) == 1 and not any(called is not root and called in root.modules() for root in roots):
+        return {"": next(iter(models.values()))}
+    return models
+
+
+def _free_name(wanted: str, taken: Iterable[str]) -> str:
+    names = set(taken)
+    number = 2
+    name = wanted
+    while name in names:
+        name = f"{wanted}{number}"
+        number += 1
+    return name

@@ -1,0 +1,1 @@
+"""Record a training whose script knows nothing of torchtap."""

@@ -1,0 +1,69 @@
+"""How often a default plan records, so that it takes no more than its share of a training's time.
+
+Steps that record are compared with their quiet neighbours. Where the extra time, spread over the interval, is more
+than the share, the interval grows; it never shrinks, so that steps stay easy to find.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from statistics import median
+from typing import final
+
+from torchtap.schedule import Moment
+
+__all__ = ["Pace"]
+
+_WARM_UP = 2  # first steps take longer for reasons of their own
+_REMEMBERED = 15
+
+
+@final
+class Pace:
+    """A predicate for a tap: live every ``every`` steps, more seldom where recording is dear."""
+
+    def __init__(self, every: int, share: float | None) -> None:
+        self.every = every
+        self._share = share
+        self._quiet: deque[float] = deque(maxlen=_REMEMBERED)
+        self._live: deque[float] = deque(maxlen=_REMEMBERED)
+        self._began: tuple[int, bool, float] | None = None  # step, whether it is live, when it began
+        self._next = 0
+        self._answers: tuple[int, bool] = (-1, False)
+
+    def __call__(self, moment: Moment) -> bool:
+        """Whether this step is to be recorded. The same step gets the same answer."""
+        if self._answers[0] == moment.step:
+            return self._answers[1]
+        self._note(moment.step)
+        live = moment.step >= self._next
+        if live:
+            self._next = moment.step + self.every
+        self._answers = (moment.step, live)
+        self._began = (moment.step, live, time.perf_counter())
+        return live
+
+    def _note(self, step: int) -> None:
+        """A step has ended: its time joins those of its sort."""
+        if self._began is None or step != self._began[0] + 1:
+            return
+        was, live, began = self._began
+        if was >= _WARM_UP:
+            (self._live if live else self._quiet).append(time.perf_counter() - began)
+        if live:
+            self._widen()
+
+    def _widen(self) -> None:
+        if self._share is None or len(self._live) < 2 or len(self._quiet) < 2:
+            return
+        usual = median(self._quiet)
+        extra = median(self._live) - usual
+        needed = math.ceil(extra / (usual * self._share)) if usual > 0 else 1
+        if needed > self.every:
+            self.every = needed
+            self._next = max(self._next, (self._began[0] if self._began else 0) + needed)
+
+    def __repr__(self) -> str:
+        return f"Pace(every={self.every})"

@@ -1,0 +1,217 @@
+"""The recording of one process that runs an unchanged script: begun by `autostart`, ended when the process ends.
+
+It guarantees:
+- nothing is made before a model that an optimizer trains is called, so that DataLoader workers, launchers and
+  compile workers leave no trace;
+- whatever goes wrong here costs the recording, never the script; it is told in one line on standard error;
+- standard output, exit codes, signals and random numbers are left alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import pkgutil
+import sys
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchtap.errors import PlanError
+from torchtap.integrations.zero_code.discovery import Discovery
+from torchtap.integrations.zero_code.pace import Pace
+from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
+from torchtap.plan import Tap, tap
+from torchtap.reduce.registry import reduction_from_spec
+from torchtap.session import watch
+from torchtap.sinks.registry import make_sink
+from torchtap.watching import Watch
+
+__all__ = ["Recording", "begin", "taps_of"]
+
+
+def begin(words: str) -> Recording:
+    """Wait in this process for a training, and record it as the words of ``TORCHTAP`` say."""
+    return Recording(Settings.from_environment(words))
+
+
+@final
+class Recording:
+    """A training that is being waited for, or recorded."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._watch: Watch | None = None
+        self._process = os.getpid()
+        self._failed = False
+        self._folder = ""
+        self._losses = LossCatcher(self._on_backward)
+        self._discovery = Discovery(self._on_found)
+        atexit.register(self._at_exit)
+
+    def _on_found(self, models: dict[str, nn.Module], optimizers: list[Optimizer]) -> None:
+        if os.getpid() != self._process or torch.utils.data.get_worker_info() is not None:
+            return  # a worker that was forked from the training's process
+        try:
+            self._start(models, optimizers)
+        except Exception as error:
+            self._give_up(error)
+
+    def _start(self, models: dict[str, nn.Module], optimizers: list[Optimizer]) -> None:
+        settings = self._settings
+        if settings.model is not None:
+            models = {"": named_model(settings.model)}
+        model: Any = models[""] if set(models) == {""} else models
+        self._folder = settings.folder()
+        self._watch = watch(
+            model,
+            self._folder,
+            taps_of(settings),
+            sinks=[make_sink(each) for each in settings.sinks],
+            labels={"command": " ".join(sys.argv), **settings.labels},
+        )
+        self._watch.follow(*optimizers)
+        self._losses.start()
+
+    def _on_backward(self, loss: Tensor) -> None:
+        if self._watch is None or os.getpid() != self._process:
+            return
+        try:
+            self._losses.add(self._watch, loss)
+        except Exception as error:
+            self._losses.stop()
+            _say(f"the loss is not recorded: {error}")
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed = True
+        self._losses.stop()
+        _say(f"this training is not recorded: {error}")
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._process:
+            return
+        self._discovery.stop()
+        self._losses.stop()
+        if self._watch is None:
+            if not self._failed and _is_main_program():
+                _say("no model was seen that an optimizer trains: nothing was recorded")
+            return
+        try:
+            self._watch.close()
+            if int(os.environ.get("RANK", "0")) == 0:
+                _say(closing_line(self._folder))
+        except Exception as error:
+            _say(f"the recording could not be ended: {error}")
+
+
+@final
+class LossCatcher:
+    """Hears each ``backward()`` of the process.
+
+    The loss of a step is the sum of what ``backward()`` was called on in it: the optimizer uses the gradient of that.
+    """
+
+    def __init__(self, tell: Any) -> None:
+        self._tell = tell
+        self._original: Any = None
+        self._original_scale: Any = None
+        self._step = -1
+        self._sum: Tensor | None = None
+
+    def start(self) -> None:
+        """Hear from now on."""
+        original = self._original = torch.autograd.backward
+        original_scale = self._original_scale = torch.amp.GradScaler.scale
+
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = tensors if isinstance(tensors, Tensor) else (tensors[0] if len(tensors) == 1 else None)
+            if loss is not None and loss.numel() == 1 and not torch.compiler.is_compiling():
+                self._tell(getattr(loss, "_torchtap_unscaled", loss).detach())
+            return original(tensors, *args, **kwargs)
+
+        @functools.wraps(original_scale)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original_scale(scaler, outputs)
+            if isinstance(outputs, Tensor) and scaled is not outputs:
+                scaled._torchtap_unscaled = outputs.detach()
+            return scaled
+
+        torch.autograd.backward = backward
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
+
+    def add(self, watch: Watch, loss: Tensor) -> None:
+        """Log the sum of this step's losses so far."""
+        step = watch.step_number
+        self._sum = loss.float() if step != self._step or self._sum is None else self._sum + loss.float()
+        self._step = step
+        watch.log(loss=self._sum)
+
+    def stop(self) -> None:
+        """Leave torch as it was."""
+        if self._original is not None:
+            torch.autograd.backward = self._original
+            torch.amp.GradScaler.scale = self._original_scale  # type: ignore[method-assign]
+            self._original = None
+
+
+def taps_of(settings: Settings) -> list[Tap]:
+    """The taps that the settings describe, or the default plan."""
+    if not settings.tap:
+        pace = Pace(settings.every, settings.share)
+        return [tap(site, when=pace) for site in DEFAULT_SITES]
+    taps = []
+    for each in settings.tap:
+        options: dict[str, Any] = {
+            name: value for name, value in each.items() if name not in ("select", "keep")
+        }
+        keep = each.get("keep", "stats")
+        spec: Mapping[str, Any] = {"reduction": keep} if isinstance(keep, str) else keep
+        try:
+            taps.append(tap(each["select"], reduction_from_spec(spec), **options))
+        except TypeError as error:
+            raise PlanError(f"tap {dict(each)!r}: {error}") from None
+    return taps
+
+
+def named_model(name: str) -> nn.Module:
+    """The model that a variable of the script, or ``package.module:name``, holds."""
+    try:
+        holder: object = pkgutil.resolve_name(name if ":" in name else f"__main__:{name}")
+    except (ImportError, AttributeError, ValueError):
+        holder = None
+    if not isinstance(holder, nn.Module):
+        raise PlanError(f"--model {name!r} is no module of this script when the first model is called")
+    return holder
+
+
+def closing_line(folder: str) -> str:
+    """Where the run is and what looks wrong in it."""
+    from torchtap.diagnosis.run import diagnose
+    from torchtap.store.read.reader import open_run
+
+    run = open_run(folder)
+    findings = diagnose(run)
+    wrong = "; ".join(str(each) for each in findings[:3]) or "nothing looks wrong"
+    more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
+    return f"{len(run.steps())} steps in {folder}: {wrong}{more}. Look: torchtap view {folder}"
+
+
+def _is_main_program() -> bool:
+    """Not a process that the program started for its own purposes."""
+    import multiprocessing
+
+    return multiprocessing.parent_process() is None and "RANK" not in os.environ and not _is_helper()
+
+
+def _is_helper() -> bool:
+    name = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "") or ""
+    return name.startswith(("torch.", "multiprocessing."))
+
+
+def _say(line: str) -> None:
+    print(f"torchtap: {line}", file=sys.stderr)
