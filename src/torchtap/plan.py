@@ -10,15 +10,15 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, final
+from typing import Any, final, overload
 
 from torch import nn
 
 from torchtap.budget import Budget, lesser
-from torchtap.errors import PlanError, SelectionError
+from torchtap.errors import PlanError, SelectionError, TorchtapError
 from torchtap.names import KINDS, Kind, no_such_site
-from torchtap.reduce import Full, Reduction, Stats
-from torchtap.schedule import Always, Moment, Never, Schedule, schedule_of
+from torchtap.reduce import Full, Reduction, Stats, reduction_from_spec
+from torchtap.schedule import Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
 __all__ = ["Plan", "Port", "Tap", "bind", "candidates", "tap"]
@@ -67,6 +67,32 @@ class Tap:
             s.whole and s.picks_port(port) for port in names for s in self.exclude
         )
 
+    def meant_in(self, paths: Collection[str]) -> Tap:
+        """The tap as it is meant in a model with these modules."""
+        selectors = tuple(selector.meant_in(paths) for selector in self.selectors)
+        return replace(
+            self, selectors=selectors, exclude=tuple(each.meant_in(paths) for each in self.exclude)
+        )
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> Tap:
+        """The tap that a `spec` describes."""
+        for text in (*spec["selectors"], *spec["exclude"]):
+            if not isinstance(text, str) or text.startswith("<"):
+                raise PlanError(
+                    f"the selector {text!r} was a module, a type or a function: a file does not hold it"
+                )
+        budget = spec.get("budget")
+        return cls(
+            selectors=selectors_of(spec["selectors"]),
+            keep=reduction_from_spec(spec["keep"]),
+            schedule=schedule_from_spec(spec["schedule"]),
+            exclude=selectors_of(spec["exclude"]),
+            alias=spec.get("alias"),
+            budget=None if budget is None else Budget(**budget),
+            per_consumer=bool(spec.get("per_consumer", False)),
+        )
+
     def spec(self) -> dict[str, Any]:
         """The tap as JSON."""
         return {
@@ -76,10 +102,52 @@ class Tap:
             "schedule": self.schedule.spec(),
             "alias": self.alias,
             "budget": None if self.budget is None else self.budget.spec(),
+            **({"per_consumer": True} if self.per_consumer else {}),
         }
 
 
+@overload
 def tap(
+    selector: Selectable | Sequence[Selectable],
+    keep: Reduction[Any] | type[Reduction[Any]] | None = None,
+    **options: Any,
+) -> Tap: ...
+
+
+@overload
+def tap(
+    selector: Selectable | Sequence[Selectable], keep: Sequence[Reduction[Any]], **options: Any
+) -> list[Tap]: ...
+
+
+@overload
+def tap(
+    selector: Selectable | Sequence[Selectable],
+    keep: Reduction[Any] | Sequence[Reduction[Any]],
+    **options: Any,
+) -> Tap | list[Tap]: ...
+
+
+def tap(
+    selector: Selectable | Sequence[Selectable],
+    keep: Reduction[Any] | type[Reduction[Any]] | Sequence[Reduction[Any]] | None = None,
+    **options: Any,
+) -> Tap | list[Tap]:
+    """A tap in one line: ``tap("blocks.*:output", keep=Stats(), every=10)``. Statistics are kept by default.
+
+    When: ``every``, ``offset``, ``steps``, ``epochs``, ``batches``, ``first``, ``phase``, ``when``; live where all that
+    are given agree. ``kind`` is meant where a selector names none. ``exclude`` has selectors of what is left out,
+    ``alias`` a name for the one site, ``budget`` a limit. A list of reductions makes a tap for each of them.
+
+    ``per_consumer``: a ``grad_input`` is the gradient that this module alone sends back, as torch's full backward hooks
+    give it. Otherwise it is the gradient of the value, the sum over all modules that use it. Eager models only.
+    """
+    if isinstance(keep, (list, tuple)):
+        return [_one_tap(selector, each, **options) for each in keep]
+    return _one_tap(selector, keep, **options)  # type: ignore[arg-type]
+
+
+def _one_tap(
     selector: Selectable | Sequence[Selectable],
     keep: Reduction[Any] | type[Reduction[Any]] | None = None,
     *,
@@ -97,11 +165,6 @@ def tap(
     budget: Budget | None = None,
     per_consumer: bool = False,
 ) -> Tap:
-    """A tap in one line: ``tap("blocks.*:output", keep=Stats(), every=10)``. Statistics are kept by default.
-
-    ``per_consumer``: a ``grad_input`` is the gradient that this module alone sends back, as torch's full backward hooks
-    give it. Otherwise it is the gradient of the value, the sum over all modules that use it. Eager models only.
-    """
     if kind not in KINDS:
         raise PlanError(f"kind={kind!r}: the kinds are {', '.join(KINDS)}")
     if isinstance(keep, type):
@@ -189,6 +252,18 @@ class Plan:
         """Each further bare name of a shared module or tied parameter to its first."""
         return {other.name: port.site.name for port in self.ports for other in port.names[1:]}
 
+    @classmethod
+    def from_json(cls, text: str, model: nn.Module) -> Plan:
+        """A plan that `to_json` wrote, bound to a model. Its places are found anew."""
+        try:
+            read = json.loads(text)
+            taps = [Tap.from_spec(each) for each in read["taps"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, TorchtapError):
+                raise
+            raise PlanError(f"this is not the JSON of a plan: {type(error).__name__}: {error}") from None
+        return bind(model, taps)
+
     def to_json(self) -> str:
         """The plan as JSON text: taps with their schedules and reductions, and the places they are bound to."""
         return json.dumps(self.spec(), indent=2)
@@ -196,7 +271,7 @@ class Plan:
     def spec(self) -> dict[str, Any]:
         """The plan as plain data."""
         return {
-            "taps": [each.spec() for each in self.taps],
+            "taps": [each.spec() for each in self.asked],
             "ports": [{"site": port.site.name, "taps": list(port.taps)} for port in self.ports],
         }
 
@@ -214,14 +289,32 @@ class Plan:
         return "\n".join(lines)
 
 
-def bind(model: nn.Module, taps: Iterable[Tap | Selectable], keep: Reduction[Any] | None = None) -> Plan:
-    """Bind taps to a model. A bare selector keeps what ``keep`` says, whole tensors where nothing is said."""
-    default = Full() if keep is None else keep
-    bound = tuple(each if isinstance(each, Tap) else tap(each, default) for each in taps)
-    if not bound:
+def _taps_of(asked: Any, keep: Any) -> Iterator[Tap]:
+    """Single taps, of whatever asks for some: a plan, taps, several taps at once, bare selectors."""
+    if isinstance(asked, Plan):
+        yield from asked.asked
+    elif isinstance(asked, Tap):
+        yield asked
+    elif isinstance(asked, Iterable) and not isinstance(asked, (str, nn.Module, type)):
+        for each in asked:
+            yield from _taps_of(each, keep)
+    else:
+        yield from _taps_of(tap(asked, keep), keep)
+
+
+def bind(
+    model: nn.Module,
+    taps: Plan | Iterable[Plan | Tap | Selectable | Sequence[Tap]],
+    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+) -> Plan:
+    """Bind taps, or another model's plan, to a model. A bare selector keeps what ``keep`` says, else whole tensors."""
+    asked = list(_taps_of(taps, Full() if keep is None else keep))
+    if not asked:
         raise PlanError("a plan needs at least one tap, e.g. tap('*:output')")
-    below, fallbacks = _fallbacks(bound)
     found_places = tuple(places(model))
+    paths = {path for place in found_places for path in (place.path, *place.other_paths)}
+    bound = tuple(each.meant_in(paths) for each in asked)
+    below, fallbacks = _fallbacks(bound)
     wanted_by: dict[tuple[Site, ...], list[int]] = {}
     for index, each in enumerate(bound):
         kinds = frozenset().union(*(s.kinds for s in each.selectors))
@@ -247,6 +340,12 @@ def bind(model: nn.Module, taps: Iterable[Tap | Selectable], keep: Reduction[Any
 
 
 def _picks_nothing(selector: Selector, found: Sequence[Place]) -> SelectionError:
+    if isinstance(selector.made_of[0], nn.Module):
+        foreign = type(selector.made_of[0]).__name__
+        return SelectionError(
+            f"the {foreign} that was given is none of this model's {len(found)} modules: give one of its own, as "
+            "in model.get_submodule(path), or its path"
+        )
     sites = [site for names in candidates(found, selector.kinds) for site in names]
     if not sites:
         kinds = " or ".join(sorted(selector.kinds))

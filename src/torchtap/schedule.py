@@ -27,6 +27,7 @@ __all__ = [
     "Schedule",
     "Steps",
     "When",
+    "schedule_from_spec",
     "schedule_of",
 ]
 
@@ -177,13 +178,13 @@ class First(Schedule):
 @final
 @dataclass(frozen=True, slots=True)
 class Phase(Schedule):
-    """Only in training, or only in evaluation."""
+    """Only in passes of one phase: ``train``, ``eval``, or one that ``watch.phase`` names."""
 
     phase: str
 
     def __post_init__(self) -> None:
-        if self.phase not in ("train", "eval"):
-            raise PlanError(f"phase={self.phase!r}: a phase is 'train' or 'eval'")
+        if not isinstance(self.phase, str) or not self.phase:
+            raise PlanError(f"phase={self.phase!r}: a phase is 'train', 'eval' or a name of your own")
 
     def live(self, moment: Moment) -> bool:
         return moment.phase == self.phase
@@ -248,6 +249,41 @@ class Not(Schedule):
 
     def spec(self) -> dict[str, Any]:
         return {"not": self.other.spec()}
+
+
+def schedule_from_spec(spec: dict[str, Any]) -> Schedule:
+    """The schedule that a `spec` describes."""
+    match spec:
+        case {"always": True}:
+            return Always()
+        case {"never": True}:
+            return Never()
+        case {"every": n, "offset": offset}:
+            return Every(n, offset)
+        case {"steps": {"start": start, "stop": stop, "step": step}}:
+            return Steps(range(start, stop, step))
+        case {"epochs": epochs, "batches": batches}:
+            return Epochs(epochs, batches)
+        case {"both": [left, right]}:
+            return Both(schedule_from_spec(left), schedule_from_spec(right))
+        case {"either": [left, right]}:
+            return Either(schedule_from_spec(left), schedule_from_spec(right))
+    return _simple_from_spec(spec)
+
+
+def _simple_from_spec(spec: dict[str, Any]) -> Schedule:
+    match spec:
+        case {"steps": list(steps)}:
+            return Steps(steps)
+        case {"first": n}:
+            return First(n)
+        case {"phase": phase}:
+            return Phase(phase)
+        case {"not": other}:
+            return Not(schedule_from_spec(other))
+        case {"when": name}:
+            raise PlanError(f"the schedule was the function {name}: a file does not hold it")
+    raise PlanError(f"{spec!r} is not a schedule")
 
 
 def schedule_of(

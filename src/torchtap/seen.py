@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtap.coverage import Missing, missing_sites
 from torchtap.display import drawn
 from torchtap.errors import SelectionError
 from torchtap.names import belongs_to, first_part, no_such_site, read_name, site_name
-from torchtap.sites import input_names
+from torchtap.sites import input_names, unwrap
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.entries import Entry
 from torchtap.taps.receive.receiver import Receiver
@@ -31,7 +31,8 @@ class Seen(Mapping[str, Any]):
         self._receiver = receiver
         self._by_name: dict[str, Entry] = {}
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str | nn.Module) -> Any:
+        name = self._named(name)
         entry = self._find(name)
         if entry is None:
             reason = self._why_not(name)
@@ -42,11 +43,25 @@ class Seen(Mapping[str, Any]):
             raise SelectionError(f"{name!r} came, but nothing of it could be kept: {', '.join(reasons)}")
         return result
 
+    def _named(self, name: str | nn.Module) -> str:
+        """A module of the model stands for its output."""
+        if not isinstance(name, nn.Module):
+            return name
+        path = self._receiver.path_of(unwrap(name))
+        if path is None:
+            raise SelectionError(
+                f"this {type(name).__name__} is not a module of the model that was looked into"
+            )
+        return site_name(path, "output")
+
     def __contains__(self, name: object) -> bool:
+        if isinstance(name, nn.Module):
+            path = self._receiver.path_of(unwrap(name))
+            name = None if path is None else site_name(path, "output")
         return isinstance(name, str) and self._find(name) is not None
 
-    def get(self, name: str, default: Any = None) -> Any:
-        entry = self._find(name)
+    def get(self, name: str | nn.Module, default: Any = None) -> Any:
+        entry = self._find(self._named(name))
         return default if entry is None else result_of(self._receiver.folding, entry)
 
     def __iter__(self) -> Iterator[str]:

@@ -15,9 +15,10 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from torchtap.errors import PlanError
+from torchtap.errors import PlanError, SessionError
 from torchtap.model_tree import environment, model_tree
 from torchtap.names import Kind
+from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap, bind, candidates, tap
 from torchtap.reduce import Reduction
 from torchtap.schedule import Moment
@@ -73,12 +74,34 @@ class Capture:
         finally:
             self._taps.receiver.end_step()
             self._taps.detach()
+        if error is None:
+            self._warn_of_silence()
+
+    def _warn_of_silence(self) -> None:
+        """One warning for the selectors that brought nothing at all."""
+        came = {
+            index for entry in self._taps.receiver.entries if entry.shape is not None for index in entry.taps
+        }
+        silent = [index for index in range(len(self.plan.asked)) if index not in came]
+        if not silent:
+            return
+        reasons = {missing.site: missing.reason for missing in self.seen.coverage()}
+        ports = [port.site.name for port in self.plan.ports if port.taps[0] in silent]
+        reason = next((reasons[name] for name in ports if name in reasons), "")
+        asked = ", ".join(repr(s.text) for index in silent for s in self.plan.asked[index].selectors)
+        warn(f"torchtap: nothing came from {asked}" + (f": {reason}" if reason else ""))
+
+    def __getitem__(self, name: object) -> Any:
+        raise SessionError(
+            f"capture(...)[{name!r}]: a capture is entered first. Write `with tt.capture(model, ...) as seen:`, "
+            "call the model inside, and ask `seen`"
+        )
 
 
 def capture(
     model: Any,
-    *taps: Tap | Selectable,
-    keep: Reduction[Any] | None = None,
+    *taps: Tap | Selectable | Plan,
+    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
     merge: bool | None = None,
     any_thread: bool = False,
     strict: bool = True,
@@ -90,7 +113,7 @@ def capture(
     gives further calls (``#1``, ``#2`` …) of whole tensors, while other reductions fold all calls into one
     result; ``merge`` decides it the other way. Only values of the entering thread are taken, unless
     ``any_thread`` is set. ``via`` is how taps are put on an eager model: by hooks, by wrapping modules
-    (``"wrap"``), or by replacing their forward (``"forward"``).
+    (``"wrap"``), or by replacing their forward (``"forward"``). A requested site that never came is warned of.
     """
     tree = tree_of(model)
     bound = bind(tree, taps or ("*:output",), keep)
@@ -105,8 +128,11 @@ def capture(
 def watch(
     model: Any,
     run: str | os.PathLike[str] | None = None,
-    taps: Tap | Selectable | Iterable[Tap | Selectable] = "*:output",
+    taps: Plan | Tap | Selectable | Iterable[Tap | Selectable | Sequence[Tap]] = "*:output",
     *,
+    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    every: int | None = None,
+    phase: str | None = None,
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
     via: WayName = "hook",
@@ -115,7 +141,8 @@ def watch(
 ) -> Watch:
     """Accompany a training: take what the taps ask for at each live step, into a run folder and to sinks.
 
-    ``run`` is the folder, or None to keep none. A bare selector keeps statistics. ``labels`` go into the run's
+    ``run`` is the folder, or None to keep none. ``taps`` are taps, selectors or a plan. A bare selector keeps
+    statistics at each step, unless ``keep``, ``every`` or ``phase`` say otherwise. ``labels`` go into the run's
     manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer; ``via`` is as in
     `capture`. Passes in training and in evaluation are recorded apart, each under its phase. Several models of one
     training, as ``{"G": generator, "D": discriminator}``, share the clock and the run; their sites begin with their
@@ -128,12 +155,13 @@ def watch(
             f"sinks={sinks!r}: give a list of things with write(record) and close(); CallbackSink makes one of a "
             "function, make_sink of a text"
         )
-    asked = list(taps) if isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module)) else [taps]
+    several = isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module))
+    asked: list[Any] = list(taps) if several else [taps]  # type: ignore[arg-type]
     models = _models(model)
     if models is not None:
         model = nn.ModuleDict(models)
     tree = tree_of(model)
-    bound = bind(tree, [each if isinstance(each, Tap) else tap(each) for each in asked])
+    bound = bind(tree, [_tapped(each, keep, every=every, phase=phase) for each in asked])
     consumers = list(sinks)
     recorded = range(0)
     if run is not None:
@@ -153,6 +181,16 @@ def watch(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
     return Watch(model, bound, consumers, models=models, strict=strict, via=via, recorded=recorded)
+
+
+def _tapped(asked: Any, keep: Any, **when: Any) -> Any:
+    """A bare selector with what was said of all of them; taps say it for themselves."""
+    given = keep is not None or any(value is not None for value in when.values())
+    if isinstance(asked, (Tap, Plan, list, tuple)):
+        if given:
+            raise PlanError("keep=, every= and phase= of a watch are for bare selectors: a tap says its own")
+        return asked
+    return tap(asked, keep, **when)
 
 
 def _models(model: Any) -> dict[str, nn.Module] | None:

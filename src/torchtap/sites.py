@@ -12,7 +12,7 @@ import difflib
 import fnmatch
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast, final
 
@@ -187,6 +187,7 @@ class Selector:
     picks_leaf: Callable[[Site], bool] = field(compare=False, repr=False)
     kinds: frozenset[Kind] = frozenset(KINDS)  # no other kind needs to be asked about
     whole: bool = True  # picks a port with all its leaves and calls, or none of them
+    plain_path: str | None = None  # the module's path where it is written without a wildcard
     made_of: tuple[Selectable, Kind] = field(default=("", "output"), compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -194,6 +195,14 @@ class Selector:
             Selector.of,
             self.made_of,
         )  # for processes that are spawned: what it was made of travels, not its rules
+
+    def meant_in(self, paths: Collection[str]) -> Selector:
+        """What it means in a model with these modules: the full path of a module means that module alone."""
+        path = self.plain_path
+        if path is None or path not in paths:
+            return self
+        picks_port = self.picks_port
+        return replace(self, picks_port=lambda site: site.path == path and picks_port(site))
 
     def picks(self, site: Site) -> bool:
         """Whether this site, its leaf and call known, is picked."""
@@ -296,7 +305,10 @@ def _from_glob(text: str, default_kind: Kind) -> Selector:
             return False
         return not site.leaf or picks_leaf(site)
 
-    return Selector(text, picks_port, picks_leaf, kinds=kinds, whole=not leaf_glob and not call_text)
+    plain = None if any(sign in path_text for sign in "*?") else path_text
+    return Selector(
+        text, picks_port, picks_leaf, kinds=kinds, whole=not leaf_glob and not call_text, plain_path=plain
+    )
 
 
 def _spellings(site: Site) -> Iterator[str]:

@@ -74,6 +74,7 @@ class Steps:
         hand_on: Callable[[StepRecord], None],
         *,
         is_training: Callable[[], bool],
+        on_no_clock: Callable[[], None],
         first: int = 0,
     ) -> None:
         self._plan = plan
@@ -84,6 +85,7 @@ class Steps:
         self._outlets = outlets
         self._hand_on = hand_on
         self._is_training = is_training
+        self._on_no_clock = on_no_clock
         self._spending = Spending(plan, self.taps.receiver, outlets.note_spent) if plan.fallbacks else None
         self.open: Moment | None = None  # the open step
         self.last: Moment | None = None  # the step that ended last
@@ -111,6 +113,8 @@ class Steps:
         if moment is None:
             moment = self.last or self._coming_first()
             self.passes_before += self.last is None and phase == "train"
+            if self.passes_before == 2 and self.last is None:
+                self._on_no_clock()
         elif self.fresh:
             moment = self._place_fresh(phase, learning, moment)
         if learning and (phase == "train" or self._learning is None):
@@ -139,9 +143,9 @@ class Steps:
                 self._release_for(self.last)
             else:
                 self.leave_last()
-        phase = self._learning or self.taps.receiver.phase or next(iter(self._phases), None)
+        phase = self._learning or self.taps.receiver.phase
         if phase is None:
-            phase = "train" if self._is_training() else "eval"
+            phase = "train" if self._is_training() else next(iter(self._phases), "eval")
         return phase, self.live_at(self.open or self.last or self._coming_first(), phase)
 
     def live_at(self, moment: Moment, phase: str) -> frozenset[int]:
@@ -225,6 +229,12 @@ class Steps:
             return False
         self.taps.read_state()
         self.ever_live |= self.state_phase()[1]
+        if not self.taps.receiver.passes and self.taps.listens_to_passes:
+            self._outlets.hint(
+                "silent",
+                f"step {moment.step} is over and no call of the model was seen. Where a compiled or wrapped model "
+                "is called, give torchtap that one",
+            )
         return self._collect(moment, skipped=skipped)
 
     def stop_hearing(self) -> None:

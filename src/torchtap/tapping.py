@@ -18,6 +18,8 @@ from torchtap.taps.walk.ways import WayName
 
 __all__ = ["Tapping"]
 
+_OF_PASSES = ("input", "output", "grad_input", "grad_output")
+
 
 @final
 class Tapping:
@@ -64,6 +66,12 @@ class Tapping:
     def read_state(self) -> None:
         """The step is over: take what is read at its end."""
         self._attachment.finish_step()
+
+    @property
+    def listens_to_passes(self) -> bool:
+        """Whether any live tap wants what only a pass brings."""
+        ports = (port for port in self.plan.ports if not self.armed.isdisjoint(port.taps))
+        return any(port.site.kind in _OF_PASSES for port in ports)
 
     @property
     def tallies(self) -> Mapping[str, Tally]:

@@ -65,7 +65,13 @@ class Watch:
             )
 
         self._steps = Steps(
-            plan, tap, outlets, self._hand_on, is_training=self._is_training, first=recorded.stop
+            plan,
+            tap,
+            outlets,
+            self._hand_on,
+            is_training=self._is_training,
+            on_no_clock=self._hint_no_clock,
+            first=recorded.stop,
         )
         self._receiver = self._steps.taps.receiver
         self._members = [model] if models is None else list(models.values())
@@ -73,6 +79,7 @@ class Watch:
         self._sentry = Sentry(self._members, self._steps.pass_begins, self._mode_changed)
         self._logs = False  # whether the training logs numbers of its own
         self._latest: dict[tuple[str, tuple[str, ...]], ScalarBlock] = {}
+        self._handed_on = 0
         self._sites_told = 0
         self._in_block = False
         self._skipped = False
@@ -203,6 +210,13 @@ class Watch:
         if self._steps.fresh and not self._closed:
             self._steps.rearm(evaluation=not training)
 
+    def _hint_no_clock(self) -> None:
+        self._outlets.hint(
+            "clock",
+            "nothing moves the clock: all passes fold into one record, which is written when the watch is closed. Use "
+            "watch.follow(optimizer), or `with watch.step():`",
+        )
+
     def _advance(self, step: int | None, epoch: int | None, batch: int | None) -> None:
         self._check_open()
         if self._steps.open is not None:
@@ -278,6 +292,7 @@ class Watch:
         return None if port is None else port.structure
 
     def _hand_on(self, record: StepRecord) -> None:
+        self._handed_on += 1
         for block in record.scalars:
             self._latest.pop((record.phase, block.sites), None)  # the newest last
             self._latest[record.phase, block.sites] = block
@@ -330,7 +345,9 @@ class Watch:
         if self._closed:
             return
         try:
+            clockless = self._steps.last is None and self._steps.open is None
             self._steps.close()
+            self._tell_what_is_odd(clockless)
         finally:
             self._closed = True
             self._steps.stop_hearing()
@@ -341,6 +358,34 @@ class Watch:
             missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
             self._outlets.tell("coverage", missing=missing)
             self._outlets.close()
+
+    def _tell_what_is_odd(self, clockless: bool) -> None:
+        if clockless and self.passes > 1:
+            self._hint_no_clock()
+        if not self._latest and not self._handed_on:
+            self._outlets.hint(
+                "empty", "this watch recorded nothing; watch.coverage() says why for each site"
+            )
+        if self._receiver.late:
+            self._outlets.hint(
+                "late",
+                f"{self._receiver.late} gradient(s) came after their step was over and are in no record: "
+                "have the backward pass in the step of its forward pass",
+            )
+
+    def __repr__(self) -> str:
+        steps = self._steps
+        if self._closed:
+            state = "closed"
+        elif steps.open is not None and not steps.fresh:
+            state = f"in step {steps.open.step}"
+        elif steps.last is not None:
+            state = f"after step {steps.last.step}"
+        else:
+            state = "before the first step" + ("" if self._following else ", no clock yet")
+        lost = f", {len(self.lost)} lost" if self.lost else ""
+        taps = f"{len(self.plan.asked)} taps on {len(self.plan.ports)} places"
+        return f"Watch({taps}, {state}, {self.passes} passes{lost})"
 
     def __enter__(self) -> Self:
         return self

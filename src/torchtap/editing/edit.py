@@ -25,7 +25,7 @@ from torch import Tensor
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError
 from torchtap.names import belongs_to
-from torchtap.plan import Port, Tap, bind
+from torchtap.plan import Plan, Port, Tap, bind
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site
 from torchtap.taps.walk.structure import map_inputs, map_leaves
@@ -61,6 +61,7 @@ class Edit:
         self._root = hookable(model, "an edit")
         self._changes = [_change_of(key, change) for key, change in changes.items()]
         self._plan = bind(self._root, [Tap((Selector.of(key),), Stats()) for key in changes])
+        _refuse_several(self._plan)
         for port in self._plan.ports:
             if port.site.kind not in _KINDS:
                 raise PlanError(
@@ -127,6 +128,18 @@ class Edit:
 
     def _count(self, site: Site) -> None:
         self.applied[site.name] = self.applied.get(site.name, 0) + 1
+
+
+def _refuse_several(plan: Plan) -> None:
+    """A selector without a wildcard is meant for one place: another one of that name is not to be changed by chance."""
+    for index, each in enumerate(plan.taps):
+        asked = each.selectors[0]
+        picked = [port.site.name for port in plan.ports if index in port.taps]
+        if asked.plain_path is not None and len(picked) > 1:
+            raise PlanError(
+                f"{asked.text!r} picks {len(picked)} places: {', '.join(picked[:3])} …; give the full path of one, or "
+                f"'**.{asked.text}' to edit them all"
+            )
 
 
 def _stop(port: Port) -> Stop:

@@ -7,13 +7,21 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtap.errors import SelectionError
-from torchtap.names import path_of
+from torchtap.names import path_of, site_name
 from torchtap.store.read.clock import Timeline
 from torchtap.store.read.part import Part
 from torchtap.store.read.results import TensorRef
 from torchtap.store.read.stored_tensors import StoredTensor
 
-__all__ = ["described_sites", "find_tensor", "no_such_site", "no_such_statistic", "no_such_tensor"]
+__all__ = [
+    "described_sites",
+    "find_tensor",
+    "no_such_site",
+    "no_such_statistic",
+    "no_such_tensor",
+    "only_statistic",
+    "spelled_out",
+]
 
 
 def find_tensor(
@@ -60,6 +68,22 @@ def no_such_tensor(site: str, step: int | None, field: str, stored: Sequence[Ten
         f"{site!r} has no {field!r} at step {step}; the nearest steps are {', '.join(near)}",
         nearest=tuple(near),
     )
+
+
+def spelled_out(site: str, known: Collection[str]) -> str:
+    """The full name of a site that may be written as a module's path or as the name of a logged number."""
+    if site not in known and ":" not in site:
+        for name in (site_name(site, "output"), site_name("", "value", site)):
+            if name in known:
+                return name
+    return site
+
+
+def only_statistic(site: str, known: Sequence[str]) -> str:
+    """The statistic that is meant where none is named: the only one, or the value of a logged number."""
+    if len(known) == 1 or "value" in known:
+        return "value" if "value" in known else known[0]
+    raise SelectionError(f"{site!r} has several statistics, name one: {', '.join(known) or 'tensors only'}")
 
 
 def no_such_site(site: str, known: Collection[str]) -> SelectionError:

@@ -34,6 +34,8 @@ from torchtap.store.read.lookup import (
     no_such_site,
     no_such_statistic,
     no_such_tensor,
+    only_statistic,
+    spelled_out,
 )
 from torchtap.store.read.part import Part
 from torchtap.store.read.phases import TRAINING, first_phase, in_order, no_such_phase, of_one_phase
@@ -332,14 +334,21 @@ class Run:
             table[name] = column
         return table.view(np.recarray)
 
-    def series(self, site: str, statistic: str, phase: str | None = None, *, partial: bool = False) -> Series:
+    def series(
+        self, site: str, statistic: str | None = None, phase: str | None = None, *, partial: bool = False
+    ) -> Series:
         """One statistic of one site in one phase: ``(steps, values)``, ascending.
 
-        Without ``phase``, in training where it was recorded then. Evaluations are series of their own. A step that a
-        later attempt recorded again and lost to damage is an error; with ``partial`` its value is NaN.
+        A module's path stands for its output, the name of a logged number for that number; this has one statistic
+        and needs none named. Without ``phase``, in training where it was recorded then. Evaluations are series of
+        their own. A step that a later attempt recorded again and lost to damage is an error; with ``partial`` its
+        value is NaN.
         """
         if phase is not None and phase not in self.phases:
             raise no_such_phase(self.path, phase, self.phases)
+        site = spelled_out(site, self._site_names())
+        if statistic is None:
+            statistic = only_statistic(site, self.statistics(site))
         chosen = self.phase_of(site) if phase is None else phase
         found = self._steady(
             lambda: series_of(self._all_parts(), self._line(partial), site, statistic, chosen)

@@ -37,7 +37,7 @@ from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive.receiver import Receiver
 
-__all__ = ["Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
+__all__ = ["PASSES", "Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
@@ -48,6 +48,15 @@ _tickets = itertools.count(1)
 # Channel -> site with a ticket -> the call that its gradient belongs to. Forgotten when nobody listens any more.
 _booked: dict[int | None, dict[str, int]] = {}
 _ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
+
+# What a graph emits when a pass begins: by whether the model trains, and whether gradients are on.
+PASSES = {
+    (True, True): "pass_learning",
+    (True, False): "pass_in_training",
+    (False, True): "pass_with_gradients",
+    (False, False): "pass",
+}
+_MODES = {kind: mode for mode, kind in PASSES.items()}
 
 # channel, module path, kind, leaf, ticket
 Address = tuple[int | None, str, str, str, int | None]
@@ -192,7 +201,10 @@ def _on_value(value: Tensor, site: str) -> None:
     # before, without a trace in their version.
     value = value.detach()
     for receiver in receivers:
-        if kind in ("attention", "value"):
+        if kind in _MODES:
+            receiver.end_pass()
+            receiver.begin_pass(*_MODES[kind])
+        elif kind in ("attention", "value"):
             receiver.take_from_inside(kind, path, leaf, value)
         else:
             receiver.take_named(path, kind, leaf, value, call)

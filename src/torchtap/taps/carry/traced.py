@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
+
+from torchtap.names import site_name
 from torchtap.taps.carry import op
 from torchtap.taps.carry.carrier import emit_leaves
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.walk.leaves import input_leaves, leaves
 
-__all__ = ["emitting_inputs", "emitting_output"]
+__all__ = ["emitting_inputs", "emitting_output", "emitting_pass"]
 
 
 def emitting_output(channel: op.Channel, port: LivePort) -> Callable[[Any], None]:
@@ -23,6 +27,22 @@ def emitting_output(channel: op.Channel, port: LivePort) -> Callable[[Any], None
     def emit(output: Any) -> None:
         if op.registered():
             emit_leaves(address, kinds, leaves(output))
+
+    return emit
+
+
+def emitting_pass(channel: op.Channel, root: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+    """A function that has the graph tell of each pass. The model's mode is a constant there: the compiler guards it."""
+    prefix = channel.prefix
+
+    def emit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not op.registered():
+            return
+        learning = torch.is_grad_enabled()
+        kind = op.PASSES[root.training, learning]
+        for _, tensor in input_leaves(None, args, kwargs):
+            torch.ops.torchtap.emit.default(tensor, site_name(prefix, kind))
+            break
 
     return emit
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchtap.sites import unwrap
 from torchtap.taps.carry.op import Channel
-from torchtap.taps.carry.traced import emitting_inputs, emitting_output
+from torchtap.taps.carry.traced import emitting_inputs, emitting_output, emitting_pass
 from torchtap.taps.eager import attention
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
@@ -83,7 +83,7 @@ class EagerAttachment:
         ports = [port for port in receiver.ports.values() if not live.isdisjoint(port.port.taps)]
         for port in ports:
             self._put_on(port)
-        self._walker.passes(self._begin_pass, receiver.end_pass)
+        self._walker.passes(self._begin_pass, receiver.end_pass, emitting_pass(self._channel, self._root))
         kinds = {port.kind for port in ports}
         if not kinds.isdisjoint(("attention", "value")):
             activate(receiver)

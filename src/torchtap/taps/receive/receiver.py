@@ -135,23 +135,23 @@ class Receiver:
         finally:
             self.thread, self._open = thread, is_open
 
-    def begin_pass(self, training: bool | None = None) -> None:
+    def begin_pass(self, training: bool | None = None, learning: bool | None = None) -> None:
         """The model was called: calls of its modules are counted anew, but for taps that keep passes apart.
 
-        ``training`` is the model's flag, None where it has none.
+        ``training`` is the model's flag, None where it has none; ``learning`` says whether gradients are on.
         """
         if self._open and self.hears_this_thread():
-            if is_traced_by_script() or not self._is_taken(training):
+            if is_traced_by_script() or not self._is_taken(training, learning):
                 self._passed_over = (self.thread,)
                 self.thread = _NO_THREAD
             else:
                 self.passes += 1
         self._pass_number += 1
 
-    def _is_taken(self, training: bool | None) -> bool:
+    def _is_taken(self, training: bool | None, learning: bool | None) -> bool:
         """Whether a pass is to be heard; it is then of its phase. TorchScript's tracer must not find us in its own."""
         if self._clock is not None:
-            learning = torch.is_grad_enabled()
+            learning = torch.is_grad_enabled() if learning is None else learning
             phase = self.phase or ("train" if training is not False and learning else "eval")
             live = self._clock.pass_begins(phase, learning)
             if live is None:

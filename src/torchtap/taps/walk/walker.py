@@ -55,14 +55,22 @@ class Walker:
         self._heard = heard
         self._handles: list[Handle] = []
 
-    def passes(self, begin: Callable[[], None], end: Callable[[], None] | None = None) -> None:
+    def passes(
+        self,
+        begin: Callable[[], None],
+        end: Callable[[], None] | None = None,
+        traced: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    ) -> None:
         """Call ``begin`` ahead of everything in a pass, and ``end`` after it, also when the pass raised.
 
         A compiler's trace is no pass, and neither is a checkpoint's repetition of the whole model.
         """
 
-        def on_begin(*_: Any) -> None:
-            if not is_compiling() and not in_backward():
+        def on_begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if is_compiling():
+                if traced is not None:
+                    traced(args, kwargs)
+            elif not in_backward():
                 begin()
 
         self.keep(self._way.before(self._root, on_begin, first=True))
