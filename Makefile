@@ -4,6 +4,7 @@
 #   make test        run the tests
 #   make check       ruff and mypy
 #   make dist        the sdist and the wheel, into dist/
+#   make sanitize    the native parts under sanitizers; make portable: on other processors (native.mk)
 #   make torture     attack runs, recordings and pages for about an hour; prints a table
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
 

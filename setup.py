@@ -78,6 +78,7 @@ setup(
         Extension(
             "torchtap.store.format._checksum",
             sources=["src/torchtap/store/format/_checksum.c"],
+            depends=["src/torchtap/store/format/_checksum_kernel.h"],
             extra_compile_args=["-O3"],
             extra_link_args=LINKED,
             define_macros=[("Py_LIMITED_API", "0x030B0000")],

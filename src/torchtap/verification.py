@@ -1,15 +1,15 @@
 """Prove that taps change nothing: run a model without and with them, and compare every bit.
 
 Outputs, the gradients of parameters and inputs, buffers and the state of the random generators are compared. A
-model that does not even repeat itself without taps is found out first, by running it twice: what differs then is
-reported as its own, not as torchtap's. Afterwards everything is as it was.
+model that does not even repeat itself without taps is found out by running it so as well, as often as with them and in
+turn: what differs then is reported as its own, not as torchtap's. Afterwards everything is as it was.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, final
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchtap.errors import VerificationError
+from torchtap.errors import PlanError, VerificationError
 from torchtap.plan import Tap
 from torchtap.session import capture
 from torchtap.sites import Selectable
@@ -26,23 +26,36 @@ __all__ = ["Verification", "verify"]
 
 _EVERYTHING = ("*:input", "*:output", "*:grad_input", "*:grad_output")
 
+# Runs that count for nothing: TorchScript changes its code after the first runs of a graph.
+_WARMING = 2
+
 Facts = dict[str, dict[str, Tensor]]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared: for each aspect how many tensors, which of them taps changed, which vary by themselves."""
+    """What was compared: for each aspect how many tensors, which of them taps changed, which vary by themselves.
+
+    ``repeat`` is how often the model ran with taps and, beyond the first time, without; ``threads`` how many torch had.
+    """
 
     compared: Mapping[str, int]
     changed: Mapping[str, tuple[str, ...]]
     unsteady: Mapping[str, tuple[str, ...]]
     sites: int
+    repeat: int = 1
+    threads: int = 1
 
     @property
     def identical(self) -> bool:
         """Whether taps changed nothing."""
         return not any(self.changed.values())
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the model without taps gave the same bits every time."""
+        return not any(self.unsteady.values())
 
     def __str__(self) -> str:
         lines = [f"{'':<12}{'tensors':>8}  with taps"]
@@ -52,6 +65,9 @@ class Verification:
             if unsteady:
                 verdict += f" ({len(unsteady)} vary without taps: {', '.join(unsteady[:3])})"
             lines.append(f"{aspect:<12}{count:>8}  {verdict if count else 'none'}")
+        itself = "repeats itself" if self.repeatable else "does not repeat itself"
+        runs = f"{self.repeat} runs each" if self.repeat > 1 else "one run each"
+        lines.append(f"without taps the model {itself} ({runs}, torch threads: {self.threads})")
         return "\n".join([*lines, f"{self.sites} values were taken"])
 
 
@@ -60,6 +76,8 @@ def verify(
     *inputs: Any,
     taps: tuple[Tap | Selectable, ...] = (),
     backward: bool | None = None,
+    threads: int | None = None,
+    repeat: int = 1,
     file: IO[str] | None = None,
     **kwargs: Any,
 ) -> Verification:
@@ -68,27 +86,65 @@ def verify(
     ``inputs`` are given as to `torchtap.compare`: one value, a tuple of arguments, or a mapping of keywords; several
     values and further keywords are arguments as they stand. ``taps`` are all inputs, outputs and their gradients
     unless given. ``backward`` says whether to run autograd; None does where an output requires grad.
+
+    What several threads compute may differ from one time to the next. ``repeat`` compares so many runs with taps, and
+    as many without between them, with the first; ``threads`` is how many torch has meanwhile (None: as it is).
     """
+    if repeat < 1 or (threads is not None and threads < 1):
+        raise PlanError(f"verify(threads={threads}, repeat={repeat}): both are numbers from 1 on")
     args, kwargs = _arguments(inputs, kwargs)
-    before = _snapshot(model)
-    # Twice more than needed: TorchScript changes its code after the first runs of a graph.
-    runs = [_run(model, args, kwargs, backward, before) for _ in range(4)]
-    first, second = runs[-2:]
+    before, had = _snapshot(model), torch.get_num_threads()
     chosen = taps or _kinds_for(model, backward)
-    for _ in range(3):
+
+    def plain() -> Facts:
+        return _run(model, args, kwargs, backward, before)
+
+    def tapped() -> tuple[Facts, int]:
         with capture(model, *chosen, strict=False) as seen:
-            tapped = _run(model, args, kwargs, backward, before)
-    _restore(model, before)
-    unsteady = _differences(first, second)
-    changed = {
-        aspect: tuple(name for name in names if name not in unsteady[aspect])
-        for aspect, names in _differences(first, tapped).items()
-    }
-    result = Verification({a: len(t) for a, t in first.items()}, changed, unsteady, len(seen))
+            facts = _run(model, args, kwargs, backward, before)
+        return facts, len(seen)
+
+    torch.set_num_threads(threads or had)
+    try:
+        result = _in_turn(plain, tapped, repeat)
+    finally:
+        torch.set_num_threads(had)
+        _restore(model, before)
     print(result, file=file or sys.stdout)
     if not result.identical:
         raise VerificationError(f"taps changed the model:\n{result}")
     return result
+
+
+def _in_turn(
+    plain: Callable[[], Facts], tapped: Callable[[], tuple[Facts, int]], repeat: int
+) -> Verification:
+    """Run both ways in turn, and compare each run with the first without taps."""
+    for _ in range(_WARMING):
+        plain()
+    first = plain()
+    for _ in range(_WARMING):
+        tapped()
+    unsteady: dict[str, set[str]] = {aspect: set() for aspect in first}
+    differing: dict[str, set[str]] = {aspect: set() for aspect in first}
+    sites = 0
+    for _ in range(repeat):
+        _note(unsteady, _differences(first, plain()))
+        facts, sites = tapped()
+        _note(differing, _differences(first, facts))
+    return Verification(
+        compared={aspect: len(tensors) for aspect, tensors in first.items()},
+        changed={aspect: tuple(sorted(names - unsteady[aspect])) for aspect, names in differing.items()},
+        unsteady={aspect: tuple(sorted(names)) for aspect, names in unsteady.items()},
+        sites=sites,
+        repeat=repeat,
+        threads=torch.get_num_threads(),
+    )
+
+
+def _note(found: dict[str, set[str]], names: dict[str, tuple[str, ...]]) -> None:
+    for aspect, some in names.items():
+        found[aspect].update(some)
 
 
 def _kinds_for(model: Any, backward: bool | None) -> tuple[str, ...]:

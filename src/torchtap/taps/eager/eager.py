@@ -113,6 +113,10 @@ class EagerAttachment:
                 wait = self._await_own_inputs if own else self._await_inputs
                 self._walker.before_and_again(module, port, wait, emit_given)
 
+    def hooks_gone(self) -> list[nn.Module]:
+        """The modules from which somebody else has taken our hooks off."""
+        return self._walker.gone()
+
     def disarm(self) -> None:
         self._state.disarm()
         self._take_off()
