@@ -160,9 +160,8 @@ def prove_run(device: str) -> str:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
-        model = nn.Linear(4, 4).to(device)
-        watch = tt.watch(nn.Sequential(model), folder, ["0:output"])
-        root = watch._model
+        root = nn.Sequential(nn.Linear(4, 4)).to(device)
+        watch = tt.watch(root, folder, ["0:output"])
         for step in range(3):
             watch.set_step(step)
             root(torch.ones(2, 4, device=device))
