@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torchtap.errors import TorchtapError as TorchtapError
     from torchtap.errors import VerificationError as VerificationError
     from torchtap.integrations.captum import attribute as attribute
+    from torchtap.matching import match as match
     from torchtap.monitors.layers.files import open_layers as open_layers
     from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
     from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
@@ -202,6 +203,7 @@ _HOME = {
     "layer_changes": "torchtap.comparison.adjacent",
     "list_sites": "torchtap.session",
     "load": "torchtap.taps.travel.load",
+    "match": "torchtap.matching",
     "make_sink": "torchtap.sinks",
     "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
     "open": "torchtap.store.read.reader",
@@ -256,6 +258,7 @@ __all__ = [
     "layer_changes",
     "list_sites",
     "load",
+    "match",
     "monitors",
     "open",
     "open_layers",
