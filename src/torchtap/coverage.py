@@ -14,7 +14,7 @@ from torchtap.sites import unwrap
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
 
-__all__ = ["Missing", "missing_sites"]
+__all__ = ["Missing", "missing_sites", "replaced_paths"]
 
 
 @final
@@ -35,7 +35,7 @@ def missing_sites(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing
 
 
 def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
-    replaced = _replaced_paths(receiver)
+    replaced = replaced_paths(receiver)
     for port in receiver.ports.values():
         site = port.port.site.name
         if port.port.site.path in replaced:
@@ -61,7 +61,7 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
             yield Missing(site, "none of its leaves is one that the selector picks")
 
 
-def _replaced_paths(receiver: Receiver) -> set[str]:
+def replaced_paths(receiver: Receiver) -> set[str]:
     """Where the model has another module than the one that taps were put on, or none."""
     root, *rest = receiver.plan.places
     return {place.path for place in rest if _now_at(root.module, place.path) is not place.module.__dict__}

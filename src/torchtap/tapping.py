@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchtap.coverage import replaced_paths
 from torchtap.plan import Plan
 from torchtap.store.record import ScalarBlock, TensorItem
 from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks
+from torchtap.taps.eager.eager import EagerAttachment
 from torchtap.taps.receive.collect import Collector, Coming
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.receiver import PassClock, Receiver
@@ -62,6 +64,14 @@ class Tapping:
             self._hears_members = wanted
             for hooks in self._members:
                 hooks.switch_on() if wanted else hooks.switch_off()
+
+    def hooks_gone(self) -> list[nn.Module]:
+        """The modules from which somebody else has taken our hooks off."""
+        return self._attachment.hooks_gone() if isinstance(self._attachment, EagerAttachment) else []
+
+    def receiver_places_replaced(self) -> list[str]:
+        """Where the model has another module than the one that taps were put on, or none."""
+        return sorted(replaced_paths(self.receiver))
 
     def read_state(self) -> None:
         """The step is over: take what is read at its end."""

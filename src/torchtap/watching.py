@@ -21,6 +21,7 @@ from torch import Tensor
 from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import SessionError
 from torchtap.following import Following, Sentry
+from torchtap.gaps import Gaps
 from torchtap.outlets import Outlets
 from torchtap.plan import Plan
 from torchtap.steps import Steps
@@ -84,6 +85,7 @@ class Watch:
         self._in_block = False
         self._skipped = False
         self._closed = False
+        self._gaps = Gaps(model, self._members, plan, self._steps.taps, outlets.note_loss)
         self._steps.listen_before()
 
     def _is_training(self) -> bool:
@@ -188,6 +190,7 @@ class Watch:
         if self._in_block or self._closed:
             return
         self._finish()
+        self._gaps.look()
         self._steps.begin(None, threading.get_ident(), fresh=True)
         self._look_out()
 
@@ -226,6 +229,7 @@ class Watch:
         if batch is not None:
             self._steps.clock.set_batch(batch)
         self._tell_what_is_hidden(step)
+        self._gaps.look()
         self._steps.begin(step, threading.get_ident())
 
     def _end(self) -> None:

@@ -74,7 +74,7 @@ class Catalog:
         catalog = cls(shelf, comparison)
         for entry in catalog.entries():
             if entry.found.root is None:
-                entry.run = open_run(entry.found.path)  # says at once what is wrong with it
+                entry.run = open_run(entry.found.path, partial=True)  # says at once what is wrong with it
         return catalog
 
     # --- which runs there are -------------------------------------------------------------------------------

@@ -107,6 +107,10 @@ class EagerAttachment:
                 emit_given = emitting_inputs(self._channel, port)
                 self._walker.before_and_again(module, port, self._await_inputs, emit_given)
 
+    def hooks_gone(self) -> list[nn.Module]:
+        """The modules from which somebody else has taken our hooks off."""
+        return self._walker.gone()
+
     def disarm(self) -> None:
         self._state.disarm()
         self._take_off()

@@ -138,6 +138,12 @@ class HookHandle:
         self._module: nn.Module | None = module
         self._handle = handle
 
+    @property
+    def gone(self) -> nn.Module | None:
+        """The module, if somebody else has taken the hook off it."""
+        hooks = self._handle.hooks_dict_ref()
+        return self._module if hooks is None or self._handle.id not in hooks else None
+
     def remove(self) -> None:
         """Take it off; a second time does nothing."""
         module, self._module = self._module, None

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchtap._torch import graph_task, in_backward
+from torchtap.taps.walk.untraced import HookHandle
 from torchtap.taps.walk.ways import Handle, WayName, way_for
 
 __all__ = ["EVERY_THREAD", "Heard", "Walker", "is_compiling"]
@@ -163,6 +164,11 @@ class Walker:
     def keep(self, handle: Handle) -> None:
         """Have `leave` remove this too."""
         self._handles.append(handle)
+
+    def gone(self) -> list[nn.Module]:
+        """The modules whose hooks somebody else has taken off."""
+        found = (handle.gone for handle in self._handles if isinstance(handle, HookHandle))
+        return list({id(module): module for module in found if module is not None}.values())
 
     def leave(self) -> None:
         """Take everything off; the walker can be used again."""
