@@ -4,6 +4,7 @@
 #   make test        run the tests
 #   make check       ruff and mypy
 #   make dist        the sdist and the wheel, into dist/
+#   make forms       86 architectures in every form, site by site
 #   make sanitize    the native parts under sanitizers; make portable: on other processors (native.mk)
 #   make torture     attack runs, recordings and pages for about an hour; prints a table
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
@@ -15,7 +16,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c c
 # Two workers are what two cores carry; torch itself gets one thread in each.
 WORKERS ?= 2
 
-.PHONY: demo test check bench torture format browser clean
+.PHONY: demo test check forms bench torture format browser clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +58,10 @@ check: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Every architecture in every form, beside hand-written hooks: the table of docs/forms.md.
+forms: $(VENV)/.bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.architectures --compare
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks

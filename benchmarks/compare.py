@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import torchtap as tt
-from benchmarks.planted_faults import cases, judge
+from benchmarks.planted_faults import cases, everywhere, judge
 from torchtap.store.record import StepRecord, TensorItem
 from torchtap.store.write.writer import RunWriter
 
@@ -118,7 +118,8 @@ def _resident() -> int:
 
 
 def _planted(every: int) -> list[dict[str, Any]]:
-    outcomes = [judge(case, tt.compare) for case in list(cases())[::every]]
+    judged = (judge(case, tt.compare) for case in [*cases(), *everywhere()][::every])
+    outcomes = [outcome for outcome in judged if outcome is not None]
     faults = [outcome for outcome in outcomes if not outcome.case.harmless]
     harmless = [outcome for outcome in outcomes if outcome.case.harmless]
     found, alarms = sum(o.right for o in faults), sum(not o.right for o in harmless)

@@ -1,10 +1,10 @@
 """Plant known faults and harmless changes into models, and see whether the comparison names the right module.
 
-    python -m benchmarks.planted_faults
+    python -m benchmarks.planted_modes          the whole table, in every way of comparing
 
 Each case is a deep copy of a reference in which one thing was changed. `torchtap.compare` gets the reference, the
 changed copy and the inputs: no tolerance, no hint. A fault counts as found when ``first.module`` is the module
-whose own code or weights were changed; a harmless change counts as a false alarm when anything is named at all.
+whose own code or weights were changed; a harmless change counts as a false alarm when it is not called the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.planted_models import FAMILIES, LAYERS, build
+from benchmarks.planted_everywhere import EVERYWHERE_FAULTS, EVERYWHERE_HARMLESS, Everywhere
+from benchmarks.planted_models import FAMILIES, LAYERS
+from benchmarks.planted_zoo import ARCHITECTURES, build
 
-__all__ = ["Case", "Outcome", "cases", "judge", "summary"]
+__all__ = ["Case", "Outcome", "at_depth", "cases", "everywhere", "judge", "summary"]
 
 DEPTHS = {"early": 0, "middle": LAYERS // 2, "last": LAYERS - 1}
-Plant = Callable[[nn.Module, str], str]
+FRACTIONS = {"early": 0.1, "middle": 0.5, "last": 0.85}
+Plant = Callable[[nn.Module, str], "str | None"]
 
 
 @final
@@ -52,21 +55,51 @@ class Outcome:
     expected: str | None
     named: str | None
     verdict: str
+    sure: str = ""
+    outcome: str = ""
 
     @property
     def right(self) -> bool:
+        if self.expected is None:
+            return self.outcome == "same"
         return self.named == self.expected
 
+    @property
+    def near(self) -> bool:
+        """Whether the module that was named is the right one, one around it, or one inside it or beside it."""
+        if self.named is None or self.expected is None:
+            return self.right
+        outer = self.expected.rpartition(".")[0]
+        return self.right or self.named == outer or self.named.rpartition(".")[0] in (outer, self.expected)
 
-def judge(case: Case, compare: Callable[..., Any]) -> Outcome:
-    """Plant one case and compare."""
+
+def judge(case: Case, compare: Callable[..., Any]) -> Outcome | None:
+    """Plant one case and compare; ``None`` when the model has no place for it."""
     reference, inputs = build(case.family)
     target = copy.deepcopy(reference)
     with torch.no_grad():
         planted = case.plant(target, f"blocks.{DEPTHS[case.depth]}")
+    if planted is None:
+        return None
     result = compare(reference, target, inputs=inputs)
     named = None if result.first is None else result.first.module
-    return Outcome(case, None if case.harmless else planted, named, result.verdict)
+    sure = "" if result.first is None else result.first.sure
+    return Outcome(case, None if case.harmless else planted, named, result.verdict, sure, result.outcome)
+
+
+def everywhere() -> Iterator[Case]:
+    """Every architecture by every change that fits any model, at depths that take turns."""
+    depths = list(DEPTHS)
+    for at, family in enumerate(ARCHITECTURES):
+        for table, harmless in ((EVERYWHERE_FAULTS, False), (EVERYWHERE_HARMLESS, True)):
+            for n, (change, plant) in enumerate(table.items()):
+                depth = depths[(n + at) % len(depths)]
+                yield Case(family, change, depth, at_depth(plant, depth), harmless)
+
+
+def at_depth(plant: Everywhere, depth: str) -> Plant:
+    """A plant for one of the depths by name."""
+    return lambda model, block: plant(model, FRACTIONS[depth])
 
 
 def cases() -> Iterator[Case]:
@@ -82,11 +115,12 @@ def cases() -> Iterator[Case]:
 
 def summary(outcomes: list[Outcome]) -> str:
     """The table: right out of all for each change and family, then what was missed."""
-    lines = [f"{'':26}" + "".join(f"{family:>9}" for family in FAMILIES)]
+    families = list(dict.fromkeys(outcome.case.family for outcome in outcomes))
+    lines = [f"{'':26}" + "".join(f"{family:>9}" for family in families)]
     for change in dict.fromkeys(outcome.case.change for outcome in outcomes):
         row = [o for o in outcomes if o.case.change == change]
         cells = ""
-        for family in FAMILIES:
+        for family in families:
             mine = [o for o in row if o.case.family == family]
             cells += f"{f'{sum(o.right for o in mine)}/{len(mine)}' if mine else '-':>9}"
         lines.append(f"{change + (' (harmless)' if row[0].case.harmless else ''):26}{cells}")
@@ -95,7 +129,11 @@ def summary(outcomes: list[Outcome]) -> str:
     found = sum(o.right for o in faults)
     alarms = sum(not o.right for o in harmless)
     if faults:
+        wrong = sum(o.sure == "certain" and not o.right for o in faults)
         lines.append(f"first module right: {found}/{len(faults)} ({found / len(faults):.1%})")
+        lines.append(
+            f"right or its neighbour: {sum(o.near for o in faults)}/{len(faults)}; wrong and certain: {wrong}"
+        )
     if harmless:
         lines.append(f"false alarms: {alarms}/{len(harmless)} ({alarms / len(harmless):.1%})")
     lines += [
@@ -398,14 +436,3 @@ HARMLESS: dict[str, dict[str, Plant]] = {
         "LSTM": _in("act")(erf_by_hand),
     },
 }
-
-
-def main() -> None:
-    import torchtap
-
-    outcomes = [judge(case, torchtap.compare) for case in cases()]
-    print(summary(outcomes))
-
-
-if __name__ == "__main__":
-    main()

@@ -30,6 +30,7 @@ LAYERS = [
     ["taps.receive"],
     ["taps.carry", "op"],
     ["taps.eager"],
+    ["taps.alike"],
     ["taps.graph"],
     ["taps.script"],
     ["taps.compiled"],
@@ -46,6 +47,7 @@ LAYERS = [
     ["spending"],
     ["sinks"],
     [
+        "matching",
         "outlets",
         "logged",
         "steps",

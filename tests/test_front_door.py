@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import torchtap
 
@@ -17,7 +20,7 @@ def test_every_listed_name_can_be_had() -> None:
         assert getattr(torchtap, name) is not None
 
 
-def test_the_listed_names_are_those_that_type_checkers_see() -> None:
+def test_what_can_be_had_is_what_type_checkers_see() -> None:
     tree = ast.parse(SOURCE.read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {
@@ -26,13 +29,46 @@ def test_the_listed_names_are_those_that_type_checkers_see() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert seen == set(torchtap._HOME.items())
-    assert set(torchtap.__all__) == {*torchtap._HOME, "__version__"}
+    modules = {(name, "torchtap") for name in torchtap._MODULES}
+    assert seen == {*torchtap._HOME.items(), *modules}
+    assert set(torchtap.__all__) <= {*torchtap._HOME, *torchtap._MODULES, "__version__"}
+
+
+def test_the_door_is_narrow() -> None:
+    assert len(torchtap.__all__) <= 50
+
+
+RESULTS = {
+    *("Bisection", "Comparison", "Edit", "ExtraOutputs", "Features", "Finding", "Missing", "Run", "Seen"),
+    *("Selector", "Site", "Tap", "Verification", "Watch", "bind"),
+}
+
+
+def test_every_other_name_is_listed_in_a_module_of_its_own_or_is_the_type_of_a_result() -> None:
+    elsewhere = {name for module in torchtap._MODULES for name in getattr(torchtap, module).__all__}
+    assert set(torchtap._HOME) - set(torchtap.__all__) <= elsewhere | RESULTS
+
+
+@pytest.mark.parametrize("name", torchtap._MODULES)
+def test_the_named_modules_have_what_they_list(name: str) -> None:
+    module = getattr(torchtap, name)
+    for each in module.__all__:
+        assert getattr(module, each) is not None
+
+
+def test_every_listed_name_stands_on_a_page() -> None:
+    root = SOURCE.parents[2]
+    pages = " ".join(path.read_text() for path in (root / "README.md", *(root / "docs").rglob("*.md")))
+    words = set(re.findall(r"\w+", pages))
+    listed = {*torchtap.__all__} - {"__version__"}
+    for module in torchtap._MODULES:
+        listed |= set(getattr(torchtap, module).__all__)
+    assert listed - words == set()
 
 
 def test_no_public_name_is_also_a_submodule() -> None:
     submodules = {path.stem for path in SOURCE.parent.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert not submodules & set(torchtap.__all__)
+    assert submodules & set(torchtap.__all__) == set(torchtap._MODULES)
 
 
 def test_importing_is_quiet() -> None:

@@ -15,6 +15,7 @@ export interface Line {
   width?: number;
   dash?: number[];
   points?: boolean;
+  unnamed?: boolean; // not in the legend
   sparse?: boolean; // a step without a value is no gap: it belongs to another line
 }
 
@@ -135,6 +136,8 @@ export function Chart(props: Props) {
     const data = [Array.from(steps), ...lines.map((line) => plain(line, log))] as uPlot.AlignedData;
     const plot = new uPlot(options, data, element);
     plotted.current = plot;
+    const rows = plot.root.querySelectorAll<HTMLElement>(".u-legend .u-series");
+    lines.forEach((line, i) => { if (line.unnamed) rows[i + 1]?.style.setProperty("display", "none"); });
     element.dataset["range"] = `${ends[0]}-${ends[1]}`;
     plot.over.addEventListener("dblclick", () => choose.current?.(null, null));
     // With nobody pointing the legend tells the last values.

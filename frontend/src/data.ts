@@ -62,6 +62,7 @@ export function useRuns(): Runs {
   const [state, setState] = useState<Omit<Runs, "again">>({ runs: null, comparison: false, managed: false, folder: false, pending: 0, error: null });
   const known = useRef(new Map<string, RunLine>());
   const tick = useRef(0);
+  const viewer = useRef("");
   const wake = useRef<() => void>(() => undefined);
   useEffect(() => {
     let timer = 0;
@@ -71,9 +72,15 @@ export function useRuns(): Runs {
       try {
         const found = await askJson<RunsAnswer>("runs", { since: tick.current });
         if (over) return;
-        if (found.tick < tick.current) known.current.clear(); // another server
+        if (viewer.current !== found.viewer && viewer.current !== "") { // started again: ask for everything
+          viewer.current = found.viewer;
+          known.current.clear();
+          tick.current = 0;
+          return void look();
+        }
+        viewer.current = found.viewer;
         const news = found.runs.length > 0 || found.names.length !== known.current.size;
-        tick.current = found.tick < tick.current ? 0 : found.tick;
+        tick.current = found.tick;
         for (const line of found.runs) known.current.set(line.name, line);
         const there = new Set(found.names);
         for (const name of [...known.current.keys()]) if (!there.has(name)) known.current.delete(name);
@@ -82,7 +89,7 @@ export function useRuns(): Runs {
           : { runs: news || !old.runs ? runs : old.runs, comparison: found.comparison, managed: found.managed, folder: found.folder, pending: found.pending, error: null }));
         if (runs.some((run) => run.status === "recording")) pause = OFTEN;
         else if (found.folder) pause = 2000;
-        if (found.pending > 0 || tick.current === 0) pause = FILLING;
+        if (found.pending > 0) pause = FILLING;
         else if (found.judging > 0) pause = Math.min(pause, 300);
       } catch (error) {
         if (over) return;

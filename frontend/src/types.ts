@@ -24,6 +24,7 @@ export interface RunLine {
 }
 
 export interface RunsAnswer {
+  viewer: string; // another one after a restart
   tick: number;
   pending: number; // runs that were not read yet
   judging: number; // runs whose findings are not known yet

@@ -10,6 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtap import errors as errors
+    from torchtap import monitors as monitors
+    from torchtap import schedule as schedule
+    from torchtap import sinks as sinks
     from torchtap.budget import Budget as Budget
     from torchtap.comparison.adjacent import layer_changes as layer_changes
     from torchtap.comparison.bisection import Bisection as Bisection
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from torchtap.errors import TorchtapError as TorchtapError
     from torchtap.errors import VerificationError as VerificationError
     from torchtap.integrations.captum import attribute as attribute
+    from torchtap.matching import match as match
     from torchtap.monitors.layers.files import open_layers as open_layers
     from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
     from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
@@ -196,6 +201,7 @@ _HOME = {
     "layer_changes": "torchtap.comparison.adjacent",
     "list_sites": "torchtap.session",
     "load": "torchtap.taps.travel.load",
+    "match": "torchtap.matching",
     "make_sink": "torchtap.sinks",
     "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
     "open": "torchtap.store.read.reader",
@@ -207,78 +213,32 @@ _HOME = {
     "watch": "torchtap.session",
 }
 
+# What a user types. Errors, schedules, sinks and monitors are listed in modules of their own; the types of results
+# are found here too, for annotations.
+_MODULES = ("errors", "monitors", "schedule", "sinks")
 __all__ = [
-    "Always",
-    "Bisection",
     "Budget",
-    "CallbackSink",
     "Catcher",
-    "CompareError",
-    "Comparison",
-    "Edit",
     "Entropy",
-    "Epochs",
-    "Every",
-    "ExtraOutputs",
-    "Features",
-    "Finding",
-    "First",
-    "FormError",
     "Full",
     "Gram",
     "Histogram",
-    "HooksManager",
-    "JsonLinesSink",
     "LayerRecorder",
-    "MemorySink",
     "Metric",
-    "MetricError",
-    "Missing",
-    "MissingExtraError",
     "ModuleMonitor",
-    "Moment",
     "Monitor",
-    "MonitorError",
     "MonitorMixin",
     "MonitoredTrainer",
-    "Never",
-    "OutputError",
-    "Phase",
     "Plan",
-    "PlanError",
     "Quantiles",
-    "RecordingLostError",
     "Reduction",
-    "ReductionError",
     "RefinedCoordinateCheck",
-    "Run",
-    "RunCorruptError",
-    "RunError",
-    "RunFormatError",
-    "RunNotFoundError",
     "Sample",
-    "Schedule",
-    "Seen",
-    "SelectionError",
-    "Selector",
-    "SessionError",
-    "Site",
     "Stats",
-    "Steps",
-    "StorageManager",
-    "Tap",
-    "TensorBoardSink",
     "TopK",
     "TorchtapError",
-    "TrainingReport",
-    "Verification",
-    "VerificationError",
-    "WandbSink",
-    "Watch",
-    "When",
     "__version__",
     "attribute",
-    "bind",
     "bisect",
     "capture",
     "compare",
@@ -286,6 +246,7 @@ __all__ = [
     "diagnose",
     "edit",
     "emit",
+    "errors",
     "extra_outputs",
     "features",
     "get_layer_hidden_states",
@@ -294,12 +255,14 @@ __all__ = [
     "layer_changes",
     "list_sites",
     "load",
-    "make_sink",
-    "monitor_scaled_dot_product_attention",
+    "match",
+    "monitors",
     "open",
     "open_layers",
     "plot",
     "record_layers",
+    "schedule",
+    "sinks",
     "tap",
     "verify",
     "watch",
@@ -307,6 +270,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"torchtap.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'torchtap' has no attribute {name!r}")

@@ -9,10 +9,12 @@ from typing import Any, final
 
 from torch import nn
 
-from torchtap.names import path_parts
+from torchtap.names import belongs_to, is_unplaced, path_parts
 from torchtap.sites import unwrap
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.stand_ins import is_stand_in
 
 __all__ = ["Missing", "missing_sites", "replaced_paths"]
 
@@ -31,34 +33,41 @@ class Missing:
 
 def missing_sites(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing]:
     """Every place of the plan from which no value arrived, in the plan's order."""
-    return [*_silent_ports(receiver, ever_live), *_silent_insides(receiver, ever_live)]
+    told = [Missing(site, reason) for site, reason in receiver.missing.items()]
+    return [*told, *_silent_ports(receiver, ever_live), *_silent_insides(receiver, ever_live)]
 
 
 def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
     replaced = replaced_paths(receiver)
     for port in receiver.ports.values():
         site = port.port.site.name
+        if any(belongs_to(each, site) for each in receiver.missing) and not _arrived(port):
+            continue  # it was told already, leaf by leaf
         if port.port.site.path in replaced:
-            yield Missing(site, "its module was replaced after the taps were put on; nothing came since then")
+            yield Missing(site, reasons.REPLACED)
             continue
-        if port.kind in ("attention", "value") or _arrived(port):
+        if port.kind in ("attention", "value"):
+            continue
+        if _arrived(port):
+            if numbered := _only_numbered(port):
+                yield Missing(site, reasons.UNPLACED.format(names=", ".join(numbered)))
             continue
         if ever_live.isdisjoint(port.port.taps):
-            yield Missing(site, "off schedule: no step was live for its taps")
+            yield Missing(site, reasons.OFF_SCHEDULE)
         elif any(entry is not None for entry in port.entries.values()) and port.kind.startswith("grad"):
-            yield Missing(site, port.note or "no backward pass reached it")
+            yield Missing(site, port.note or reasons.NO_BACKWARD)
         elif port.note:
             yield Missing(site, port.note)
         elif port.kind in ("update", "optim_state", "lr"):
-            yield Missing(site, "no optimizer stepped with it while it was live")
+            yield Missing(site, reasons.NO_OPTIMIZER_STEP)
         elif port.kind.startswith("param") or port.kind == "buffer":
-            yield Missing(site, "no step ended while it was live")
+            yield Missing(site, reasons.NO_STEP_ENDED)
         elif not port.called:
             yield Missing(site, _why_not_called(receiver, port))
         elif port.kind.startswith("grad"):
-            yield Missing(site, "no backward pass reached it")
+            yield Missing(site, reasons.NO_BACKWARD)
         else:
-            yield Missing(site, "none of its leaves is one that the selector picks")
+            yield Missing(site, reasons.NO_LEAF)
 
 
 def replaced_paths(receiver: Receiver) -> set[str]:
@@ -77,15 +86,12 @@ def _now_at(root: nn.Module, path: str) -> dict[str, Any] | None:
 
 def _why_not_called(receiver: Receiver, port: LivePort) -> str:
     module = port.port.site.module
-    if module is not None and type(module).forward is nn.Module.forward:
-        return f"a {type(module).__name__} has no forward: it holds modules and is not called itself"
+    if module is not None and type(module).forward is nn.Module.forward and not is_stand_in(module):
+        return reasons.NO_FORWARD.format(name=type(module).__name__)
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     if receiver.passes == 0 and compiler is not None and compiler.FRAME_COUNTER:
-        return (
-            "module not called, or called in code that torch.compile made before these taps were on: "
-            "give torchtap the compiled model, or call torch.compiler.reset() after putting taps on"
-        )
-    return "module not called"
+        return reasons.NOT_CALLED_OR_COMPILED
+    return reasons.NOT_CALLED
 
 
 def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
@@ -103,18 +109,20 @@ def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[M
             name = next((s.text for s in tap.selectors if kind in s.kinds), kind)
             notes = [port.note for port in asked if port.note]
             if index not in ever_live:
-                yield Missing(name, "off schedule: no step was live for its tap")
+                yield Missing(name, reasons.OFF_SCHEDULE)
             elif notes:
                 yield Missing(name, notes[0])
             elif kind == "attention":
-                yield Missing(
-                    name,
-                    "no call of a fused attention function was seen inside these modules; attention that is "
-                    "written out in Python is not (transformers has attn_implementation='sdpa')",
-                )
+                yield Missing(name, reasons.NO_ATTENTION)
             else:
-                yield Missing(name, "no torchtap.emit() with this name ran inside these modules")
+                yield Missing(name, reasons.NO_VALUE)
 
 
 def _arrived(port: LivePort) -> bool:
     return any(entry is not None and entry.shape is not None for entry in port.entries.values())
+
+
+def _only_numbered(port: LivePort) -> list[str]:
+    """The sites of a port from which only numbered tensors came."""
+    found = [entry for entry in port.entries.values() if entry is not None and entry.shape is not None]
+    return [entry.name for entry in found] if all(is_unplaced(entry.site.leaf) for entry in found) else []

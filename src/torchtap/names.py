@@ -28,6 +28,7 @@ __all__ = [
     "first_part",
     "in_passing_order",
     "is_inside",
+    "is_unplaced",
     "join_path",
     "kind_of",
     "last_part",
@@ -42,6 +43,7 @@ __all__ = [
     "regex_parts",
     "selector_parts",
     "site_name",
+    "unplaced",
     "without_compiler",
     "without_wrappers",
 ]
@@ -132,6 +134,19 @@ def read_name(name: str) -> Name:
 
 def _parts(found: re.Match[str]) -> Name:
     return Name(found["path"] or "", found["kind"], found["leaf"] or "", int(found["call"] or 0))
+
+
+def unplaced(number: int) -> str:
+    """The leaf of a tensor that a form shows without telling where in a structure it belongs.
+
+    No structure has such a leaf in an eager model, short of a dict with keys that begin with ``@``.
+    """
+    return f"@{number}"
+
+
+def is_unplaced(leaf: str) -> bool:
+    """Whether a leaf only numbers what a form shows."""
+    return leaf.startswith("@")
 
 
 def kind_of(name: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from torchtap.coverage import Missing, missing_sites
 from torchtap.display import drawn
 from torchtap.errors import SelectionError
-from torchtap.names import belongs_to, first_part, no_such_site, read_name, site_name
+from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
 from torchtap.sites import input_names, unwrap
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.entries import Entry
@@ -106,7 +106,7 @@ class Seen(Mapping[str, Any]):
             if (entry.site.path, entry.site.kind, entry.site.call) == (asked.path, asked.kind, 0)
             and entry.shape is not None
         ]
-        return found[0] if len(found) == 1 else None
+        return found[0] if len(found) == 1 and not is_unplaced(found[0].site.leaf) else None
 
     def _spellings(self, name: str) -> Iterator[str]:
         yield name
@@ -124,7 +124,7 @@ class Seen(Mapping[str, Any]):
         first, more = first_part(leaf)
         if not first.isdecimal():
             return
-        if leaf == "0":
+        if leaf == "0" and (self._receiver.knows_positions or not path):
             yield site_name(path, kind, "", call)
         if kind in ("input", "grad_input"):
             for place in self._receiver.plan.places:

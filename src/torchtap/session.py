@@ -16,6 +16,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from torchtap.errors import PlanError, SessionError
+from torchtap.matching import site_map_of
 from torchtap.model_tree import environment, model_tree
 from torchtap.names import Kind
 from torchtap.outlets import warn
@@ -29,6 +30,8 @@ from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
 from torchtap.store.write.writer import RunWriter
 from torchtap.tapping import Tapping
+from torchtap.taps.alike.mapped import with_paths
+from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import tree_of
 from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
@@ -50,10 +53,20 @@ class Capture:
         strict: bool,
         copy: Callable[[Tensor], Tensor],
         via: WayName = "hook",
+        site_map: SiteMap | None = None,
     ) -> None:
         self.plan = plan
         lost: list[str] = []
-        self._taps = Tapping(model, plan, strict=strict, copy=copy, on_lost=lost.append, via=via, apart=apart)
+        self._taps = Tapping(
+            model,
+            plan,
+            strict=strict,
+            copy=copy,
+            on_lost=lost.append,
+            via=via,
+            apart=apart,
+            site_map=site_map,
+        )
         self.seen = Seen(self._taps.receiver, lost)
         self._any_thread = any_thread
 
@@ -106,6 +119,8 @@ def capture(
     any_thread: bool = False,
     strict: bool = True,
     via: WayName = "hook",
+    like: nn.Module | SiteMap | str | os.PathLike[str] | None = None,
+    inputs: Any = None,
 ) -> Capture:
     """Look inside a model: ``with capture(model, "blocks.*:output") as seen: model(x)``.
 
@@ -114,14 +129,27 @@ def capture(
     result; ``merge`` decides it the other way. Only values of the entering thread are taken, unless
     ``any_thread`` is set. ``via`` is how taps are put on an eager model: by hooks, by wrapping modules
     (``"wrap"``), or by replacing their forward (``"forward"``). A requested site that never came is warned of.
+
+    A graph or trace does not tell every name. ``like`` the eager model, with ``inputs`` to run both once, gives each
+    value the name that it has there; ``like`` also takes what `match` made, or its file.
     """
     tree = tree_of(model)
+    site_map = None if like is None else site_map_of(model, like, inputs)
+    if site_map is not None:
+        tree = with_paths(tree, site_map)
     bound = bind(tree, taps or ("*:output",), keep)
     apart = frozenset(
         index for index, each in enumerate(bound.taps) if (each.keep.whole if merge is None else not merge)
     )
     return Capture(
-        model, bound, apart=apart, any_thread=any_thread, strict=strict, copy=pool_of(tree).copy, via=via
+        model,
+        bound,
+        apart=apart,
+        any_thread=any_thread,
+        strict=strict,
+        copy=pool_of(tree).copy,
+        via=via,
+        site_map=site_map,
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchtap.coverage import replaced_paths
 from torchtap.plan import Plan
 from torchtap.store.record import ScalarBlock, TensorItem
+from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.eager import EagerAttachment
@@ -39,11 +40,12 @@ class Tapping:
         via: WayName = "hook",
         apart: frozenset[int] = frozenset(),
         clock: PassClock | None = None,
+        site_map: SiteMap | None = None,
     ) -> None:
         self.plan = plan
         self.receiver = Receiver(plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock)
         self._collector = Collector(self.receiver.folding)
-        self._attachment = attach(model, self.receiver, via)
+        self._attachment = attach(model, self.receiver, via, site_map)
         # Of several models each call is a pass; what holds them together is never called.
         self._members = [PassHooks(each, self.receiver) for each in (models or {}).values()]
         self._hears_members = False

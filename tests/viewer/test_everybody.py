@@ -79,6 +79,16 @@ def test_the_model_opens_as_a_drawer_on_a_phone(browser: Any, server: ViewerServ
         assert not page.locator(".tree").is_visible()
 
 
+def test_the_words_under_a_finger_stay_on_the_screen(browser: Any, server: ViewerServer) -> None:
+    with Visit(browser, server.address, width=390, height=800) as visit:
+        visit.go("#/map?run=first")
+        visit.drawn("rms")
+        for column in (0.02, 0.5, 0.98):
+            box = visit.point(0.5, column).bounding_box()
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= 390
+
+
 def test_arrows_choose_among_what_was_found(browser: Any, server: ViewerServer) -> None:
     with Visit(browser, server.address) as visit:
         page = visit.go("#/map?run=first")

@@ -282,6 +282,8 @@ def test_a_report_needs_no_server_and_asks_nobody(browser: Any, run_folder: Path
     page.goto(report.path.as_uri())
     page.wait_for_selector(".heatmap[data-drawn*=rms]")
     wait_for_colours(page, ".heatmap canvas", more_than=40)
+    page.goto(report.path.as_uri() + "#/map?under=blocks.0.attn")
+    page.wait_for_selector(".heatmap[data-names='blocks.0.attn.qkv | blocks.0.attn.out | blocks.0.attn']")
     page.goto(report.path.as_uri() + "#/findings")
     assert "NaN" in page.locator("article.finding").first.inner_text()
     page.goto(report.path.as_uri() + "#/site?site=head:output")

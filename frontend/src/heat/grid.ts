@@ -34,6 +34,33 @@ export interface Cells {
   bottom: number; // not included
 }
 
+// Only the rows of one module, from an answer about the whole model: a report holds no other. Where rows were merged
+// there is nothing to choose from, and the answer stays as it is.
+export function within(packed: Packed<MapFacts>, module: string): Packed<MapFacts> {
+  const { facts, arrays, shapes } = packed;
+  const [rows = 0, columns = 0] = shapes["low"] ?? [];
+  if (facts.names !== null || rows !== facts.sites.length) return packed;
+  const inside = (site: string): boolean => {
+    const path = site.slice(0, Math.max(0, site.lastIndexOf(":")));
+    return path === module || path.startsWith(`${module}.`);
+  };
+  const kept = facts.sites.flatMap((site, row) => (inside(site) ? [row] : []));
+  const pick = (name: string): Float32Array | undefined => {
+    const from = arrays[name];
+    if (!from) return undefined;
+    const to = new Float32Array(kept.length * columns);
+    kept.forEach((row, at) => to.set(from.subarray(row * columns, (row + 1) * columns), at * columns));
+    return to;
+  };
+  const low = pick("low") ?? new Float32Array(0);
+  const count = (n: number) => Int32Array.from({ length: n }, (_, i) => i);
+  return {
+    facts: { ...facts, rows: kept.length, shownRows: kept.length, sites: kept.map((row) => facts.sites[row] ?? "") },
+    arrays: { ...arrays, low, high: pick("high") ?? low, rowStarts: count(kept.length), bandStarts: count(kept.length + 1) },
+    shapes: { ...shapes, low: [kept.length, columns] },
+  };
+}
+
 export class Grid {
   readonly columns: number;
   readonly rows: number;

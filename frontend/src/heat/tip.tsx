@@ -31,11 +31,13 @@ export function Tip({ grid, bad, scale, statistic, loss, spot, frame, cells, poi
   const broken = bad && bad.rows === grid.rows && bad.columns === grid.columns ? bad.high[at] ?? 0 : 0;
   const x = pointer?.x ?? frame.left + ((spot.column - cells.left + 0.5) / (cells.right - cells.left)) * frame.cellsWidth;
   const y = pointer?.y ?? frame.top + ((spot.row - cells.top + 0.5) / (cells.bottom - cells.top)) * frame.cellsHeight;
-  const toLeft = x > frame.width - 300;
+  const narrow = frame.width < 520; // no room at either side: the words stay inside
+  const toLeft = !narrow && x > frame.width - 300;
+  const left = narrow ? Math.max(2, Math.min(x + 14, frame.width - 216)) : x + (toLeft ? -14 : 14);
   const alone = Number.isNaN(low) || low === high;
   const several = grid.facts.shownSteps > grid.columns && last > first;
   return (
-    <div class="tip" style={{ left: `${x + (toLeft ? -14 : 14)}px`, top: `${Math.min(y + 14, frame.height - 116)}px`, transform: toLeft ? "translateX(-100%)" : "" }}>
+    <div class="tip" style={{ left: `${left}px`, top: `${Math.min(y + 14, frame.height - 116)}px`, transform: toLeft ? "translateX(-100%)" : "" }}>
       <b>{module === null ? siteWord(under[0] ?? "") : module || "(model)"}{under.length > 1 && <span class="quiet">{module === null ? ` and ${under.length - 1} more` : `, ${under.length} sites`}</span>}</b>
       <span>{several ? `steps ${grouped(first)} to ${grouped(last)}` : `step ${grouped(first)}`}</span>
       <span>

@@ -12,11 +12,11 @@ export interface Column {
 
 const FIXED: Column[] = [
   { key: "name", title: "run", number: false },
-  { key: "created", title: "date", number: false },
   { key: "status", title: "status", number: false },
   { key: "steps", title: "steps", number: true },
   { key: "loss", title: "last loss", number: true },
   { key: "findings", title: "findings", number: true },
+  { key: "created", title: "date", number: false },
   { key: "size", title: "size", number: true },
 ];
 const MOST_LABELS = 12;

@@ -6,7 +6,7 @@ import type { ViewProps } from "../app";
 import { useAnswer } from "../data";
 import { colouringOf, scalesOf } from "../heat/colouring";
 import { foldings, foldOf } from "../heat/fold";
-import { Grid, type MapFacts, type Part } from "../heat/grid";
+import { Grid, within, type MapFacts, type Part } from "../heat/grid";
 import { HeatMap } from "../heat/heatmap";
 import { Legend } from "../heat/legend";
 import { LossColumns } from "../heat/loss";
@@ -76,7 +76,10 @@ export function MapView({ run, runs, about, findings, params }: ViewProps) {
     columns: Math.min(2400, Math.max(300, window.innerWidth - 480)),
   };
   const key = JSON.stringify([asked, run.revision]);
-  const ask = (name: string) => async (signal: AbortSignal) => new Grid(await askPacked<MapFacts>("map", { ...asked, statistic: name }, signal));
+  const ask = (name: string) => async (signal: AbortSignal) => {
+    const packed = await askPacked<MapFacts>("map", { ...asked, under: live ? under : null, statistic: name }, signal);
+    return new Grid(live || !under ? packed : within(packed, under));
+  };
   const answer = useAnswer(names.length ? key : null, ask(statistic), `${run.name} ${phase}`);
   const anyBad = kind === "value" || Object.values(findings.marks).some((mark) => mark !== "warning");
   const counted = names.includes("nans") || (kind === "value" && statisticsOfKind(about, "").includes("nans"));

@@ -116,10 +116,10 @@ function Overlaid({ runs, value, axis, smooth, log, outliers, from, to, tall }: 
       const label = a.run.name + (a.phase && a.phase !== "train" ? ` (${a.phase})` : "");
       broken += Array.from(raw).filter((v) => !Number.isFinite(v)).length;
       const smoothed = arrays["smooth"];
-      if (smoothed) found.push({ line: { label: `${label}, as logged`, colour: `${colour}55`, width: 1, points: false }, at, values: raw });
+      if (smoothed) found.push({ line: { label: `${label}, as logged`, colour: `${colour}55`, width: 1, points: false, unnamed: true }, at, values: raw });
       found.push({ line: { label, colour, width: smoothed ? 2 : 1.5, ...(a.dash ? { dash: a.dash } : {}) }, at, values: smoothed ?? raw });
     }
-    const own = found.filter((f) => !f.line.label.endsWith(", as logged"));
+    const own = found.filter((f) => !f.line.unnamed);
     return { ...overlay(found), broken, usual: usualRange(own.map((f) => f.values), log), bad: stretchesOf(own) };
   }, [answer.value, axis, dark, log]);
   const label = axis === "time" ? duration : axis === "epoch" ? show : undefined;

@@ -150,7 +150,8 @@ def _recorded(
         if not is_live(thing):
             return recording_of(thing)
         forwards += 1
-        return captured(thing, how, label, selectors=selectors, loss=loss)
+        like = reference if thing is target and is_live(reference) and is_eager(reference) else None
+        return captured(thing, how, label, selectors=selectors, loss=loss, like=like, inputs=inputs)
 
     left, right = (
         take(reference, describe(reference)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from torchtap.comparison.recorded.recordings import (
     is_layer_folder,
 )
 from torchtap.errors import CompareError, RunNotFoundError
+from torchtap.matching import has_names, match
 from torchtap.names import in_passing_order, site_name
+from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import map_leaves
 
@@ -123,8 +126,13 @@ def captured(
     *,
     selectors: tuple[str, ...] = ("*:output",),
     loss: Callable[[Any], Tensor] | None = None,
+    like: nn.Module | None = None,
+    inputs: Any = None,
 ) -> MemoryRecording:
-    """Run something once and keep what its form lets out; with ``loss`` a backward pass is run as well."""
+    """Run something once and keep what its form lets out; with ``loss`` a backward pass is run as well.
+
+    A graph that does not tell its names gets those of ``like``, an eager model, which runs once on ``inputs``.
+    """
     from torchtap.session import capture
 
     with untouched(thing):
@@ -132,7 +140,7 @@ def captured(
         try:
             with (
                 torch.set_grad_enabled(loss is not None),
-                capture(thing, *selectors, any_thread=True) as seen,
+                capture(thing, *selectors, any_thread=True, like=_names_of(thing, like, inputs)) as seen,
             ):
                 output = feed(thing)
                 if loss is not None:
@@ -148,6 +156,15 @@ def captured(
         except Exception as error:
             hidden = _brief(error)
         return _results_alone(thing, feed, label, hidden)
+
+
+def _names_of(thing: Any, like: nn.Module | None, inputs: Any) -> SiteMap | None:
+    """The map of a form's values to the sites of the eager model; None where it has none, or needs none."""
+    if like is None or callable(inputs) or has_names(thing):
+        return None
+    with suppress(Exception), untouched(like):
+        return match(thing, like, inputs)
+    return None
 
 
 def _results_alone(thing: Any, feed: Feed, label: str, hidden: str) -> MemoryRecording:

@@ -166,7 +166,7 @@ def exploding_or_vanishing(run: Run, all_places: list[Place], steps: Steps, limi
         "warning",
         fading,
         "gradients vanish at {site}{also}",
-        "Layers behind this one hardly learn: look at the map of gradients for the layer where they shrink.",
+        "Layers nearer the input hardly learn: look at the map of gradients for the layer where they shrink.",
     )
     return _gather(
         "exploding",

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from torchtap.errors import FormError
+from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.eager.eager import Attachment, EagerAttachment
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
@@ -54,8 +55,10 @@ def tree_of(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def attach(model: Any, receiver: Receiver, via: WayName = "hook") -> Attachment:
-    """An attachment for this model's form."""
+def attach(
+    model: Any, receiver: Receiver, via: WayName = "hook", site_map: SiteMap | None = None
+) -> Attachment:
+    """An attachment for this model's form. A map tells which values of a graph are which sites."""
     form = form_of(model)
     if via != "hook" and form != "eager":
         raise FormError(f"via={via!r} is for eager models, and this one is {form}: leave it out")
@@ -63,11 +66,11 @@ def attach(model: Any, receiver: Receiver, via: WayName = "hook") -> Attachment:
         case "script":
             from torchtap.taps.script.attachment import attach_script
 
-            return attach_script(model, receiver)
+            return attach_script(model, receiver, site_map)
         case "graph":
             from torchtap.taps.graph.attachment import attach_graph
 
-            return attach_graph(model, receiver)
+            return attach_graph(model, receiver, site_map)
         case "compiled":
             from torchtap.taps.compiled import attach_compiled
 
@@ -75,7 +78,7 @@ def attach(model: Any, receiver: Receiver, via: WayName = "hook") -> Attachment:
         case "exported":
             from torchtap.taps.graph.attachment import attach_exported
 
-            return attach_exported(model, receiver)
+            return attach_exported(model, receiver, site_map)
         case "aoti" | "emitting":
             from torchtap.taps.carry.emitting import attach_emitting
 
@@ -91,6 +94,8 @@ def _is_compiled(model: nn.Module) -> bool:
         # By name: asking for the class would import the compiler for every eager model.
         if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
             return True
+        if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
+            return True  # model.forward = torch.compile(model.forward)
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))

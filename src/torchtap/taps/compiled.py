@@ -12,8 +12,9 @@ Not here: parameters, their gradients and buffers, which are read from the modul
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.eval_frame import innermost_backend
 
+from torchtap._torch import in_backward
 from torchtap.errors import FormError
 from torchtap.sites import unwrap
 from torchtap.taps.carry.carrier import (
@@ -38,6 +40,7 @@ from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager import attention
 from torchtap.taps.receive import inside
 from torchtap.taps.receive.active import activate, deactivate
+from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.leaves import input_leaves, leaves
 
@@ -49,8 +52,17 @@ def compiled_regions(model: nn.Module) -> list[Region]:
     return [
         _region_of(module)
         for module in model.modules()
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+        if isinstance(module, OptimizedModule)
+        or module._compiled_call_impl is not None
+        or _compiled_forward(module) is not None
     ]
+
+
+def _compiled_forward(module: nn.Module) -> Any:
+    """What ``model.forward = torch.compile(model.forward)`` put into a module."""
+    forward = module.__dict__.get("forward")
+    own = not isinstance(module, OptimizedModule) and hasattr(forward, "_torchdynamo_orig_callable")
+    return forward if own else None
 
 
 @final
@@ -61,7 +73,9 @@ class Region:
         self._module = module
         self._live: dict[frozenset[int], Callable[..., Any]] = {}
         self.armed: frozenset[int] = frozenset()
-        self._slot = "forward" if isinstance(module, OptimizedModule) else "_compiled_call_impl"
+        self._forward = _compiled_forward(module)
+        by_forward = isinstance(module, OptimizedModule) or self._forward is not None
+        self._slot = "forward" if by_forward else "_compiled_call_impl"
         self._plain: Any = None
 
     def switch(self, armed: frozenset[int]) -> None:
@@ -82,13 +96,15 @@ class Region:
         module = self._module
         inner = module._orig_mod if isinstance(module, OptimizedModule) else module
         call = inner.__call__ if isinstance(module, OptimizedModule) else module._call_impl
+        if self._forward is not None:
+            call = self._forward._torchdynamo_orig_callable
 
         def tapped(*args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)
 
         # Dynamo keeps compiled code with the code object; its own one makes this a separate compilation.
         tapped.__code__ = tapped.__code__.replace(co_name=f"tapped_{type(inner).__name__}")
-        settings = _settings_of(module)
+        settings = _settings_of(module, self._forward)
         if settings.fullgraph:
             return settings(tapped)  # type: ignore[no-any-return]
         backend = _OwnBackend(innermost_backend(settings.callback))
@@ -116,11 +132,11 @@ class _OwnBackend:
         return getattr(self._backend, name)  # its context, its settings
 
 
-def _settings_of(module: nn.Module) -> Any:
+def _settings_of(module: nn.Module, forward: Any = None) -> Any:
     """The user's ``torch.compile`` settings: what it returned was made by a context that wraps any function."""
     if isinstance(module, OptimizedModule):
         return module.dynamo_ctx
-    wrapper: Any = module._compiled_call_impl
+    wrapper: Any = forward if forward is not None else module._compiled_call_impl
     for cell in getattr(wrapper, "__closure__", None) or ():
         if type(cell.cell_contents).__name__.endswith("OptimizeContext"):
             return cell.cell_contents
@@ -173,6 +189,7 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
         (port.port.site.path, port.kind, (port.port.site.path, port.kind) in measured)
         for port in receiver.ports.values()
     )
+    outside = _root_gradients(model, receiver)
     looks_inside = receiver.listens_to("attention") or receiver.listens_to("value")
     known = _carriers.setdefault(root, {})
     carriers = known.get(sites)
@@ -189,9 +206,30 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
     number = carriers.channel.number
     switches = [Switch(region, number) for region in compiled_regions(model)]
     looking = [_LookInside(receiver)] if looks_inside else []
-    return CarriedAttachment(
-        receiver, carriers.channel, [carriers, *switches, *looking, PassHooks(model, receiver)]
-    )
+    take = None if outside is None else partial(_take_gradients, receiver, outside)
+    routes = [carriers, *switches, *looking, PassHooks(model, receiver, take)]
+    return CarriedAttachment(receiver, carriers.channel, routes)
+
+
+def _root_gradients(model: nn.Module, receiver: Receiver) -> LivePort | None:
+    """The port of the gradients of what a wholly compiled model returns."""
+    whole = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
+    return receiver.ports.get(("", "grad_output", "")) if whole else None
+
+
+def _take_gradients(receiver: Receiver, port: LivePort, output: Any) -> None:
+    """Ask for the gradients of results that share their memory.
+
+    A compiled graph returns these as one base, and makes the views anew behind itself: what is asked inside the
+    graph is never answered.
+    """
+    if not receiver.hears_this_thread() or in_backward():
+        return
+    found = [(leaf, value) for leaf, value in leaves(output) if value.requires_grad]
+    bases = Counter(id(value if value._base is None else value._base) for _, value in found)
+    views = [(leaf, value) for leaf, value in found if value._base is not None and bases[id(value._base)] > 1]
+    for leaf, value in views:
+        receiver.await_gradient("", port.kind, leaf, value, again=True)
 
 
 @cache

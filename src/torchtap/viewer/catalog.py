@@ -11,6 +11,7 @@ Not here: what is read of one run (`opened`), where runs are (`shelf`), who may 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -52,6 +53,7 @@ class Catalog:
     def __init__(self, shelf: Shelf, comparison: dict[str, Any] | None = None) -> None:
         self.shelf = shelf
         self.comparison = comparison
+        self.identity = secrets.token_hex(4)  # a page notices that it talks to another viewer
         self.tick = 1
         self._entries: dict[str, Entry] = {}
         self._open: OrderedDict[str, OpenRun] = OrderedDict()

@@ -30,6 +30,7 @@ def list_runs(catalog: Catalog, since: int = 0, *, managed: bool = False) -> byt
     entries = catalog.entries()
     return encode_json(
         {
+            "viewer": catalog.identity,
             "tick": catalog.tick,
             "pending": pending,
             "judging": sum(catalog.may_judge(entry) for entry in entries) if len(entries) > 1 else 0,

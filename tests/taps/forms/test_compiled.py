@@ -308,3 +308,75 @@ def test_statistics_computed_inside_the_graph_are_those_of_the_values(
         assert seen[site] == pytest.approx(eager[site], rel=1e-5, abs=1e-7, nan_ok=True), site
     assert graphs() == 2
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_forward_that_was_compiled_and_put_back_is_tapped_after_its_first_call(backend: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+    x = torch.randn(3, 4)
+    with tt.capture(model) as eager:
+        model(x)
+    model.forward = torch.compile(model.forward, backend=backend)  # type: ignore[method-assign]
+    mine = model.__dict__["forward"]
+    model(x)
+    with tt.capture(model) as seen:
+        model(x)
+    assert set(seen) == set(eager)
+    assert not seen.coverage()
+    for site in eager:
+        torch.testing.assert_close(seen[site], eager[site])
+    assert model.__dict__["forward"] is mine
+
+
+class _InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x).mul_(2)
+
+
+class _Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.l(x)
+        return y.t(), y
+
+
+def _gradients(model: nn.Module, called: nn.Module, x: Tensor, used: tuple[int, ...]) -> dict[str, Tensor]:
+    with tt.capture(called, "*:grad_output", "*:grad_input") as seen:
+        output = called(x.clone().requires_grad_())
+        results = output if isinstance(output, tuple) else (output,)
+        torch.stack([results[n].square().sum() for n in used]).sum().backward()
+    return dict(seen.items())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("make", "shape", "used"),
+    [(_InPlace, (2, 3, 4), (0,)), (_InPlace, (3, 4), (0,)), (_Views, (3, 4), (0, 1)), (_Views, (3, 4), (0,))],
+)
+def test_a_compiled_model_has_the_gradients_that_eager_has(
+    backend: str, make: type[nn.Module], shape: tuple[int, ...], used: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(*shape)
+    expected = _gradients(model, model, x, used)
+    found = _gradients(model, torch.compile(model, backend=backend), x, used)
+    assert expected.keys() <= found.keys()
+    for site, gradient in expected.items():
+        torch.testing.assert_close(found[site], gradient, msg=site)
+
+
+def test_a_view_that_nothing_used_has_no_gradient_though_its_base_has() -> None:
+    model, x = _Views(), torch.randn(3, 4)
+    assert set(_gradients(model, model, x, (1,))) == {
+        ":grad_input",
+        "l:grad_input",
+        "l:grad_output",
+        ":grad_output.1",
+    }

@@ -179,3 +179,42 @@ def test_a_site_knows_its_source_in_a_file_that_was_only_loaded(form: str) -> No
     sources = {place.path: source_of(place.module) or "" for place in places(tree_of(loaded))}
     assert "structures.py:" in sources["made"]
     assert "linear.py:" in sources["head"]
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"made": y, "count": 3, "all": [y, y + 1], "named": {"sum": y.sum()}}
+
+
+def test_a_scripted_dictionary_of_mixed_values_gives_its_tensors() -> None:
+    scripted, x = torch.jit.script(Mixed()), torch.randn(3, 4)
+    with tt.capture(scripted) as seen:
+        output = scripted(x)
+    assert not seen.coverage()
+    assert torch.equal(seen[":output.made"], output["made"])
+    assert torch.equal(seen[":output.all.1"], output["all"][1])
+    assert torch.equal(seen[":output.named.sum"], output["named"]["sum"])
+
+
+def test_a_trace_that_calls_python_says_that_it_cannot_be_tapped() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] * 2
+
+    class Uses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Double.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+    traced = torch.jit.trace(Uses(), torch.randn(3))
+    with pytest.raises(tt.FormError, match="calls Python"):
+        tt.capture(traced)

@@ -30,15 +30,15 @@ import torchtap as tt
 folder = sys.argv[1]
 x = torch.load(f"{folder}/x.pt")
 found = {}
-def look(name, model):
-    with tt.capture(model, "*:output", "*:input") as seen:
+def look(name, model, like=None):
+    with tt.capture(model, "*:output", "*:input", like=like) as seen:
         output = model(x)
     found[name] = {site: value.tolist() for site, value in seen.items()}
     found[name]["returned"] = output.tolist()
     with tt.capture(model) as seen:      # without selectors: a session decides what it wants
         model(x)
 look("plain script", tt.load(f"{folder}/plain.pt"))
-look("plain program", tt.load(f"{folder}/plain.pt2"))
+look("plain program", tt.load(f"{folder}/plain.pt2"), like=f"{folder}/plain.sites.json")
 look("tapped script", tt.load(f"{folder}/tapped.pt"))
 look("tapped program", tt.load(f"{folder}/tapped.pt2"))
 look("frozen", tt.load(f"{folder}/frozen.pt"))
@@ -86,7 +86,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.jit.save(torch.jit.script(model), place / "plain.pt")
     torch.jit.save(torch.jit.script(tapped), place / "tapped.pt")
     torch.jit.save(torch.jit.freeze(torch.jit.trace(tapped, x)), place / "frozen.pt")
-    torch.export.save(torch.export.export(model, (x,)), place / "plain.pt2")
+    program = torch.export.export(model, (x,))
+    torch.export.save(program, place / "plain.pt2")
+    tt.match(program, model, (x,)).save(place / "plain.sites.json")
     torch.export.save(torch.export.export(tapped, (x,)), place / "tapped.pt2")
     torch.save(tapped, place / "saved.pt")
     (place / "model.pkl").write_bytes(pickle.dumps(tapped))

@@ -217,8 +217,9 @@ class _Scores:
         for name, part in self.parts.items():
             total += worth[name] * part
         unlike = np.array([[not _shapes_fit(a, b) for b in right] for a in left])
-        total[unlike & ~same] = _IMPOSSIBLE
-        total[~possible] = _IMPOSSIBLE
+        named = self.parts["the same name"]
+        total[unlike & ~named] = _IMPOSSIBLE
+        total[~possible & ~named] = _IMPOSSIBLE
         self.total: Floats = total
 
     def why(self, i: int, j: int) -> str:

@@ -36,7 +36,7 @@ from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.profile import Profile, locate
 from torchtap.errors import CompareError
-from torchtap.names import read_name
+from torchtap.names import is_inside, path_of, read_name
 
 __all__ = ["judge_live"]
 
@@ -69,7 +69,8 @@ def judge_live(found: Evidence) -> tuple[tuple[Row, ...], First | None]:
     if blamed:
         return tuple(rows), _first_blamed(found, blamed, rows)
     if settled and _results_agree(rows):
-        return tuple(rows), None  # values between two compensated modules differ as they must
+        # Values between two compensated modules differ as they must.
+        return tuple(replace(r, status="compensated") if r.status == "diverged" else r for r in rows), None
     if found.ran_forced:
         return tuple(rows), _first_drift(rows, events)
     return tuple(rows), _first_free(rows, events)
@@ -160,7 +161,9 @@ def _compensated(found: Evidence, faults: list[_Fault], rows: list[Row]) -> set[
     inside: dict[str, set[str]] = {}
     settled: set[str] = set()
     for fault in faults:
-        outer = around(fault.author, itself=fault.oddity is not None)
+        # What a module changed in place does not leave by its outputs.
+        itself = fault.oddity is not None and fault.oddity.kind != "in place"
+        outer = around(fault.author, itself=itself)
         module = next((each for each in outer if each in right), None)
         if module is not None and fault.oddity is not None:
             settled.add(fault.site)
@@ -210,7 +213,7 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
         error=measures.rel_l2,
         floor=floor.l2,
         origin="local",
-        sure="certain" if healed and not later_oddities else "likely",
+        sure="certain" if healed and not later_oddities and _proven(found, fault, rows) else "likely",
         where=own,
         parameters=differing_parameters(found.reference, found.target, plain_module(module), found.names),
         healed=healed,
@@ -218,6 +221,16 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
         evidence="on the reference's own inputs",
         what=_pattern(found, fault.site),
     )
+
+
+def _proven(found: Evidence, fault: _Fault, rows: list[Row]) -> bool:
+    """Not when a module around the fault returns the right thing all the same, nor when modules inside the accused
+    one have no partner: one of those may be wrong."""
+    right = right_modules(found, rows)
+    if any(module in right for module in around(fault.author, itself=False)):
+        return False
+    unpaired = (path_of(each.site) for each in found.alignment.unaligned if each.side == "reference")
+    return not any(is_inside(path, fault.author or "") for path in unpaired)
 
 
 def _worst(found: Evidence, blamed: list[_Fault]) -> tuple[_Fault, str]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchtap.comparison.align.pairing import Alignment, Pair, Unaligned
 from torchtap.comparison.align.rules import Rule, rule_from
 from torchtap.comparison.align.sequence import Node, Paired, match_nodes
+from torchtap.comparison.live.quantizers import weight_of
 from torchtap.comparison.live.tracing import Event, Trace
 from torchtap.comparison.measure.signature import signature
 from torchtap.names import join_path, last_part, parent_path, path_of, paths_around, read_name
@@ -40,7 +41,7 @@ def match_models(
     """Pair the modules of two models that ran once each."""
     left, right = _nodes(reference, trace), _nodes(target, listed)
     chosen, unused = _by_rules([rule_from(rule) for rule in rules], left, right)
-    pairs = match_nodes(left, right, chosen)
+    pairs = match_nodes(left, right, _by_names(left, right) | chosen)
     trace, fused = _regroup(trace, listed, left, right, pairs)
     pairs += fused
     names = {pair.target: pair.reference for pair in pairs}
@@ -87,8 +88,14 @@ def _weight(module: nn.Module) -> tuple[float, ...] | None:
     """The largest parameter of a module itself, in numbers that a transpose does not change."""
     own = [p.detach() for p in module.parameters(recurse=False) if p.is_floating_point()]
     if not own:
-        return None
+        packed = weight_of(module)
+        if packed is None:
+            return None
+        own = [packed]
     wide = max(own, key=lambda p: p.numel()).double()
+    wide = torch.where(
+        torch.isfinite(wide), wide, torch.zeros((), dtype=wide.dtype)
+    )  # one NaN is not another weight
     return (
         float(wide.numel()),
         float(wide.norm()),
@@ -111,6 +118,13 @@ def _by_rules(rules: list[Rule], left: list[Node], right: list[Node]) -> tuple[d
                 used.add(at)
                 break
     return chosen, [rule for at, rule in enumerate(rules) if at not in used]
+
+
+def _by_names(left: list[Node], right: list[Node]) -> dict[str, str]:
+    """Modules of the same name, where so many have one that it is the same way of naming."""
+    mine, theirs = {node.path for node in left}, {node.path for node in right}
+    common = (mine & theirs) - {""}
+    return {path: path for path in common} if 2 * len(common) >= min(len(mine), len(theirs)) else {}
 
 
 def _alignment(trace: Trace, listed: Trace, pairs: list[Paired], unused: list[Rule]) -> Alignment:

@@ -188,6 +188,8 @@ class Probe:
         self, frame: _Frame, kind: str, found: list[tuple[str, Tensor]]
     ) -> tuple[dict[str, Tensor], bool]:
         """What to put in place of the values, and whether each of them met its counterpart."""
+        if self._names is None and (frame.path, frame.call.number) not in self._called:
+            return {}, False  # a call that the reference did not make is told once, by `_note_call`
         expected = self._expected.get((frame.path, kind, frame.call.number), [])
         sites = _match(found, expected, self._trace.values, self._names is None)
         maker = frame if kind == "output" else (self._frames[-1] if self._frames else None)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchtap.sites import places
 
-__all__ = ["quantized_like"]
+__all__ = ["quantized_like", "weight_of"]
 
 _BITS = (8, 4, 6, 3, 2)
 _GROUPS = (0, -1, 32, 64, 128, 16)  # the whole tensor, a row, so many columns
@@ -64,7 +64,7 @@ def quantized_like(
 
 def _scheme_of(weight: Tensor, module: nn.Module) -> _Scheme | None:
     kind = f"{type(module).__module__}.{type(module).__name__}"
-    theirs = _weight_of(module)
+    theirs = weight_of(module)
     if "quantized" in kind and callable(getattr(module, "weight", None)):
         stored = module.weight()  # type: ignore[operator]
         rows = stored.qscheme() in (torch.per_channel_affine, torch.per_channel_symmetric)
@@ -74,7 +74,7 @@ def _scheme_of(weight: Tensor, module: nn.Module) -> _Scheme | None:
     return _lattice(theirs.float())
 
 
-def _weight_of(module: Any) -> Tensor | None:
+def weight_of(module: Any) -> Tensor | None:
     """A module's weight as plain numbers."""
     weight = getattr(module, "weight", None)
     if callable(weight) and not isinstance(weight, Tensor):

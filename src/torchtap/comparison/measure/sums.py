@@ -191,9 +191,16 @@ class Sums:
     def _add_guarded(self, offset: int, r: Tensor, t: Tensor) -> None:
         """A piece with NaN, infinities or what stands for them, which are counted and left out, or with squares
         beyond float64."""
-        for value, limit in zip((r, t), self.limits, strict=True):
-            value[value >= limit] = math.inf
-            value[value <= -limit] = -math.inf
+        beyond = (r.abs() >= self.limits[0]) | (t.abs() >= self.limits[1])
+        # Where every number is that large, and of one dtype, they are numbers and no mask.
+        if (
+            self.limits[0] != self.limits[1]
+            or not bool(beyond.all())
+            or not bool((torch.isfinite(r) & torch.isfinite(t)).all())
+        ):
+            for value, limit in zip((r, t), self.limits, strict=True):
+                value[value >= limit] = math.inf
+                value[value <= -limit] = -math.inf
         for side, value in enumerate((r, t)):
             self.nans[side] += int(torch.isnan(value).sum())
             self.infs[side] += int(torch.isinf(value).sum())

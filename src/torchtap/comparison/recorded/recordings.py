@@ -21,6 +21,7 @@ from torch import Tensor
 from torchtap.comparison.align.pairing import KnownSite
 from torchtap.comparison.measure.mapped import mapped
 from torchtap.comparison.measure.streams import PIECE_BYTES, Stream
+from torchtap.comparison.recorded.archives import check_archive
 from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
 from torchtap.names import execution_order, in_passing_order, path_of, site_name
 
@@ -268,9 +269,12 @@ def load_tensor(path: Path, *, map_file: bool = False) -> Tensor:
     With ``map_file`` its bytes are fetched as they are walked over and given back; nobody may change such a tensor.
     """
     try:
+        check_archive(path)
         loaded = _load(path, map_file)
     except FileNotFoundError as error:
         raise RunNotFoundError(f"there is no file {path}") from error
+    except RunCorruptError:
+        raise
     except Exception as error:
         raise RunCorruptError(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
     if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from torchtap.names import site_name
-from torchtap.sites import input_names
+from torchtap.sites import input_names, places
 from torchtap.taps.carry import op
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive import inside
@@ -234,11 +234,12 @@ def carriers_for(
 
 def put_carriers(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> None:
     """Have these modules of a model emit these kinds, wherever it goes."""
+    modules = {place.path: place.module for place in places(model)}
     if any("value" in kinds for kinds in kinds_of.values()):
-        for path, module in model.named_modules():
+        for path, module in modules.items():
             note_the_way(module, path)
     for path, kinds in kinds_of.items():
-        module = model.get_submodule(path)
+        module = modules[path]
         before, after = carriers_for(module, path, kinds)
         if before is not None:
             _ALONG.before(module, before)
@@ -249,7 +250,9 @@ def put_carriers(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> Non
 def carried(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Which kinds a model's carriers emit, by path."""
     found: dict[str, tuple[str, ...]] = {}
-    for path, module in model.named_modules():
+    for place in places(model):
+        path: str = place.path
+        module: Any = place.module
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if isinstance(hook, _Carrier) and "|" not in hook.address:
                 found[path] = found.get(path, ()) + hook.kinds

@@ -14,6 +14,7 @@ from torchtap.errors import FormError
 from torchtap.names import parse_name, path_of, read_name
 from torchtap.taps.carry import op
 from torchtap.taps.carry.forms import CarriedAttachment
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.stand_ins import skeleton
 
@@ -88,7 +89,7 @@ def attach_emitting(model: Any, receiver: Receiver) -> CarriedAttachment:
     emitted = {read_name(site)[:2] for site in model.torchtap_sites}
     for port in receiver.ports.values():
         if (port.port.site.path, port.kind) not in emitted:
-            port.note = "not among the sites that were put into this model before it was compiled"
+            port.note = reasons.NOT_PUT_IN
     return CarriedAttachment(receiver, None, [_Hearing(model, receiver)])
 
 

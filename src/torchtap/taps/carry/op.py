@@ -35,6 +35,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torchtap._torch import in_backward
 from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
+from torchtap.taps.receive import reasons
+from torchtap.taps.receive.gradients import ask_while_traced
 from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["PASSES", "Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
@@ -69,10 +71,15 @@ class Channel:
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.prefix = f"{self.number}|"
+        self._through: Callable[[Receiver], Any] = lambda receiver: receiver
 
     def open(self, receiver: Receiver) -> None:
         """From now on what is emitted under this prefix reaches the receiver."""
-        _channels[self.number] = receiver
+        _channels[self.number] = self._through(receiver)
+
+    def open_through(self, between: Callable[[Receiver], Any]) -> None:
+        """Let what ``between`` makes of the receiver hear in its place."""
+        self._through = between
 
     def is_open(self) -> bool:
         """Whether a receiver listens."""
@@ -239,13 +246,13 @@ def _on_awaited(value: Tensor, site: str) -> None:
         # stays in the graph for whoever runs it with autograd, as an exported program may be.
         if wanted:
             site = f"{site}~{next(_tickets)}"
-            value.register_hook(lambda gradient: _emit_gradient(gradient, site))
+            ask_while_traced(value, lambda gradient: _emit_gradient(gradient, site))
         with torch._C._AutoDispatchBelowAutograd():
             torch.ops.torchtap.emit_grad(value, site)
         return
     if not wanted:
         for receiver in _receivers(number):
-            receiver.note(path, kind, "the value does not require grad")
+            receiver.note(path, kind, reasons.NO_GRADIENT)
         return
     for receiver in _receivers(number):
         receiver.await_gradient(path, kind, leaf, value)

@@ -22,13 +22,21 @@ class PassListener(Protocol):
         """The call is over."""
 
 
-def in_pass(receiver: PassListener, model: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+def in_pass(
+    receiver: PassListener,
+    model: Any,
+    call: Callable[..., Any],
+    on_output: Callable[[Any], None] | None = None,
+) -> Callable[..., Any]:
     """``call`` with a pass of the receiver around it."""
 
     def one_pass(*args: Any, **kwargs: Any) -> Any:
         receiver.begin_pass(getattr(model, "training", None))
         try:
-            return call(*args, **kwargs)
+            output = call(*args, **kwargs)
+            if on_output is not None:
+                on_output(output)
+            return output
         finally:
             receiver.end_pass()
 
@@ -39,8 +47,11 @@ def in_pass(receiver: PassListener, model: Any, call: Callable[..., Any]) -> Cal
 class PassHooks:
     """Two hooks on the object that the user calls."""
 
-    def __init__(self, model: nn.Module, receiver: PassListener) -> None:
+    def __init__(
+        self, model: nn.Module, receiver: PassListener, on_output: Callable[[Any], None] | None = None
+    ) -> None:
         self._model = model
+        self._on_output = on_output  # is given what the model returned, outside of what was compiled
         self._receiver = receiver
         self._walker = Walker(model)
         self._covered: Any = None
@@ -52,8 +63,10 @@ class PassHooks:
         if compiled is not None:
             # `model.compile()` compiles the module's hooks with it, and these must stay outside.
             self._covered = compiled
-            model.__dict__["_compiled_call_impl"] = in_pass(self._receiver, model, compiled)
+            model.__dict__["_compiled_call_impl"] = in_pass(self._receiver, model, compiled, self._on_output)
             return
+        if self._on_output is not None:
+            self._walker.after(self._model, None, lambda _, output: self._take_output(output), lambda _: None)
         self._walker.passes(self._begin, self._receiver.end_pass)
 
     def switch_off(self) -> None:
@@ -62,6 +75,10 @@ class PassHooks:
         if self._covered is not None:
             self._model.__dict__["_compiled_call_impl"] = self._covered
             self._covered = None
+
+    def _take_output(self, output: Any) -> None:
+        assert self._on_output is not None
+        self._on_output(output)
 
     def _begin(self) -> None:
         self._receiver.begin_pass(self._model.training)

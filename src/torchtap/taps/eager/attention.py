@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from torchtap._torch import in_backward
 from torchtap.names import site_name
-from torchtap.taps.receive import inside
+from torchtap.taps.receive import inside, reasons
 from torchtap.taps.receive.active import calling_module, listening
 from torchtap.taps.receive.receiver import Receiver
 
@@ -336,7 +336,7 @@ def _report(receiver: Receiver, bound: dict[str, Any], arguments_of: Callable[..
         arguments = arguments_of(bound)
     if arguments is None:
         for port in ports:
-            port.note = "attention over nested tensors is not taken apart"
+            port.note = reasons.NESTED_ATTENTION
         return
     query, key = _with_batch(arguments[0]), arguments[1]
     shape = (*query.shape[:3], key.shape[-2])

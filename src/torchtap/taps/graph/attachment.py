@@ -7,20 +7,29 @@ from a copy of the graph, which runs while a tap is live.
 
 from __future__ import annotations
 
-import copy
 import types
 from typing import Any, final
 
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from torchtap.names import last_part, parent_path
+from torchtap.names import KINDS, is_inside, last_part, parent_path
+from torchtap.taps.alike.mapped import mapped_sites
+from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.carry.carrier import Carriers
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.carry.op import address
 from torchtap.taps.carry.passes import PassHooks
-from torchtap.taps.graph.edit import carried_sites, readdress, tap_graph
-from torchtap.taps.graph.regions import module_regions, outermost_class
+from torchtap.taps.graph.edit import EditedGraphs, carried_sites, editable_copy, readdress, tap_graph
+from torchtap.taps.graph.regions import (
+    graphs_inside,
+    module_regions,
+    outermost_class,
+    without,
+    wrapped_paths,
+)
+from torchtap.taps.graph.values import digest_of, tap_values
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.stand_ins import skeleton
 
@@ -31,14 +40,21 @@ def graph_tree(model: fx.GraphModule) -> nn.Module:
     """The modules that a plan binds to: real ones where the graph calls them, stand-ins elsewhere."""
     real = called_modules(model)
     classes: dict[str, Any] = {"": outermost_class(model.graph)}
-    paths: dict[str, None] = {path: None for path, _ in model.named_modules()}
-    for region in module_regions(model.graph):
+    inside = graph_paths(model)
+    wrapped = wrapped_paths(model)
+    known = {
+        without(path, wrapped): module
+        for path, module in model.named_modules()
+        if path not in wrapped and path not in inside and not any(is_inside(path, each) for each in inside)
+    }
+    paths: dict[str, None] = dict.fromkeys(known)
+    for region in module_regions(model):
         paths[region.path] = None
-        classes.setdefault(region.path, region.described)
-    for site in carried_sites(model.graph):
+        classes.setdefault(region.path, region.mark.described)
+    for site in carried_sites(model):
         paths[address(site)[1]] = None
     paths.pop("_guards_fn", None)
-    tree = skeleton(paths, dict(model.named_modules()), classes)
+    tree = skeleton(paths, known, classes)
     for path, module in real.items():
         tree.get_submodule(parent_path(path))._modules[last_part(path)] = module
     tree.__dict__["forward"] = model.forward  # its signature names the inputs
@@ -50,6 +66,11 @@ def exported_tree(program: ExportedProgram) -> nn.Module:
     return graph_tree(program.module())
 
 
+def graph_paths(model: fx.GraphModule) -> set[str]:
+    """Where a graph module keeps the graphs that its own graph runs: they are no modules of the model's."""
+    return {name for node in model.graph.nodes for name in graphs_inside(model, node)}
+
+
 def called_modules(model: fx.GraphModule) -> dict[str, nn.Module]:
     return {
         str(node.target): model.get_submodule(str(node.target))
@@ -58,11 +79,14 @@ def called_modules(model: fx.GraphModule) -> dict[str, nn.Module]:
     }
 
 
-def attach_graph(model: fx.GraphModule, receiver: Receiver) -> CarriedAttachment:
-    """Put a plan on a graph module."""
+def attach_graph(
+    model: fx.GraphModule, receiver: Receiver, site_map: SiteMap | None = None
+) -> CarriedAttachment:
+    """Put a plan on a graph module. A map says which of its values are which sites."""
+    receiver.knows_positions = site_map is not None
     real: dict[str, nn.Module] = {"": model, **called_modules(model)}
     ports = receiver.ports.values()
-    carried = {address(site)[1:3] for site in carried_sites(model.graph)}
+    carried = {address(site)[1:3] for site in carried_sites(model)}
     carriers = Carriers(
         (port.port.site.path, real[port.port.site.path], port.kind)
         for port in ports
@@ -72,27 +96,35 @@ def attach_graph(model: fx.GraphModule, receiver: Receiver) -> CarriedAttachment
     for port in ports:
         if port.port.site.path not in real:
             kinds_of.setdefault(port.port.site.path, []).append(port.kind)
-    graph = copy.deepcopy(model.graph)
-    readdress(graph, carriers.channel.prefix)
-    known = tap_graph(graph, kinds_of, carriers.channel.prefix)
+    tapped = editable_copy(model)
+    if site_map is not None:
+        site_map.check(digest_of(model))
+        mapped = mapped_sites(
+            site_map, receiver, without=carried | {(path, kind) for path in real for kind in KINDS}
+        )
+        tap_values(tapped, mapped, carriers.channel.prefix)
+        kinds_of = {}
+    readdress(tapped, carriers.channel.prefix)
+    known = tap_graph(tapped, kinds_of, carriers.channel.prefix)
     known |= {path for path, _ in carried}
     for port in ports:
-        if port.port.site.path not in real and port.port.site.path not in known:
-            port.note = "no operation of its own is left in the graph: a pass-through, folded, or fused away"
+        if port.port.site.path not in real and port.port.site.path not in known and site_map is None:
+            port.note = reasons.NO_OPERATION
         if port.kind in ("attention", "value"):
-            port.note = f"a graph gives no {port.kind}: capture it before the model is traced"
+            port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
     # The tapped code runs on the model itself, so that it always has the model's present attributes.
-    forward = types.MethodType(type(fx.GraphModule(model, graph)).forward, model)
-    routes: list[Any] = [ForwardRoute(model, forward), carriers, PassHooks(model, receiver)]
-    return CarriedAttachment(receiver, carriers.channel, routes)
+    forward = types.MethodType(type(tapped).forward, model)
+    routes: list[Any] = [EditedGraphs(model, tapped), ForwardRoute(model, forward)]
+    return CarriedAttachment(receiver, carriers.channel, [*routes, carriers, PassHooks(model, receiver)])
 
 
 @final
 class _ModuleRoute:
     """While it is on, every module that the program gives is tapped."""
 
-    def __init__(self, program: ExportedProgram, receiver: Receiver) -> None:
+    def __init__(self, program: ExportedProgram, receiver: Receiver, site_map: SiteMap | None) -> None:
         self._program = program
+        self._site_map = site_map
         self._receiver = receiver
         self._given: list[CarriedAttachment] = []
 
@@ -101,7 +133,7 @@ class _ModuleRoute:
 
         def module(*args: Any, **kwargs: Any) -> Any:
             given = make(*args, **kwargs)
-            attachment = attach_graph(given, self._receiver)
+            attachment = attach_graph(given, self._receiver, self._site_map)
             attachment.arm(frozenset(range(len(self._receiver.plan.taps))))
             self._given.append(attachment)
             return given
@@ -115,6 +147,8 @@ class _ModuleRoute:
             attachment.detach()
 
 
-def attach_exported(program: ExportedProgram, receiver: Receiver) -> CarriedAttachment:
+def attach_exported(
+    program: ExportedProgram, receiver: Receiver, site_map: SiteMap | None = None
+) -> CarriedAttachment:
     """Put a plan on an exported program: on each module that it gives while a tap is live."""
-    return CarriedAttachment(receiver, None, [_ModuleRoute(program, receiver)])
+    return CarriedAttachment(receiver, None, [_ModuleRoute(program, receiver, site_map)])

@@ -6,48 +6,66 @@ is taken before a later module can change it in place. Sites that came with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, final
 
 import torch
 from torch import fx
 
-from torchtap.names import site_name
+from torchtap.names import site_name, unplaced
 from torchtap.taps.carry import op
-from torchtap.taps.graph.regions import Region, module_regions
+from torchtap.taps.graph.lookalikes import Lookalikes, lookalike_paths
+from torchtap.taps.graph.naming import named_inputs, named_outputs
+from torchtap.taps.graph.regions import Region, graphs_inside, module_regions
 from torchtap.taps.walk.leaves import leaves
 
-__all__ = ["carried_sites", "emit_before", "readdress", "tap_graph"]
+__all__ = [
+    "OWN",
+    "EditedGraphs",
+    "all_graphs",
+    "carried_sites",
+    "editable_copy",
+    "emit_all",
+    "emit_before",
+    "readdress",
+    "tap_graph",
+]
 
 
 def tap_graph(
-    graph: fx.Graph,
+    owner: fx.GraphModule,
     kinds_of: Mapping[str, Iterable[str]],
     prefix: str = "",
     lifted: frozenset[str] = frozenset(),
 ) -> set[str]:
-    """Emit these kinds of these module paths. Returns the paths that the graph knows."""
+    """Emit these kinds of these module paths, also from the graphs inside. Returns the paths that are known."""
     op.register()
-    carried = {op.address(site)[1:3] for site in carried_sites(graph)}
+    carried = {op.address(site)[1:3] for site in carried_sites(owner)}
+    uncertain = Lookalikes(lookalike_paths(owner) if is_exported(owner) else [])
     known = set()
-    for region in module_regions(graph, lifted):
+    for region in module_regions(owner, lifted):
         known.add(region.path)
+        certain = uncertain.is_certain(region.path)
         for kind in kinds_of.get(region.path, ()):
             if (region.path, kind) not in carried:
-                _tap_region(graph, region, kind, prefix)
+                _tap_region(region, kind, prefix, certain)
+    for inner in all_graphs(owner):
+        inner.recompile()
     return known
 
 
-def _tap_region(graph: fx.Graph, region: Region, kind: str, prefix: str) -> None:
+def _tap_region(region: Region, kind: str, prefix: str, certain: bool) -> None:
+    graph = region.graph
+    bare = site_name(region.path, kind)
     if kind in ("input", "grad_input"):
         first = next(iter(region.nodes))
-        for leaf, value in region.inputs():
-            emit_before(graph, first, value, prefix, site_name(region.path, kind), leaf)
+        for position, (leaf, value) in enumerate(named_inputs(region)):
+            emit_before(graph, first, value, prefix, bare, leaf if certain else unplaced(position))
     elif kind in ("output", "grad_output"):
-        for leaf, value in region.outputs():
-            emit_before(
-                graph, region.first_use_outside(value), value, prefix, site_name(region.path, kind), leaf
-            )
+        for position, (leaf, value) in enumerate(named_outputs(region)):
+            before = region.first_use_outside(value)
+            emit_before(graph, before, value, prefix, bare, leaf if certain else unplaced(position))
 
 
 def emit_before(graph: fx.Graph, before: fx.Node, value: fx.Node, prefix: str, bare: str, leaf: str) -> None:
@@ -86,15 +104,66 @@ def _site_argument(node: fx.Node) -> int | None:
     return None
 
 
-def carried_sites(graph: fx.Graph) -> list[str]:
+def is_exported(owner: fx.GraphModule) -> bool:
+    """Whether export made a graph. It knows modules by their paths; an FX trace knows the modules themselves."""
+    return any("val" in node.meta for node in owner.graph.nodes if node.op == "call_function")
+
+
+def all_graphs(owner: fx.GraphModule) -> list[fx.GraphModule]:
+    """A graph module and those that its graph runs, at any depth."""
+    inside = [inner for node in owner.graph.nodes for inner in graphs_inside(owner, node).values()]
+    return [owner, *(each for inner in inside for each in all_graphs(inner))]
+
+
+def _every_node(owner: fx.GraphModule) -> Iterator[fx.Node]:
+    for each in all_graphs(owner):
+        yield from each.graph.nodes
+
+
+def carried_sites(owner: fx.GraphModule) -> list[str]:
     """The sites that came with a graph."""
     op.register()
-    return [str(n.args[at]) for n in graph.nodes if (at := _site_argument(n)) is not None]
+    return [str(n.args[at]) for n in _every_node(owner) if (at := _site_argument(n)) is not None]
 
 
-def readdress(graph: fx.Graph, prefix: str) -> None:
+def readdress(owner: fx.GraphModule, prefix: str) -> None:
     """Send what the graph's own sites emit to a channel."""
-    for node in graph.nodes:
+    for node in _every_node(owner):
         at = _site_argument(node)
         if at is not None:
             node.update_arg(at, prefix + str(node.args[at]).rpartition("|")[2])
+
+
+OWN = "_torchtap_"  # begins the names of edited graphs inside
+
+
+def editable_copy(model: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph module whose graph can be edited, and the graphs inside, which have names of their own."""
+    made = fx.GraphModule(model, copy.deepcopy(model.graph))
+    for node in list(made.graph.nodes):
+        inside = graphs_inside(made, node)
+        for given in node.all_input_nodes:
+            target = str(given.target)
+            if given.op == "get_attr" and target in inside and not target.startswith(OWN):
+                name = OWN + target.replace(".", "_")
+                if name not in made._modules:
+                    made.add_module(name, editable_copy(inside[target]))
+                given.target = name
+    made.recompile()
+    return made
+
+
+@final
+class EditedGraphs:
+    """While it is on, a model has the edited graphs beside its own."""
+
+    def __init__(self, model: fx.GraphModule, tapped: fx.GraphModule) -> None:
+        self._attributes = model.__dict__
+        self._graphs = {name: each for name, each in tapped._modules.items() if name.startswith(OWN)}
+
+    def switch_on(self) -> None:
+        self._attributes.update(self._graphs)
+
+    def switch_off(self) -> None:
+        for name in self._graphs:
+            self._attributes.pop(name, None)

@@ -28,7 +28,7 @@ def tapped_program(program: ExportedProgram, kinds_of: Mapping[str, Iterable[str
     lifted = frozenset(
         node.name for node in graph.nodes if node.op == "placeholder" and node.name not in user_inputs
     )
-    tap_graph(graph, {path: kinds for path, kinds in kinds_of.items() if path}, lifted=lifted)
+    tap_graph(graph_module, {path: kinds for path, kinds in kinds_of.items() if path}, lifted=lifted)
     _tap_outermost(program, graph, kinds_of.get("", ()))
     graph_module.recompile()
     return tapped

@@ -3,38 +3,50 @@
 FX, export and their transformations note at each node the modules inside whose forward it was made. A region is
 one call of one module: the nodes that carry its mark. It guarantees:
 - a module that is called several times has a region for each call, in order;
+- graphs inside the graph (``no_grad``, ``autocast``, ``cond``, loops, checkpoints) are walked into;
 - what a graph does not tell is not made up: a module whose nodes are all gone has no region.
 
-A graph knows tensors, not the structure that a forward returned them in. Where one value leaves a region it is
-the output; where several do, they are numbered in the order in which they were made.
+A graph knows tensors, not the structure that a forward returned them in. Which of them has which name is decided
+in `naming`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from torchtap.names import without_compiler
-
-__all__ = ["Region", "module_regions", "outermost_class"]
-
-
-# Operations that return what they are given when there is nothing to change.
-_NO_CHANGE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "to.dtype",
-        "to.device",
-        "to.dtype_layout",
-        "to.other",
-        "contiguous.default",
-        "alias.default",
-    )
+from torchtap.names import (
+    WRAPPER_CLASSES,
+    is_inside,
+    join_path,
+    last_part,
+    parent_path,
+    path_parts,
+    without_compiler,
 )
+
+__all__ = [
+    "Mark",
+    "Region",
+    "graphs_inside",
+    "module_regions",
+    "outermost_class",
+    "without",
+    "wrapped_paths",
+]
+
+
+class Mark(NamedTuple):
+    """One module call that a node was made in."""
+
+    call: str  # tells calls of one module apart
+    path: str
+    described: Any  # the class, or its dotted name
 
 
 @final
@@ -42,41 +54,36 @@ _NO_CHANGE = frozenset(
 class Region:
     """One call of one module in a graph."""
 
-    path: str
-    described: Any  # the class, or its dotted name
-    lifted: frozenset[str] = frozenset()  # inputs of the graph that stand for parameters, buffers, constants
-    nodes: dict[fx.Node, None] = field(default_factory=dict)
+    mark: Mark
+    graph: fx.Graph
+    depth: int  # how many of a node's marks are around this one
+    lifted: frozenset[fx.Node] = frozenset()  # inputs of the graph that stand for parameters and buffers
+    nodes: dict[fx.Node, tuple[Mark, ...]] = field(default_factory=dict)
 
-    def inputs(self) -> list[tuple[str, fx.Node]]:
-        """``(leaf, value)`` for the tensors that come in, in the order of first use."""
+    @property
+    def path(self) -> str:
+        return self.mark.path
+
+    def entering(self) -> list[fx.Node]:
+        """The tensors that come in, in the order of first use."""
         found: dict[fx.Node, None] = {}
         for node in self.nodes:
             for value in node.all_input_nodes:
-                if value not in self.nodes and self._is_activation(value):
+                if value not in self.nodes and self.is_activation(value):
                     found[value] = None
-        return _numbered(found)
+        return list(found)
 
-    def outputs(self) -> list[tuple[str, fx.Node]]:
-        """``(leaf, value)`` for the tensors that go out."""
-        found = {
-            node: None
+    def leaving(self) -> list[fx.Node]:
+        """The tensors that something outside uses, in the order in which they were made."""
+        return [
+            node
             for node in self.nodes
-            if self._is_activation(node) and any(user not in self.nodes for user in node.users)
-        }
-        own = {node: None for node in found if not self._passes_through(node)}
-        return _numbered(own or found)
+            if self.is_activation(node) and any(user not in self.nodes for user in node.users)
+        ]
 
-    def _passes_through(self, node: fx.Node) -> bool:
-        """Whether a node only hands on a value from outside, as ``x.to(x.dtype)`` does."""
-        if str(node.target) not in _NO_CHANGE or node.args[0] in self.nodes:
-            return False
-        given, made = (each.meta.get("val") for each in (node.args[0], node) if isinstance(each, fx.Node))
-        return (
-            given is not None
-            and made is not None
-            and given.dtype == made.dtype
-            and given.device == made.device
-        )
+    def marks_inside(self, node: fx.Node) -> tuple[Mark, ...]:
+        """The module calls inside this one that a node was made in."""
+        return self.nodes[node][self.depth + 1 :]
 
     def first_use_outside(self, value: fx.Node) -> fx.Node:
         """The node before which everything inside is done with the value and nothing outside has begun."""
@@ -84,41 +91,149 @@ class Region:
         users = [user for user in value.users if user not in self.nodes]
         return min(users, key=order.__getitem__)
 
-    def _is_activation(self, node: fx.Node) -> bool:
-        if node.op == "get_attr" or (node.op == "placeholder" and node.name in self.lifted):
+    def is_activation(self, node: fx.Node) -> bool:
+        """Whether a node stands for a tensor that the model computes or is given."""
+        if node.op == "get_attr" or node in self.lifted:
             return False
         value = node.meta.get("val", node.meta.get("example_value"))
         return value is None or isinstance(value, torch.Tensor)
 
 
-def module_regions(graph: fx.Graph, lifted: frozenset[str] = frozenset()) -> list[Region]:
-    """Every module call that the graph knows of, in the order in which they began, but not that of the outermost."""
+def graphs_inside(owner: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModule]:
+    """The graphs that a node runs, by where they are kept: branches, loops, blocks under ``no_grad``."""
+    found = {}
+    for given in node.all_input_nodes if node.op == "call_function" else ():
+        inner = _attribute(owner, str(given.target)) if given.op == "get_attr" else None
+        if isinstance(inner, fx.GraphModule):
+            found[str(given.target)] = inner
+    return found
+
+
+def _attribute(owner: Any, target: str) -> Any:
+    for name in path_parts(target):
+        owner = getattr(owner, name, None)
+    return owner
+
+
+def module_regions(owner: fx.GraphModule, lifted: frozenset[str] = frozenset()) -> list[Region]:
+    """Every module call that a graph knows of, in the order in which they began, but not that of the outermost."""
+    names = frozenset(node for node in owner.graph.nodes if node.op == "placeholder" and node.name in lifted)
+    regions: list[Region] = []
+    _collect(owner, names, 0, regions)
+    first_paths: dict[str, str] = {}
+    for (
+        region
+    ) in regions:  # export by Dynamo tells a module by its number: further names of it are one module
+        number = region.mark.call.partition("@")[0]
+        if number.isdigit():
+            first = first_paths.setdefault(number, region.mark.path)
+            region.mark = region.mark._replace(path=first)
+    return regions
+
+
+def _collect(owner: fx.GraphModule, lifted: frozenset[fx.Node], outer: int, regions: list[Region]) -> None:
+    """The regions of one graph, and of those inside it. ``outer`` marks of each node are of the graph around."""
+    marks = _marks(owner)
     found: dict[tuple[str, str], Region] = {}
-    for node in graph.nodes:
-        for call, (path, described) in _stack(node):
-            if path:
-                region = found.setdefault((path, call), Region(path, described, lifted))
-                region.nodes[node] = None
-    return list(found.values())
+    for node in owner.graph.nodes:
+        for depth, mark in enumerate(marks[node]):
+            if depth < outer or not mark.path:
+                continue
+            region = found.get((mark.path, mark.call))
+            if region is None:
+                region = found[mark.path, mark.call] = Region(mark, owner.graph, depth, lifted)
+                regions.append(region)
+            region.nodes[node] = marks[node]
+        for inner in graphs_inside(owner, node).values():
+            _collect(inner, _lifted_inside(node, inner, lifted), len(marks[node]), regions)
+
+
+def _lifted_inside(node: fx.Node, inner: fx.GraphModule, lifted: frozenset[fx.Node]) -> frozenset[fx.Node]:
+    """Which inputs of a graph inside stand for parameters: those that are given them."""
+    given = [each for each in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(each, fx.Node)]
+    inputs = [each for each in inner.graph.nodes if each.op == "placeholder"]
+    pairs = zip(reversed(inputs), reversed(given), strict=False)
+    return frozenset(inside for inside, outside in pairs if outside.op == "get_attr" or outside in lifted)
+
+
+def _marks(owner: fx.GraphModule) -> dict[fx.Node, tuple[Mark, ...]]:
+    """The module calls around each node of one graph, the outermost first.
+
+    A node that runs a graph was made in the calls that everything in that graph was made in, whatever its own mark
+    says; so were the nodes that take its results apart.
+    """
+    found: dict[fx.Node, tuple[Mark, ...]] = {}
+    for node in owner.graph.nodes:
+        shared = [_shared_marks(inner) for inner in graphs_inside(owner, node).values()]
+        known = [marks for marks in shared if marks is not None]
+        if known:
+            found[node] = _common(known)
+        elif str(node.target) == "<built-in function getitem>" and _runs_a_graph(owner, node.args[0]):
+            found[node] = found[node.args[0]]
+        else:
+            found[node] = tuple(_own_marks(node))
+    return found
+
+
+def _runs_a_graph(owner: fx.GraphModule, node: Any) -> bool:
+    return isinstance(node, fx.Node) and bool(graphs_inside(owner, node))
+
+
+def _shared_marks(inner: fx.GraphModule) -> tuple[Mark, ...] | None:
+    """The marks that all nodes of a graph have; None where no node has any."""
+    marked = [marks for marks in _marks(inner).values() if marks]
+    return _common(marked) if marked else None
+
+
+def _common(stacks: list[tuple[Mark, ...]]) -> tuple[Mark, ...]:
+    length = 0
+    while all(len(each) > length and each[length] == stacks[0][length] for each in stacks):
+        length += 1
+    return stacks[0][:length]
 
 
 def outermost_class(graph: fx.Graph) -> Any:
     """The class of the model itself, or its dotted name, if the graph tells."""
-    return next((entry[1] for node in graph.nodes for _, entry in _stack(node) if not entry[0]), None)
+    return next((m.described for node in graph.nodes for m in _own_marks(node) if not m.path), None)
 
 
-def _stack(node: fx.Node) -> Iterator[tuple[str, tuple[str, Any]]]:
+def _own_marks(node: fx.Node) -> Iterator[Mark]:
+    wrapped: list[str] = []  # paths of what wrappers hold
     for call, entry in (node.meta.get("nn_module_stack") or {}).items():
         if isinstance(entry, tuple) and len(entry) == 2 and "_empty_nn_module_stack" not in str(entry[0]):
-            path, described = entry
-            yield str(call), (_plain(str(path)), described)
+            path, described = _plain(str(entry[0])), entry[1]
+            if path == "_export_root" or path in wrapped:  # the model once more
+                continue
+            if class_name(described) in WRAPPER_CLASSES:
+                wrapped.append(join_path(path, "module"))
+            yield Mark(str(call), without(path, wrapped), described)
+
+
+def wrapped_paths(owner: fx.GraphModule) -> list[str]:
+    """Where wrappers such as DataParallel hold the model: these parts of a path have no place in a name."""
+    found: dict[str, None] = {}
+    for node in owner.graph.nodes:
+        for path, described in (node.meta.get("nn_module_stack") or {}).values():
+            if class_name(described) in WRAPPER_CLASSES:
+                found[join_path(_plain(str(path)), "module")] = None
+    return list(found)
+
+
+def without(path: str, wrapped: Iterable[str]) -> str:
+    """A path without the last part of each of these paths that it is inside of."""
+    for outer in sorted(wrapped, key=len, reverse=True):
+        if path == outer or is_inside(path, outer):
+            path = (
+                join_path(parent_path(outer), path[len(outer) + 1 :]) if path != outer else parent_path(outer)
+            )
+    return path
+
+
+def class_name(described: Any) -> str:
+    """The name of a class, without its module."""
+    return described.__name__ if isinstance(described, type) else last_part(str(described))
 
 
 def _plain(path: str) -> str:
-    """A path without what export adds: the call's number and the wrapper of ``torch.compile``."""
-    return without_compiler(path.partition("@")[0])
-
-
-def _numbered(found: dict[fx.Node, None]) -> list[tuple[str, fx.Node]]:
-    nodes = list(found)
-    return [("" if len(nodes) == 1 else str(position), node) for position, node in enumerate(nodes)]
+    """A path without what export adds: the call's number, its own root, the wrapper of ``torch.compile``."""
+    return without_compiler(path.partition("@")[0].removeprefix("_export_root."))

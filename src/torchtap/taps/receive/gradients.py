@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
-__all__ = ["ask_for_gradient"]
+from torchtap._torch import version_of
+
+__all__ = ["ask_for_gradient", "ask_while_traced"]
 
 
 def ask_for_gradient(value: Tensor, take: Callable[[Tensor], None]) -> None:
@@ -32,9 +35,27 @@ def ask_for_gradient(value: Tensor, take: Callable[[Tensor], None]) -> None:
 
         node.register_prehook(at_node)
         return
-    asked = _ViewGradient(value, base, take)
+    asked = _ViewGradient(value, base, take, _counter(value))
     node.register_prehook(asked.at_value)
     base.grad_fn.register_prehook(asked.at_base)
+
+
+def ask_while_traced(value: Tensor, take: Callable[[Tensor], None]) -> None:
+    """The same while AOT autograd traces: it takes the gradients of inputs without running their nodes."""
+    base = value._base
+    if base is None or base.grad_fn is None or not _covers(value, base):
+        value.register_hook(take)
+        return
+    asked = _ViewGradient(value, base, take, value)  # traced values have no memory to hold
+    value.register_hook(asked.take_value)
+    base.grad_fn.register_prehook(asked.at_base)
+
+
+def _counter(value: Tensor) -> Tensor:
+    """A tensor that counts the changes of a value in place, and holds no memory of it."""
+    counter = value.detach()
+    counter.data = torch.empty(0, dtype=value.dtype, device=value.device)
+    return counter
 
 
 def _covers(value: Tensor, base: Tensor) -> bool:
@@ -48,12 +69,24 @@ def _covers(value: Tensor, base: Tensor) -> bool:
 
 @final
 class _ViewGradient:
-    """Listens at a view's node and at its base's; the base is reached last and counts if the view was not."""
+    """Listens at a view's node and at its base's. The base is reached last, and counts if the view was not because it
+    was changed in place; a view that nothing used has no gradient, whatever its base has.
+    """
 
-    __slots__ = ("_base_position", "_position", "_shape", "_strides", "_take", "_taken")
+    __slots__ = (
+        "_base_position",
+        "_changes",
+        "_counter",
+        "_position",
+        "_shape",
+        "_strides",
+        "_take",
+        "_taken",
+    )
 
-    def __init__(self, value: Tensor, base: Tensor, take: Callable[[Tensor], None]) -> None:
+    def __init__(self, value: Tensor, base: Tensor, take: Callable[[Tensor], None], counter: Tensor) -> None:
         self._take = take
+        self._counter, self._changes = counter, version_of(counter)
         self._taken = False
         self._position, self._base_position = value.output_nr, base.output_nr
         self._shape, self._strides = value.shape, value.stride()
@@ -61,12 +94,15 @@ class _ViewGradient:
     def at_value(self, gradients: tuple[Any, ...]) -> None:
         gradient = gradients[self._position]
         if gradient is not None:
-            self._taken = True
-            self._take(gradient)
+            self.take_value(gradient)
+
+    def take_value(self, gradient: Tensor) -> None:
+        self._taken = True
+        self._take(gradient)
 
     def at_base(self, gradients: tuple[Any, ...]) -> None:
         gradient = gradients[self._base_position]
         taken, self._taken = self._taken, False  # a retained graph may be gone through again
-        if gradient is not None and not taken:
+        if gradient is not None and not taken and version_of(self._counter) != self._changes:
             plain = gradient.contiguous()
             self._take(plain.as_strided(self._shape, self._strides, plain.storage_offset()))

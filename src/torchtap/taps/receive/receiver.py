@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchtap._torch import is_traced_by_script
 from torchtap.names import paths_around
 from torchtap.plan import Plan
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.gradients import ask_for_gradient
@@ -81,6 +82,8 @@ class Receiver:
         self._pass_number = 0
         self.passes = 0  # calls of the model in open steps
         self.late = 0  # gradients that came after their step was over
+        self.knows_positions = True  # whether the form tells where in a structure a tensor stands
+        self.missing: dict[str, str] = {}  # sites that a form is known not to have, with the reason
 
     @property
     def entries(self) -> list[Entry]:
@@ -179,13 +182,13 @@ class Receiver:
         if port.structure is None:
             port.structure = skeleton(tree)
         if not self._take_leaves(port, call, leaves(tree)):
-            port.note = f"{port.kind} is not a tensor but {type(tree).__name__}"
+            port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)
 
     def take_inputs(self, port: LivePort, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A module's arguments."""
         call = port.next_call(self._pass_number)
         if not self._take_leaves(port, call, input_leaves(port.input_names, args, kwargs)):
-            port.note = "no argument is a tensor"
+            port.note = reasons.NO_ARGUMENT
 
     def take_gradients(
         self, port: LivePort, found: Iterable[tuple[str, Tensor]], recomputed: bool = False
@@ -199,7 +202,7 @@ class Receiver:
         try:
             for leaf, tensor in found:
                 if not tensor.requires_grad:
-                    port.note = "the value does not require grad"
+                    port.note = reasons.NO_GRADIENT
                     known = port.entries.get((leaf, call))
                     if known is not None:
                         known.asked = False
@@ -264,13 +267,18 @@ class Receiver:
         if port is not None:
             port.note = reason
 
-    def await_gradient(self, path: str, kind: str, leaf: str, tensor: Tensor) -> None:
-        """Ask autograd for the gradient of a value of which only the name is known."""
+    def await_gradient(self, path: str, kind: str, leaf: str, tensor: Tensor, *, again: bool = False) -> None:
+        """Ask autograd for the gradient of a value of which only the name is known.
+
+        ``again``: of the newest call, if it was not asked for already.
+        """
         port = self.ports.get((path, kind, ""))
         if port is None:
             return
-        entry = self._entry(port, leaf, port.next_leaf_call(self._pass_number, leaf))
-        if entry is not None:
+        call = port.leaf_calls.get(leaf, 1) - 1 if again else port.next_leaf_call(self._pass_number, leaf)
+        entry = self._entry(port, leaf, call)
+        if entry is not None and not (again and entry.asked):
+            entry.asked = not again
             self._ask(entry, tensor)
 
     def take_state(

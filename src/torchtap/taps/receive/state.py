@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from torchtap.taps.receive import training
+from torchtap.taps.receive import reasons, training
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
 
@@ -159,7 +159,7 @@ class StateReader:
                 continue
             value: Tensor | None = parameter if port.kind == "param" else parameter.grad
             if value is None:
-                port.note = "its gradient was None: frozen, or not part of the loss"
+                port.note = reasons.NO_PARAMETER_GRADIENT
                 continue
             self._taken.add(id(port))
             if scale is not None and port.kind in ("param_grad", "param_grad_unclipped"):
@@ -185,7 +185,7 @@ class StateReader:
             elif isinstance(value, (int, float)):
                 self._receiver.take_number(port, f"{leaf}.{name}", "value", value)
         if not state:
-            port.note = "the optimizer keeps nothing for it"
+            port.note = reasons.NO_OPTIMIZER_STATE
 
     def _take_rates(self, port: LivePort, optimizer: Optimizer) -> None:
         first = self._groups.get(id(optimizer))

@@ -11,11 +11,20 @@ from typing import Any, final
 
 from torch import nn
 
+from torchtap.names import KINDS, last_part
+from torchtap.taps.alike.mapped import mapped_sites
+from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.carry.op import Channel, address, register
 from torchtap.taps.carry.passes import in_pass
+from torchtap.taps.graph.lookalikes import DoubtfulNames, lookalike_paths
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.script.graph import assigned_attributes, constant_sites, script_modules, tapped_copy
+from torchtap.taps.script.copying import script_copy, script_modules
+from torchtap.taps.script.graph import assigned_attributes, constant_sites, inputs_of, tapped_copy
+from torchtap.taps.script.traced import TracedNames, forward_methods
+from torchtap.taps.script.types import can_hold_tensors
+from torchtap.taps.script.values import digest_of, tap_values
 from torchtap.taps.walk.stand_ins import skeleton
 
 __all__ = ["attach_script", "script_tree"]
@@ -31,8 +40,8 @@ def script_tree(model: Any) -> nn.Module:
     return skeleton(paths, modules, {path: module.original_name for path, module in modules.items()})
 
 
-def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
-    """Put a plan on a scripted model."""
+def attach_script(model: Any, receiver: Receiver, site_map: SiteMap | None = None) -> CarriedAttachment:
+    """Put a plan on a scripted or traced model. A map says which values of a trace are which sites."""
     register()
     channel = Channel()
     kinds_of: dict[str, set[str]] = {}
@@ -40,9 +49,14 @@ def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
         if port.kind in _PASSED_ON:
             kinds_of.setdefault(port.port.site.path, set()).add(port.kind)
         elif port.kind in ("attention", "value"):
-            port.note = f"a scripted model gives no {port.kind}: capture it before torch.jit.script"
-    constant = {address(site)[1] for site in constant_sites(model)}
-    copy = tapped_copy(model, kinds_of, channel.prefix)
+            port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
+    constant = {address(site)[1:3] for site in constant_sites(model)}
+    traced = TracedNames(script_modules(model))
+    if site_map is not None and traced.is_traced:
+        copy = _mapped_copy(model, receiver, site_map, channel.prefix, kinds_of)
+    else:
+        copy = tapped_copy(model, kinds_of, channel.prefix)
+        _note_reasons(model, receiver, constant, traced)
     copies = dict(copy.named_modules())
     shared = _SharedState(model, copy)
     routes = []
@@ -50,11 +64,52 @@ def attach_script(model: Any, receiver: Receiver) -> CarriedAttachment:
         if module._c._has_method("forward") and path in copies:
             forward = shared.around(copies[path].forward)
             routes.append(ForwardRoute(module, in_pass(receiver, model, forward) if path == "" else forward))
-    absent = set(kinds_of) - set(script_modules(model)) - constant
-    for port in receiver.ports.values():
-        if port.port.site.path in absent:
-            port.note = "folded into its parent when the model was frozen or traced"
+    groups = [] if traced.is_traced else lookalike_paths(model)
+    if groups:
+        channel.open_through(lambda heard: DoubtfulNames(heard, groups))
     return CarriedAttachment(receiver, channel, routes)
+
+
+def _mapped_copy(
+    model: Any, receiver: Receiver, site_map: SiteMap, prefix: str, kinds_of: dict[str, set[str]]
+) -> Any:
+    """A copy of a trace that emits the sites of a map, and those of the outermost module, which it tells itself."""
+    fresh = script_copy(model)
+    site_map.check(digest_of(fresh))
+    tap_values(fresh, mapped_sites(site_map, receiver, without={("", kind) for kind in KINDS}), prefix)
+    return tapped_copy(fresh, {"": kinds_of.get("", set())}, prefix)
+
+
+def _why_not_scripted(instance: Any, kind: str) -> str:
+    """Why a scripted module cannot bring this kind; empty if it can."""
+    methods = forward_methods(instance).values()
+    if not methods:
+        return reasons.NO_FORWARD.format(name=last_part(instance.qualified_name))
+    if kind.endswith("input"):
+        types = [jit_type for method in methods for _, jit_type in inputs_of(method)]
+    else:
+        types = [each.type for method in methods for each in method.schema.returns]
+    if any(can_hold_tensors(jit_type) for jit_type in types):
+        return ""
+    return reasons.NO_TENSOR_TYPE.format(types=", ".join(each.annotation_str for each in types) or "nothing")
+
+
+def _note_reasons(
+    model: Any, receiver: Receiver, constant: set[tuple[str, str]], traced: TracedNames
+) -> None:
+    """Say of each place that cannot bring anything why not."""
+    instances = script_modules(model)
+    receiver.knows_positions = not traced.is_traced
+    for port in receiver.ports.values():
+        path = port.port.site.path
+        if (path, port.kind) in constant or port.kind not in _PASSED_ON:
+            continue
+        if path not in instances:
+            port.note = reasons.FOLDED
+        elif traced.is_traced and not traced.brings(path, port.kind):
+            port.note = reasons.NO_OPERATION
+        elif not traced.is_traced:
+            port.note = _why_not_scripted(instances[path], port.kind)
 
 
 @final

@@ -12,8 +12,6 @@ edits a copy of the module, whose graphs nobody has run; its parameters and buff
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +19,8 @@ import torch
 
 from torchtap.names import kind_of
 from torchtap.taps.carry import op
+from torchtap.taps.script.copying import script_copy, script_modules
+from torchtap.taps.script.traced import TracedNames, forward_methods
 from torchtap.taps.script.types import can_hold_tensors, emit_lines, field_names
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "assigned_attributes",
     "constant_sites",
     "inputs_of",
-    "script_modules",
     "tapped_copy",
 ]
 
@@ -36,18 +35,10 @@ __all__ = [
 PATH_ATTRIBUTE = "_torchtap_path"
 
 
-def script_modules(module: Any) -> dict[str, Any]:
-    """Path to the C++ module, each instance under the first of its names."""
-    return {path: each._c for path, each in module.named_modules()}
-
-
 def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str = "") -> Any:
     """A copy of a scripted module that emits these kinds at these paths; ``prefix`` is a channel's."""
     op.register()
-    buffer = io.BytesIO()
-    torch.jit.save(module, buffer)
-    buffer.seek(0)
-    copy = torch.jit.load(buffer)
+    copy = script_copy(module)
     originals = script_modules(module)
     constants = constant_sites(copy)
     present = {op.address(site)[1:3] for site in constants}
@@ -58,21 +49,23 @@ def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str 
     kinds_by_class: dict[str, set[str]] = {}
     instances: dict[str, list[tuple[str, Any]]] = {}
     for path, instance in script_modules(copy).items():
-        _share_tensors(originals[path], instance)
         name = instance.qualified_name
         instances.setdefault(name, []).append((path, instance))
         asked = {kind for kind in kinds_of.get(path, ()) if (path, kind) not in present}
         kinds_by_class.setdefault(name, set()).update(asked)
+    names = TracedNames(originals)
     for name, members in instances.items():
         for path, instance in members:
             if instance.hasattr(PATH_ATTRIBUTE):
                 instance.setattr(PATH_ATTRIBUTE, prefix + path)
             else:
                 instance._register_attribute(PATH_ATTRIBUTE, torch._C.StringType.get(), prefix + path)
-        kinds = kinds_by_class[name] - _kinds_in(members[0][1])
+        first_path, first = members[0]
+        kinds = kinds_by_class[name] - _kinds_in(first)
         if kinds:
-            for method in _forwards(members[0][1]):
-                _edit(method, kinds)
+            for method_name, method in forward_methods(first).items():
+                traced = names if names.knows(first_path, method_name) else None
+                _edit(method, kinds, first_path, traced)
     return copy
 
 
@@ -89,7 +82,7 @@ def constant_sites(module: Any) -> dict[str, list[Any]]:
     """
     found: dict[str, list[Any]] = {}
     for instance in script_modules(module).values():
-        for method in _forwards(instance):
+        for method in forward_methods(instance).values():
             for name in ("torchtap::emit", "torchtap::emit_grad"):
                 for node in method.graph.findAllNodes(name):
                     source = node.inputsAt(1).node()
@@ -114,18 +107,10 @@ def assigned_attributes(instance: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _forwards(instance: Any) -> list[Any]:
-    # A trace gives a module that is called again a further method: forward, forward1, forward2 ... An overloaded
-    # forward, as recurrent layers have, is compiled as forward__0, forward__1 ...
-    return [
-        instance._get_method(n) for n in instance._method_names() if re.fullmatch(r"forward(?:__)?\d*", n)
-    ]
-
-
 def _kinds_in(instance: Any) -> set[str]:
     """The kinds that a class emits already, because its file was saved with taps."""
     found = set()
-    for method in _forwards(instance):
+    for method in forward_methods(instance).values():
         for node in method.graph.findAllNodes("prim::Constant"):
             if node.hasAttributes() and node.output().type().kind() == "StringType":
                 text = node.s("value")
@@ -134,26 +119,43 @@ def _kinds_in(instance: Any) -> set[str]:
     return found
 
 
-def _share_tensors(original: Any, copy: Any) -> None:
-    held: tuple[Any, ...] = (torch._C.ParameterDict, torch._C.BufferDict)
-    for each in held:
-        for name, tensor in each(original).items():
-            copy.setattr(name, tensor)
-
-
-def _edit(method: Any, kinds: set[str]) -> None:
+def _edit(method: Any, kinds: set[str], path: str, traced: TracedNames | None) -> None:
     graph = method.graph
     given = sorted(kind for kind in kinds if kind.endswith("input"))
     returned = sorted(kind for kind in kinds if kind.endswith("output"))
     values = list(graph.inputs())
     first = next(iter(graph.nodes()), graph.return_node())
+    arguments = inputs_of(method)
+    if traced is not None:
+        types = [jit_type for _, jit_type in arguments]
+        arguments = list(zip(traced.inputs(path, method.name), types, strict=True))
     for kind in given:
-        for (leaf, jit_type), value in zip(inputs_of(method), values[1:], strict=True):
+        for (leaf, jit_type), value in zip(arguments, values[1:], strict=True):
             _insert(graph, first, values[0], value, jit_type, f":{kind}" + (f".{leaf}" if leaf else ""), kind)
     for kind in returned:
         for value in list(graph.outputs()):
-            _insert(graph, graph.return_node(), values[0], value, value.type(), f":{kind}", kind)
+            if traced is None:
+                _insert(graph, graph.return_node(), values[0], value, value.type(), f":{kind}", kind)
+            else:
+                _insert_traced(graph, values[0], value, kind, traced.outputs(path, method.name))
     graph.lint()
+
+
+def _insert_traced(graph: Any, owner: Any, value: Any, kind: str, leaves: Mapping[int, str]) -> None:
+    """Emit what a traced method returns, under the leaves that its tensors have by position."""
+    parts = [value]
+    if value.type().kind() == "TupleType":
+        unpack = graph.create("prim::TupleUnpack", [value], 0)
+        unpack.insertBefore(graph.return_node())
+        parts = []
+        for element in value.type().elements():
+            part = unpack.addOutput()
+            part.setType(element)
+            parts.append(part)
+    for position, leaf in leaves.items():
+        part = parts[position]
+        ending = f":{kind}" + (f".{leaf}" if leaf else "")
+        _insert(graph, graph.return_node(), owner, part, part.type(), ending, kind)
 
 
 def _insert(graph: Any, before: Any, owner: Any, value: Any, jit_type: Any, ending: str, kind: str) -> None:

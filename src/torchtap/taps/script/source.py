@@ -26,7 +26,8 @@ from torch import nn
 
 from torchtap.errors import FormError
 from torchtap.taps.carry.carrier import carried, remove_carriers
-from torchtap.taps.script.graph import PATH_ATTRIBUTE, inputs_of, script_modules
+from torchtap.taps.script.copying import script_modules
+from torchtap.taps.script.graph import PATH_ATTRIBUTE, inputs_of
 from torchtap.taps.script.types import can_hold_tensors, emit_lines
 from torchtap.taps.walk.copying import copy_with_shared_tensors
 

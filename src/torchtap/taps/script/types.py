@@ -1,8 +1,8 @@
 """TorchScript source that hands every tensor inside a typed value to the op.
 
 Used where a scripted module is made from Python (`script_source`) and where only its graph is left
-(`script_graph`). The type alone says what there is: tensors, optionals, lists, dictionaries with text keys,
-tuples and named tuples, in any nesting.
+(`script_graph`). The type alone says what there is: tensors, optionals, lists, dictionaries with text or
+number keys, tuples and named tuples, in any nesting, and values of any type as far as TorchScript can ask for theirs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["can_hold_tensors", "emit_lines", "field_names"]
 def can_hold_tensors(jit_type: Any) -> bool:
     """Whether a value of this type has tensors that `emit_lines` reaches."""
     kind = jit_type.kind()
-    if kind == "TensorType":
+    if kind in ("TensorType", "AnyType"):
         return True
     if kind == "DictType":
         key, value = jit_type.containedTypes()
-        return key.kind() == "StringType" and can_hold_tensors(value)
+        return key.kind() in ("StringType", "IntType") and can_hold_tensors(value)
     if kind in ("OptionalType", "ListType", "TupleType"):
         return any(can_hold_tensors(each) for each in jit_type.containedTypes())
     return False
@@ -63,9 +63,11 @@ def emit_lines(jit_type: Any, value: str, address: str, kind: str, depth: int = 
             inner = emit_lines(jit_type.containedTypes()[0], here, leaf, kind, depth + 1)
             return [f"for _i{depth}, {here} in enumerate({value}):", *_indented(inner)]
         case "DictType":
-            leaf = f'{address} + "." + _k{depth}'
+            leaf = f'{address} + "." + str(_k{depth})'
             inner = emit_lines(jit_type.containedTypes()[1], here, leaf, kind, depth + 1)
             return [f"for _k{depth}, {here} in {value}.items():", *_indented(inner)]
+        case "AnyType":
+            return _lines_of_any(value, address, kind, here, depth)
         case "TupleType":
             lines = []
             for position, (name, element) in enumerate(
@@ -77,6 +79,24 @@ def emit_lines(jit_type: Any, value: str, address: str, kind: str, depth: int = 
                     lines += emit_lines(element, part, f'{address} + ".{name}"', kind, depth + 1)
             return lines
     return []
+
+
+def _lines_of_any(value: str, address: str, kind: str, here: str, depth: int) -> list[str]:
+    """A value of any type, as in a dictionary of mixed values: a tensor, or a list or dictionary of tensors."""
+    name = "emit_grad" if kind.startswith("grad") else "emit"
+    number, key = f"_i{depth}", f"_k{depth}"
+    call = f"torch.ops.torchtap.{name}"
+    return [
+        f"{here} = {value}",
+        f"if isinstance({here}, torch.Tensor):",
+        f"    {call}({here}, {address})",
+        f"elif isinstance({here}, List[torch.Tensor]):",
+        f"    for {number}, {here}_item in enumerate({here}):",
+        f'        {call}({here}_item, {address} + "." + str({number}))',
+        f"elif isinstance({here}, Dict[str, torch.Tensor]):",
+        f"    for {key}, {here}_value in {here}.items():",
+        f'        {call}({here}_value, {address} + "." + {key})',
+    ]
 
 
 def _indented(lines: list[str]) -> list[str]:

@@ -79,7 +79,7 @@ def _tapped_graph(model: fx.GraphModule, kinds_of: dict[str, tuple[str, ...]]) -
 
     tapped = copy_with_shared_tensors(model)
     real = {"", *called_modules(tapped)}
-    tap_graph(tapped.graph, {path: kinds for path, kinds in kinds_of.items() if path not in real})
+    tap_graph(tapped, {path: kinds for path, kinds in kinds_of.items() if path not in real})
     tapped.recompile()
     put_carriers(tapped, {path: kinds for path, kinds in kinds_of.items() if path in real})
     return tapped

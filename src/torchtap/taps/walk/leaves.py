@@ -4,32 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from enum import Enum
+from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.utils import _pytree as pytree
 
 from torchtap.names import join_path
 
-__all__ = ["argument_name", "children", "input_leaves", "keyword_name", "leaves"]
+__all__ = ["argument_name", "children", "input_leaves", "is_object", "keyword_name", "leaves"]
+
+_PLAIN = (str, bytes, int, float)
+_DEEPEST = 8  # objects inside objects
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+_NO_STRUCTURES = (Tensor, type, ModuleType, Enum, nn.Module, torch.Generator)
 
 
-def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def leaves(tree: Any, prefix: str = "", around: tuple[Any, ...] = ()) -> Iterator[tuple[str, Tensor]]:
     """``(name, tensor)`` for every tensor of a structure; a bare tensor has the empty name.
 
-    While FX traces, a proxy stands for a tensor.
+    While FX traces, a proxy stands for a tensor. ``around`` are the objects that the structure is in: one that holds
+    itself is not walked in circles.
     """
     if isinstance(tree, (Tensor, Proxy)):
         yield prefix, tree  # type: ignore[misc]
         return
+    if tree is None or isinstance(tree, _PLAIN):
+        return
+    if is_object(tree):
+        if len(around) >= _DEEPEST or any(tree is each for each in around):
+            return
+        around = (*around, tree)
     for key, child in children(tree):
-        yield from leaves(child, join_path(prefix, str(key)))
+        yield from leaves(child, join_path(prefix, str(key)), around)
 
 
 def children(tree: Any) -> Iterator[tuple[Any, Any]]:
     """The parts of a structure by key; nothing for what is none."""
-    if tree is None or isinstance(tree, (str, bytes, int, float)):
+    if tree is None or isinstance(tree, _PLAIN):
         return
     if isinstance(tree, Mapping):
         yield from tree.items()
@@ -40,8 +55,22 @@ def children(tree: Any) -> Iterator[tuple[Any, Any]]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for each in dataclasses.fields(tree):
             yield each.name, getattr(tree, each.name, None)
+    elif is_object(tree):
+        # Before what is registered with torch's pytree: whoever registers a class is not to change its names.
+        yield from tree.__dict__.items()
     elif type(tree) in pytree.SUPPORTED_NODES:
         yield from enumerate(pytree.SUPPORTED_NODES[type(tree)].flatten_fn(tree)[0])
+
+
+def is_object(tree: Any) -> bool:
+    """Whether something is an object of a user's class that may hold tensors as attributes, as a cache does."""
+    return (
+        not isinstance(tree, _CONTAINERS)
+        and hasattr(tree, "__dict__")
+        and not dataclasses.is_dataclass(tree)
+        and not callable(tree)
+        and not isinstance(tree, _NO_STRUCTURES)
+    )
 
 
 def input_leaves(

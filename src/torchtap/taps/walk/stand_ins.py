@@ -15,7 +15,7 @@ from torch import nn
 
 from torchtap.names import last_part, parent_path, path_parts, paths_around
 
-__all__ = ["skeleton"]
+__all__ = ["find_class", "is_stand_in", "skeleton"]
 
 
 def skeleton(
@@ -61,7 +61,7 @@ def _has_graph(module: Any) -> bool:
 
 
 def _stand_in(described: Any) -> nn.Module:
-    base = described if isinstance(described, type) else _find_class(described)
+    base = described if isinstance(described, type) else find_class(described)
     if base is not None and issubclass(base, nn.Module):
         # Its own __init__ is left out: nothing of it is needed but its type and its forward's signature.
         module = base.__new__(base)
@@ -72,8 +72,27 @@ def _stand_in(described: Any) -> nn.Module:
     return stand_in()
 
 
-def _find_class(dotted: Any) -> type | None:
-    """A class by its dotted name, if its module is loaded; nothing is imported."""
+def is_stand_in(module: nn.Module) -> bool:
+    """Whether nothing is known of a module but the name of its class."""
+    return type(module).__module__ == __name__
+
+
+def find_class(dotted: Any) -> type | None:
+    """A class by its dotted name, if this process has it; nothing is imported."""
     module_name, _, name = str(dotted or "").rpartition(".")
     found = getattr(sys.modules.get(module_name), name, None)
-    return found if isinstance(found, type) else None
+    if isinstance(found, type):
+        return found
+    # A class that was made in a function. Of several with one name, the newest.
+    return _module_classes().get(str(dotted)) if "<locals>" in str(dotted) else None
+
+
+def _module_classes() -> dict[str, type]:
+    """Every class of modules that is alive, by its dotted name."""
+    found: dict[str, type] = {}
+    waiting: list[type] = [nn.Module]
+    while waiting:
+        each = waiting.pop(0)
+        found[f"{each.__module__}.{each.__qualname__}"] = each
+        waiting.extend(type.__subclasses__(each))
+    return found

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchtap.names import first_part, join_path
-from torchtap.taps.walk.leaves import argument_name, keyword_name
+from torchtap.taps.walk.leaves import argument_name, is_object, keyword_name, leaves
 
 __all__ = ["fill", "from_names", "map_inputs", "map_leaves", "plain", "skeleton"]
 
@@ -28,13 +28,14 @@ def map_leaves(
     change: Callable[[str, Tensor], Any],
     other: Callable[[Any], Any] = lambda value: value,
     prefix: str = "",
+    around: tuple[Any, ...] = (),
 ) -> Any:
     """A structure like ``tree``: ``change(name, tensor)`` for its tensors, ``other(value)`` for the rest."""
     if isinstance(tree, Tensor):
         return change(prefix, tree)
 
     def child(key: Any, value: Any) -> Any:
-        return map_leaves(value, change, other, join_path(prefix, str(key)))
+        return map_leaves(value, change, other, join_path(prefix, str(key)), (*around, tree))
 
     if isinstance(tree, Mapping):
         changed = {key: child(key, value) for key, value in tree.items()}
@@ -51,6 +52,10 @@ def map_leaves(
         copied = copy.copy(tree)
         for each in dataclasses.fields(tree):
             object.__setattr__(copied, each.name, child(each.name, getattr(tree, each.name, None)))
+        return copied
+    if is_object(tree) and not any(tree is each for each in around) and _has_tensors(tree):
+        copied = copy.copy(tree)
+        copied.__dict__.update({name: child(name, value) for name, value in tree.__dict__.items()})
         return copied
     if type(tree) in pytree.SUPPORTED_NODES:
         node = pytree.SUPPORTED_NODES[type(tree)]
@@ -108,6 +113,10 @@ def from_names(values: Mapping[str, Any]) -> Any:
     return built
 
 
+def _has_tensors(tree: Any) -> bool:
+    return next(leaves(tree), None) is not None
+
+
 def plain(tree: Any) -> Any:
     """The structure in tuples, lists and dicts only, which any reader knows."""
     if isinstance(tree, Mapping):
@@ -118,6 +127,8 @@ def plain(tree: Any) -> Any:
         return tuple(plain(value) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return {each.name: plain(getattr(tree, each.name, None)) for each in dataclasses.fields(tree)}
+    if is_object(tree) and _has_tensors(tree):
+        return from_names(dict(leaves(tree)))
     if not isinstance(tree, Tensor) and type(tree) in pytree.SUPPORTED_NODES:
         return tuple(plain(value) for value in pytree.SUPPORTED_NODES[type(tree)].flatten_fn(tree)[0])
     return tree

@@ -1,0 +1,1 @@
+"""Which value of a form is which site of the eager model."""

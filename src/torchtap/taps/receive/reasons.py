@@ -1,0 +1,93 @@
+"""Why a site that was asked for has no value: every reason there is, each provoked by a test.
+
+``{…}`` is filled in where the reason is given. `is_known` says whether a text is one of these reasons.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = [
+    "FOLDED",
+    "NESTED_ATTENTION",
+    "NOT_CALLED",
+    "NOT_CALLED_OR_COMPILED",
+    "NOT_IN_A_GRAPH",
+    "NOT_PUT_IN",
+    "NO_ARGUMENT",
+    "NO_ATTENTION",
+    "NO_BACKWARD",
+    "NO_EQUAL",
+    "NO_FORWARD",
+    "NO_GRADIENT",
+    "NO_LEAF",
+    "NO_OPERATION",
+    "NO_OPTIMIZER_STATE",
+    "NO_OPTIMIZER_STEP",
+    "NO_PARAMETER_GRADIENT",
+    "NO_STEP_ENDED",
+    "NO_TENSOR",
+    "NO_TENSOR_TYPE",
+    "NO_VALUE",
+    "OFF_SCHEDULE",
+    "REPLACED",
+    "UNCERTAIN_CALL",
+    "UNPLACED",
+    "is_known",
+]
+
+# Every form.
+OFF_SCHEDULE = "off schedule: no step was live for its taps"
+NOT_CALLED = "module not called"
+NOT_CALLED_OR_COMPILED = (
+    "module not called, or called in code that torch.compile made before these taps were on: "
+    "give torchtap the compiled model, or call torch.compiler.reset() after putting taps on"
+)
+NO_FORWARD = "a {name} has no forward: it holds modules and is not called itself"
+REPLACED = "its module was replaced after the taps were put on; nothing came since then"
+NO_BACKWARD = "no backward pass reached it"
+NO_GRADIENT = "the value does not require grad"
+NO_PARAMETER_GRADIENT = "its gradient was None: frozen, or not part of the loss"
+NO_OPTIMIZER_STATE = "the optimizer keeps nothing for it"
+NO_OPTIMIZER_STEP = "no optimizer stepped with it while it was live"
+NO_STEP_ENDED = "no step ended while it was live"
+NO_LEAF = "none of its leaves is one that the selector picks"
+NO_TENSOR = "{kind} is not a tensor but {name}"
+NO_ARGUMENT = "no argument is a tensor"
+NO_ATTENTION = (
+    "no call of a fused attention function was seen inside these modules; attention that is "
+    "written out in Python is not (transformers has attn_implementation='sdpa')"
+)
+NESTED_ATTENTION = "attention over nested tensors is not taken apart"
+NO_VALUE = "no torchtap.emit() with this name ran inside these modules"
+# Graphs and traces.
+FOLDED = "folded into its parent when the model was frozen"
+NOT_IN_A_GRAPH = "a graph gives no {kind}: capture it before the model is traced"
+NO_TENSOR_TYPE = "its types in TorchScript hold no tensor that can be handed over: {types}"
+NO_OPERATION = (
+    "no operation of its own is left in the graph: it handed on what it was given, was not called, or nothing used "
+    "what it made; `like=` the eager model tells"
+)
+UNPLACED = (
+    "it came, numbered ({names}): this form does not tell where in the module's return these tensors stand; "
+    "`like=` the eager model tells"
+)
+# Forms whose sites are chosen before.
+NOT_PUT_IN = "not among the sites that were put into this model before it was compiled"
+# With the model at hand.
+NO_EQUAL = (
+    "no value of this form is equal to it, or near: nothing used it, or the form computes something else"
+)
+UNCERTAIN_CALL = (
+    "an earlier call of the module has no value in this form, so the number of this one is not certain"
+)
+
+
+def is_known(text: str) -> bool:
+    """Whether a text is one of the reasons of this file, filled in."""
+    known = [value for name, value in globals().items() if name.isupper() and isinstance(value, str)]
+    return any(re.fullmatch(_pattern(reason), text, re.DOTALL) for reason in known)
+
+
+def _pattern(reason: str) -> str:
+    return re.sub(r"\\\{\w+\\\}", ".+", re.escape(reason))

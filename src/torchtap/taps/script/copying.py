@@ -1,0 +1,63 @@
+"""A copy of a scripted or traced module whose graphs nobody has run, with the original's parameters and buffers.
+
+TorchScript runs a copy of a graph that was ever called, so an edit of it would be ignored in silence.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from torchtap.errors import FormError
+from torchtap.names import WRAPPER_CLASSES, join_path
+from torchtap.taps.graph.regions import without
+
+__all__ = ["script_copy", "script_modules"]
+
+
+def script_copy(module: Any) -> Any:
+    """A copy by way of a file. Names of values in it do not depend on whether the original was loaded itself."""
+    buffer = io.BytesIO()
+    try:
+        torch.jit.save(module, buffer)
+    except RuntimeError as error:
+        called = sorted({node.pyname() for node in _python_calls(module)})
+        if not called:
+            raise
+        raise FormError(
+            f"this trace calls Python ({', '.join(called)}), which TorchScript cannot copy or save, so no taps can "
+            "be put into it; tap the eager model, or export it with torch.export"
+        ) from error
+    buffer.seek(0)
+    copy = torch.jit.load(buffer)
+    originals = script_modules(module)
+    for path, instance in script_modules(copy).items():
+        _share_tensors(originals[path], instance)
+    return copy
+
+
+def _python_calls(module: Any) -> list[Any]:
+    methods = [method for instance in script_modules(module).values() for method in _methods(instance)]
+    return [node for method in methods for node in method.graph.findAllNodes("prim::PythonOp")]
+
+
+def _methods(instance: Any) -> list[Any]:
+    return [instance._get_method(name) for name in instance._method_names()]
+
+
+def script_modules(module: Any) -> dict[str, Any]:
+    """Path to the C++ module, each instance under the first of its names. Wrappers leave no trace in a path."""
+    modules = dict(module.named_modules())
+    wrapped = [
+        join_path(path, "module") for path, each in modules.items() if each.original_name in WRAPPER_CLASSES
+    ]
+    return {without(path, wrapped): each._c for path, each in modules.items() if path not in wrapped}
+
+
+def _share_tensors(original: Any, copy: Any) -> None:
+    held: tuple[Any, ...] = (torch._C.ParameterDict, torch._C.BufferDict)
+    for each in held:
+        for name, tensor in each(original).items():
+            copy.setattr(name, tensor)

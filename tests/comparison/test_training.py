@@ -1,0 +1,103 @@
+"""Two trainings: the cause is named before its effects, at the step at which it happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchtap as tt
+
+STEPS = 6
+AT = 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(20, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.hidden(self.tok(tokens))))
+
+
+def trained(folder: Path, change: str = "", keep: Any = None, steps: int = STEPS) -> Path:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = keep or tt.Full()
+    taps = [tt.tap(f"*:{kind}", keep=kept) for kind in ("output", "param_grad", "param")]
+    with tt.watch(model, folder, taps) as watch:
+        for step in range(steps):
+            if step >= AT and change == "learning rate":
+                optimizer.param_groups[0]["lr"] = 0.2
+            if step >= AT and change == "weight decay":
+                optimizer.param_groups[0]["weight_decay"] = 0.1
+            if step == AT and change == "frozen":
+                model.hidden.weight.requires_grad_(False)
+            tokens = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(step))
+            with watch.step():
+                loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                if step >= AT and change == "loss":
+                    loss = loss * 1.5
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    return folder
+
+
+def test_the_same_training_twice_is_the_same(tmp_path: Path) -> None:
+    result = tt.compare(trained(tmp_path / "a"), trained(tmp_path / "b"))
+    assert result.outcome == "same"
+    assert f"{STEPS} steps" in result.verdict
+
+
+def test_a_doubled_learning_rate_is_told_as_a_factor_of_every_update(tmp_path: Path) -> None:
+    result = tt.compare(trained(tmp_path / "a"), trained(tmp_path / "b", "learning rate"))
+    assert result.outcome == "differs"
+    assert result.first is not None
+    assert (result.first.origin, result.first.step) == ("update", AT)
+    assert f"From step {AT} on every update (of all 5 parameters) is 2 × the reference's" in result.verdict
+
+
+def test_weight_decay_is_told_as_a_share_of_the_parameters(tmp_path: Path) -> None:
+    result = tt.compare(trained(tmp_path / "a"), trained(tmp_path / "b", "weight decay"))
+    assert result.first is not None
+    assert result.first.step == AT
+    assert "− 0.01 × the parameter (weight decay)" in result.verdict
+
+
+def test_from_statistics_the_update_is_still_what_differs(tmp_path: Path) -> None:
+    a, b = trained(tmp_path / "a", keep=tt.Stats()), trained(tmp_path / "b", "learning rate", keep=tt.Stats())
+    result = tt.compare(a, b)
+    assert result.first is not None
+    assert (result.first.origin, result.first.step) == ("update", AT)
+
+
+def test_a_gradient_that_became_none_is_named_at_its_step(tmp_path: Path) -> None:
+    result = tt.compare(trained(tmp_path / "a"), trained(tmp_path / "b", "frozen"))
+    assert result.first is not None
+    assert (result.first.step, result.first.site) == (AT, "hidden:param_grad.weight")
+    assert "the gradient is missing in the target from here on" in result.verdict
+
+
+def test_another_loss_shows_in_the_gradients_before_the_parameters(tmp_path: Path) -> None:
+    result = tt.compare(trained(tmp_path / "a"), trained(tmp_path / "b", "loss"))
+    assert result.first is not None
+    assert result.first.step == AT
+    assert ":param_grad." in result.first.site
+    assert "1.5 × the reference's" in result.verdict
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_training_with_fewer_steps_cannot_be_the_same(tmp_path: Path, steps: int) -> None:
+    whole, short = trained(tmp_path / "a"), trained(tmp_path / "b", steps=steps)
+    result = tt.compare(whole, short)
+    assert result.outcome == "cannot tell"
+    assert f"{STEPS - steps} steps are not in the other recording" in result.verdict
+    assert tt.compare(whole, short, steps=[0, 1]).outcome == "same"
