@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from torchtap.reduce import Sample as Sample
     from torchtap.reduce import Stats as Stats
     from torchtap.reduce import TopK as TopK
+    from torchtap.reduce import Units as Units
     from torchtap.schedule import Always as Always
     from torchtap.schedule import Epochs as Epochs
     from torchtap.schedule import Every as Every
@@ -177,6 +178,7 @@ _HOME = {
     "Tap": "torchtap.plan",
     "TensorBoardSink": "torchtap.sinks",
     "TopK": "torchtap.reduce",
+    "Units": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
     "TrainingReport": "torchtap.monitors.monitor.trainer",
     "Verification": "torchtap.verification",
@@ -237,6 +239,7 @@ __all__ = [
     "Stats",
     "TopK",
     "TorchtapError",
+    "Units",
     "__version__",
     "attribute",
     "bisect",

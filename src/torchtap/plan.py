@@ -46,6 +46,9 @@ class Tap:
     exclude: tuple[Selector, ...] = ()
     alias: str | None = None
     budget: Budget | None = None
+    per_consumer: bool = (
+        False  # a grad_input is what this module sends back, not what all users of the value do
+    )
 
     def wants(self, names: Iterable[Site]) -> bool:
         """Whether a site, its leaf and call known, is one of the tap's. ``names`` are all the names it has."""
@@ -87,6 +90,7 @@ class Tap:
             exclude=selectors_of(spec["exclude"]),
             alias=spec.get("alias"),
             budget=None if budget is None else Budget(**budget),
+            per_consumer=bool(spec.get("per_consumer", False)),
         )
 
     def spec(self) -> dict[str, Any]:
@@ -98,6 +102,7 @@ class Tap:
             "schedule": self.schedule.spec(),
             "alias": self.alias,
             "budget": None if self.budget is None else self.budget.spec(),
+            **({"per_consumer": True} if self.per_consumer else {}),
         }
 
 
@@ -133,6 +138,9 @@ def tap(
     When: ``every``, ``offset``, ``steps``, ``epochs``, ``batches``, ``first``, ``phase``, ``when``; live where all that
     are given agree. ``kind`` is meant where a selector names none. ``exclude`` has selectors of what is left out,
     ``alias`` a name for the one site, ``budget`` a limit. A list of reductions makes a tap for each of them.
+
+    ``per_consumer``: a ``grad_input`` is the gradient that this module alone sends back, as torch's full backward hooks
+    give it. Otherwise it is the gradient of the value, the sum over all modules that use it. Eager models only.
     """
     if isinstance(keep, (list, tuple)):
         return [_one_tap(selector, each, **options) for each in keep]
@@ -155,6 +163,7 @@ def _one_tap(
     exclude: Selectable | Sequence[Selectable] | None = None,
     alias: str | None = None,
     budget: Budget | None = None,
+    per_consumer: bool = False,
 ) -> Tap:
     if kind not in KINDS:
         raise PlanError(f"kind={kind!r}: the kinds are {', '.join(KINDS)}")
@@ -185,6 +194,7 @@ def _one_tap(
         exclude=selectors_of(exclude, kind),
         alias=alias,
         budget=budget,
+        per_consumer=per_consumer,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtap.coverage import Missing, missing_sites
 from torchtap.display import drawn
@@ -82,7 +82,10 @@ class Seen(Mapping[str, Any]):
         for entry in self._receiver.entries:
             if entry.shape is not None:
                 dtype = str(entry.dtype).removeprefix("torch.")
-                lines.append(f"  {entry.name}  {dtype}{list(entry.shape)}")
+                result = result_of(self._receiver.folding, entry)
+                # Two backward passes of one forward, for instance, are joined: what is given counts.
+                shape = result.shape if isinstance(result, Tensor) else entry.shape
+                lines.append(f"  {entry.name}  {dtype}{list(shape)}")
         return "\n".join(lines)
 
     def _find(self, name: str) -> Entry | None:

@@ -38,6 +38,9 @@ def test_every_form_has_a_line(model: nn.Module, tmp_path: Path) -> None:
     with (tmp_path / "table").open("w") as file:
         Console(width=200, file=file).print(found.table())
     assert "int8" in (tmp_path / "table").read_text()
+    assert "int8" in str(found)
+    assert "FormRow(" not in str(found)
+    assert "0:output" in str(rounded.table())
 
 
 def test_a_form_that_cannot_be_made_says_why() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.monitors.training import FFN, WEIGHTS, criterion, setting
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchtap import Monitor, MonitoredTrainer
@@ -250,3 +250,46 @@ def test_a_function_that_does_nothing_known_says_so(tmp_path: Path) -> None:
     trainer = monitored(setting(), tmp_path)
     assert trainer.wrap_training_function(lambda: 3)() == 3
     assert "nothing was recorded" in str(trainer.report)
+
+
+def test_hugging_face_s_trainer_with_evaluation_and_accumulation(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            logits = self.head(self.hidden(x).relu())
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    torch.manual_seed(0)
+    model = Classifier()
+    data = [{"x": torch.randn(4), "labels": torch.tensor(index % 2)} for index in range(32)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "hf"), num_train_epochs=3, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, eval_strategy="epoch", save_strategy="no", logging_strategy="no",
+        report_to=[], disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:8])
+    expected: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module.training:
+            expected.append(output.detach().clone())
+
+    model.hidden.register_forward_hook(keep)
+    monitor = Monitor(model, {"hidden": {"record_type": "epoch_full"}}, [1, 2, 3], tmp_path / "out")
+    monitored_trainer = MonitoredTrainer(monitor)
+    monitored_trainer.wrap_training_function(trainer.train)()
+    report = monitored_trainer.report
+    assert (report.epochs, report.batches, report.updates, report.passed_over) == (3, 24, 12, 3)
+    for epoch in (1, 2, 3):
+        for batch in range(8):
+            item = torch.load(
+                tmp_path / f"out/hidden/epoch_{epoch:04}/batch_{batch:06}.pt", weights_only=True
+            )
+            assert torch.equal(item["output"], expected[(epoch - 1) * 8 + batch])
+    assert "train" not in model.__dict__

@@ -133,3 +133,9 @@ def test_a_missing_package_names_the_extra(
     with pytest.raises(MissingExtraError) as caught:
         export_run(run, name, tmp_path / "a")
     assert caught.value.extra == extra
+
+
+@pytest.mark.parametrize("form", ["pt", "npz", "csv", "jsonl"])
+def test_a_target_without_a_suffix_is_written(run: Run, tmp_path: Path, form: str) -> None:
+    assert export_run(run, form, tmp_path / "out").stat().st_size > 0
+    assert [path.name for path in tmp_path.glob("*out*")] == ["out"]

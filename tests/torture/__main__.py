@@ -1,6 +1,6 @@
 """``make torture``: every attack, bounded, with a table of what was tried at the end.
 
-    python -m tests.torture [--seed N | --random] [--scale F] [--only NAME ...]
+    python -m tests.torture [--seed N | --random] [--scale F] [--seconds S] [--only NAME ...]
 
 ``--scale 1`` is the whole: 20,000 damaged runs, 2,000 hostile names, 500 kills. A smaller number is a part of it.
 """
@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.torture import limit
 from tests.torture.damage import Tally, damaged_runs, memory_disk
 from tests.torture.dying import killed_recordings
 from tests.torture.faults import failing_disk
@@ -30,8 +31,10 @@ def shown_names(count: int, seed: int) -> Tally:
     """Hostile names through every reader, terminal, export, page and report."""
     tally = Tally()
     names = hostile_names(count, seed)
-    for start in range(0, count, 200):
-        part = names[start : start + 200]
+    for start in range(0, count, 100):
+        if limit.over():
+            break
+        part = names[start : start + 100]
         with tempfile.TemporaryDirectory(dir=memory_disk()) as name:
             record_names(Path(name) / "run", part)
             answers = check_every_way_out(Path(name) / "run", part, Path(name))
@@ -73,6 +76,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--random", action="store_true", help="a seed of its own, which is printed")
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument(
+        "--seconds", type=float, help="of each attack at most; the table says how far it came"
+    )
     parser.add_argument("--only", nargs="*", default=[])
     asked = parser.parse_args()
     seed = random.SystemRandom().randrange(10**9) if asked.random else asked.seed
@@ -83,6 +89,7 @@ def main() -> int:
         if asked.only and name not in asked.only:
             continue
         started = time.monotonic()
+        limit.begin(asked.seconds)
         try:
             found, verdict = attack(), "held"
         except Exception:

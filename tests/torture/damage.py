@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from tests.store.records import record
+from tests.torture import limit
 
 from torchtap.errors import TorchtapError
 from torchtap.store.read.reader import Run, open_run
@@ -202,6 +203,8 @@ def damaged_runs(count: int, seed: int, *, exports: int = 200) -> Tally:
         root = Path(name)
         truth = good_run(root / "good")
         for number in range(count):
+            if limit.over():
+                break
             folder = root / "copy"
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(root / "good", folder)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from tests.store.records import SITES, STATISTICS, image, number
+from tests.torture import limit
 from tests.torture.damage import Tally
 
 from torchtap.store.read.reader import open_run
@@ -69,10 +70,12 @@ print(json.dumps(flushed))
 def killed_recordings(count: int, seed: int) -> Tally:
     """Kill so many recordings, ranks included, and read what they left."""
     tally = Tally()
-    for start in range(0, count, 50):
+    for start in range(0, count, 20):
+        if limit.over():
+            break
         with tempfile.TemporaryDirectory() as name:
             done = subprocess.run(
-                [sys.executable, "-c", _LAUNCHER, name, str(min(50, count - start)), str(seed + start)],
+                [sys.executable, "-c", _LAUNCHER, name, str(min(20, count - start)), str(seed + start)],
                 capture_output=True,
                 text=True,
                 check=True,

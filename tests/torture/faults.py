@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.store.records import SITES, number, record
+from tests.torture import limit
 from tests.torture.damage import Tally, memory_disk
 
 from torchtap.errors import TorchtapError
@@ -64,6 +65,8 @@ def failing_disk(count: int, seed: int) -> Tally:
     tally = Tally()
     chance = random.Random(seed)
     for _ in range(count):
+        if limit.over():
+            break
         with tempfile.TemporaryDirectory(dir=memory_disk()) as name, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             failing = FailingOS(chance, chance.choice((0.02, 0.2, 0.9)))
@@ -90,7 +93,7 @@ def _check(folder: Path, steps: int, writer: RunWriter, tally: Tally) -> None:
         assert writer.lost, "nothing can be read, and nothing was said to be lost"
         tally.count("of them lost, and told")
         return
-    found = run.series(SITES[0], "mean") if SITES[0] in run.sites() else None
+    found = run.series(SITES[0], "mean") if "mean" in run.statistics() else None
     there = found.steps.tolist() if found is not None else []
     if found is not None:
         assert found.values.tolist() == [number(step, 0, 0) for step in there]

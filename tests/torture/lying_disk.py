@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.store.records import SITES, image, number, record
+from tests.torture import limit
 from tests.torture.damage import Tally, memory_disk
 
 from torchtap.errors import TorchtapError
@@ -175,7 +176,7 @@ def lost_power(count: int, seed: int) -> Tally:
     """Record with merges, lose power at random moments, and read what the disk has then."""
     tally = Tally()
     chance = random.Random(seed)
-    while tally.get("power losses", 0) < count:
+    while tally.get("power losses", 0) < count and not limit.over():
         disk = Disk()
         with tempfile.TemporaryDirectory(dir=memory_disk()) as name:
             run = os.path.join(name, "run")

@@ -25,6 +25,7 @@ COMMANDS = {
     "rcc": "Refined coordinate check over model widths.",
     "report": "Write one self-contained page about a run.",
     "run": "Run a training script as it is, and record the inside of its model.",
+    "selftest": "Say what this installation is made of, and prove that it works here.",
     "show": "Show a run: its sites, numbers, tensors and coverage.",
     "sites": "List the sites of a model.",
     "tail": "Follow a training in the terminal while it writes.",

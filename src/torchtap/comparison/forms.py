@@ -52,12 +52,16 @@ class FormsComparison:
                 return row
         raise KeyError(form)
 
+    def __str__(self) -> str:
+        return str(self.table())
+
     def table(self) -> Table:
         """One line for each form."""
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table(title="forms against the model as it is")
+        from torchtap.comparison.judge.table import PrintedTable
+
+        table = PrintedTable(title="forms against the model as it is")
         for heading in ("form", "sites", "output error", "first divergence", "verdict"):
             table.add_column(heading, overflow="fold")
         for row in self.rows:
@@ -66,7 +70,7 @@ class FormsComparison:
                 table.add_row(row.form, "–", "–", "–", Text(row.problem), style="yellow")
                 continue
             first = "–" if result.first is None else result.first.site
-            style = "green" if result.first is None else "red"
+            style = {"same": "green", "differs": "red"}.get(result.outcome, "yellow")
             table.add_row(
                 row.form,
                 str(result.compared),

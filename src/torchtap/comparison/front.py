@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchtap.comparison.align.rules import Rule
 from torchtap.comparison.judge.outcome import decide
 from torchtap.comparison.judge.result import Comparison
+from torchtap.comparison.judge.source import located
 from torchtap.comparison.judge.verdict import judge_live
 from torchtap.comparison.live.batches import as_batches, gather_batches
 from torchtap.comparison.live.evidence import Evidence
@@ -64,11 +65,11 @@ def compare(
         raise CompareError("comparing a model needs inputs=..., for example inputs=(x,)")
     batches = as_batches(inputs)
     if all(live) and is_eager(reference) and is_eager(target) and repeat is None and golden is None:
-        result = _live(reference, target, batches, tuple(rules), shadow)
+        result = located(_live(reference, target, batches, tuple(rules), shadow), target)
         if gradients is False or result.first is not None:
             return result
         return _gradients(reference, target, batches[0], rules, gradients, result)
-    return _recorded(reference, target, batches[0], rules, gradients, repeat, golden, steps)
+    return located(_recorded(reference, target, batches[0], rules, gradients, repeat, golden, steps), target)
 
 
 def _feed_of_target(reference: Any, target: Any, inputs: Any) -> Feed:

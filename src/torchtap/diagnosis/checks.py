@@ -21,7 +21,7 @@ from torchtap.diagnosis.grid import Grid, Place, grid
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
-__all__ = ["dead_or_constant", "exploding_or_vanishing", "saturated", "without_gradient"]
+__all__ = ["dead_or_constant", "dead_units", "exploding_or_vanishing", "saturated", "without_gradient"]
 
 Steps = npt.NDArray[np.int64]
 
@@ -88,6 +88,24 @@ def dead_or_constant(run: Run, all_places: list[Place], steps: Steps, limits: Li
         constant,
         "every value of {site}{also} is the same number",
         "An output that does not depend on its input carries nothing on: look at its weights and its input.",
+    )
+
+
+def dead_units(run: Run, all_places: list[Place], steps: Steps, limits: Limits) -> list[Finding]:
+    """Layers of which many units never fire, where a tap kept `Units`."""
+    outputs = [place.name for place in all_places if place.kind in ("output", "value")]
+    found = grid(run, "dead_share", outputs, steps)
+    hits: list[tuple[float, str, int | None]] = []
+    for row, late in enumerate(_late(found.values) if len(found.sites) else ()):
+        if late >= limits.dead_units:
+            over = found.values[row] >= limits.dead_units
+            hits.append((float(late), found.sites[row], _first_step(found, over)))
+    return _gather(
+        "dead",
+        "warning",
+        hits,
+        "{value:.0%} of the units of {site}{also} never fire",
+        "Dead units cost time and learn nothing: look at the learning rate and the biases, or make the layer smaller.",
     )
 
 

@@ -42,6 +42,7 @@ class Limits:
     """Where "unusual" begins. The defaults stay silent on trainings that go well."""
 
     dead_share: float = 0.95  # of an output's values are exactly zero
+    dead_units: float = 0.25  # of an output's units never fire in a step
     saturated_tanh: float = 0.05  # mean of 1 - x² at most this: every value sits at ±1
     saturated_sigmoid: float = 0.02  # mean of x(1 - x) at most this: every value sits at 0 or 1
     half_precision: float = 6.0e4  # magnitude next to float16's largest number, 65,504

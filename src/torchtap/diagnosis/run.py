@@ -8,7 +8,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from torchtap.diagnosis.checks import dead_or_constant, exploding_or_vanishing, saturated, without_gradient
+from torchtap.diagnosis.checks import (
+    dead_or_constant,
+    dead_units,
+    exploding_or_vanishing,
+    saturated,
+    without_gradient,
+)
 from torchtap.diagnosis.finding import Finding, Limits
 from torchtap.diagnosis.grid import places, spread_steps
 from torchtap.diagnosis.nonfinite import first_nonfinite
@@ -37,5 +43,6 @@ def diagnose(run: Run | str | os.PathLike[str], *, limits: Limits | None = None)
     found += without_gradient(run, all_places, steps, limits)
     found += exploding_or_vanishing(run, all_places, steps, limits)
     found += dead_or_constant(run, all_places, steps, limits)
+    found += dead_units(run, all_places, steps, limits)
     found += saturated(run, all_places, steps, limits)
     return sorted(found, key=lambda finding: finding.severity != "error")

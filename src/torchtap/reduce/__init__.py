@@ -14,6 +14,7 @@ from torchtap.reduce.sample import Sample
 from torchtap.reduce.stats import Stats
 from torchtap.reduce.stats_block import StatsBlock
 from torchtap.reduce.top_k import TopK
+from torchtap.reduce.units import Units
 
 __all__ = [
     "Entropy",
@@ -28,5 +29,6 @@ __all__ = [
     "Stats",
     "StatsBlock",
     "TopK",
+    "Units",
     "reduction_from_spec",
 ]

@@ -4,6 +4,7 @@
  *   S, T, WIDEN(s)   the type in memory, the type to compute in, and the way from one to the other
  *   LANES            how many are handled side by side
  *   LARGEST, TINY    the largest finite T, and the sum of squares below which single squares may have vanished
+ *   LOOK             what a first look finds, and, where there is a faster one than the plain loops, LOOK_AT
  *   TARGET           the function attribute that chooses the instruction set
  *   NAME(x)          makes names unique
  *
@@ -207,12 +208,11 @@ TARGET static double NAME(guess)(const S *x)
     return blunt(mean, spread[0] / GROUP);
 }
 
-/* `n` is a multiple of GROUP. `before` is the state of values nearby, or NULL. */
-TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *before)
+#ifndef LOOK_AT
+#define LOOK_AT NAME(look)
+/* The first look, at whole groups. */
+TARGET static void NAME(look)(const S *x, size_t n, T center, LOOK *out)
 {
-    T center = (T)(before ? center_of(before) : NAME(guess)(x));
-    if (!(center - center == 0))
-        center = 0;
     double drift[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};
     T low[LANES], high[LANES], least[LANES];
     for (int lane = 0; lane < LANES; lane++) {
@@ -223,29 +223,47 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
         FIRST_LOOK(FROM_ZERO);
     else
         FIRST_LOOK(FROM_CENTER);
+    SUM_OF_LANES(drift);
+    SUM_OF_LANES(squares);
     SUM_OF_LANES(l1);
-    /* A sum of magnitudes that is finite had no NaN, no infinity and no overflow in it. */
-    if (!(l1[0] - l1[0] == 0)) {
-        NAME(careful)(x, n, out);
-        return;
-    }
     for (int half = LANES / 2; half; half /= 2)
         for (int lane = 0; lane < half; lane++) {
             low[lane] = LESS(low[lane], low[lane + half]);
             high[lane] = MORE(high[lane], high[lane + half]);
             least[lane] = LESS(least[lane], least[lane + half]);
         }
-    State s = {(double)n, 0, 0, 0, 0, 0, (double)low[0], (double)high[0], l1[0], 0};
-    if (least[0] == 0)
+    out->drift = drift[0];
+    out->squares = squares[0];
+    out->l1 = l1[0];
+    out->low = low[0];
+    out->high = high[0];
+    out->least = least[0];
+}
+
+#endif
+
+/* `n` is a multiple of GROUP. `before` is the state of values nearby, or NULL. */
+TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *before)
+{
+    T center = (T)(before ? center_of(before) : NAME(guess)(x));
+    if (!(center - center == 0))
+        center = 0;
+    LOOK look;
+    LOOK_AT(x, n, center, &look);
+    /* A sum of magnitudes that is finite had no NaN, no infinity and no overflow in it. */
+    if (!(look.l1 - look.l1 == 0)) {
+        NAME(careful)(x, n, out);
+        return;
+    }
+    State s = {(double)n, 0, 0, 0, 0, 0, (double)look.low, (double)look.high, look.l1, 0};
+    if (look.least == 0)
         s.zeros = NAME(zeros)(x, n);
     if (s.low == s.high) {
         s.mean = s.low;
         *out = s;
         return;
     }
-    SUM_OF_LANES(drift);
-    SUM_OF_LANES(squares);
-    double drifted = drift[0] / (double)n, squared = squares[0];
+    double drifted = look.drift / (double)n, squared = look.squares;
     double excess = (double)n * drifted * drifted;
     if (excess > 0.5 * squared) {
         const double left = squared - excess;
@@ -284,3 +302,4 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
 #undef S
 #undef WIDEN
 #undef NAME
+#undef LOOK_AT

@@ -1,6 +1,7 @@
 /* From raw memory of any dtype to the state of a block of it, or to counts in bins. Included by _native.c once for each instruction set. */
 
 #define T float
+#define LOOK Look
 #define LANES 16
 #define LARGEST FLT_MAX
 #define LANE_INTEGER int32_t
@@ -11,14 +12,29 @@
 #define S float
 #define WIDEN(s) (s)
 #define NAME(x) ISA(x##_float)
+#ifdef LOOK_AT_FLOAT
+#define LOOK_AT LOOK_AT_FLOAT
+#endif
 #include "_native_block.h"
 
 #define S uint16_t
 #define WIDEN(s) widen_bfloat16(s)
 #define NAME(x) ISA(x##_bfloat16)
+#ifdef LOOK_AT_BFLOAT16
+#define LOOK_AT LOOK_AT_BFLOAT16
+#endif
 #include "_native_block.h"
 
+#ifdef LOOK_AT_FLOAT16
+#define S uint16_t
+#define WIDEN(s) widen_float16(s)
+#define NAME(x) ISA(x##_float16)
+#define LOOK_AT LOOK_AT_FLOAT16
+#include "_native_block.h"
+#endif
+
 #undef T
+#undef LOOK
 #undef LANES
 #undef LARGEST
 #undef LANE_INTEGER
@@ -26,6 +42,7 @@
 #undef FABS
 
 #define T double
+#define LOOK WideLook
 #define LANES 8
 #define LARGEST DBL_MAX
 #define LANE_INTEGER int64_t
@@ -39,6 +56,7 @@
 #include "_native_block.h"
 
 #undef T
+#undef LOOK
 #undef LANES
 #undef LARGEST
 #undef LANE_INTEGER
@@ -104,6 +122,22 @@ TARGET static void ISA(doubles)(int dtype, const char *raw, size_t n, double *ma
         EACH(int64_t, (double)v);
 }
 
+/* 64-bit integers as doubles, where all are below 2^51 in size: added to the bits of 1.5 * 2^52 they are its last
+ * digits. (Few processors convert them at once.) */
+TARGET static int ISA(short_integers)(const int64_t *given, size_t n, double *made)
+{
+    uint64_t beyond = 0;
+    for (size_t i = 0; i < n; i++) {
+        beyond |= (uint64_t)given[i] + (UINT64_C(1) << 51);
+        const union {
+            uint64_t bits;
+            double number;
+        } moved = {(uint64_t)given[i] + UINT64_C(0x4338000000000000)};
+        made[i] = moved.number - 0x1.8p52;
+    }
+    return beyond >> 52 == 0;
+}
+
 /* 64-bit integers beyond what double counts one by one, but near each other: as distances from the smallest. */
 TARGET static int ISA(distances)(const int64_t *given, size_t n, double *made, int64_t *from)
 {
@@ -135,6 +169,58 @@ TARGET static void ISA(move_by)(int64_t from, State *state)
     state->zeros = 0;
 }
 
+/* Bytes: all sums are integers, so that nothing is rounded and no center is needed. */
+#define STATE_OF_BYTES(from, expression)                                                                          \
+    do {                                                                                                          \
+        const from *given = (const from *)raw;                                                                    \
+        from low = (from)(expression(given[0])), high = low;                                                            \
+        int32_t sum = 0, squares = 0, sizes = 0, zeros = 0;                                                       \
+        for (size_t i = 0; i < n; i++) {                                                                          \
+            const from v = (from)(expression(given[i]));                                                          \
+            const int16_t wide = v, size = (int16_t)(wide < 0 ? -wide : wide);                                    \
+            sum += wide;                                                                                          \
+            sizes += size;                                                                                        \
+            squares += (int32_t)wide * wide;                                                                      \
+            zeros += v == 0;                                                                                      \
+            low = v < low ? v : low;                                                                              \
+            high = v > high ? v : high;                                                                           \
+        }                                                                                                         \
+        const double count = (double)n, mean = sum / count;                                                       \
+        const int64_t apart = (int64_t)n * squares - (int64_t)sum * sum;                                          \
+        const State s = {count, 0, 0, zeros, mean, sqrt((double)apart) / count, low, high, sizes, 0};             \
+        *out = s;                                                                                                 \
+    } while (0)
+#define AS_IT_IS(v) (v)
+#define AS_TRUTH(v) ((v) != 0)
+
+TARGET static void ISA(bytes)(int dtype, const char *raw, size_t n, State *out)
+{
+#ifdef LOOK_AT_BYTES
+    const size_t whole = n & ~(size_t)31;
+    if (dtype == UINT8 && whole) {
+        ByteLook look;
+        State rest;
+        LOOK_AT_BYTES((const uint8_t *)raw, whole, &look);
+        const double count = (double)whole;
+        const int64_t apart = (int64_t)whole * look.squares - look.sum * look.sum;
+        const State s = {count, 0, 0, (double)look.zeros, (double)look.sum / count, sqrt((double)apart) / count,
+                         look.low, look.high, (double)look.sum, 0};
+        *out = s;
+        if (whole < n) {
+            ISA(bytes)(dtype, raw + whole, n - whole, &rest);
+            merge(out, &rest);
+        }
+        return;
+    }
+#endif
+    if (dtype == INT8)
+        STATE_OF_BYTES(int8_t, AS_IT_IS);
+    else if (dtype == UINT8)
+        STATE_OF_BYTES(uint8_t, AS_IT_IS);
+    else
+        STATE_OF_BYTES(uint8_t, AS_TRUTH);
+}
+
 /* The state of one block of at most `block_length(dtype)` elements. `before` is the state of values nearby, or NULL. */
 TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, const State *before)
 {
@@ -152,8 +238,22 @@ TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, 
     case BFLOAT16:
         STATE_OF(bfloat16, 128, (const uint16_t *)raw, n);
         break;
+#ifdef LOOK_AT_FLOAT16
+    case FLOAT16:
+        STATE_OF(float16, 128, (const uint16_t *)raw, n);
+        break;
+#endif
+    case INT8:
+    case UINT8:
+    case BOOL:
+        ISA(bytes)(dtype, raw, n, out);
+        break;
     case INT64: {
         int64_t from;
+        if (ISA(short_integers)((const int64_t *)raw, n, room.doubles)) {
+            STATE_OF(double, 64, (const double *)room.doubles, n);
+            break;
+        }
         if (ISA(distances)((const int64_t *)raw, n, room.doubles, &from)) {
             before = NULL; /* of other distances */
             STATE_OF(double, 64, (const double *)room.doubles, n);
@@ -261,6 +361,9 @@ TARGET static void ISA(count)(int dtype, const char *raw, size_t n, const Grid *
 }
 
 #undef STATE_OF
+#undef STATE_OF_BYTES
+#undef AS_IT_IS
+#undef AS_TRUTH
 #undef EACH
 #undef OCTAVE_PLACES
 #undef RANGE_PLACES

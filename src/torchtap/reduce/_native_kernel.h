@@ -54,11 +54,20 @@ typedef void (*CountFunction)(int, const char *, size_t, const Grid *, int64_t *
 
 #ifdef HAVE_X86_CHOICE
 #define HALF_BY_INSTRUCTION 1
+#include "_native_look_avx2.h"
+#define LOOK_AT_FLOAT look_float_avx2
+#define LOOK_AT_BFLOAT16 look_bfloat16_avx2
+#define LOOK_AT_FLOAT16 look_float16_avx2
+#define LOOK_AT_BYTES look_bytes_avx2
 #define TARGET AVX2
 #define ISA(x) x##_avx2
 #include "_native_isa.h"
 #undef TARGET
 #undef ISA
+#undef LOOK_AT_FLOAT
+#undef LOOK_AT_BFLOAT16
+#undef LOOK_AT_FLOAT16
+#undef LOOK_AT_BYTES
 #define TARGET AVX512
 #define ISA(x) x##_avx512
 #include "_native_isa.h"

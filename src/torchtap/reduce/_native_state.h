@@ -90,3 +90,13 @@ static double center_of(const State *state)
 {
     return blunt(state->mean, state->deviation);
 }
+
+/* What a first look at a block finds: sums of distances from a center, of their squares and of magnitudes. */
+typedef struct {
+    double drift, squares, l1;
+    float low, high, least;
+} Look;
+
+typedef struct {
+    double drift, squares, l1, low, high, least;
+} WideLook;

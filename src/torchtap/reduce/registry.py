@@ -29,6 +29,7 @@ REDUCTIONS = Registry(
         "sample": "torchtap.reduce.sample:Sample",
         "stats": "torchtap.reduce.stats:Stats",
         "topk": "torchtap.reduce.top_k:TopK",
+        "units": "torchtap.reduce.units:Units",
     },
     error=ReductionError,
 )

@@ -86,6 +86,7 @@ class First:
     contained: str | None = None  # the smallest module around it whose output agrees all the same
     evidence: str = ""  # what "local" rests on, in words
     what: str = ""  # what differs where it is no number: a shape, an absent value, a call that was not made
+    source: str = ""  # where the code of its forward is, ``file.py:12 (Block.forward)``; of live models only
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from typing import final
 
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from torchtap.comparison.judge.result import COMPARED, Comparison, Row
 
-__all__ = ["draw", "explained", "number"]
+__all__ = ["PrintedTable", "draw", "explained", "number"]
 
 _COLOURS = {
     "equal": "dim",
@@ -38,7 +39,9 @@ def number(value: float | None) -> str:
 
 def draw(result: Comparison, *, every: bool = False) -> Table:
     """One line for each site; long tables are cut around the first divergence unless ``every`` is set."""
-    table = Table(title=Text(f"{result.reference}  against  {result.target}"), caption=Text(result.verdict))
+    table = PrintedTable(
+        title=Text(f"{result.reference}  against  {result.target}"), caption=Text(result.verdict)
+    )
     # Where it is narrow, names and status go over several lines and the numbers stay whole.
     table.add_column("site", min_width=16)
     for heading in ("error", "floor", "alone", "cosine"):
@@ -53,6 +56,15 @@ def draw(result: Comparison, *, every: bool = False) -> Table:
     if previous + 1 < len(result.rows):
         table.add_row(Text(f"... {len(result.rows) - previous - 1} more", style="dim"))
     return table
+
+
+class PrintedTable(Table):
+    """A table that plain ``print`` shows as well."""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), record=True, markup=False, emoji=False)
+        console.print(self)
+        return console.export_text().rstrip("\n")
 
 
 @final

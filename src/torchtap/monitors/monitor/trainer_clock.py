@@ -3,10 +3,11 @@
 While a clock runs, and in its thread only, iterators of ``torch.utils.data.DataLoader`` report each batch that
 they hand out, and optimizers that update the model's parameters report each update. The rules:
 - an iteration that begins while the model is in training mode is an epoch, each batch it hands out is a batch;
-- one that begins in evaluation mode, or inside another iteration, is none (validation; a second loader);
+- one that begins in evaluation mode, or inside another iteration, is none (validation; a second loader), unless the
+  training switches to training mode before the first pass: some trainers do so when they have the first batch;
 - one that ends without an update, in a training that has seen updates, was none after all;
-- a loop that fetches batches ahead of using them is recognised by its first pass over the model, and its batches
-  are numbered as they are used;
+- a loop that fetches several batches before it uses one is recognised by its first pass over the model, and its
+  batches are numbered as they are used: each pass in training mode uses one, as far as there are any;
 - without any DataLoader, each update ends a batch and all is one epoch.
 
 It guarantees that nothing of torch stays changed after the clock has stopped.
@@ -57,9 +58,15 @@ class TrainingClock:
         self._serial = 0  # of the current iteration: an older one that is dropped late ends nothing
         self._updates_before = 0  # in earlier iterations
         self._handles: list[Any] = []
+        self._hooked = False  # whether passes over the model are heard
+        self._undecided: _Undecided | None = None
         self._ahead: int | None = None  # batches fetched before the first was used; None until that is known
         self._fetched = 0  # in this iteration
+        self._group = 0  # of these, since the last pass
+        self._last = 0  # the last batch that the passes after this group may use
         self._index = 0  # of the batch in use
+        self._in_use = False  # whether a pass has used it
+        self._exhausted = False
         self.iterations = 0  # that were epochs
         self.passed_over = 0  # that were not
         self.batches = 0
@@ -70,11 +77,14 @@ class TrainingClock:
         self._handles = [register_optimizer_step_post_hook(self._on_update)]
         if form_of(self._model) == "eager":  # a hook on a compiled model would become part of it
             self._handles.append(HookWay().before(self._model, self._on_pass))
+            self._handles.append(HookWay().after(self._model, self._on_pass_end))
+            self._hooked = True
         _follow(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         _unfollow(self)
+        self._decide()
         for handle in self._handles:
             handle.remove()
         self._end(self._serial, for_good=True)
@@ -84,20 +94,47 @@ class TrainingClock:
 
     def followed(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """An iterator that tells this clock what it hands out, if its iteration is an epoch."""
-        if self._in_an_iteration() or not getattr(self._model, "training", True):
+        if self._in_an_iteration():
             self.passed_over += 1
             return iterator
+        self._decide()
+        followed = _Followed(iterator, self)
+        if getattr(self._model, "training", True):
+            self._begin(followed)
+            return followed
+        self.passed_over += 1
+        if not self._hooked:
+            return iterator
+        self._undecided = _Undecided(self._model, lambda: self._begin_after_all(followed))
+        return followed
+
+    def _decide(self) -> None:
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None:
+            undecided.stop()
+
+    def _begin_after_all(self, followed: _Followed) -> None:
+        """The training has switched to training mode before the first pass."""
+        self._decide()
+        if self.hears_this_thread() and not self._in_an_iteration():
+            self.passed_over -= 1
+            self._begin(followed)
+
+    def _begin(self, followed: _Followed) -> None:
+        """An iteration is an epoch."""
         self._end(self._serial, for_good=True)
         self._serial += 1
-        self._ahead, self._fetched = (None if len(self._handles) > 1 else 0), 0
-        followed = _Followed(iterator, self, self._serial)
+        followed.serial, self._exhausted = self._serial, followed.ended
+        self._ahead = None if self._hooked else 0
+        self._fetched = self._group = followed.handed_out
         self._current = weakref.ref(followed)
         # A loop that breaks off drops its iterator, and with it ends the epoch.
         weakref.finalize(followed, self._end, self._serial).atexit = False
         self.iterations += 1
         self._updates_before = self.updates
         self._listener.epoch_begins()
-        return followed
+        if self._fetched:
+            self._use(0)
 
     def _in_an_iteration(self) -> bool:
         current = None if self._current is None else self._current()
@@ -108,32 +145,48 @@ class TrainingClock:
         if serial != self._serial:
             return
         self._fetched += 1
+        self._group += 1
         if self._ahead is None and self.updates > self._updates_before:
             self._ahead = 0  # it trains without ever calling the model as a whole
         if self._fetched == 1:
             self._use(0)
-        elif self._ahead is not None:
-            self._use(self._fetched - 1 - self._ahead)
+        elif self._ahead == 0:
+            self._use(self._fetched - 1)
+        elif self._ahead is not None and self._in_use:
+            self._use(self._index + 1)
 
     def exhausted(self, serial: int) -> None:
         """The iterator has no more."""
-        if serial == self._serial and self._ahead and self._index + 1 < self._fetched:
-            self._use(self._index + 1)
+        if serial == self._serial:
+            self._exhausted = True
+            if self._ahead and self._in_use and self._index + 1 < self._fetched:
+                self._use(self._index + 1)
         self._end(serial)
 
     def _use(self, index: int) -> None:
-        self._index = index
+        self._index, self._in_use = index, False
         self.batches += 1
         self._listener.batch_begins(index)
 
     def _on_pass(self, *_: Any) -> None:
-        if (
-            self._ahead is None
-            and self._current is not None
-            and self._model.training
-            and self.hears_this_thread()
-        ):
+        if not self.hears_this_thread():
+            return
+        self._decide()
+        if self._current is None or not self._model.training:
+            return
+        if self._ahead is None:
             self._ahead = max(0, self._fetched - 1)
+        if self._group:  # the first pass since batches were fetched
+            self._last, self._group = self._index + self._group - 1, 0
+        self._in_use = True
+
+    def _on_pass_end(self, *_: Any) -> None:
+        """The next of the batches that were fetched together comes next."""
+        if not self._ahead or self._current is None or not self._in_use:
+            return
+        last = self._fetched - 1 if self._exhausted else self._last
+        if self._model.training and self.hears_this_thread() and self._index < last:
+            self._use(self._index + 1)
 
     def _end(self, serial: int, for_good: bool = False) -> None:
         if self._current is None or serial != self._serial:
@@ -156,17 +209,17 @@ class TrainingClock:
             self.updates += 1
             if not self.iterations:
                 self._use(self.updates)
-            elif self._ahead and not self._in_an_iteration() and self._index + 1 < self._fetched:
-                self._use(self._index + 1)
 
 
 @final
 class _Followed:
     """A DataLoader's iterator that counts what it hands out."""
 
-    def __init__(self, iterator: Iterator[Any], clock: TrainingClock, serial: int) -> None:
-        self._iterator, self._clock, self._serial = iterator, clock, serial
+    def __init__(self, iterator: Iterator[Any], clock: TrainingClock) -> None:
+        self._iterator, self._clock = iterator, clock
+        self.serial = -1  # until it is an epoch
         self.ended = False
+        self.handed_out = 0
 
     def __iter__(self) -> Self:
         return self
@@ -177,9 +230,10 @@ class _Followed:
         except StopIteration:
             if not self.ended:
                 self.ended = True
-                self._clock.exhausted(self._serial)
+                self._clock.exhausted(self.serial)
             raise
-        self._clock.fetched(self._serial)
+        self.handed_out += 1
+        self._clock.fetched(self.serial)
         return batch
 
     def __len__(self) -> int:
@@ -187,6 +241,28 @@ class _Followed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
+
+
+@final
+class _Undecided:
+    """Hears the model's ``train()``, which decides about an iteration that began in evaluation mode."""
+
+    def __init__(self, model: nn.Module, begin: Callable[[], None]) -> None:
+        self._model = model
+        original = model.train
+
+        def train(mode: bool = True) -> nn.Module:
+            switched = original(mode)
+            if mode:
+                begin()
+            return switched
+
+        # Beside nn.Module.__setattr__; gone with the first pass at the latest.
+        model.__dict__["train"] = train
+
+    def stop(self) -> None:
+        """The model's own method is back."""
+        self._model.__dict__.pop("train", None)
 
 
 # -- DataLoader.__iter__, replaced while any clock runs -----------------------------------------------------------

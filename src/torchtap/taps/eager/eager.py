@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torchtap.sites import unwrap
 from torchtap.taps.carry.op import Channel
@@ -23,9 +24,11 @@ from torchtap.taps.carry.traced import emitting_inputs, emitting_output, emittin
 from torchtap.taps.eager import attention
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
+from torchtap.taps.receive.gradients import ask_at_its_node
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.receive.state import StateReader
 from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.walker import Walker
 from torchtap.taps.walk.ways import WayName
 
@@ -105,7 +108,10 @@ class EagerAttachment:
                 self._walker.after_and_again(module, port, self._await_outputs, emit)
             case "grad_input":
                 emit_given = emitting_inputs(self._channel, port)
-                self._walker.before_and_again(module, port, self._await_inputs, emit_given)
+                taps = receiver.plan.taps
+                own = any(taps[number].per_consumer for number in port.port.taps)
+                wait = self._await_own_inputs if own else self._await_inputs
+                self._walker.before_and_again(module, port, wait, emit_given)
 
     def hooks_gone(self) -> list[nn.Module]:
         """The modules from which somebody else has taken our hooks off."""
@@ -139,3 +145,16 @@ class EagerAttachment:
     ) -> None:
         found = input_leaves(port.input_names, args, kwargs)
         self._receiver.take_gradients(port, found, repeated)
+
+    def _await_own_inputs(
+        self, port: LivePort, args: tuple[Any, ...], kwargs: dict[str, Any], repeated: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let the module run on a view of each value, whose gradient is what this call alone sends back."""
+        args, kwargs = map_leaves(args, _its_own), map_leaves(kwargs, _its_own)
+        found = input_leaves(port.input_names, args, kwargs)
+        self._receiver.take_gradients(port, found, repeated, ask_at_its_node)
+        return args, kwargs
+
+
+def _its_own(_: str, value: Tensor) -> Tensor:
+    return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value

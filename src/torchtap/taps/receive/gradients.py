@@ -15,7 +15,23 @@ from torch import Tensor
 
 from torchtap._torch import version_of
 
-__all__ = ["ask_for_gradient", "ask_while_traced"]
+__all__ = ["ask_at_its_node", "ask_for_gradient", "ask_while_traced"]
+
+
+def ask_at_its_node(value: Tensor, take: Callable[[Tensor], None]) -> None:
+    """Call ``take`` with what flows back through the node that made ``value``, and through no other."""
+    node = value.grad_fn
+    if node is None:
+        value.register_hook(take)
+        return
+    position = value.output_nr
+
+    def at_node(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[position]
+        if gradient is not None:
+            take(gradient)
+
+    node.register_prehook(at_node)
 
 
 def ask_for_gradient(value: Tensor, take: Callable[[Tensor], None]) -> None:
@@ -26,14 +42,7 @@ def ask_for_gradient(value: Tensor, take: Callable[[Tensor], None]) -> None:
         return
     base = value._base
     if base is None or base.grad_fn is None or not _covers(value, base):
-        position = value.output_nr
-
-        def at_node(gradients: tuple[Tensor | None, ...]) -> None:
-            gradient = gradients[position]
-            if gradient is not None:
-                take(gradient)
-
-        node.register_prehook(at_node)
+        ask_at_its_node(value, take)
         return
     asked = _ViewGradient(value, base, take, _counter(value))
     node.register_prehook(asked.at_value)

@@ -191,7 +191,11 @@ class Receiver:
             port.note = reasons.NO_ARGUMENT
 
     def take_gradients(
-        self, port: LivePort, found: Iterable[tuple[str, Tensor]], recomputed: bool = False
+        self,
+        port: LivePort,
+        found: Iterable[tuple[str, Tensor]],
+        recomputed: bool = False,
+        ask: Callable[[Tensor, Callable[[Tensor], None]], None] = ask_for_gradient,
     ) -> None:
         """Ask autograd for the gradients of these values, which a module was given or gave.
 
@@ -210,13 +214,15 @@ class Receiver:
                 entry = self._entry(port, leaf, call)
                 if entry is not None and not (recomputed and entry.asked):
                     entry.asked = not recomputed
-                    self._ask(entry, tensor)
+                    self._ask(entry, tensor, ask)
         except Exception as error:
             self.folding.lose(port.port.site.name, error)
 
-    def _ask(self, entry: Entry, tensor: Tensor) -> None:
+    def _ask(
+        self, entry: Entry, tensor: Tensor, ask: Callable[[Tensor, Callable[[Tensor], None]], None]
+    ) -> None:
         tally = self.folding.tally
-        ask_for_gradient(tensor, partial(self._take_gradient, entry, tally, tally.serial))
+        ask(tensor, partial(self._take_gradient, entry, tally, tally.serial))
 
     def _take_gradient(self, entry: Entry, tally: Tally, serial: int, gradient: Tensor) -> None:
         # A backward that comes after its step has ended has nowhere to put its values.
@@ -279,7 +285,7 @@ class Receiver:
         entry = self._entry(port, leaf, call)
         if entry is not None and not (again and entry.asked):
             entry.asked = not again
-            self._ask(entry, tensor)
+            self._ask(entry, tensor, ask_for_gradient)
 
     def take_state(
         self, path: str, kind: str, leaf: str, state: Tensor, shape: Iterable[int], call: int | None = None

@@ -1,0 +1,189 @@
+"""What can be proved on the user's own machine in under a minute: `torchtap selftest`.
+
+Each proof is a function of a device that raises `AssertionError` when something is not as it should be and returns one
+line about what it saw. The output is for a bug report: it names versions and parts, no paths and no data.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PROOFS", "devices", "facts"]
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool)
+_EXTRAS = ("zstandard", "h5py", "pyarrow", "onnxruntime", "starlette", "matplotlib", "fsspec", "triton")
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Versions, native parts, the page and the limits."""
+    from torchtap.reduce.kernel import native
+    from torchtap.store.files.layout import FORMAT_VERSION
+    from torchtap.store.format.checksum import copy_bytes
+    from torchtap.store.format.seal import JSON_LIMIT
+    from torchtap.viewer.assets import built
+
+    yield "torchtap", f"{_version('torchtap')}, run format {FORMAT_VERSION}"
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads"
+    yield (
+        "native kernel",
+        "built" if native is not None else "MISSING: statistics are computed by torch, more slowly",
+    )
+    yield "native checksum", "built" if copy_bytes is not None else "MISSING: zlib is used"
+    yield "page", "built" if built() else "MISSING: torchtap view and report need it"
+    yield "extras", ", ".join(name for name in _EXTRAS if find_spec(name) is not None) or "none"
+    yield "limits", f"JSON {JSON_LIMIT >> 20} MiB, tensors on the page 256 MiB"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed as a package"
+
+
+def devices(asked: tuple[str, ...]) -> list[str]:
+    """The devices that are there, or those that were asked for."""
+    if asked:
+        return list(asked)
+    found = ["cpu"]
+    if torch.cuda.is_available():
+        found += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return found
+
+
+def _values(dtype: torch.dtype, device: str) -> Tensor:
+    made = torch.randn(257, 33, generator=torch.Generator().manual_seed(7)) * 5
+    if dtype == torch.float64 and device.startswith("mps"):
+        dtype = torch.float32
+    return (made > 0 if dtype == torch.bool else made.to(dtype)).to(device)
+
+
+def prove_kernels(device: str) -> str:
+    """Statistics of every dtype against torch's own in float64."""
+    import torchtap as tt
+
+    model = nn.Sequential(nn.Identity())
+    worst = 0.0
+    for dtype in _DTYPES:
+        value = _values(dtype, device)
+        with tt.capture(model, "0:output", keep=tt.Stats()) as seen:
+            model(value)
+        exact = value.cpu().to(torch.float64)
+        for name, expected in (
+            ("mean", exact.mean()),
+            ("std", exact.std()),
+            ("absmax", exact.abs().max()),
+            ("l2", exact.norm()),
+            ("zeros", (exact == 0).double().mean()),
+        ):
+            found = float(seen["0:output"][name])
+            error = abs(found - float(expected)) / max(1.0, abs(float(expected)))
+            assert error < 1e-6, f"{name} of {dtype}: {found}, and {float(expected)} in float64"
+            worst = max(worst, error)
+    return f"{len(_DTYPES)} dtypes against float64, largest error {worst:.1e}"
+
+
+def prove_handover(device: str) -> str:
+    """Numbers that cross from the device during training, step by step, against a plain copy; losses unchanged."""
+    import torchtap as tt
+
+    losses: list[list[float]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for watched in (False, True):
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            watch = tt.watch(model, Path(name) / "run", ["*:output", "*:grad_output"]) if watched else None
+            told, means = [], []
+            for step in range(12):
+                if watch is not None:
+                    watch.set_step(step)
+                value = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(device)
+                inner = model[0](value).detach() if watch is None else None
+                loss = model(value).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                told.append(float(loss))
+                means.append(float(inner.double().mean()) if inner is not None else 0.0)
+            losses.append(told)
+            if watch is None:
+                expected = means
+            else:
+                watch.close()
+        found = tt.open(Path(name) / "run").series("0:output", "mean").values.tolist()
+    assert losses[0] == losses[1], "a watched training has other losses"
+    assert len(found) == 12, f"{len(found)} of 12 steps arrived"
+    error = max(abs(one - other) for one, other in zip(found, expected, strict=True))
+    assert error < 1e-6, f"means that crossed differ by {error}"
+    return f"12 steps, losses bit by bit the same, means within {error:.1e}"
+
+
+def prove_forms(device: str) -> str:
+    """One model through each form: the same sites, the same values."""
+    import torchtap as tt
+
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(device).eval()
+    value = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    with torch.no_grad(), tt.capture(model, "2:output") as seen:
+        model(value)
+    expected = seen["2:output"]
+    made: dict[str, Callable[[], object]] = {
+        "compiled": lambda: torch.compile(model, backend="eager"),
+        "exported": lambda: torch.export.export(model, (value,)).module(),
+        "traced by fx": lambda: torch.fx.symbolic_trace(model),
+    }
+    for form, make in made.items():
+        call = make()
+        with torch.no_grad(), tt.capture(call, "2:output") as seen:
+            call(value)  # type: ignore[operator]
+        torch.testing.assert_close(seen["2:output"], expected, msg=f"{form}: other values")
+    return f"eager, {', '.join(made)}: the same values"
+
+
+def prove_run(device: str) -> str:
+    """A run that is written, cut and read: what is right is read, what is damaged is told."""
+    import torchtap as tt
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        root = nn.Sequential(nn.Linear(4, 4)).to(device)
+        watch = tt.watch(root, folder, ["0:output"])
+        for step in range(3):
+            watch.set_step(step)
+            root(torch.ones(2, 4, device=device))
+            watch.end_step()
+            watch.flush()
+        parts = sorted(folder.rglob("scalars-*"))
+        run = tt.open(folder)
+        assert run.steps().tolist() == [0, 1, 2], "steps are missing"
+        parts[-1].write_bytes(parts[-1].read_bytes()[:-7])
+        damaged = tt.open(folder)
+        assert damaged.problems, "a cut file was not noticed"
+        assert set(damaged.steps().tolist()) < {0, 1, 2}, "a cut file was read"
+        watch.close()
+    return "written, read, cut, and the damage told"
+
+
+PROOFS: dict[str, Callable[[str], str]] = {
+    "kernels": prove_kernels,
+    "hand-over": prove_handover,
+    "forms": prove_forms,
+    "run": prove_run,
+}
+
+if sys.platform == "win32":  # the store's locks and the forms' compilers are those of POSIX
+    del PROOFS["run"]
