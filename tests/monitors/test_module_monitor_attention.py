@@ -252,3 +252,16 @@ def test_two_monitors_give_torch_s_fast_path_back_as_it_was(first_to_end: int, w
         assert torch.backends.mha.get_fastpath_enabled() == was
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def test_a_monitor_that_is_dropped_in_a_step_leaves_torch_s_fast_path_on() -> None:
+    import gc
+
+    assert torch.backends.mha.get_fastpath_enabled()
+    monitor = ModuleMonitor(None, attention=True)
+    monitor.set_module(nn.Linear(2, 2))
+    monitor.begin_step(0)
+    assert not torch.backends.mha.get_fastpath_enabled()
+    del monitor
+    gc.collect()
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -3,7 +3,7 @@
 ``F.scaled_dot_product_attention`` and ``F.multi_head_attention_forward`` (which ``nn.MultiheadAttention`` calls)
 are watched; a value belongs to the innermost module whose code made the call. It guarantees:
 - the model's call goes through with the very arguments it came with;
-- the wrappers are gone as soon as no monitor has a monitored step open.
+- the wrappers are gone as soon as no monitor has a monitored step open, also when one was dropped in the middle of it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, final
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionPatch"]
 
-_lock = threading.Lock()
-_open: tuple[AttentionPatch, ...] = ()
+_lock = threading.RLock()  # a monitor may be collected while it is held
+_open: tuple[weakref.ref[AttentionPatch], ...] = ()
 _originals: dict[str, Callable[..., Any]] = {}
 _wrappers: dict[str, Callable[..., Any]] = {}
 _fast_path_was = True
@@ -50,16 +51,14 @@ class AttentionPatch:
         """A monitored step begins, or ends."""
         global _open
         with _lock:
-            if on == (self in _open):
+            if on == any(each() is self for each in _open):
                 return
             if on:
                 if not _open:
                     _wrap()
-                _open = (*_open, self)
+                _open = (*_open, weakref.ref(self, _leave))
             else:
-                _open = tuple(each for each in _open if each is not self)
-                if not _open:
-                    _unwrap()
+                _leave(next(each for each in _open if each() is self))
 
     def owner(self, frame: FrameType | None) -> tuple[str, bool] | None:
         """Name of the innermost module of this monitor that is running, and whether it is the reference's."""
@@ -102,6 +101,16 @@ class AttentionPatch:
         )
 
 
+def _leave(patch: weakref.ref[AttentionPatch]) -> None:
+    """A patch is not open any more; the last one takes the wrappers off."""
+    global _open
+    with _lock:
+        was_open = bool(_open)
+        _open = tuple(each for each in _open if each is not patch)
+        if was_open and not _open:
+            _unwrap()
+
+
 def _wrap() -> None:
     global _fast_path_was
     # The fused inference path of nn.MultiheadAttention calls neither function.
@@ -134,8 +143,10 @@ def _wrapper(original: Callable[..., Any], parts_of: Callable[..., tuple[tuple[A
             with torch.no_grad():
                 if _open:
                     arguments, by_head = parts_of(args, kwargs, output)
-                for patch in _open:
-                    patch.take(sys._getframe(1), arguments, by_head)
+                for each in _open:
+                    patch = each()
+                    if patch is not None:
+                        patch.take(sys._getframe(1), arguments, by_head)
             return output
         finally:
             _inside.busy = False
