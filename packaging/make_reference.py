@@ -1,6 +1,6 @@
 """Write the page of commands from the code: every command with its help.
 
-    python packaging/make_reference.py
+python packaging/make_reference.py
 """
 
 from __future__ import annotations
