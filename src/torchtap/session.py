@@ -92,9 +92,10 @@ class Capture:
 
     def _warn_of_silence(self) -> None:
         """One warning for the selectors that brought nothing at all."""
-        came = {
-            index for entry in self._taps.receiver.entries if entry.shape is not None for index in entry.taps
-        }
+        came: set[int] = set()
+        for entry in self._taps.receiver.entries:
+            if entry.shape is not None:
+                came.update(entry.taps, entry.also.taps if entry.also is not None else ())
         silent = [index for index in range(len(self.plan.asked)) if index not in came]
         if not silent:
             return

@@ -80,6 +80,7 @@ class Receiver:
         self._kinds = {port.site.kind for port in plan.ports}
         self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
         self._pass_number = 0
+        self._between_passes = True  # a value that comes now is of a part that was called without the model
         self.passes = 0  # calls of the model in open steps
         self.late = 0  # gradients that came after their step was over
         self.knows_positions = True  # whether the form tells where in a structure a tensor stands
@@ -111,6 +112,7 @@ class Receiver:
         self.thread, self._open = thread, True
         self._passed_over = None
         self._pass_number += 1
+        self._between_passes = True
 
     def end_step(self) -> None:
         """Until the next step begins nothing is heard."""
@@ -150,6 +152,17 @@ class Receiver:
             else:
                 self.passes += 1
         self._pass_number += 1
+        self._between_passes = False
+
+    def _begin_part(self, port: LivePort) -> bool:
+        """A module was called without the model around it: what comes until the next call of the model is one pass."""
+        module = port.port.site.module
+        if not self._open or not self._is_taken(getattr(module, "training", None), None):
+            return False
+        self.passes += 1
+        self._pass_number += 1
+        self._between_passes = False
+        return True
 
     def _is_taken(self, training: bool | None, learning: bool | None) -> bool:
         """Whether a pass is to be heard; it is then of its phase. TorchScript's tracer must not find us in its own."""
@@ -167,12 +180,15 @@ class Receiver:
         """Let go of the values that were held to recognise repeats."""
         if self._passed_over is not None:
             (self.thread,), self._passed_over = self._passed_over, None
+        self._between_passes = True
         self.folding.forget_values()
 
     # -- values -------------------------------------------------------------------------------------------
 
     def take(self, port: LivePort, tree: Any) -> None:
         """A module's output, or any other structure of tensors, of the port's next call."""
+        if self._between_passes and not self._begin_part(port):
+            return
         call = port.next_call(self._pass_number)
         if isinstance(tree, Tensor):
             entry = self._entry(port, "", call)
@@ -186,6 +202,8 @@ class Receiver:
 
     def take_inputs(self, port: LivePort, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A module's arguments."""
+        if self._between_passes and not self._begin_part(port):
+            return
         call = port.next_call(self._pass_number)
         if not self._take_leaves(port, call, input_leaves(port.input_names, args, kwargs)):
             port.note = reasons.NO_ARGUMENT
@@ -202,6 +220,8 @@ class Receiver:
         A checkpoint's repetition asks only where the call that it repeats could not: the values that came into the
         checkpoint were there both times.
         """
+        if self._between_passes and not recomputed and not self._begin_part(port):
+            return
         call = port.next_recall() if recomputed else port.next_call(self._pass_number)
         try:
             for leaf, tensor in found:
