@@ -81,6 +81,7 @@ browser:
 clean:
 	rm -rf $(VENV) build dist demo-run demo-run.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# The web viewer's page; what users install.
+# The web viewer's page; what users install; the native parts under sanitizers.
 -include frontend.mk
 -include packaging/packaging.mk
+-include native.mk

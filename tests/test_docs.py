@@ -76,6 +76,22 @@ def test_a_chinese_page_has_the_code_and_the_headings_of_the_english_one(page: P
     assert shape_of(page) == shape_of(english)
 
 
+def test_the_chinese_readme_has_the_code_and_the_headings_of_the_english_one() -> None:
+    assert shape_of(ROOT / "README.zh.md") == shape_of(ROOT / "README.md")
+
+
+def test_the_built_page_is_of_its_sources() -> None:
+    check = subprocess.run([sys.executable, ROOT / "packaging" / "fingerprint.py", "--check"])
+    assert check.returncode == 0, "the viewer's page was not built after its sources changed: make frontend"
+
+
+def test_the_page_of_commands_has_every_command() -> None:
+    from torchtap.cli import COMMANDS
+
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    assert re.findall(r"^## torchtap (\w+)$", page, re.MULTILINE) == sorted(COMMANDS), "make_reference.py"
+
+
 def test_the_start_the_how_tos_and_the_five_ways_here_are_there_in_chinese_too() -> None:
     wanted = [ROOT / "docs" / "index.md", *GROUPS["howto"], *GROUPS["from"]]
     assert {page.relative_to(ROOT / "docs") for page in wanted} == {
