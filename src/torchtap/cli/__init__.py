@@ -21,6 +21,7 @@ __all__ = ["main", "torchtap"]
 COMMANDS = {
     "compare": "Compare two recordings and name the first site that differs.",
     "demo": "Train a small GPT and look inside it.",
+    "diagnose": "Say what looks wrong in a run, and what to do.",
     "export": "Write a run in another format: parquet, hdf5, pt, npz, csv, jsonl.",
     "rcc": "Refined coordinate check over model widths.",
     "report": "Write one self-contained page about a run.",

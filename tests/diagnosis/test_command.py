@@ -1,0 +1,58 @@
+"""`torchtap diagnose`: findings for people and for programs, and an exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchtap as tt
+from torchtap.cli import main
+
+
+def run_of(folder: Path, *, broken: bool) -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tt.watch(model, folder, ["*:output", "*:param"]) as watch:
+        watch.follow(optimizer)
+        for step in range(4):
+            if broken and step == 2:
+                with torch.no_grad():
+                    model[2].weight[0, 0] = float("nan")
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    return str(folder)
+
+
+def ask(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["diagnose", *words])
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def test_a_healthy_run_ends_with_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = ask([run_of(tmp_path / "run", broken=False)], capsys)
+    assert (code, said) == (0, "nothing looks wrong\n")
+
+
+def test_an_error_ends_with_one_and_names_site_and_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_of(tmp_path / "run", broken=True)
+    code, said = ask([folder], capsys)
+    assert code == 1
+    assert "2" in said.splitlines()[0]
+    code, text = ask([folder, "--json"], capsys)
+    first = json.loads(text)[0]
+    assert (code, first["severity"], first["step"]) == (1, "error", 2)
+
+
+def test_a_folder_that_is_no_run_is_an_error_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = ask([str(tmp_path / "nothing")], capsys)
+    assert code == 2
