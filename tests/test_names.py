@@ -110,17 +110,17 @@ def test_a_site_has_its_leaves_and_calls() -> None:
     assert not belongs_to("a:output_2", "a:output")
 
 
-def test_gradients_pass_in_reverse_and_parameters_last() -> None:
+def test_parameters_come_first_and_gradients_pass_in_reverse() -> None:
     given = ["a:param.w", "a:output", "a:grad_output", "b:output", "b:grad_output", "b:param_grad.w"]
     assert in_passing_order(given) == [
-        "a:output", "b:output", "b:grad_output", "a:grad_output", "b:param_grad.w", "a:param.w",
+        "a:param.w", "a:output", "b:output", "b:grad_output", "a:grad_output", "b:param_grad.w",
     ]  # fmt: skip
 
 
 def test_a_container_begins_before_and_ends_after_what_is_inside_it() -> None:
     executed = [
-        ":input", "a:input", "a.x:input", "a.x:output", "a:output", "b:output", ":output", "a:output#1",
-        "b:grad_output", "a:grad_output", "a.x:grad_output", "a.x:grad_input", "a:grad_input", "a.x:param.w",
+        "a.x:param.w", ":input", "a:input", "a.x:input", "a.x:output", "a:output", "b:output", ":output",
+        "a:output#1", "b:grad_output", "a:grad_output", "a.x:grad_output", "a.x:grad_input", "a:grad_input",
     ]  # fmt: skip
     key = execution_order(executed)
     shuffled = list(executed)

@@ -260,7 +260,7 @@ def test_a_module_picks_itself() -> None:
     ]
     with tt.watch(model, None, model[1]) as watch:
         assert [port.site.name for port in watch.plan.ports] == ["1:output"]
-    with pytest.raises(SelectionError, match="'<this Linear>:output' matches none of this model's 4 sites"):
+    with pytest.raises(SelectionError, match="the Linear that was given is none of this model's 4 modules"):
         tt.bind(model, [nn.Linear(2, 2)])
 
 

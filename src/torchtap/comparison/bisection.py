@@ -90,11 +90,11 @@ class _Summaries:
         self._noise = None if noise is None else torch.Generator().manual_seed(noise)
 
     def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for leaf, value in input_leaves(call.input_names, args, kwargs):
+        for leaf, value in input_leaves(call.input_names, args, kwargs, through_objects=False):
             self._take(site_name(call.path, "input", leaf, call.number), value)
 
     def after(self, call: Call, output: Any) -> Any:
-        for leaf, value in leaves(output):
+        for leaf, value in leaves(output, through_objects=False):
             self._take(site_name(call.path, "output", leaf, call.number), value)
         if self._noise is not None and isinstance(output, Tensor):
             return jitter(output, self._noise)

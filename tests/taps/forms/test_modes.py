@@ -65,7 +65,8 @@ def test_without_autograd_the_values_come_and_the_gradients_have_a_reason(mode: 
         with mode(), tt.capture(subject, "*:output", "*:grad_output") as seen:
             subject(x)
         assert ":output" in seen, form
-        assert {missing.reason for missing in seen.coverage()} == {"the value does not require grad"}, form
+        reasons = {missing.reason for missing in seen.coverage() if missing.site.endswith("grad_output")}
+        assert reasons == {"the value does not require grad"}, form
 
 
 def test_functional_call_vmap_and_grad_give_values() -> None:

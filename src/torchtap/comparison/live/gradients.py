@@ -33,11 +33,11 @@ class _Flow:
         self.needs: dict[str, tuple[str | None, bool]] = {}
 
     def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for leaf, value in input_leaves(call.input_names, args, kwargs):
+        for leaf, value in input_leaves(call.input_names, args, kwargs, through_objects=False):
             self.needs[site_name(call.path, "input", leaf, call.number)] = (call.parent, value.requires_grad)
 
     def after(self, call: Call, output: Any) -> None:
-        for leaf, value in leaves(output):
+        for leaf, value in leaves(output, through_objects=False):
             self.needs[site_name(call.path, "output", leaf, call.number)] = (call.path, value.requires_grad)
 
 

@@ -130,7 +130,7 @@ class Probe:
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         path = call.path if self._names is None else self._names[call.path]
-        given = list(input_leaves(call.input_names, args, kwargs))
+        given = list(input_leaves(call.input_names, args, kwargs, through_objects=False))
         frame = _Frame(call, path, Versions([]))
         self._note_call(frame, settings_of(call.input_names, args, kwargs))
         instead, whole = self._look(frame, "input", given)
@@ -148,7 +148,7 @@ class Probe:
             return None
         frame = self._frames[-1]
         self._note_changes(frame)
-        instead, whole = self._look(frame, "output", list(leaves(output)))
+        instead, whole = self._look(frame, "output", list(leaves(output, through_objects=False)))
         self._frames.pop()
         if self._frames and not whole:
             self._frames[-1].clean = False

@@ -147,7 +147,7 @@ class _Recorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         settings = settings_of(call.input_names, args, kwargs)
         called = Called(call.path, call.number, call.parent, len(self.trace.events), settings)
-        given = list(input_leaves(call.input_names, args, kwargs))
+        given = list(input_leaves(call.input_names, args, kwargs, through_objects=False))
         self.trace.calls.append(called)
         self._open.append((called, Versions(given)))
         for leaf, value in given:
@@ -163,7 +163,7 @@ class _Recorder:
             if (called.module, called.number) == (call.path, call.number):
                 called.changes = versions.changed()
                 break
-        for leaf, value in leaves(output):
+        for leaf, value in leaves(output, through_objects=False):
             site = site_name(call.path, "output", leaf, call.number)
             self._take(Event(site, call.path, "output", call.path), value)
         noise = self._noise

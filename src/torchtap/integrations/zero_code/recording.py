@@ -205,6 +205,9 @@ def _is_main_program() -> bool:
     """Not a process that the program started for its own purposes."""
     import multiprocessing
 
+    script = os.environ.get("TORCHTAP_SCRIPT")  # the process that `torchtap run` became, if that is a script
+    if script is not None:
+        return script == str(os.getpid())
     return multiprocessing.parent_process() is None and "RANK" not in os.environ and not _is_helper()
 
 

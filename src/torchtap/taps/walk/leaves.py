@@ -23,8 +23,12 @@ _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 _NO_STRUCTURES = (Tensor, type, ModuleType, Enum, nn.Module, torch.Generator)
 
 
-def leaves(tree: Any, prefix: str = "", around: tuple[Any, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+def leaves(
+    tree: Any, prefix: str = "", around: tuple[Any, ...] = (), *, through_objects: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """``(name, tensor)`` for every tensor of a structure; a bare tensor has the empty name.
+
+    Without ``through_objects`` caches and other objects that hold tensors from call to call are left out.
 
     While FX traces, a proxy stands for a tensor. ``around`` are the objects that the structure is in: one that holds
     itself is not walked in circles.
@@ -35,11 +39,11 @@ def leaves(tree: Any, prefix: str = "", around: tuple[Any, ...] = ()) -> Iterato
     if tree is None or isinstance(tree, _PLAIN):
         return
     if is_object(tree):
-        if len(around) >= _DEEPEST or any(tree is each for each in around):
+        if not through_objects or len(around) >= _DEEPEST or any(tree is each for each in around):
             return
         around = (*around, tree)
     for key, child in children(tree):
-        yield from leaves(child, join_path(prefix, str(key)), around)
+        yield from leaves(child, join_path(prefix, str(key)), around, through_objects=through_objects)
 
 
 def children(tree: Any) -> Iterator[tuple[Any, Any]]:
@@ -74,13 +78,17 @@ def is_object(tree: Any) -> bool:
 
 
 def input_leaves(
-    names: tuple[str, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    names: tuple[str, ...] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    through_objects: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors among a call's arguments, named by parameter where ``names`` gives them, else by index."""
     for position, value in enumerate(args):
-        yield from leaves(value, argument_name(names, position))
+        yield from leaves(value, argument_name(names, position), through_objects=through_objects)
     for key, value in kwargs.items():
-        yield from leaves(value, keyword_name(names, key))
+        yield from leaves(value, keyword_name(names, key), through_objects=through_objects)
 
 
 def argument_name(names: tuple[str, ...] | None, position: int) -> str:
