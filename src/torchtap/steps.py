@@ -244,8 +244,8 @@ class Steps:
         if self._has_learnt and self._learning is None and self._phases:
             self._outlets.hint(
                 "evaluation",
-                f"step {moment.step} holds passes of {', '.join(self._phases)} only, and took a number among the steps of "
-                "the training. Have evaluations outside of steps: they belong to the step that ended last",
+                f"step {moment.step} holds passes of {', '.join(self._phases)} only, and took a number among the "
+                "steps of the training. Have evaluations outside of steps: they belong to the step that ended last",
             )
         self._has_learnt |= self._learning is not None
 

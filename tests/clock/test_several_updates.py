@@ -159,21 +159,19 @@ def test_a_subclass_that_calls_its_parent_s_step_makes_one_step_and_a_call_that_
 
     model, kept = mlp(), Kept()
     torch.optim.SGD(model.parameters(), 0.1)  # torch hooks a class once it has been made
-    optimizer, fails = Mine(model.parameters(), 0.1), True
+    optimizer, fails = Mine(model.parameters(), 0.1), [True, False] * 4
     with tt.watch(model, None, "*:output", sinks=[kept], strict=True) as watch:
         watch.follow(optimizer)
         for _ in range(4):
             loss = model(torch.randn(2, 6)).sum()
 
             def closure(loss: Tensor = loss) -> Tensor:
-                if fails:
+                if fails.pop(0):
                     raise ValueError("a bad batch")
                 loss.backward()
                 return loss
 
             with pytest.raises(ValueError, match="bad batch"):
                 optimizer.step(closure)
-            fails = False
             optimizer.step(closure)
-            fails = True
     assert [(record.step, record.passes) for record in kept.records] == [(0, 1), (1, 1), (2, 1), (3, 1)]

@@ -263,7 +263,7 @@ class Receiver:
         self._take_leaf(port, port.port.site.leaf, 0, tensor)
 
     def take_part(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
-        """A tensor that belongs to a port's own, such as what an optimizer keeps for a parameter. The last one counts."""
+        """A tensor that belongs to a port's own, such as what an optimizer keeps for it. The last one counts."""
         port.next_leaf_call(self._pass_number, leaf)
         self.folding.take_back(port, leaf)
         self._take_leaf(port, leaf, 0, tensor)
