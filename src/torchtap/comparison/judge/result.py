@@ -20,7 +20,18 @@ from torchtap.display import drawn
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["AGREES", "COMPARED", "Comparison", "Confidence", "First", "Origin", "Outcome", "Row", "Status"]
+__all__ = [
+    "AGREES",
+    "COMPARED",
+    "STATISTICS_ONLY",
+    "Comparison",
+    "Confidence",
+    "First",
+    "Origin",
+    "Outcome",
+    "Row",
+    "Status",
+]
 
 # What becomes of a site: compared (the first four), or not, and why. A site that only one side has is in `unaligned`.
 Status = Literal[
@@ -30,6 +41,7 @@ Origin = Literal["local", "inherited", "accumulated", "structure", "update", "un
 Outcome = Literal["same", "differs", "cannot tell"]
 Confidence = Literal["high", "medium", "low", "none"]
 COMPARED: frozenset[str] = frozenset({"equal", "within", "diverged", "compensated"})
+STATISTICS_ONLY = "statistics only"  # the note of a row that rests on them
 AGREES: frozenset[str] = frozenset({"equal", "within", "compensated"})
 
 
@@ -135,7 +147,7 @@ class Comparison:
         else:
             decisive = [row for row in self.rows if row.status in COMPARED]
             sure = self.forwards > 0 or all(row.status == "equal" for row in decisive)
-        if decisive and all(row.measures is None and row.status in COMPARED for row in decisive):
+        if decisive and all(row.note == STATISTICS_ONLY for row in decisive):
             return "low"
         return "high" if sure else "medium"
 

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from torchtap.comparison.judge.result import AGREES, COMPARED, First, Row
 from torchtap.comparison.measure.profile import Profile
 
-__all__ = ["cannot_tell", "covered", "differs", "named", "same"]
+__all__ = ["cannot_tell", "counted", "covered", "differs", "named", "same"]
+
+
+def counted(number: int, word: str) -> str:
+    """A number of things."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def named(module: str) -> str:

@@ -38,7 +38,8 @@ def quantized_like(
 ) -> nn.Module | None:
     """A copy of the reference with good quantized weights; ``None`` when the target is not quantized.
 
-    Where fewer than a quarter of its weights are, nobody meant to quantize the model: that is a suspicion.
+    Modules of torch's quantization were meant. Weights that only lie on a lattice were when half of them do; fewer are
+    a suspicion.
     """
     mine = {place.path: place.module for place in places(reference)}
     schemes: dict[str, _Scheme] = {}
@@ -52,7 +53,8 @@ def quantized_like(
             scheme = _scheme_of(weight.detach(), place.module)
             if scheme is not None:
                 schemes[path] = scheme
-    if not schemes or 4 * len(schemes) < weights:
+    meant = any(scheme.inputs for scheme in schemes.values())
+    if not schemes or not (meant or 2 * len(schemes) >= weights):
         return None
     try:
         copied = copy.deepcopy(reference)

@@ -29,7 +29,7 @@ from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.first import Missing, first_of_rows, missing_evidence, next_up
 from torchtap.comparison.recorded.measuring import Measuring, changed
 from torchtap.comparison.recorded.recordings import Recording
-from torchtap.comparison.recorded.training import explain_update
+from torchtap.comparison.recorded.training import explain_training
 from torchtap.errors import CompareError, TorchtapError
 from torchtap.names import parent_path
 
@@ -198,10 +198,10 @@ class _Work:
         first, row = found
         if missing is not None and missing.side == "reference" and missing.place < first.index:
             return next_up(missing, step)
-        if row.kind == "param":
-            update = explain_update(self.reference, self.target, self.rows, self.current, before)
-            if update is not None:
-                return update
+        if several:
+            told = explain_training(self.reference, self.target, self.rows, row.kind, self.current, before)
+            if told is not None:
+                return told
         return replace(self._located(first, row), step=step)
 
     def _located(self, first: First, row: Row) -> First:
