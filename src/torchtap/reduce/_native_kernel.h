@@ -68,11 +68,22 @@ typedef void (*CountFunction)(int, const char *, size_t, const Grid *, int64_t *
 #undef LOOK_AT_BFLOAT16
 #undef LOOK_AT_FLOAT16
 #undef LOOK_AT_BYTES
+#include "_native_look_avx512.h"
+#define LOOK_AT_FLOAT look_float_avx512
+#define LOOK_AT_BFLOAT16 look_bfloat16_avx512
+#define LOOK_AT_FLOAT16 look_float16_avx512
+#define LOOK_AT_BYTES look_bytes_avx512
+#define LOOK_AT_INT64 look_int64_avx512
 #define TARGET AVX512
 #define ISA(x) x##_avx512
 #include "_native_isa.h"
 #undef TARGET
 #undef ISA
+#undef LOOK_AT_FLOAT
+#undef LOOK_AT_BFLOAT16
+#undef LOOK_AT_FLOAT16
+#undef LOOK_AT_BYTES
+#undef LOOK_AT_INT64
 #endif
 
 static BlockFunction block = block_plain;
@@ -97,7 +108,17 @@ static void choose_instructions(void)
 
 static size_t block_length(int dtype)
 {
-    return dtype == FLOAT32 || dtype == BFLOAT16 ? BLOCK : dtype == INT32 || dtype == INT64 ? BLOCK / 4 : BLOCK / 2;
+    switch (dtype) {
+    case FLOAT32:
+    case FLOAT16:
+    case BFLOAT16:
+        return BLOCK;
+    case INT32:
+    case INT64:
+        return BLOCK / 4;
+    default:
+        return BLOCK / 2;
+    }
 }
 
 static void measure_span(int dtype, const char *raw, size_t n, State *out)
