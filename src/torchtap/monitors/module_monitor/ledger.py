@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from torchtap.errors import MetricError
-from torchtap.monitors.module_monitor.expressions import Formula, Reading, l2
+from torchtap.monitors.module_monitor.expressions import Reading
+from torchtap.monitors.module_monitor.stand_ins import Formula, l2
 from torchtap.monitors.module_monitor.storage import StorageManager, means
 from torchtap.reduce import kernel
 from torchtap.reduce.memory import PLAIN_TYPES
