@@ -83,12 +83,8 @@ def _followed(function: Any, stand_ins: tuple[Value, ...]) -> Value:
 
 def _with_nothing_in_reach(function: FunctionType, stand_ins: tuple[Value, ...]) -> Any:
     """Run the function's code with globals that hold stand-ins for torch, ``math``, and nothing else."""
+    _check_plain(function, len(stand_ins))
     code, outside = function.__code__, function.__globals__
-    takes_only_values = code.co_argcount == len(stand_ins) and not code.co_kwonlyargcount
-    if not takes_only_values or code.co_freevars or function.__defaults__ or code.co_flags & _ODD_FUNCTIONS:
-        raise Unknowable("it takes more than the values")
-    if code.co_exceptiontable:
-        raise Unknowable("it would handle the failure of what is out of reach")
     builtins = {"abs": abs, "float": number_of}
     reach: dict[str, Any] = {
         "__builtins__": {name: known for name, known in builtins.items() if name not in outside}
@@ -102,6 +98,15 @@ def _with_nothing_in_reach(function: FunctionType, stand_ins: tuple[Value, ...])
     if reach != before:
         raise Unknowable("it has set a global")
     return answer
+
+
+def _check_plain(function: FunctionType, arguments: int) -> None:
+    code = function.__code__
+    takes_only_values = code.co_argcount == arguments and not code.co_kwonlyargcount
+    if not takes_only_values or code.co_freevars or function.__defaults__ or code.co_flags & _ODD_FUNCTIONS:
+        raise Unknowable("it takes more than the values")
+    if code.co_exceptiontable:
+        raise Unknowable("it would handle the failure of what is out of reach")
 
 
 def _stand_in_for(found: Any) -> Any:

@@ -136,8 +136,11 @@ def outcome(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
     rule = _RULES.get(name)
     if rule is not None:
         return rule(value, rest, kwargs)
-    if rest or kwargs:
-        return _UNKNOWN
+    return _UNKNOWN if rest or kwargs else _made_of_it(name, value)
+
+
+def _made_of_it(name: str, value: Value) -> Value:
+    """What a function with no further arguments makes of a value."""
     if name in _UNCHANGED:
         return value
     if (name, value.kind) in _KINDS:
