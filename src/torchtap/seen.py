@@ -134,7 +134,8 @@ class Seen(Mapping[str, Any]):
         for place in self._receiver.plan.places:
             names = input_names(place.module) or () if place.path == path else ()
             if int(first) < len(names):
-                yield site_name(path, kind, join_path(names[int(first)], more), call)
+                named = names[int(first)]
+                yield site_name(path, kind, f"{named}.{more}" if more else named, call)
 
     def _why_not(self, name: str) -> str:
         bare = read_name(name).bare
