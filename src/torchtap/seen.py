@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtap.coverage import Missing, missing_sites
 from torchtap.display import drawn
 from torchtap.errors import SelectionError
-from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
+from torchtap.names import belongs_to, first_part, is_unplaced, join_path, no_such_site, read_name, site_name
 from torchtap.sites import input_names, unwrap
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.entries import Entry
@@ -129,13 +129,13 @@ class Seen(Mapping[str, Any]):
             return
         if leaf == "0" and (self._receiver.knows_positions or not path):
             yield site_name(path, kind, "", call)
-        if kind in ("input", "grad_input"):
-            for place in self._receiver.plan.places:
-                if place.path == path:
-                    names = input_names(place.module) or ()
-                    if int(first) < len(names):
-                        named = names[int(first)]
-                        yield site_name(path, kind, f"{named}.{more}" if more else named, call)
+        if kind not in ("input", "grad_input"):
+            return
+        for place in self._receiver.plan.places:
+            names = input_names(place.module) or () if place.path == path else ()
+            if int(first) < len(names):
+                named = names[int(first)]
+                yield site_name(path, kind, f"{named}.{more}" if more else named, call)
 
     def _why_not(self, name: str) -> str:
         bare = read_name(name).bare

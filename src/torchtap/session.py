@@ -177,13 +177,7 @@ def watch(
     training, as ``{"G": generator, "D": discriminator}``, share the clock and the run; their sites begin with their
     names. A folder that holds steps already is continued after them.
     """
-    if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
-        raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
-    if not isinstance(sinks, Sequence) or not all(hasattr(each, "write") for each in sinks):
-        raise PlanError(
-            f"sinks={sinks!r}: give a list of things with write(record) and close(); CallbackSink makes one of a "
-            "function, make_sink of a text"
-        )
+    _check_destinations(run, sinks)
     several = isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module))
     asked: list[Any] = list(taps) if several else [taps]  # type: ignore[arg-type]
     models = _models(model)
@@ -210,6 +204,16 @@ def watch(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
     return Watch(model, bound, consumers, models=models, strict=strict, via=via, recorded=recorded)
+
+
+def _check_destinations(run: object, sinks: object) -> None:
+    if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
+        raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
+    if not isinstance(sinks, Sequence) or not all(hasattr(each, "write") for each in sinks):
+        raise PlanError(
+            f"sinks={sinks!r}: give a list of things with write(record) and close(); CallbackSink makes one of a "
+            "function, make_sink of a text"
+        )
 
 
 def _tapped(asked: Any, keep: Any, **when: Any) -> Any:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from torchtap.errors import MetricError
-from torchtap.monitors.module_monitor.expressions import Formula, Reading, l2
+from torchtap.monitors.module_monitor.expressions import Reading
+from torchtap.monitors.module_monitor.stand_ins import Formula, l2
 from torchtap.monitors.module_monitor.storage import StorageManager, means
 from torchtap.reduce import kernel
 from torchtap.reduce.memory import PLAIN_TYPES
@@ -280,22 +281,12 @@ class Ledger:
         return layout
 
     def _needs_care(self, layout: _Layout, into: dict[str, Any], norms: dict[str, float]) -> bool:
-        if not layout.plain or not into.keys().isdisjoint(layout.keys):
+        """Whether a key has several sources, or an aggregation of its own."""
+        metrics = [metric for _, metric, _ in self._results]
+        if not layout.plain or any(metric.aggregate is not None for metric in metrics):
             return True
-        for found in (norms, self._added):
-            if found and not (found.keys().isdisjoint(into) and found.keys().isdisjoint(layout.keys)):
-                return True
-        if not self._results:
-            return False
-        keys = [metric.key for _, metric, _ in self._results]
-        together = set(keys)
-        return (
-            any(metric.aggregate is not None for _, metric, _ in self._results)
-            or len(together) < len(keys)
-            or not together.isdisjoint(layout.keys)
-            or not together.isdisjoint(into)
-            or not together.isdisjoint(norms)
-        )
+        sources = [into, layout.keys, norms, self._added, [metric.key for metric in metrics]]
+        return len(set().union(*sources)) < sum(map(len, sources))
 
     def _evaluate(self, layout: _Layout) -> npt.NDArray[np.float64]:
         """The number of each metric of the layout."""

@@ -184,16 +184,20 @@ class RefinedCoordinateCheck:
         if self.cpu_offload:
             self._bring_back(next(self.module.parameters()).device)
         self._take_kept()
+        self._log_measured()
+
+    def _log_measured(self) -> None:
         found = [each for name in self._places for each in self._measured.get(name, ())]
         self._forget()
+        ledger = self.monitor._ledger
         for (keys, indices, _, rows, width), sums in zip(
             found, row_norms.read([norms for _, _, norms, _, _ in found]), strict=True
         ):
             if rows:
                 chosen = [sums[index] for index in indices]
-                monitor._ledger.add(keys, chosen, rows)
+                ledger.add(keys, chosen, rows)
                 if self._rms_norms:
-                    monitor._ledger.add(_rms_keys(keys), [each / width**0.5 for each in chosen], rows)
+                    ledger.add(_rms_keys(keys), [each / width**0.5 for each in chosen], rows)
 
     def _take_kept(self) -> None:
         """The terms of the calls that were kept: from the inside out, as the hooks were called."""
