@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.utils import _pytree as pytree
 
+from torchtap._torch import pytree
 from torchtap.names import join_path
 
 __all__ = ["argument_name", "children", "input_leaves", "is_object", "keyword_name", "leaves"]
