@@ -38,13 +38,17 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             yield from [node.value] if is_name else []
 
 
+# Names that stand in a file that torch wrote, and are never asked of torch.
+OF_A_FORMAT = {"comparison/recorded/saved.py": {"torch._utils"}}
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "_torch.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_no_other_file_asks_torch_for_a_private_name(path: Path) -> None:
-    asked = sorted({name for name in private_names(ast.parse(path.read_text())) if is_private(name)})
-    assert not asked, f"{path.relative_to(SOURCE)} asks for {', '.join(asked)}: put it into _torch.py"
+    file = path.relative_to(SOURCE).as_posix()
+    found = {name for name in private_names(ast.parse(path.read_text())) if is_private(name)}
+    asked = sorted(found - OF_A_FORMAT.get(file, set()))
+    assert not asked, f"{file} asks for {', '.join(asked)}: put it into _torch.py"
 
 
 @pytest.mark.parametrize(
