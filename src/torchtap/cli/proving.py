@@ -25,6 +25,7 @@ _EXTRAS = ("zstandard", "h5py", "pyarrow", "onnxruntime", "starlette", "matplotl
 
 def facts() -> Iterator[tuple[str, str]]:
     """Versions, native parts, the page and the limits."""
+    from torchtap._torch import TORCH_VERSION
     from torchtap.compiled_parts import missing_parts
     from torchtap.store.files.layout import FORMAT_VERSION
     from torchtap.store.format.seal import JSON_LIMIT
@@ -32,7 +33,7 @@ def facts() -> Iterator[tuple[str, str]]:
 
     yield "torchtap", f"{_version('torchtap')}, run format {FORMAT_VERSION}"
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads"
+    yield "torch", f"{TORCH_VERSION}, {torch.get_num_threads()} threads"
     missing = [f"{part} ({instead})" for part, instead in missing_parts().items()]
     yield "compiled parts", f"MISSING: {', '.join(missing)}" if missing else "all here"
     yield "page", "built" if built() else "MISSING: torchtap view and report need it"
