@@ -49,6 +49,7 @@ LAYERS = [
     [
         "matching",
         "outlets",
+        "compiled_parts",
         "logged",
         "steps",
         "following",
@@ -74,6 +75,7 @@ LAYERS = [
     ["monitors"],
     ["integrations"],
     ["viewer"],
+    ["assistant"],
     ["testing"],
     ["cli", "__main__"],
 ]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtap.coverage import Missing, missing_sites
 from torchtap.display import drawn
 from torchtap.errors import SelectionError
-from torchtap.names import belongs_to, first_part, is_unplaced, join_path, no_such_site, read_name, site_name
+from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
 from torchtap.sites import input_names, unwrap
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.entries import Entry

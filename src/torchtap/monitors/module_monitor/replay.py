@@ -14,9 +14,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 from torch.nn.modules import activation, batchnorm, conv, normalization, pooling
-from torch.nn.modules.module import _has_any_global_hook
 
-from torchtap._torch import version_of
+from torchtap._torch import compiled_in_place, has_global_hooks, version_of
 from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.reference import pooled_copy
 from torchtap.store.write.pool import HostPool
@@ -112,8 +111,8 @@ class Replay:
             or not all(
                 any(own.owns(part, hook) for own in self._own) for hook in part._forward_hooks.values()
             )
-            or _has_any_global_hook()
-            or part._compiled_call_impl is not None
+            or has_global_hooks()
+            or compiled_in_place(part) is not None
         )
 
     def is_calm(self, part: nn.Module) -> bool:

@@ -229,7 +229,7 @@ def _joined_mask(mask: Tensor | None, padding: Tensor | None, queries: Tensor, a
 
 
 def _of_native(bound: Bound) -> Arguments | None:
-    """``torch._native_multi_head_attention``: batch first, one packed projection."""
+    """Torch's own whole multi-head attention: batch first, one packed projection."""
     if bound["query"].is_nested or bound["key"].is_nested:
         return None
     query, key = (_packed(bound, part, bound[part], "num_head") for part in ("query", "key"))
@@ -237,7 +237,7 @@ def _of_native(bound: Bound) -> Arguments | None:
 
 
 def _of_encoder_layer(bound: Bound) -> Arguments | None:
-    """``torch._transformer_encoder_layer_fwd``: a whole layer in one call; its norm may come first."""
+    """Torch's own whole encoder layer: a whole layer in one call; its norm may come first."""
     if bound["src"].is_nested:
         return None
     query, key = _encoder_part(bound, "query"), _encoder_part(bound, "key")
