@@ -39,10 +39,10 @@ def _count_all(name: str, forms: list[str], answers: Any) -> None:
     for form in forms:
         began = time.process_time()
         try:
-            rows = [
-                {"form": label, **dataclasses.asdict(each)} for label, each in count(name, form).items()
-            ]
-        except Exception as error:  # the form cannot be made of this architecture: torch's own message says why
+            rows = [{"form": label, **dataclasses.asdict(each)} for label, each in count(name, form).items()]
+        except (
+            Exception
+        ) as error:  # the form cannot be made of this architecture: torch's own message says why
             rows = [{"form": form, "problem": f"{type(error).__name__}: {error}"[:300]}]
         torch._dynamo.reset()
         answers.send((form, rows, time.process_time() - began))
@@ -63,7 +63,13 @@ class _Results:
                 self.pairs[pair["name"], pair["asked"]] = pair
 
     def add(self, name: str, form: str, rows: list[dict[str, Any]], seconds: float) -> None:
-        pair = {"name": name, "asked": form, "source": self._source, "seconds": round(seconds, 1), "rows": rows}
+        pair = {
+            "name": name,
+            "asked": form,
+            "source": self._source,
+            "seconds": round(seconds, 1),
+            "rows": rows,
+        }
         with self._lock:
             self.pairs[name, form] = pair
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +177,11 @@ def main(arguments: list[str] | None = None) -> None:
         for name in options.names:
             asked = [form for form in options.forms if form not in SLOW or name in FEW]
             pool.submit(
-                _run, name, [form for form in asked if (name, form) not in results.pairs], results, options.limit
+                _run,
+                name,
+                [form for form in asked if (name, form) not in results.pairs],
+                results,
+                options.limit,
             )
     rows = list(results.rows())
     print(table(rows))

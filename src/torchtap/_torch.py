@@ -5,12 +5,21 @@ No other file should ask torch for a private name.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["graph_task", "in_backward", "is_traced_by_script", "version_of"]
+__all__ = [
+    "graph_task",
+    "graphs_being_traced",
+    "in_backward",
+    "is_traced_by_script",
+    "kept_by_inductor",
+    "version_of",
+]
 
 # The number of the backward pass that runs in this thread, -1 if none does. It tells a checkpoint's repetition from
 # a call of the model. Without it the import fails: every repetition would be recorded as a call.
@@ -20,6 +29,24 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: a forward that runs now is a checkpoint's repetition."""
     return graph_task() != -1
+
+
+def graphs_being_traced() -> list[str]:
+    """The names of the operators whose inner graphs Dynamo is tracing in this thread, the innermost first.
+
+    Where torch cannot say, there are none.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    found: list[str] = []
+    try:
+        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+        while tracer.parent is not None:
+            found.append(str(getattr(tracer.source_target, "__name__", tracer.source_target)))
+            tracer = tracer.parent
+    except AttributeError:
+        return []
+    return found
 
 
 def is_traced_by_script() -> bool:
@@ -34,3 +61,22 @@ def version_of(tensor: Tensor) -> int:
     Inference tensors keep no version.
     """
     return -1 if tensor.is_inference() else tensor._version
+
+
+def kept_by_inductor(backend: Any) -> dict[str, Any]:
+    """What to call Inductor's backend with, so that it keeps graphs with effects on disk as it does all others.
+
+    Inductor does not know of ``with_effects`` that nothing but its arguments tells what it does; it does not for our
+    ops, whose arguments are a tensor and a name. Other backends, and a torch that does not take the setting, get
+    nothing: the graph is compiled in each process.
+    """
+    asked = getattr(backend, "__call__", None)
+    if type(backend).__name__ != "_TorchCompileInductorWrapper" or asked is None:
+        return {}
+    if "config_patches" not in inspect.signature(asked).parameters:
+        return {}
+    known = getattr(torch._inductor.config, "unsafe_marked_cacheable_functions", None)
+    if known is None:
+        return {}
+    marked = {**known, "torch.ops.higher_order.with_effects": torch.__version__}
+    return {"config_patches": {"unsafe_marked_cacheable_functions": marked}}

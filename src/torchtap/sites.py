@@ -93,6 +93,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     children = module._modules
+    if not isinstance(children, dict):
+        return None  # TorchScript's, which wraps nothing
     for name in WRAPPED_ATTRIBUTES:
         if (child := children.get(name)) is not None:
             return child
