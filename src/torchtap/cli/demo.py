@@ -69,7 +69,7 @@ def _train(console: Console, folder: Path, steps: int) -> float:
         with Live(console=console, refresh_per_second=4) as live:
             for step in range(steps):
                 if step % 25 == 0:
-                    _look_at_attention(watch, model, example)
+                    _look_at_attention(model, example)
                 tokens, following = text.batch(16, 64)
                 with watch.step():
                     loss = F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
@@ -80,16 +80,19 @@ def _train(console: Console, folder: Path, steps: int) -> float:
                 if step % 5 == 0 or step == steps - 1:
                     loss_value = loss.item()
                     live.update(_table(watch, step, steps, loss_value))
-        _look_at_attention(watch, model, example)
+        _look_at_attention(model, example)
     return loss_value
 
 
-def _look_at_attention(watch: Watch, model: Any, example: Any) -> None:
-    """One sentence, the same each time, so that its attention maps can be followed through the training."""
+def _look_at_attention(model: Any, example: Any) -> None:
+    """One sentence, the same each time, so that its attention maps can be followed through the training.
+
+    An evaluation belongs to the step that ended last, and makes none of its own.
+    """
     import torch
 
     model.eval()
-    with watch.step(), torch.no_grad():
+    with torch.no_grad():
         model(example)
     model.train()
 
