@@ -70,10 +70,9 @@ def kept_by_inductor(backend: Any) -> dict[str, Any]:
     ops, whose arguments are a tensor and a name. Other backends, and a torch that does not take the setting, get
     nothing: the graph is compiled in each process.
     """
-    asked = getattr(backend, "__call__", None)
-    if type(backend).__name__ != "_TorchCompileInductorWrapper" or asked is None:
+    if type(backend).__name__ != "_TorchCompileInductorWrapper":
         return {}
-    if "config_patches" not in inspect.signature(asked).parameters:
+    if "config_patches" not in inspect.signature(backend).parameters:
         return {}
     known = getattr(torch._inductor.config, "unsafe_marked_cacheable_functions", None)
     if known is None:
