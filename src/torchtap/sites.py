@@ -99,7 +99,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
         if (child := children.get(name)) is not None:
             return child  # type: ignore[no-any-return]
     if type(module).__name__ in WRAPPER_CLASSES:
-        return children.get("module")  # type: ignore[no-any-return]
+        return children.get("module")
     return None
 
 
