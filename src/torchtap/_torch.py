@@ -282,7 +282,7 @@ def leave_to_python(function: Callable[..., Any]) -> None:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
-def mark_constant(function: Callable[[], Any]) -> None:
+def mark_constant(function: Callable[..., Any]) -> None:
     """What ``torch.compiler.assume_constant_result`` does, without loading the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
