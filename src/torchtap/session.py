@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, final
@@ -33,6 +33,8 @@ from torchtap.tapping import Tapping
 from torchtap.taps.alike.mapped import with_paths
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import tree_of
+from torchtap.taps.place.mesh import process_mesh
+from torchtap.taps.place.placing import Placing, layouts_of
 from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
 
@@ -166,6 +168,7 @@ def watch(
     strict: bool = False,
     via: WayName = "hook",
     labels: dict[str, Any] | None = None,
+    layout: Mapping[Selectable, str] | None = None,
     **writer_options: Any,
 ) -> Watch:
     """Accompany a training: take what the taps ask for at each live step, into a run folder and to sinks.
@@ -176,6 +179,10 @@ def watch(
     `capture`. Passes in training and in evaluation are recorded apart, each under its phase. Several models of one
     training, as ``{"G": generator, "D": discriminator}``, share the clock and the run; their sites begin with their
     names. A folder that holds steps already is continued after them.
+
+    Of several processes each writes its own part of the run, with which part of the whole each value is. DTensors,
+    wrappers and parallel plans tell. ``layout`` tells what they do not know, by selector: ``"batch"``,
+    ``"replicated"``, or ``"shard(-1, tp)"`` for a dimension and an axis of the mesh.
     """
     if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
         raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
@@ -191,6 +198,7 @@ def watch(
         model = nn.ModuleDict(models)
     tree = tree_of(model)
     bound = bind(tree, [_tapped(each, keep, every=every, phase=phase) for each in asked])
+    placing = _placing(model, layout or {})
     consumers = list(sinks)
     recorded = range(0)
     if run is not None:
@@ -209,7 +217,16 @@ def watch(
         raise PlanError(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
-    return Watch(model, bound, consumers, models=models, strict=strict, via=via, recorded=recorded)
+    return Watch(
+        model, bound, consumers, models=models, strict=strict, via=via, recorded=recorded, placing=placing
+    )
+
+
+def _placing(model: Any, layout: Mapping[Selectable, str]) -> Placing | None:
+    """What knows the placements of values; None where this process is alone."""
+    layouts = layouts_of(layout)
+    mesh = process_mesh(model) if isinstance(model, nn.Module) else None
+    return None if mesh is None else Placing(mesh, layouts)
 
 
 def _tapped(asked: Any, keep: Any, **when: Any) -> Any:

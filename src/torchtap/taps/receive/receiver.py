@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchtap._torch import is_traced_by_script
 from torchtap.names import paths_around
 from torchtap.plan import Plan
+from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
@@ -62,13 +63,17 @@ class Receiver:
         copy: Callable[[Tensor], Tensor] = torch.clone,
         on_lost: Callable[[str], None] = lambda _: None,
         clock: PassClock | None = None,
+        placing: Placing | None = None,
     ) -> None:
         self.plan = plan
         self.ports: dict[tuple[str, str, str], LivePort] = {}
         for port in plan.ports:
             self.ports[port.site.path, port.site.kind, port.site.leaf] = LivePort(port, apart)
-        self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost)
-        self._entry, self._fold = folding.entry, folding.fold  # bound once: they are called for every value
+        self.placing = placing  # None where this process is alone
+        self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing)
+        # Bound once: they are called for every value.
+        self._entry = folding.entry
+        self._fold = folding.fold if placing is None else folding.fold_placed
         self.thread: int | None = _NO_THREAD  # the one that is heard; None hears every thread
         self._open = False
         self.phase: str | None = None  # that the user named, for all passes until it is taken back
