@@ -18,6 +18,7 @@ from torchtap.placement import Axis, Box, Placement, Share, Spans, boxes_of, chu
 
 __all__ = [
     "MeshAxis",
+    "flat_pieces",
     "fsdp_axes",
     "fsdp_sharded",
     "group_axis",
@@ -187,6 +188,21 @@ def fsdp_sharded(root: nn.Module) -> dict[tuple[int, str], Any]:
                 found[id(info.module), info.param_name] = held
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)
                 found.update(((id(other), name), held) for other, name in shared)
+    return found
+
+
+def flat_pieces(root: nn.Module) -> dict[tuple[int, str], tuple[tuple[int, ...], int, int]]:
+    """By module and name: a parameter's shape, and from where to where it lies in this rank's flat shard (FSDP 1)."""
+    found: dict[tuple[int, str], tuple[tuple[int, ...], int, int]] = {}
+    for module in root.modules():
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        held = getattr(flat, "_shard_param_infos", None)
+        if flat is None or held is None:
+            continue
+        for info, shape, shard in zip(flat._param_infos, flat._shapes, held, strict=True):
+            first = shard.intra_param_start_idx if shard.in_shard else 0
+            count = shard.numel_in_shard if shard.in_shard else 0
+            found[id(info.module), info.param_name] = tuple(shape), int(first), int(count)
     return found
 
 

@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Any, Literal, NamedTuple, final, get_args
 
 from torchtap.errors import PlanError
@@ -90,6 +91,7 @@ class Placement:
     axes: tuple[Axis, ...]
     shape: tuple[int, ...] | None = None  # of the whole; None where the parts' own shapes decide
     boxes: tuple[Box, ...] | None = None  # this rank's; None where parts follow one another
+    flat: bool = False  # whether boxes are stretches of the whole laid out in one row
     stage: Stage | None = None  # of a gradient
     root: int = 0  # the lowest rank of the mesh: ranks of another mesh hold something else
 
@@ -109,6 +111,8 @@ class Placement:
             found["shape"] = list(self.shape)
         if self.boxes is not None:
             found["boxes"] = [[list(box.offset), list(box.size)] for box in self.boxes]
+        if self.flat:
+            found["flat"] = True
         if self.stage is not None:
             found["stage"] = self.stage
         if self.root:
@@ -139,12 +143,14 @@ def placement_of(facts: Any) -> Placement | None:
     stage, root = facts.get("stage"), facts.get("root", 0)
     if shape is not None and not _are_sizes(shape):
         return None
-    if boxes is not None and not _are_boxes(boxes, shape):
+    flat = facts.get("flat") is True
+    if boxes is not None and not _are_boxes(boxes, [prod(shape)] if flat and shape is not None else shape):
         return None
     return Placement(
         tuple(axis for axis in found if axis is not None),
         None if shape is None else tuple(shape),
         None if boxes is None else tuple(Box(tuple(offset), tuple(size)) for offset, size in boxes),
+        flat,
         stage if stage in get_args(Stage) else None,
         root if type(root) is int and root >= 0 else 0,
     )

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchtap as tt
 
-from .models import Model, Stack, batch, loss_of
+from tests.ranks.models import Model, Stack, batch, loss_of
 
 STEPS = 3
 Result = dict[str, Tensor]

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtap._torch_distributed import (
     MeshAxis,
+    flat_pieces,
     fsdp_axes,
     group_axis,
     mesh_axes,
@@ -35,6 +36,9 @@ class ProcessMesh:
     world: int
     axes: dict[str, MeshAxis] = field(default_factory=dict)
     data: set[str] = field(default_factory=set)  # axes along which ranks read different data
+    flat: dict[tuple[int, str], tuple[tuple[int, ...], int, int]] = field(
+        default_factory=dict
+    )  # FSDP 1's pieces
     plans: dict[int, dict[str, tuple[Share, ...]]] = field(
         default_factory=dict
     )  # by id of a module, then axis
@@ -83,4 +87,5 @@ def process_mesh(model: nn.Module) -> ProcessMesh | None:
             named = [found.add(axis) for axis in mesh_axes(mesh)]
             if len(named) == 1:
                 found.plans[id(module)] = {named[0]: layouts}
+    found.flat = flat_pieces(model)
     return found

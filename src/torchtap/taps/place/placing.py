@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchtap._torch_distributed import MeshAxis, placed, spec_of
 from torchtap.errors import PlanError
 from torchtap.names import first_part
-from torchtap.placement import Axis, Layout, Placement, Share, Stage, read_layout
+from torchtap.placement import Axis, Box, Layout, Placement, Share, Stage, read_layout
 from torchtap.sites import Selectable, Selector, Site
 from torchtap.taps.place.mesh import ProcessMesh
 
@@ -27,6 +27,7 @@ __all__ = ["Placing", "layouts_of"]
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _HELD = ("param", "buffer", "update", "optim_state", "lr")
+_FLATTENED = ("param", "param_grad", "param_grad_accumulated", "param_grad_unclipped", "update")
 _UNKNOWN, _REPLICATE = Share("unknown"), Share("replicate")
 _MISSING: Any = object()
 
@@ -55,7 +56,7 @@ class Placing:
     ) -> None:
         self._mesh = mesh
         self._layouts = layouts
-        self._batch: int | None = None  # how many samples the model was given first
+        self._given: tuple[int, ...] = ()  # the shape of what the model was given first
         self._specs: dict[str, Any] = {}  # by site: what its newest value said; None for a plain one
         self._fresh: dict[tuple[str, str], Placement] = {}  # by site and phase: not told yet
         self._told: dict[tuple[str, str], Placement] = {}
@@ -71,10 +72,9 @@ class Placing:
 
     def see_inputs(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember how many samples the model is given: what has another size is no part of a batch."""
-        if self._batch is None:
+        if not self._given:
             found = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim())
-            first = next(found, None)
-            self._batch = None if first is None else int(first.shape[0])
+            self._given = tuple(next((each.shape for each in found), ()))
 
     def note(self, entry: Seen, value: Tensor, phase: str) -> None:
         """Look at a value that came."""
@@ -123,7 +123,16 @@ class Placing:
         axes = tuple(axis.holding(self._share_of(entry, name)) for name, axis in here.axes.items())
         if not axes:
             axes = (Axis("world", here.world, here.rank, self._stated(entry, "world") or _UNKNOWN),)
-        return Placement(axes, root=here.root, stage=self._stage(entry.site.kind))
+        found = Placement(axes, root=here.root, stage=self._stage(entry.site.kind))
+        site = entry.site
+        piece = here.flat.get((id(site.module), site.leaf)) if site.kind in _FLATTENED else None
+        return found if piece is None or entry.shape != piece[2:] else self._flat(found, *piece)
+
+    def _flat(self, found: Placement, shape: tuple[int, ...], start: int, count: int) -> Placement:
+        """A stretch of a parameter that lies in one row: the innermost data axis divides it."""
+        inner = [axis.name for axis in found.axes if axis.name in self._mesh.data][-1:]
+        shards = dict.fromkeys(inner, Share("shard", 0))
+        return replace(found.with_shares(shards), shape=shape, boxes=(Box((start,), (count,)),), flat=True)
 
     def _stage(self, kind: str) -> Stage | None:
         """Whether a gradient is of this rank's own loss, or of all ranks' together."""
@@ -147,10 +156,10 @@ class Placing:
         """A part of the batch, where the first dimension can be one: a table of positions is none."""
         if not shape:
             return _UNKNOWN
-        samples = self._batch
-        if samples is not None and samples > 1 and (shape[0] < samples or shape[0] % samples):
-            return _UNKNOWN
-        return Share("batch", 0)
+        samples, rest = (self._given[0], self._given[1:]) if self._given else (1, ())
+        whole_samples = shape[0] >= samples and shape[0] % max(samples, 1) == 0
+        as_long_as_a_sample = shape[0] != samples and shape[0] in rest
+        return Share("batch", 0) if whole_samples and not as_long_as_a_sample else _UNKNOWN
 
     def _stated(self, entry: Seen, axis: str) -> Share | None:
         """What the user says of a site along an axis."""

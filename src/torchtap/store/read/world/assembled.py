@@ -171,9 +171,9 @@ class Assembled:
         own = parts[0].read()
         if placement.boxes is None or shape is None:
             return own
-        whole = empty(shape, own)
+        whole = empty((prod(shape),) if placement.flat else shape, own)
         if isinstance(own, _Shaped):
-            return whole
+            return empty(shape, own)
         covered = 0
         for part in parts:
             boxes = part.piece.placement.boxes or ()
@@ -185,7 +185,7 @@ class Assembled:
                 f"{[part.piece.rank for part in parts]} recorded {covered} of its {prod(shape)} elements; "
                 "run.rank(k).tensor(...) gives one rank's part, tt.open(path, partial=True) what there is, and zeros"
             )
-        return whole
+        return whole.reshape(shape)
 
 
 def _adds(axis: Axis) -> bool:

@@ -26,6 +26,7 @@ _MOMENTS: dict[str, tuple[str, ...]] = {
     "l2": ("count", "l2"),
     "rms": (*_COUNTS, "l2"),
     "zeros": ("count", "zeros"),
+    "ratio": ("ratio", "weight_l2"),  # of an update to its parameter
 }
 _ENDS: dict[str, How] = {"min": "min", "max": "max", "absmax": "max"}
 
@@ -84,6 +85,11 @@ class Fold:
 
     def _add_moments(self, columns: Columns, here: npt.NDArray[np.bool_]) -> None:
         statistic = self._statistic
+        if statistic == "ratio":
+            weight = _zero(columns["weight_l2"])
+            self._total = np.hypot(_zero(self._total), _zero(columns["ratio"]) * weight)
+            self._count = np.hypot(self._count, weight)
+            return
         count = np.where(here, columns["count"], 0.0)
         if statistic == "zeros":
             self._total = _zero(self._total) + count * _zero(columns["zeros"])
@@ -126,7 +132,7 @@ class Fold:
                 values = self._total / self._weight
             elif self._how != "moments" or statistic == "l2":
                 values = self._total
-            elif statistic == "zeros":
+            elif statistic in ("zeros", "ratio"):
                 values = self._total / count
             elif statistic == "rms":
                 values = np.where(count > 0, self._total / np.sqrt(count), np.nan)

@@ -14,6 +14,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.errors import RunError
 from torchtap.placement import Placement
 from torchtap.store.read.results import Matrix, Series, TensorRef
 from torchtap.store.read.stored_tensors import StoredTensor
@@ -111,7 +112,7 @@ class Launched:
 
     def way(self, statistic: str, sharing: Sharing) -> How:
         """How a statistic folds over such parts."""
-        if len(sharing.parts) == 1 or sharing.why_own is not None:
+        if len(sharing.parts) == 1:
             return "own"
         how = way_of(statistic)
         if how != "own" or not sharing.is_batch:
@@ -315,10 +316,11 @@ class Launched:
             return None
         at, kind = first[1].name.step, first[1].name.reduction
         sharing = self.sharing(site, at, phase)
-        parts = sharing.parts
         if sharing.why_own == "partial":
-            parts = tuple((rank,) for rank in self.holders()[site])
-        held = [self._stored(part, site, at, field, reduction, phase) for part in parts]
+            ranks = self.holders()[site]
+            placed = {rank: self.strand(rank).placement(site, at, phase) for rank in ranks}
+            sharing = share_out(placed, summed=True)
+        held = [self._stored(part, site, at, field, reduction, phase) for part in sharing.parts]
         stored = [each for each in held if each is not None]
         if (kind, field) in _SUMMED_FIELDS:
             return Summed([each for _, each in stored])
@@ -329,8 +331,14 @@ class Launched:
             for rank, each in stored
             if (placement := self.strand(rank).placement(site, at, phase)) is not None
         ]
-        if len(pieces) < len(stored) or (sharing.why_own == "unknown"):
+        if len(pieces) < len(stored):  # recorded before placements were
             return first[1]
+        if len(stored) < len(held) and not gaps:
+            lacking = [part[0] for part, each in zip(sharing.parts, held, strict=True) if each is None]
+            raise RunError(
+                f"{site!r} at step {at} is not whole: rank {', '.join(map(str, lacking))} has no part of it there; "
+                "run.rank(k).tensor(...) gives one rank's part, tt.open(path, partial=True) joins what there is"
+            )
         return Assembled(pieces, gaps=gaps)
 
     def _stored(

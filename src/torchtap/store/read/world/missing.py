@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from math import prod
 
 import numpy as np
 
 from torchtap.store.read.phases import TRAINING
 from torchtap.store.read.world.launched import Launched
+from torchtap.store.read.world.sharing import Sharing
 
 __all__ = ["missing_parts"]
 
@@ -58,13 +60,23 @@ def _parts(launched: Launched) -> list[str]:
     lacking: dict[tuple[str, ...], list[str]] = {}
     for site in launched.holders():
         sharing = launched.sharing(site, None, TRAINING)
-        if sharing.why_own is None and len(sharing.parts) < sharing.expected:
+        if len(sharing.parts) < sharing.expected and not _covered(launched, site, sharing):
             lacking.setdefault(sharing.missing, []).append(site)
     return [
         f"{len(sites)} site(s), the first is {sites[0]!r}, lack the part at {', '.join(missing) or 'some place'}: "
         "what is shown is folded of the others"
         for missing, sites in list(lacking.items())[:_MOST]
     ]
+
+
+def _covered(launched: Launched, site: str, sharing: Sharing) -> bool:
+    """Whether the boxes of the parts fill the whole: a rank may hold no element of a small parameter."""
+    placed = [launched.strand(part[0]).placement(site, None, TRAINING) for part in sharing.parts]
+    if any(each is None or each.boxes is None or each.shape is None for each in placed):
+        return False
+    boxes = [box for each in placed if each is not None for box in each.boxes or ()]
+    shape = placed[0].shape if placed[0] is not None else None
+    return sum(prod(box.size) for box in boxes) >= prod(shape or ())
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
 """Which ranks' values make up a whole, by their placements.
 
 Ranks that differ only along replicated axes hold the same: one of them counts. Ranks that differ along a divided axis
-hold different parts. An axis on which only one place has the value does not matter, known or not. Values whose
-placement nobody knows, and parts of a sum, are not put together: the lowest rank's own are shown.
+hold different parts. Along an axis of which nobody knows what it does, and along one whose ranks hold parts of a sum,
+numbers are not put together: those at its lowest place are shown. Tensors can be summed, and are.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Sharing(NamedTuple):
     parts: tuple[tuple[int, ...], ...]
     expected: int = 1  # how many parts there should be
     missing: tuple[str, ...] = ()  # where they would be: "dp 1"
-    why_own: Literal["unknown", "partial"] | None = None  # why the lowest rank's own are shown
+    why_own: Literal["unknown", "partial"] | None = None  # why only one place of some axis is shown
     is_batch: bool = True  # whether parts are samples, and not pieces of a tensor
 
 
-def share_out(placements: Mapping[int, Placement | None]) -> Sharing:
-    """How the values of some ranks belong together."""
+def share_out(placements: Mapping[int, Placement | None], *, summed: bool = False) -> Sharing:
+    """How the values of some ranks belong together; ``summed`` has parts of a sum among the parts."""
     ranks = sorted(placements)
     known = {rank: placed for rank in ranks if (placed := placements[rank]) is not None}
     own = Sharing((tuple(ranks[:1]),), why_own="unknown" if len(ranks) > 1 else None)
@@ -40,10 +40,18 @@ def share_out(placements: Mapping[int, Placement | None]) -> Sharing:
     signature = _signature(first)
     if any(_signature(placed) != signature for placed in known.values()):
         return own
+    why: Literal["unknown", "partial"] | None = None
     for number, axis in enumerate(first.axes):
-        if axis.share.kind in ("unknown", "partial") and _places(known, number) > 1:
-            return own._replace(why_own="partial" if axis.share.kind == "partial" else "unknown")
-    dividing = [number for number, axis in enumerate(first.axes) if axis.share.divides]
+        kind = axis.share.kind
+        places = {placed.axes[number].at for placed in known.values()}
+        if len(places) > 1 and (kind == "unknown" or (kind == "partial" and not summed)):
+            why = "unknown" if "unknown" in (why, kind) else "partial"
+            known = {rank: placed for rank, placed in known.items() if placed.axes[number].at == min(places)}
+    dividing = [
+        number
+        for number, axis in enumerate(first.axes)
+        if axis.share.divides or (summed and axis.share.kind == "partial")
+    ]
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, placed in known.items():
         groups.setdefault(tuple(placed.axes[number].at for number in dividing), []).append(rank)
@@ -52,17 +60,13 @@ def share_out(placements: Mapping[int, Placement | None]) -> Sharing:
         tuple(tuple(groups[key]) for key in sorted(groups)),
         prod(axis.size for axis in axes),
         _missing(axes, groups),
+        why,
         is_batch=all(axis.share.kind == "batch" for axis in axes),
     )
 
 
 def _signature(placed: Placement) -> tuple[tuple[str, int, str], ...]:
     return tuple((axis.name, axis.size, str(axis.share)) for axis in placed.axes)
-
-
-def _places(placements: Mapping[int, Placement], number: int) -> int:
-    """How many places of an axis have the value."""
-    return len({placed.axes[number].at for placed in placements.values()})
 
 
 def _missing(axes: list[Axis], groups: Mapping[tuple[int, ...], list[int]]) -> tuple[str, ...]:
