@@ -21,7 +21,7 @@ LAYERS = [
     ["names"],
     ["registry"],
     ["display"],
-    ["sites"],
+    ["sites", "staged"],
     ["schedule"],
     ["reduce"],
     ["budget"],

@@ -22,6 +22,7 @@ __all__ = [
     "fsdp_axes",
     "fsdp_sharded",
     "group_axis",
+    "infers_shapes",
     "local_part",
     "mesh_axes",
     "meshes_of",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 _UNKNOWN = Share("unknown")
+_INFERENCE = ("_forward_metadata_inference", "_shape_inference")  # newer and older torch
+_FRAMES = 40
 
 
 @final
@@ -90,6 +93,20 @@ def meshes_of(module: nn.Module) -> Iterator[Any]:
         yield group.mesh_info.mesh
     if (plan := output_plan(module)) is not None:
         yield plan[0]
+
+
+def infers_shapes() -> bool:
+    """Whether a pipeline stage calls its module only to learn the shapes of what comes out."""
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return False
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_code.co_name in _INFERENCE and frame.f_code.co_filename.endswith("stage.py"):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 # -- DTensor --------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torchtap.reduce import Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Selectable, places, source_of
+from torchtap.staged import joined
 from torchtap.store.read.earlier import recorded_steps
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
@@ -178,7 +179,8 @@ def watch(
     manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer; ``via`` is as in
     `capture`. Passes in training and in evaluation are recorded apart, each under its phase. Several models of one
     training, as ``{"G": generator, "D": discriminator}``, share the clock and the run; their sites begin with their
-    names. A folder that holds steps already is continued after them.
+    names. Parts of one model, such as the pipeline stages of a rank, are given as a list and keep their names. A folder
+    that holds steps already is continued after them.
 
     Of several processes each writes its own part of the run, with which part of the whole each value is. DTensors,
     wrappers and parallel plans tell. ``layout`` tells what they do not know, by selector: ``"batch"``,
@@ -194,7 +196,9 @@ def watch(
     several = isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module))
     asked: list[Any] = list(taps) if several else [taps]  # type: ignore[arg-type]
     models = _models(model)
-    if models is not None:
+    if isinstance(model, (list, tuple)):
+        model = joined(model)
+    elif models is not None:
         model = nn.ModuleDict(models)
     tree = tree_of(model)
     bound = bind(tree, [_tapped(each, keep, every=every, phase=phase) for each in asked])
@@ -240,7 +244,13 @@ def _tapped(asked: Any, keep: Any, **when: Any) -> Any:
 
 
 def _models(model: Any) -> dict[str, nn.Module] | None:
-    """Several models by name, or None where one was given."""
+    """Several models by name, parts of one by number, or None where one was given."""
+    if isinstance(model, (list, tuple)):
+        if not model or not all(isinstance(each, nn.Module) for each in model):
+            raise PlanError(
+                "parts of one model are given as a list of nn.Modules, such as a rank's pipeline stages"
+            )
+        return {str(number): each for number, each in enumerate(model)}
     if not isinstance(model, dict) or not model:
         return None
     for name, each in model.items():

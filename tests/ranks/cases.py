@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.ranks.models import Model, Stack, batch, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -27,8 +28,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import torchtap as tt
-
-from tests.ranks.models import Model, Stack, batch, loss_of
 
 STEPS = 3
 Result = dict[str, Tensor]
@@ -52,7 +51,7 @@ def case(processes: int) -> Callable[[Case], Case]:
 
 
 @contextmanager
-def watched(model: nn.Module, folder: Path | None, **options: Any) -> Iterator[Any]:
+def watched(model: Any, folder: Path | None, **options: Any) -> Iterator[Any]:
     """A watch, or nothing that looks like one."""
     if folder is None:
 
@@ -255,8 +254,6 @@ def fsdp_tp(rank: int, world: int, folder: Path | None) -> Result:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelized(made(), mesh["tp"])
     part = mesh["dp"].get_local_rank()
-    layout = {**ACTS, "*:output": "replicated(tp)", "*:grad_output": "replicated(tp)"}
-    del layout["*:grad_output"]
     return train(sharded(model, mesh=mesh["dp"]), folder, part, 2, layout=ACTS)
 
 
@@ -273,21 +270,21 @@ def pipelined(rank: int, world: int, folder: Path | None, kind: str) -> Result:
     count = world * per_rank
     names = list(whole.layers)
     size = len(names) // count
-    stages, parts = [], nn.ModuleDict()
+    stages, parts = [], []
     for number in range(rank, count, world):
         part = Stack(0)
-        part.layers = nn.ModuleDict({name: whole.layers[name] for name in names[number * size : (number + 1) * size]})
+        own = names[number * size : (number + 1) * size]
+        part.layers = nn.ModuleDict({name: whole.layers[name] for name in own})
         stages.append(PipelineStage(part, number, count, torch.device("cpu")))
-        parts[str(number)] = part
+        parts.append(part)
     classes = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
     schedule = classes[kind](
         stages if per_rank > 1 else stages[0], n_microbatches=4, loss_fn=nn.MSELoss(), scale_grads=True
     )
-    module = Stack(0)
-    module.layers = nn.ModuleDict({name: layer for part in parts.values() for name, layer in part.layers.items()})
+    module = nn.ModuleList(parts)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     found: Result = {}
-    with watched(module, folder) as watch:
+    with watched(parts if per_rank > 1 else parts[0], folder) as watch:
         for step in range(STEPS):
             x, _ = batch(step)
             with watch.step():

@@ -1,4 +1,4 @@
-"""Trainings on several processes, read as one: the same as one process on the joined batch, and untouched by the watch."""
+"""Trainings on several processes, read as one: what one process records on the joined batch, bit for bit as unwatched."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-
-import torchtap as tt
-
 from tests.ranks.cases import CASES, STEPS, TAPS, alone, launch, made
 from tests.ranks.models import Stack, batch
 from tests.ranks.same import differences, unknown
+
+import torchtap as tt
 
 PIPELINES = ("pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved")
 SUMMED_OVER_SAMPLES = "positions:grad"  # its gradient is a sum over samples, which no rank has whole
@@ -43,6 +42,7 @@ def references(name: str) -> dict[str, Any]:
     return {
         "ddp_accumulation": {"micro": 2},
         "ddp_unused": {"model": made(unused=True)},
+        "ddp_compiled": {"taps": [tt.tap(["*:output", "*:param_grad"])]},
         "fsdp_kept": {"clip": 0.05},
         "fsdp_uneven": {"model": made(hidden=13)},
         "tp_dtensors": {"model": made(hidden=13)},
@@ -148,7 +148,11 @@ def test_mixed_precision_gives_values_in_the_precision_of_each(folder: Path) -> 
 
 
 def test_a_rank_without_an_element_of_a_parameter_says_so(folder: Path) -> None:
-    reasons = {each["reason"] for rank in (0, 1) for each in tt.open(folder / "fsdp1", rank=rank).coverage()["missing"]}
+    reasons = {
+        each["reason"]
+        for rank in (0, 1)
+        for each in tt.open(folder / "fsdp1", rank=rank).coverage()["missing"]
+    }
     assert any("no element of the parameter" in reason for reason in reasons)
     assert not any("frozen" in reason for reason in reasons)
 

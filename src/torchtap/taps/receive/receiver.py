@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import is_traced_by_script
+from torchtap._torch_distributed import infers_shapes
 from torchtap.names import paths_around
 from torchtap.plan import Plan
 from torchtap.taps.place.placing import Placing
@@ -171,6 +172,8 @@ class Receiver:
 
     def _is_taken(self, training: bool | None, learning: bool | None) -> bool:
         """Whether a pass is to be heard; it is then of its phase. TorchScript's tracer must not find us in its own."""
+        if self.placing is not None and infers_shapes():
+            return False
         if self._clock is not None:
             learning = torch.is_grad_enabled() if learning is None else learning
             phase = self.phase or ("train" if training is not False and learning else "eval")
