@@ -1,4 +1,4 @@
-"""Trainings on several processes, read as one: what one process records on the joined batch, bit for bit as unwatched."""
+"""Trainings on several processes, read as one: what one process records on the joined batch, and no bit changed."""
 
 from __future__ import annotations
 
