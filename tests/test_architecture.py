@@ -52,6 +52,7 @@ LAYERS = [
     [
         "matching",
         "outlets",
+        "compiled_parts",
         "logged",
         "steps",
         "following",
@@ -77,6 +78,7 @@ LAYERS = [
     ["monitors"],
     ["integrations"],
     ["viewer"],
+    ["assistant"],
     ["testing"],
     ["cli", "__main__"],
 ]

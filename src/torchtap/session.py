@@ -15,6 +15,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from torchtap.compiled_parts import warn_of_missing_parts
 from torchtap.errors import PlanError, SessionError
 from torchtap.matching import site_map_of
 from torchtap.model_tree import environment, model_tree
@@ -92,6 +93,11 @@ class Capture:
             self._taps.detach()
         if error is None:
             self._warn_of_silence()
+            if self._taps.receiver.overheard:
+                warn(
+                    "torchtap: other threads called the model inside this capture; their values were not taken. "
+                    "capture(..., any_thread=True) takes those of every thread"
+                )
 
     def _warn_of_silence(self) -> None:
         """One warning for the selectors that brought nothing at all."""
@@ -170,6 +176,7 @@ def watch(
     via: WayName = "hook",
     labels: dict[str, Any] | None = None,
     layout: Mapping[Selectable, str] | None = None,
+    follow_model: bool = False,
     **writer_options: Any,
 ) -> Watch:
     """Accompany a training: take what the taps ask for at each live step, into a run folder and to sinks.
@@ -185,6 +192,9 @@ def watch(
     Of several processes each writes its own part of the run, with which part of the whole each value is. DTensors,
     wrappers and parallel plans tell. ``layout`` tells what they do not know, by selector: ``"batch"``,
     ``"replicated"``, or ``"shard(-1, tp)"`` for a dimension and an axis of the mesh.
+
+    Where modules are added, removed or replaced meanwhile, the run says so; with ``follow_model`` the taps go over to
+    the model as it is then, from the next step on.
     """
     if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
         raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
@@ -193,6 +203,7 @@ def watch(
             f"sinks={sinks!r}: give a list of things with write(record) and close(); CallbackSink makes one of a "
             "function, make_sink of a text"
         )
+    warn_of_missing_parts()
     several = isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module))
     asked: list[Any] = list(taps) if several else [taps]  # type: ignore[arg-type]
     models = _models(model)
@@ -222,7 +233,15 @@ def watch(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
     return Watch(
-        model, bound, consumers, models=models, strict=strict, via=via, recorded=recorded, placing=placing
+        model,
+        bound,
+        consumers,
+        models=models,
+        strict=strict,
+        via=via,
+        recorded=recorded,
+        follow_model=follow_model,
+        placing=placing,
     )
 
 

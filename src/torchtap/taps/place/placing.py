@@ -95,6 +95,8 @@ class Placing:
     def changes(self, entries: Sequence[Seen], phase: str) -> dict[str, Any] | None:
         """What was not told yet, as an event of a run; None where nothing is new."""
         news: dict[str, Placement] = {}
+        if len(entries) < self._settled:  # the taps have gone over to another tree of modules
+            self._settled, self._waiting = 0, []
         looked_at = [*self._waiting, *entries[self._settled :]]
         self._settled = len(entries)
         self._waiting = [entry for entry in looked_at if entry.shape is None]
