@@ -49,6 +49,7 @@ LAYERS = [
     [
         "matching",
         "outlets",
+        "compiled_parts",
         "logged",
         "steps",
         "following",

@@ -41,14 +41,16 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
     replaced = replaced_paths(receiver)
     for port in receiver.ports.values():
         site = port.port.site.name
-        if any(belongs_to(each, site) for each in receiver.missing) and not _arrived(port):
+        if _came_before(receiver, port):
+            continue
+        if any(belongs_to(each, site) for each in receiver.missing) and not port.arrived:
             continue  # it was told already, leaf by leaf
         if port.port.site.path in replaced:
             yield Missing(site, reasons.REPLACED)
             continue
         if port.kind in ("attention", "value"):
             continue
-        if _arrived(port):
+        if port.arrived:
             if numbered := _only_numbered(port):
                 yield Missing(site, reasons.UNPLACED.format(names=", ".join(numbered)))
             continue
@@ -103,7 +105,7 @@ def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[M
         ]
         for kind in ("attention", "value"):
             asked = [port for port in ports if port.kind == kind]
-            if not asked or any(_arrived(port) for port in asked):
+            if not asked or any(port.arrived or _came_before(receiver, port) for port in asked):
                 continue
             name = next((s.text for s in tap.selectors if kind in s.kinds), kind)
             notes = [port.note for port in asked if port.note]
@@ -117,8 +119,9 @@ def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[M
                 yield Missing(name, reasons.NO_VALUE)
 
 
-def _arrived(port: LivePort) -> bool:
-    return any(entry is not None and entry.shape is not None for entry in port.entries.values())
+def _came_before(receiver: Receiver, port: LivePort) -> bool:
+    """Whether it came before the model was changed."""
+    return port.port.site.name in receiver.arrived_before
 
 
 def _only_numbered(port: LivePort) -> list[str]:
