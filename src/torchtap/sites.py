@@ -92,10 +92,12 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    children = module._modules
+    children: Any = module._modules
+    if not isinstance(children, dict):
+        return None  # TorchScript's, which wraps nothing
     for name in WRAPPED_ATTRIBUTES:
         if (child := children.get(name)) is not None:
-            return child
+            return child  # type: ignore[no-any-return]
     if type(module).__name__ in WRAPPER_CLASSES:
         return children.get("module")
     return None

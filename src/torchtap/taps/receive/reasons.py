@@ -9,6 +9,7 @@ import re
 
 __all__ = [
     "FOLDED",
+    "IN_A_BRANCH",
     "NESTED_ATTENTION",
     "NOT_CALLED",
     "NOT_CALLED_OR_COMPILED",
@@ -60,6 +61,11 @@ NO_ATTENTION = (
 )
 NESTED_ATTENTION = "attention over nested tensors is not taken apart"
 NO_VALUE = "no torchtap.emit() with this name ran inside these modules"
+# Compiled models.
+IN_A_BRANCH = (
+    "it is inside a branch or loop (torch.cond, while_loop, scan) of a compiled model, from which torch's compilers "
+    "hand nothing out; the eager model has it, and tt.instrument before torch.export"
+)
 # Graphs and traces.
 FOLDED = "folded into its parent when the model was frozen"
 NOT_IN_A_GRAPH = "a graph gives no {kind}: capture it before the model is traced"
