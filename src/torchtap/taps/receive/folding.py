@@ -13,7 +13,7 @@ Not here: which values are meant for us (`receiver`), arithmetic (`reduce`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import final
 
@@ -208,11 +208,11 @@ class Folding:
         self.lock.acquire()
         try:
             if entry.measured:
-                for piece in pieces():
+                for piece in _noting_dtype(entry, pieces()):
                     self._measure(entry, piece)
             for fold in entry.live_folds:
                 began = perf_counter()
-                fold.state = fold.reduction.update_pieces(fold.state, pieces())
+                fold.state = fold.reduction.update_pieces(fold.state, _noting_dtype(entry, pieces()))
                 fold.seconds += perf_counter() - began
             if entry.also is not None:
                 self.fold_pieces(entry.also, shape, pieces)
@@ -314,3 +314,10 @@ class Folding:
                 raise error
             raise ReductionError(f"{site}: {type(error).__name__}: {error}") from error
         self._on_lost(f"{site}: {type(error).__name__}: {error}")
+
+
+def _noting_dtype(entry: Entry, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The pieces, of which the first tells the dtype of the whole."""
+    for piece in pieces:
+        entry.dtype = entry.dtype or piece.dtype
+        yield piece
