@@ -81,7 +81,8 @@ class Seen(Mapping[str, Any]):
         lines = [f"Seen({len(self)} sites)"]
         for entry in self._receiver.entries:
             if entry.shape is not None:
-                dtype = str(entry.dtype).removeprefix("torch.")
+                # Statistics that a compiled graph makes come without the value's own dtype.
+                dtype = "" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
                 result = result_of(self._receiver.folding, entry)
                 # Two backward passes of one forward, for instance, are joined: what is given counts.
                 shape = result.shape if isinstance(result, Tensor) else entry.shape

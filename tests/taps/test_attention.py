@@ -183,3 +183,12 @@ def test_two_sessions_share_the_wrappers_and_the_last_takes_them_off() -> None:
     assert F.scaled_dot_product_attention is wrapped
     second.__exit__(None, None, None)
     assert F.scaled_dot_product_attention is before
+
+
+def test_what_was_seen_is_printed_with_the_dtype_of_attention_maps() -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 5, 8)
+    with tt.capture(model, "*:attention") as seen:
+        model(x, x, x)
+    assert "float32[1, 2, 5, 5]" in repr(seen)
+    assert "None" not in repr(seen)

@@ -84,6 +84,8 @@ class EagerAttachment:
         for port in ports:
             self._put_on(port)
         self._walker.passes(self._begin_pass, receiver.end_pass, emitting_pass(self._channel, self._root))
+        if receiver.placing is not None:
+            self._walker.before(self._root, None, receiver.placing.see_inputs, _nothing)
         kinds = {port.kind for port in ports}
         if "value" in kinds:
             activate(receiver)
@@ -154,6 +156,10 @@ class EagerAttachment:
         found = input_leaves(port.input_names, args, kwargs)
         self._receiver.take_gradients(port, found, repeated, ask_at_its_node)
         return args, kwargs
+
+
+def _nothing(*_: Any) -> None:
+    """What a compiler's trace is to see."""
 
 
 def _its_own(_: str, value: Tensor) -> Tensor:
