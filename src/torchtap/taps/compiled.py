@@ -20,12 +20,24 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
-from torch._dynamo.eval_frame import innermost_backend
 
-from torchtap._torch import in_backward
+from torchtap._torch import (
+    base_of,
+    compiled_function,
+    compiled_in_place,
+    dynamic_setting,
+    in_backward,
+    inside_compiled,
+    is_compiled_module,
+    kept_by_inductor,
+    runs_compiled,
+    skip_alone,
+    user_backend,
+)
 from torchtap.errors import FormError
+from torchtap.names import site_name
 from torchtap.sites import unwrap
+from torchtap.taps.carry.branches import is_silent
 from torchtap.taps.carry.carrier import (
     Carriers,
     EnterCarrier,
@@ -37,12 +49,13 @@ from torchtap.taps.carry.carrier import (
 from torchtap.taps.carry.forms import CarriedAttachment
 from torchtap.taps.carry.fused import emit_measured
 from torchtap.taps.carry.passes import PassHooks
-from torchtap.taps.eager import attention
-from torchtap.taps.receive import inside
+from torchtap.taps.eager.attention import report_attention
+from torchtap.taps.receive import inside, reasons
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.ways import Handle
 
 __all__ = ["attach_compiled", "compiled_regions"]
 
@@ -52,16 +65,14 @@ def compiled_regions(model: nn.Module) -> list[Region]:
     return [
         _region_of(module)
         for module in model.modules()
-        if isinstance(module, OptimizedModule)
-        or module._compiled_call_impl is not None
-        or _compiled_forward(module) is not None
+        if runs_compiled(module) or _compiled_forward(module) is not None
     ]
 
 
 def _compiled_forward(module: nn.Module) -> Any:
     """What ``model.forward = torch.compile(model.forward)`` put into a module."""
     forward = module.__dict__.get("forward")
-    own = not isinstance(module, OptimizedModule) and hasattr(forward, "_torchdynamo_orig_callable")
+    own = not is_compiled_module(module) and compiled_function(forward) is not None
     return forward if own else None
 
 
@@ -74,7 +85,7 @@ class Region:
         self._live: dict[frozenset[int], Callable[..., Any]] = {}
         self.armed: frozenset[int] = frozenset()
         self._forward = _compiled_forward(module)
-        by_forward = isinstance(module, OptimizedModule) or self._forward is not None
+        by_forward = is_compiled_module(module) or self._forward is not None
         self._slot = "forward" if by_forward else "_compiled_call_impl"
         self._plain: Any = None
 
@@ -94,10 +105,11 @@ class Region:
 
     def _compile(self) -> Callable[..., Any]:
         module = self._module
-        inner = module._orig_mod if isinstance(module, OptimizedModule) else module
-        call = inner.__call__ if isinstance(module, OptimizedModule) else module._call_impl
-        if self._forward is not None:
-            call = self._forward._torchdynamo_orig_callable
+        inner = inside_compiled(module) if is_compiled_module(module) else module
+        call = inner.__call__ if is_compiled_module(module) else module._call_impl
+        given = compiled_function(self._forward)
+        if given is not None:
+            call = given
 
         def tapped(*args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)
@@ -105,10 +117,12 @@ class Region:
         # Dynamo keeps compiled code with the code object; its own one makes this a separate compilation.
         tapped.__code__ = tapped.__code__.replace(co_name=f"tapped_{type(inner).__name__}")
         settings = _settings_of(module, self._forward)
-        if settings.fullgraph:
-            return settings(tapped)  # type: ignore[no-any-return]
-        backend = _OwnBackend(innermost_backend(settings.callback))
-        compiled: Callable[..., Any] = torch.compile(tapped, backend=backend, dynamic=settings._dynamic)
+        compiled: Callable[..., Any] = torch.compile(
+            tapped,
+            backend=_OwnBackend(user_backend(settings.callback)),
+            dynamic=dynamic_setting(settings),
+            fullgraph=settings.fullgraph,
+        )
         return compiled
 
 
@@ -124,7 +138,7 @@ class _OwnBackend:
         self._backend = backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._backend(*args, **kwargs)
+        return self._backend(*args, **kept_by_inductor(self._backend), **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_backend":  # asked for before it is set: by copying
@@ -134,9 +148,9 @@ class _OwnBackend:
 
 def _settings_of(module: nn.Module, forward: Any = None) -> Any:
     """The user's ``torch.compile`` settings: what it returned was made by a context that wraps any function."""
-    if isinstance(module, OptimizedModule):
+    if is_compiled_module(module):
         return module.dynamo_ctx
-    wrapper: Any = forward if forward is not None else module._compiled_call_impl
+    wrapper: Any = forward if forward is not None else compiled_in_place(module)
     for cell in getattr(wrapper, "__closure__", None) or ():
         if type(cell.cell_contents).__name__.endswith("OptimizeContext"):
             return cell.cell_contents
@@ -202,7 +216,11 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
             ),
             ((place.path, place.module) for place in receiver.plan.places) if looks_inside else (),
             measured,
+            purpose=f"{type(root).__qualname__} {sorted(sites)}",
         )
+    for port in receiver.ports.values():
+        if is_silent(carriers.channel.prefix + site_name(port.port.site.path, port.kind)):
+            port.note = reasons.IN_A_BRANCH
     number = carriers.channel.number
     switches = [Switch(region, number) for region in compiled_regions(model)]
     looking = [_LookInside(receiver)] if looks_inside else []
@@ -213,7 +231,7 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
 
 def _root_gradients(model: nn.Module, receiver: Receiver) -> LivePort | None:
     """The port of the gradients of what a wholly compiled model returns."""
-    whole = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
+    whole = runs_compiled(model)
     return receiver.ports.get(("", "grad_output", "")) if whole else None
 
 
@@ -225,11 +243,11 @@ def _take_gradients(receiver: Receiver, port: LivePort, output: Any) -> None:
     """
     if not receiver.hears_this_thread() or in_backward():
         return
-    found = [(leaf, value) for leaf, value in leaves(output) if value.requires_grad]
-    bases = Counter(id(value if value._base is None else value._base) for _, value in found)
-    views = [(leaf, value) for leaf, value in found if value._base is not None and bases[id(value._base)] > 1]
-    for leaf, value in views:
-        receiver.await_gradient("", port.kind, leaf, value, again=True)
+    found = [(leaf, value, base_of(value)) for leaf, value in leaves(output) if value.requires_grad]
+    sharing = Counter(id(value if base is None else base) for _, value, base in found)
+    for leaf, value, base in found:
+        if base is not None and sharing[id(base)] > 1:
+            receiver.await_gradient("", port.kind, leaf, value, again=True)
 
 
 @cache
@@ -247,7 +265,7 @@ def _never_compile_alone() -> None:
         leaves,
         input_leaves,
     ):
-        torch._dynamo.eval_frame.skip_code(function.__code__)
+        skip_alone(function)
 
 
 @final
@@ -256,17 +274,17 @@ class _LookInside:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._patch: Any = None
+        self._attention: Handle | None = None
 
     def switch_on(self) -> None:
         activate(self._receiver)
         if self._receiver.listens_to("attention"):
-            self._patch = attention.patch()
+            self._attention = report_attention(self._receiver)
 
     def switch_off(self) -> None:
         deactivate(self._receiver)
         inside.paths.clear()
         inside.busy.clear()
-        if self._patch is not None:
-            self._patch.remove()
-            self._patch = None
+        if self._attention is not None:
+            self._attention.remove()
+            self._attention = None

@@ -11,6 +11,7 @@ from typing import Any, final
 
 from torch import nn
 
+from torchtap._torch import script_core, script_methods
 from torchtap.names import KINDS, last_part
 from torchtap.taps.alike.mapped import mapped_sites
 from torchtap.taps.alike.site_map import SiteMap
@@ -61,7 +62,7 @@ def attach_script(model: Any, receiver: Receiver, site_map: SiteMap | None = Non
     shared = _SharedState(model, copy)
     routes = []
     for path, module in model.named_modules():
-        if module._c._has_method("forward") and path in copies:
+        if "forward" in script_methods(script_core(module)) and path in copies:
             forward = shared.around(copies[path].forward)
             routes.append(ForwardRoute(module, in_pass(receiver, model, forward) if path == "" else forward))
     groups = [] if traced.is_traced else lookalike_paths(model)
@@ -73,10 +74,11 @@ def attach_script(model: Any, receiver: Receiver, site_map: SiteMap | None = Non
 def _mapped_copy(
     model: Any, receiver: Receiver, site_map: SiteMap, prefix: str, kinds_of: dict[str, set[str]]
 ) -> Any:
-    """A copy of a trace that emits the sites of a map, and those of the outermost module, which it tells itself."""
+    """A copy of a trace that emits the sites of a map, beside those that it tells itself: put in, and outermost."""
     fresh = script_copy(model)
     site_map.check(digest_of(fresh))
-    tap_values(fresh, mapped_sites(site_map, receiver, without={("", kind) for kind in KINDS}), prefix)
+    told = {address(site)[1:3] for site in constant_sites(fresh)} | {("", kind) for kind in KINDS}
+    tap_values(fresh, mapped_sites(site_map, receiver, without=told), prefix)
     return tapped_copy(fresh, {"": kinds_of.get("", set())}, prefix)
 
 
