@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,6 +54,23 @@ def is_traced_by_script() -> bool:
     """Whether ``torch.jit.trace`` runs this code. Where torch cannot say, it does not."""
     asked = getattr(torch._C, "_get_tracing_state", None)
     return asked is not None and asked() is not None
+
+
+def patch_script_compiler(around: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Have TorchScript make script modules inside of ``around(module)``: it compiles every hook that it finds.
+
+    Where the function is gone, a module with hooks of ours cannot be scripted.
+    """
+    compiler = torch.jit._recursive
+    create = getattr(compiler, "create_script_module", None)
+    if create is None:
+        return
+
+    def create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
+        with around(nn_module):
+            return create(nn_module, *args, **kwargs)
+
+    compiler.create_script_module = create_script_module
 
 
 def version_of(tensor: Tensor) -> int:
