@@ -78,7 +78,9 @@ class _WindowAttention(nn.Module):
         self.proj_drop, self.attn_drop = nn.Dropout(0.1), nn.Dropout(0.0)
         self.window, self.shift = window, shift
         self.table = nn.Parameter(torch.randn((2 * window - 1) ** 2, 2) * 0.1)
-        grid = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(1)
+        grid = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(
+            1
+        )
         away = (grid[:, :, None] - grid[:, None, :]).permute(1, 2, 0) + window - 1
         self.register_buffer("index", away[..., 0] * (2 * window - 1) + away[..., 1])
 
@@ -95,7 +97,9 @@ class _WindowAttention(nn.Module):
         weights = (q @ k.transpose(-2, -1) * 0.5 + bias.unsqueeze(0)).softmax(-1)
         mixed = (self.attn_drop(weights) @ v).transpose(1, 2).reshape(parts.shape)
         mixed = self.proj_drop(self.proj(mixed))
-        whole = mixed.view(batch, height // size, width // size, size, size, channels).permute(0, 1, 3, 2, 4, 5)
+        whole = mixed.view(batch, height // size, width // size, size, size, channels).permute(
+            0, 1, 3, 2, 4, 5
+        )
         whole = whole.reshape(batch, height, width, channels)
         return torch.roll(whole, (self.shift, self.shift), dims=(1, 2)) if self.shift else whole
 
@@ -117,7 +121,11 @@ class _Windowed(nn.Module):
 class _Excite(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.pool, self.fc1, self.fc2 = nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, 2, 1), nn.Conv2d(2, width, 1)
+        self.pool, self.fc1, self.fc2 = (
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(width, 2, 1),
+            nn.Conv2d(2, width, 1),
+        )
         self.act, self.gate = nn.ReLU(inplace=True), nn.Hardsigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -219,7 +227,9 @@ class _SparseExperts(nn.Module):
         share = F.one_hot(chosen, 4).to(flat.dtype) * weights.unsqueeze(-1)
         self.load = share.sum((0, 1))
         for number, expert in enumerate(self.experts):
-            result.index_add_(0, torch.arange(flat.shape[0]), expert(flat) * share.sum(1)[:, number : number + 1])
+            result.index_add_(
+                0, torch.arange(flat.shape[0]), expert(flat) * share.sum(1)[:, number : number + 1]
+            )
         return result.reshape(x.shape), logits
 
 

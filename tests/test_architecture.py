@@ -74,6 +74,7 @@ LAYERS = [
     ["monitors"],
     ["integrations"],
     ["viewer"],
+    ["assistant"],
     ["testing"],
     ["cli", "__main__"],
 ]

@@ -96,7 +96,10 @@ def test_a_package_has_its_hooks_in_plain_files() -> None:
     buffer.seek(0)
     importer = PackageImporter(buffer)
     expected = found_in(model, x)
-    for loaded in (importer.load_pickle("model", "model.pkl"), importer.load_pickle("model", "second.pkl")["model"]):
+    for loaded in (
+        importer.load_pickle("model", "model.pkl"),
+        importer.load_pickle("model", "second.pkl")["model"],
+    ):
         assert_same(found_in(loaded, x), expected)
         assert_same(found_in(torch.export.export(loaded, (x,)).module(), x), expected)
 
@@ -141,4 +144,6 @@ def test_a_model_is_scripted_traced_and_pickled_in_a_live_step_as_at_any_time(co
 def test_an_instrumented_model_with_exported_methods_is_traced() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Exporting(), nn.Linear(4, 2)).eval(), torch.randn(3, 4)
-    assert_same(found_in(torch.jit.trace(tt.instrument(model, "*:output", "*:input"), (x,)), x), found_in(model, x))
+    assert_same(
+        found_in(torch.jit.trace(tt.instrument(model, "*:output", "*:input"), (x,)), x), found_in(model, x)
+    )

@@ -17,8 +17,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
+from torchtap._torch import is_traced_by_fx, is_traced_by_script
 from torchtap.names import site_name
 from torchtap.sites import input_names, places
 from torchtap.taps.carry import op
@@ -58,7 +58,7 @@ def _hears(address: str) -> bool:
 
 
 def _traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._is_tracing() or is_fx_symbolic_tracing()
+    return torch.compiler.is_compiling() or is_traced_by_script() or is_traced_by_fx()
 
 
 def emit_leaves(
@@ -238,7 +238,9 @@ def put_on_root(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> None
     """`put_carriers`, for a model that can then be scripted and packaged as well."""
     put_carriers(model, kinds_of)
     _mark(model)
-    model.__dict__.update({"__prepare_scriptable__": Scriptable(model), "__reduce_package__": Packaged(model)})
+    model.__dict__.update(
+        {"__prepare_scriptable__": Scriptable(model), "__reduce_package__": Packaged(model)}
+    )
     conceal(model)
 
 

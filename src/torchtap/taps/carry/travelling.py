@@ -90,4 +90,3 @@ def _packaged_module() -> ModuleType:
         spec.loader.exec_module(module)
         sys.modules[_FILE] = module
     return sys.modules[_FILE]
-

@@ -19,7 +19,17 @@ from torch.utils.hooks import RemovableHandle
 
 from torchtap._torch import patch_script_compiler
 
-__all__ = ["Hook", "HookHandle", "ModeHook", "StandIn", "Traveller", "conceal", "held", "is_wrapper", "reveal"]
+__all__ = [
+    "Hook",
+    "HookHandle",
+    "ModeHook",
+    "StandIn",
+    "Traveller",
+    "conceal",
+    "held",
+    "is_wrapper",
+    "reveal",
+]
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOTES_OF_HOOKS = (
