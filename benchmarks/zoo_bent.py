@@ -487,9 +487,7 @@ class _Unused(nn.Module):
 
 class _Everything(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
-        kept: list[Tensor] = []
-        for scale in (1.0, 2.0):
-            kept.append(x * scale)
+        kept = [x * scale for scale in (1.0, 2.0)]
         return kept[1], kept[0], None
 
 
@@ -554,7 +552,9 @@ def _of(make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]]) ->
 
 
 BENT: dict[str, Callable[[], Built]] = {
-    "convnext, by hand": _of(lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), _ConvNeXtBlock(8), _ConvNeXtBlock(8)), _images),
+    "convnext, by hand": _of(
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), _ConvNeXtBlock(8), _ConvNeXtBlock(8)), _images
+    ),
     "shifted windows": _of(_Windowed, _images),
     "densenet": _of(_Dense, _images),
     "shufflenet": _of(_Shuffle, _images),

@@ -132,7 +132,8 @@ def test_a_model_is_scripted_traced_and_pickled_in_a_live_step_as_at_any_time(co
         script = torch.jit.script(model[0])
         trace = torch.jit.trace(model[0], (x,))
         pickled = pickle.dumps(model[0])
-    assert len(dict(seen.items())) == 4
+    # Tracing calls the model, so there are further calls; these four are the first.
+    assert {"0.fc:output", "0:output", "1:output", ":output"} <= set(dict(seen.items()))
     assert own
     assert named_in(pickled) <= named_in(clean)
     for made in (script, trace):

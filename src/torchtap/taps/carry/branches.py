@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from torchtap._torch import graphs_being_traced
+from torchtap._torch import graphs_being_traced, mark_constant
 from torchtap.names import site_name
 from torchtap.taps.carry import op
 from torchtap.taps.receive import reasons
@@ -29,8 +29,7 @@ def silences(address: str, kinds: tuple[str, ...]) -> bool:
     return True
 
 
-# What torch.compiler.assume_constant_result sets; calling that would load the compiler.
-silences._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(silences)
 
 
 def is_silent(site: str) -> bool:

@@ -1,8 +1,8 @@
 """The hooks of a model that was instrumented with torchtap before it was packaged.
 
-Each module in ``sites1.json`` (``sites2.json`` for a second model …) gets a forward hook that calls ``torch.ops.torchtap.emit(value, site)`` for the tensors
-that pass, under the name of their site. With nobody listening they do nothing. Where torchtap is not installed no
-hook is put on, and the model runs as it was written.
+Each module in ``sites1.json`` (``sites2.json`` for a second model …) gets a forward hook that calls
+``torch.ops.torchtap.emit(value, site)`` for the tensors that pass, under the name of their site. With nobody listening
+it does nothing. Where torchtap is not installed no hook is put on, and the model runs as it was written.
 """
 
 import importlib
