@@ -261,7 +261,7 @@ def put_copies(module: nn.Module, made: nn.Module) -> None:
         put_on_root(made, {})
 
 
-def _carriers_on(module: nn.Module, table: str) -> list[_Carrier]:
+def _carriers_on(module: nn.Module, table: str) -> list[Any]:
     return [
         hook
         for hook in getattr(module, table).values()

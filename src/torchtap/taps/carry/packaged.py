@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 
-def restored(importer: Any, model_class: type, state: dict[str, Any]) -> Any:
+def restored(importer: Any, model_class: Any, state: dict[str, Any]) -> Any:
     """The packaged model, with its hooks."""
     model: Any = model_class.__new__(model_class)
     model.__setstate__(state)

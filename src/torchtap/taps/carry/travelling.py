@@ -75,7 +75,7 @@ class Packaged(Traveller):
         exporter.save_source_string(_FILE, source, is_package=True)
         _models_in[exporter] = number = _models_in.get(exporter, 0) + 1
         exporter.save_text(_FILE, f"sites{number}.json", json.dumps(sites, indent=1))
-        state: Any = self._model.__getstate__()  # type: ignore[operator]
+        state: Any = self._model.__getstate__()
         return module.restored, (type(self._model), state)
 
 
