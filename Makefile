@@ -56,6 +56,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy packaging/consumer.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -49,12 +49,13 @@ from torchtap.taps.carry.carrier import (
 from torchtap.taps.carry.forms import CarriedAttachment
 from torchtap.taps.carry.fused import emit_measured
 from torchtap.taps.carry.passes import PassHooks
-from torchtap.taps.eager import attention
+from torchtap.taps.eager.attention import report_attention
 from torchtap.taps.receive import inside, reasons
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.ways import Handle
 
 __all__ = ["attach_compiled", "compiled_regions"]
 
@@ -273,17 +274,17 @@ class _LookInside:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._patch: Any = None
+        self._attention: Handle | None = None
 
     def switch_on(self) -> None:
         activate(self._receiver)
         if self._receiver.listens_to("attention"):
-            self._patch = attention.patch()
+            self._attention = report_attention(self._receiver)
 
     def switch_off(self) -> None:
         deactivate(self._receiver)
         inside.paths.clear()
         inside.busy.clear()
-        if self._patch is not None:
-            self._patch.remove()
-            self._patch = None
+        if self._attention is not None:
+            self._attention.remove()
+            self._attention = None

@@ -18,6 +18,7 @@ __all__ = [
     "NO_ARGUMENT",
     "NO_ATTENTION",
     "NO_BACKWARD",
+    "NO_ELEMENT",
     "NO_EQUAL",
     "NO_FORWARD",
     "NO_GRADIENT",
@@ -49,6 +50,7 @@ REPLACED = "its module was replaced after the taps were put on; nothing came sin
 NO_BACKWARD = "no backward pass reached it"
 NO_GRADIENT = "the value does not require grad"
 NO_PARAMETER_GRADIENT = "its gradient was None: frozen, or not part of the loss"
+NO_ELEMENT = "this rank holds no element of the parameter: another one's shard has it"
 NO_OPTIMIZER_STATE = "the optimizer keeps nothing for it"
 NO_OPTIMIZER_STEP = "no optimizer stepped with it while it was live"
 NO_STEP_ENDED = "no step ended while it was live"
