@@ -170,14 +170,22 @@ def _compensated(found: Evidence, faults: list[_Fault], rows: list[Row]) -> set[
             settled.add(fault.site)
         elif module is not None:
             inside.setdefault(module, set()).add(fault.site)
-    undecided: set[str] = set()
+    blamed = _blamed_in_float32(found) if inside else None
     for module, sites in inside.items():
-        if cancels(found, module, sites):
+        if blamed is not None:
+            settled |= {fault.site for fault in faults if fault.site in sites and fault.author not in blamed}
+        elif cancels(found, module, sites):
             settled |= sites
-        else:
-            undecided |= sites
-    wide = in_float32(found) if undecided else None
-    return settled | undecided if wide is not None and judge_live(wide)[1] is None else settled
+    return settled
+
+
+def _blamed_in_float32(found: Evidence) -> set[str] | None:
+    """The modules that are wrong in float32 twins of models in 16 bits; ``None`` where there are no twins."""
+    wide = in_float32(found)
+    if wide is None:
+        return None
+    first = judge_live(wide)[1]
+    return set() if first is None else {first.module, *first.others}
 
 
 def _results_agree(rows: list[Row]) -> bool:

@@ -10,7 +10,7 @@ from torchtap.comparison.live.evidence import Evidence
 from torchtap.comparison.live.parameters import own_tensors
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.terms import differing_term, hidden_only
-from torchtap.names import join_path, parent_path
+from torchtap.names import join_path, parent_path, read_name
 
 __all__ = ["relation"]
 
@@ -50,4 +50,4 @@ def _masks(found: Evidence) -> Iterator[tuple[str, Tensor]]:
     for event in found.trace.events:
         value = found.trace.values[event.site]
         if event.module == "" and event.kind == "input" and not value.is_floating_point():
-            yield event.site.rpartition(":")[2].removeprefix("input."), value
+            yield read_name(event.site).leaf, value

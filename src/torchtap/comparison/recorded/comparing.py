@@ -31,7 +31,7 @@ from torchtap.comparison.recorded.measuring import Measuring, changed
 from torchtap.comparison.recorded.recordings import Recording
 from torchtap.comparison.recorded.training import explain_training
 from torchtap.errors import CompareError, TorchtapError
-from torchtap.names import parent_path
+from torchtap.names import parent_path, read_name
 
 __all__ = ["compare_recordings"]
 
@@ -238,4 +238,4 @@ class _Work:
             if row.kind == "input" and row.module == "" and row.status in AGREES:
                 value = self.reference.value(row.site, self.current)
                 if value is not None and value.array.dtype.kind in "biu":
-                    yield row.site.rpartition(":")[2].removeprefix("input."), value
+                    yield read_name(row.site).leaf, value
