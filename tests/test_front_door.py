@@ -40,7 +40,7 @@ def test_the_door_is_narrow() -> None:
 
 RESULTS = {
     *("Bisection", "Comparison", "Edit", "ExtraOutputs", "Features", "Finding", "Missing", "Run", "Seen"),
-    *("Selector", "Site", "Tap", "Verification", "Watch", "bind"),
+    *("Selector", "Site", "Tap", "Verification", "Watch", "make_plan"),
 }
 
 
