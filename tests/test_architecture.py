@@ -56,6 +56,7 @@ LAYERS = [
         "seen",
         "summary",
         "watching",
+        "manifest",
         "session",
         "verification",
     ],
