@@ -60,9 +60,9 @@ def command(
     from torchtap.errors import TorchtapError
 
     try:
-        from torchtap.comparison.front import compare
+        from torchtap.comparison.stored import compare_stored
 
-        result = compare(
+        result = compare_stored(
             reference,
             target,
             rules=rules,
