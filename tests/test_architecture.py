@@ -49,6 +49,7 @@ LAYERS = [
     [
         "matching",
         "outlets",
+        "compiled_parts",
         "logged",
         "steps",
         "following",
@@ -75,6 +76,7 @@ LAYERS = [
     ["monitors"],
     ["integrations"],
     ["viewer"],
+    ["assistant"],
     ["testing"],
     ["cli", "__main__"],
 ]

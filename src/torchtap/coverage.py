@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
 
+from torchtap._torch import something_was_compiled
 from torchtap.names import belongs_to, is_unplaced, path_parts
 from torchtap.sites import unwrap
 from torchtap.taps.receive import reasons
@@ -41,14 +41,16 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
     replaced = replaced_paths(receiver)
     for port in receiver.ports.values():
         site = port.port.site.name
-        if any(belongs_to(each, site) for each in receiver.missing) and not _arrived(port):
+        if _came_before(receiver, port):
+            continue
+        if any(belongs_to(each, site) for each in receiver.missing) and not port.arrived:
             continue  # it was told already, leaf by leaf
         if port.port.site.path in replaced:
             yield Missing(site, reasons.REPLACED)
             continue
         if port.kind in ("attention", "value"):
             continue
-        if _arrived(port):
+        if port.arrived:
             if numbered := _only_numbered(port):
                 yield Missing(site, reasons.UNPLACED.format(names=", ".join(numbered)))
             continue
@@ -88,8 +90,7 @@ def _why_not_called(receiver: Receiver, port: LivePort) -> str:
     module = port.port.site.module
     if module is not None and type(module).forward is nn.Module.forward and not is_stand_in(module):
         return reasons.NO_FORWARD.format(name=type(module).__name__)
-    compiler = sys.modules.get("torch._dynamo.convert_frame")
-    if receiver.passes == 0 and compiler is not None and compiler.FRAME_COUNTER:
+    if receiver.passes == 0 and something_was_compiled():
         return reasons.NOT_CALLED_OR_COMPILED
     return reasons.NOT_CALLED
 
@@ -104,7 +105,7 @@ def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[M
         ]
         for kind in ("attention", "value"):
             asked = [port for port in ports if port.kind == kind]
-            if not asked or any(_arrived(port) for port in asked):
+            if not asked or any(port.arrived or _came_before(receiver, port) for port in asked):
                 continue
             name = next((s.text for s in tap.selectors if kind in s.kinds), kind)
             notes = [port.note for port in asked if port.note]
@@ -118,8 +119,9 @@ def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[M
                 yield Missing(name, reasons.NO_VALUE)
 
 
-def _arrived(port: LivePort) -> bool:
-    return any(entry is not None and entry.shape is not None for entry in port.entries.values())
+def _came_before(receiver: Receiver, port: LivePort) -> bool:
+    """Whether it came before the model was changed."""
+    return port.port.site.name in receiver.arrived_before
 
 
 def _only_numbered(port: LivePort) -> list[str]:

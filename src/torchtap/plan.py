@@ -306,8 +306,13 @@ def bind(
     model: nn.Module,
     taps: Plan | Iterable[Plan | Tap | Selectable | Sequence[Tap]],
     keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    *,
+    all_match: bool = True,
 ) -> Plan:
-    """Bind taps, or another model's plan, to a model. A bare selector keeps what ``keep`` says, else whole tensors."""
+    """Bind taps, or another model's plan, to a model. A bare selector keeps what ``keep`` says, else whole tensors.
+
+    A selector that picks nothing is an error, unless not ``all_match``.
+    """
     asked = list(_taps_of(taps, Full() if keep is None else keep))
     if not asked:
         raise PlanError("a plan needs at least one tap, e.g. tap('*:output')")
@@ -320,7 +325,7 @@ def bind(
         kinds = frozenset().union(*(s.kinds for s in each.selectors))
         matched = [names for names in candidates(found_places, kinds) if each.may_want(names)]
         for selector in each.selectors:
-            if not any(selector.picks_port(site) for names in matched for site in names):
+            if all_match and not any(selector.picks_port(site) for names in matched for site in names):
                 raise _picks_nothing(selector, found_places)
         if each.alias and len(matched) > 1:
             shown = ", ".join(names[0].name for names in matched[:3])

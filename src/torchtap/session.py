@@ -14,6 +14,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from torchtap.compiled_parts import warn_of_missing_parts
 from torchtap.errors import PlanError, SessionError
 from torchtap.manifest import run_manifest
 from torchtap.matching import site_map_of
@@ -89,6 +90,11 @@ class Capture:
             self._taps.detach()
         if error is None:
             self._warn_of_silence()
+            if self._taps.receiver.overheard:
+                warn(
+                    "torchtap: other threads called the model inside this capture; their values were not taken. "
+                    "capture(..., any_thread=True) takes those of every thread"
+                )
 
     def _warn_of_silence(self) -> None:
         """One warning for the selectors that brought nothing at all."""
@@ -166,6 +172,7 @@ def watch(
     strict: bool = False,
     via: WayName = "hook",
     labels: dict[str, Any] | None = None,
+    follow_model: bool = False,
     **writer_options: Any,
 ) -> Watch:
     """Accompany a training: take what the taps ask for at each live step, into a run folder and to sinks.
@@ -176,6 +183,9 @@ def watch(
     `capture`. Passes in training and in evaluation are recorded apart, each under its phase. Several models of one
     training, as ``{"G": generator, "D": discriminator}``, share the clock and the run; their sites begin with their
     names. A folder that holds steps already is continued after them.
+
+    Where modules are added, removed or replaced meanwhile, the run says so; with ``follow_model`` the taps go over to
+    the model as it is then, from the next step on.
     """
     if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
         raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
@@ -184,6 +194,7 @@ def watch(
             f"sinks={sinks!r}: give a list of things with write(record) and close(); CallbackSink makes one of a "
             "function, make_sink of a text"
         )
+    warn_of_missing_parts()
     several = isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module))
     asked: list[Any] = list(taps) if several else [taps]  # type: ignore[arg-type]
     models = _models(model)
@@ -209,7 +220,16 @@ def watch(
         raise PlanError(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
-    return Watch(model, bound, consumers, models=models, strict=strict, via=via, recorded=recorded)
+    return Watch(
+        model,
+        bound,
+        consumers,
+        models=models,
+        strict=strict,
+        via=via,
+        recorded=recorded,
+        follow_model=follow_model,
+    )
 
 
 def _tapped(asked: Any, keep: Any, **when: Any) -> Any:

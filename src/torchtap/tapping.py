@@ -71,7 +71,7 @@ class Tapping:
         """The modules from which somebody else has taken our hooks off."""
         return self._attachment.hooks_gone() if isinstance(self._attachment, EagerAttachment) else []
 
-    def receiver_places_replaced(self) -> list[str]:
+    def places_replaced(self) -> list[str]:
         """Where the model has another module than the one that taps were put on, or none."""
         return sorted(replaced_paths(self.receiver))
 

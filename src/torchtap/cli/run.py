@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from torchtap.cli.console import say_json
 from torchtap.errors import PlanError
 from torchtap.integrations.zero_code.settings import Settings, read_plan_file
 
@@ -31,6 +32,9 @@ __all__ = ["command"]
 @click.option(
     "--sink", "sinks", multiple=True, metavar="SPEC", help="Send numbers there too, e.g. tensorboard:logs."
 )
+@click.option(
+    "--json", "as_json", is_flag=True, help="First print the run folder and the command, as a line of JSON."
+)
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as in `python -m MODULE`.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -41,6 +45,7 @@ def command(
     share: float | None,
     model: str | None,
     sinks: tuple[str, ...],
+    as_json: bool,
     module: str | None,
     words: tuple[str, ...],
 ) -> None:
@@ -70,6 +75,8 @@ def command(
     if settings.out is None:
         # Decided here, so that all processes of a launcher write into the same run.
         settings = replace(settings, out=default_folder(module, words))
+    if as_json:
+        say_json({"run": settings.out, "command": line}, line=True)
     # A launcher trains nothing itself; of a script it is worth telling that no model was seen in it.
     script = str(os.getpid()) if line[0] == sys.executable else "none"
     become(line, {**os.environ, "TORCHTAP": settings.to_environment(), "TORCHTAP_SCRIPT": script})

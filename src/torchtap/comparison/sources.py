@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchtap._torch import runs_compiled
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
 from torchtap.comparison.live.untouched import untouched
 from torchtap.comparison.recorded.recordings import MemoryRecording
@@ -29,10 +30,7 @@ def is_eager(thing: Any) -> bool:
     if not isinstance(thing, nn.Module) or isinstance(thing, (torch.jit.ScriptModule, fx.GraphModule)):
         return False
     return not any(
-        isinstance(module, torch.jit.ScriptModule)
-        or type(module).__name__ == "OptimizedModule"
-        or module._compiled_call_impl is not None
-        for module in thing.modules()
+        isinstance(module, torch.jit.ScriptModule) or runs_compiled(module) for module in thing.modules()
     )
 
 

@@ -21,10 +21,8 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from torchtap._torch import in_backward, node_that_runs, sequence_number
+from torchtap._torch import DispatchMode, in_backward, node_that_runs, pytree, sequence_number
 
 __all__ = ["Event", "OpTrail", "Range", "range_of"]
 
@@ -94,7 +92,7 @@ class Event:
 
 
 @final
-class OpTrail(TorchDispatchMode):
+class OpTrail(DispatchMode):
     """Enter it around a forward and its backward, and say with `entered` and `left` whose code runs."""
 
     def __init__(self, given: dict[int, str], on_birth: Callable[[Event], None] | None = None) -> None:
@@ -210,7 +208,7 @@ def _described(event: Event, value: Tensor) -> Event:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
 def _is_real(value: Tensor) -> bool:
@@ -232,7 +230,7 @@ def _place(value: Tensor) -> int:
 
 
 def _has_infinite_number(tree: Any) -> bool:
-    return any(isinstance(each, float) and math.isinf(each) for each in tree_leaves(tree))
+    return any(isinstance(each, float) and math.isinf(each) for each in pytree.tree_leaves(tree))
 
 
 def _line() -> str:

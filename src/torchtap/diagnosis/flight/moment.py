@@ -71,7 +71,7 @@ class Moment:
                 for each in self.steps
             ],
             "weights": {name: _on_host(state) for name, state in self.weights.items()},
-            "notes": notes,
+            "notes": list(dict.fromkeys(notes)),
             "arithmetic": self.arithmetic,
         }
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from torchtap._torch import norm_of
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.flight.dump import Outcome, write_dump
 from torchtap.diagnosis.flight.history import Ring
 from torchtap.diagnosis.flight.judge import Incident, Judge, Numbers
 from torchtap.diagnosis.flight.moment import Moment
+from torchtap.diagnosis.flight.norms import norm_of
 from torchtap.diagnosis.flight.passes import PassKeeper
 from torchtap.diagnosis.flight.signals import Asked, Uncaught
 from torchtap.errors import PlanError
@@ -38,6 +38,8 @@ from torchtap.taps.receive.losses import LossCatcher
 from torchtap.taps.receive.training import innermost, listen, stop_listening
 
 __all__ = ["FlightRecorder", "flight_recorder"]
+
+_STEP = "step-"  # how the folder of a dump begins
 
 
 def flight_recorder(
@@ -75,9 +77,8 @@ def flight_recorder(
         raise PlanError(
             f"flight_recorder({type(model).__name__}): give the nn.Module that the training calls, or {{name: module}}"
         )
-    optimizers = innermost(optimizer) or [
-        found for each in optimizer if isinstance(optimizer, (list, tuple)) for found in innermost(each)
-    ]
+    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [found for each in several for found in innermost(each)]
     if not optimizers:
         raise PlanError(
             f"flight_recorder(…, {type(optimizer).__name__}): give the optimizer, or a list of them"
@@ -126,6 +127,7 @@ class FlightRecorder:
         self._norm: Tensor | None = None  # of the gradients, before they were clipped
         self._changed = False  # whether gradients were unscaled or clipped since they were computed
         self._closed = False
+        self._found = {each.name for each in folder.glob(f"{_STEP}*")}
         self._keeper = PassKeeper(models, self._step, steps=batches, limit=batch_bytes)
         watching.follow(*optimizers)
         self._losses = LossCatcher(self._on_loss)
@@ -234,13 +236,13 @@ class FlightRecorder:
 
     def _join_others(self) -> None:
         """Another rank has kept a step: write what is here of the same one."""
-        rank, world = _rank()
-        if world == 1:
+        if _rank()[1] == 1:
             return
-        known = {path.name for path in self.dumps}
-        for path in sorted(self.folder.glob("step-*")):
-            if path.name not in known and not (path / f"rank-{rank}").exists():
-                step = int(path.name.removeprefix("step-"))
+        known = {path.name for path in self.dumps} | self._found
+        for path in sorted(self.folder.glob(f"{_STEP}*")):
+            digits = path.name.removeprefix(_STEP)
+            if path.name not in known and digits.isdigit():
+                step = int(digits)
                 self._keep(Incident("rank", f"another rank kept step {step}"), step=step)
 
     def _keep(self, incident: Incident, *, step: int | None = None, replaying: bool | None = None) -> None:
@@ -248,7 +250,9 @@ class FlightRecorder:
             return
         now = self._step()
         step = now if step is None else step
-        path = self.folder / f"step-{step:08d}"
+        path = self.folder / f"{_STEP}{step:08d}"
+        while path.name in self._found:  # of an earlier training in the same folder
+            path = path.with_name(f"{path.name}-again")
         rank = _rank()
         if replaying is None:
             replaying = (rank[1] == 1 if self._replay is None else self._replay) and not _talks(self._models)
@@ -257,7 +261,7 @@ class FlightRecorder:
         with self._watch.paused(), self._keeper.paused():
             outcome = write_dump(
                 path, self._models, self._moment(step, now, incident), incident, records,
-                rank=rank, replaying=replaying, comparable=not self._changed, replay_bytes=self._replay_bytes,
+                rank=rank, replaying=replaying, comparable=not self._changed and rank[1] == 1, replay_bytes=self._replay_bytes,
             )  # fmt: skip
         self.dumps.append(path)
         self.outcomes.append(outcome)

@@ -28,6 +28,7 @@ __all__ = [
     "MANIFEST",
     "TEMPORARY",
     "Kind",
+    "PartOf",
     "SegmentName",
     "attempt_folder",
     "parse_attempt",
@@ -46,6 +47,7 @@ LOCK = "writer.lock"
 TEMPORARY = ".tmp-"  # what a file is called before it is whole
 
 Kind = Literal["scalars", "tensors", "events"]
+PartOf = tuple[int, int]  # rank and attempt
 
 _RANK = re.compile(r"rank-(\d{5,9})")
 _ATTEMPT = re.compile(r"attempt-(\d{4,9})")

@@ -77,8 +77,7 @@ class Recorder:
 
     def begin(self, place: Place) -> None:
         """Write the manifest into a fresh part; from then on the run exists."""
-        self.attempt = place.attempt
-        self._manifest["attempt"] = place.attempt
+        self.attempt = self._manifest["attempt"] = place.part[1]
         place.put(MANIFEST, [self._manifest_bytes()])
         self._place = place
         self._merger = Merger(place)
@@ -188,7 +187,7 @@ class Recorder:
     def _put_scalars(self, place: Place) -> None:
         name = SegmentName("scalars", self._next_scalars, self._next_scalars, *self._scalars.steps)
         try:
-            buffers = self._scalars.encode(name)
+            buffers = self._scalars.encode(name, place.part)
             place.put(name.file, buffers)
         except OSError as error:
             if self._scalars.nbytes > _KEPT_BYTES:
@@ -246,6 +245,8 @@ class Recorder:
             facts = {
                 "check": UNSEALED,
                 "time": time.time(),
+                "rank": place.part[0],
+                "attempt": place.part[1],
                 "records": self._written_records,
                 "lost": self.losses.facts(),
             }

@@ -5,7 +5,8 @@ guarantees:
 - a pass is of one phase: the one the user named, else training or evaluation by the model's flag and by whether
   gradients are on;
 - between two collections, passes of one phase fold into one result for each site, and into no other phase's;
-- a gradient goes to the phase of the pass that asked for it, or nowhere once that step is over.
+- a gradient goes to the phase of the pass that asked for it, or nowhere once that step is over;
+- a pass of a thread that is not heard changes nothing, and is counted.
 
 Not here: hooks (`eager` and the other forms), the clock (`watching`), folding and entries (`folding`).
 """
@@ -83,6 +84,8 @@ class Receiver:
         self._between_passes = True  # a value that comes now is of a part that was called without the model
         self.passes = 0  # calls of the model in open steps
         self.late = 0  # gradients that came after their step was over
+        self.overheard = 0  # calls of the model by threads that are not heard, in open steps
+        self.arrived_before: frozenset[str] = frozenset()  # bare names of what came to those that it follows
         self.knows_positions = True  # whether the form tells where in a structure a tensor stands
         self.missing: dict[str, str] = {}  # sites that a form is known not to have, with the reason
 
@@ -106,6 +109,13 @@ class Receiver:
         return self._paths.get(id(module))
 
     # -- the clock ----------------------------------------------------------------------------------------
+
+    def follow(self, before: Receiver) -> None:
+        """Go on where the receiver of the same training has stopped: the model has other modules now."""
+        self.phase, self.passes, self.late = before.phase, before.passes, before.late
+        self.overheard = before.overheard
+        came = (port.port.site.name for port in before.ports.values() if port.arrived)
+        self.arrived_before = before.arrived_before.union(came)
 
     def begin_step(self, thread: int | None) -> None:
         """From now on values of this thread (of every thread: None) are heard."""
@@ -145,7 +155,10 @@ class Receiver:
 
         ``training`` is the model's flag, None where it has none; ``learning`` says whether gradients are on.
         """
-        if self._open and self.hears_this_thread():
+        if not self._is_own_pass():
+            self.overheard += self._open
+            return
+        if self.hears_this_thread():
             if is_traced_by_script() or not self._is_taken(training, learning):
                 self._passed_over = (self.thread,)
                 self.thread = _NO_THREAD
@@ -153,6 +166,11 @@ class Receiver:
                 self.passes += 1
         self._pass_number += 1
         self._between_passes = False
+
+    def _is_own_pass(self) -> bool:
+        """Whether a call of the model that begins or ends now is of the thread that is heard, in an open step."""
+        heard = self.thread if self._passed_over is None else self._passed_over[0]
+        return self._open and (heard is None or heard == threading.get_ident())
 
     def _begin_part(self, port: LivePort) -> bool:
         """A module was called without the model around it: what comes until the next call of the model is one pass."""
@@ -178,6 +196,8 @@ class Receiver:
 
     def end_pass(self) -> None:
         """Let go of the values that were held to recognise repeats."""
+        if not self._is_own_pass():
+            return
         if self._passed_over is not None:
             (self.thread,), self._passed_over = self._passed_over, None
         self._between_passes = True
