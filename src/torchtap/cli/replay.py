@@ -92,4 +92,6 @@ def _stop_there(event: Event) -> None:
     while frame is not None and place and f"{frame.f_code.co_filename}:{frame.f_lineno} " not in place:
         frame = frame.f_back
     print(f"torchtap: {event.kind} from {event.op} in {event.path or 'the model itself'}", file=sys.stderr)
-    pdb.Pdb(nosigint=True).set_trace(frame)
+    debugger = pdb.Pdb(nosigint=True)
+    debugger.set_trace(frame)
+    debugger.set_next(frame)  # not into what the line calls next

@@ -48,7 +48,9 @@ class Outcome:
     trigger: str  # nonfinite, spike, finding, exception, asked, rank
     reason: str
     replayed: bool = False
-    reproduced: bool | None = None  # whether every number of the step came out the same, to the last bit
+    # Whether every number of the step came out the same, to the last bit; None where its numbers are also of passes
+    # before another update of the same step.
+    reproduced: bool | None = None
     differing: list[str] = field(default_factory=list)  # sites that did not
     gradients_equal: bool | None = (
         None  # the parameters'; None where they were clipped, unscaled or taken away since
@@ -120,7 +122,8 @@ def _replay_into(
     before = {id(p): p.grad for model in models.values() for p in model.parameters()}
     result = reproduce(models, moment, plan, [_Kept(writer), sink])
     outcome.replayed = True
-    _compare(outcome, written, list(sink.records))
+    if sum(record.passes for record in written) == len(moment.passes):  # else an update has come in between
+        _compare(outcome, written, list(sink.records))
     if comparable and result.gradients:
         pairs = [(before.get(key), gradient) for key, gradient in result.gradients.items()]
         known = [(own, again) for own, again in pairs if own is not None]

@@ -261,7 +261,8 @@ class FlightRecorder:
         with self._watch.paused(), self._keeper.paused():
             outcome = write_dump(
                 path, self._models, self._moment(step, now, incident), incident, records,
-                rank=rank, replaying=replaying, comparable=not self._changed and rank[1] == 1, replay_bytes=self._replay_bytes,
+                rank=rank, replaying=replaying, comparable=not self._changed and rank[1] == 1,
+                replay_bytes=self._replay_bytes,
             )  # fmt: skip
         self.dumps.append(path)
         self.outcomes.append(outcome)
