@@ -93,5 +93,5 @@ def _stop_there(event: Event) -> None:
         frame = frame.f_back
     print(f"torchtap: {event.kind} from {event.op} in {event.path or 'the model itself'}", file=sys.stderr)
     debugger = pdb.Pdb(nosigint=True)
-    debugger.set_trace(frame)
-    debugger.set_next(frame)  # not into what the line calls next
+    debugger.reset()
+    debugger.interaction(frame, None)  # a look at the place itself, not at what is called next
