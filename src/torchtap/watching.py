@@ -28,6 +28,7 @@ from torchtap.steps import Steps
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.tapping import Tapping
+from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
 
@@ -48,9 +49,11 @@ class Watch:
         strict: bool = False,
         via: WayName = "hook",
         recorded: range = range(0),
+        placing: Placing | None = None,
         follow_model: bool = False,
     ) -> None:
         self._model = model
+        self._placing = placing
         self._outlets = outlets = Outlets(consumers, strict=strict)
         self._recorded = recorded  # steps that earlier attempts left in the folder
 
@@ -64,6 +67,7 @@ class Watch:
                 on_lost=outlets.note_loss,
                 via=via,
                 clock=steps,
+                placing=placing,
             )
 
         self._steps = Steps(
@@ -326,6 +330,10 @@ class Watch:
         if len(entries) >= 2 * self._sites_told and entries:
             self._sites_told = len(entries)
             self._outlets.tell("sites", sites=self._describe_sites())
+        if self._placing is not None:
+            changes = self._placing.changes(entries, record.phase)
+            if changes is not None:
+                self._outlets.tell("placements", step=record.step, **changes)
         self._outlets.write(record)
 
     def _describe_sites(self) -> list[dict[str, Any]]:
