@@ -40,7 +40,7 @@ def test_the_door_is_narrow() -> None:
 
 RESULTS = {
     *("Birth", "Bisection", "Comparison", "Edit", "ExtraOutputs", "Features", "Finding", "FlightRecorder"),
-    *("Missing", "Run", "Seen", "Selector", "Site", "Tap", "Verification", "Watch", "bind"),
+    *("Missing", "Run", "Seen", "Selector", "Site", "Tap", "Verification", "Watch", "make_plan"),
 }
 
 

@@ -25,7 +25,7 @@ from torchtap.diagnosis.flight.replay import Replayed, replay
 from torchtap.diagnosis.flight.untouched import untouched
 from torchtap.manifest import run_manifest
 from torchtap.model_tree import environment
-from torchtap.plan import bind, tap
+from torchtap.plan import make_plan, tap
 from torchtap.reduce import Full, Sample, Stats
 from torchtap.session import watch
 from torchtap.sinks.memory import MemorySink
@@ -80,7 +80,7 @@ def write_dump(
     outcome = Outcome(moment.step, incident.kind, incident.reason, notes=list(moment.notes))
     holder: Any = models[""] if set(models) == {""} else nn.ModuleDict(dict(models))
     taps = _taps(records, moment.step, replay_bytes, outcome)
-    plan = bind(tree_of(holder), taps)
+    plan = make_plan(tree_of(holder), taps)
     described = {**environment(), "rank": rank[0], "world_size": rank[1]}
     labels = {"flight": {"step": moment.step, "kind": incident.kind, "reason": incident.reason}}
     manifest = run_manifest(tree_of(holder), plan, described, labels)
