@@ -361,7 +361,7 @@ class _Layout:
         return np.bincount(self._groups, weights=numbers) / np.bincount(self._groups)
 
 
-def _as_tensor(result: Any, values: tuple[Tensor, ...]) -> Tensor:
+def _as_tensor(result: object, values: tuple[Tensor, ...]) -> Tensor:
     """A metric's result, flat, detached, and in memory of its own."""
     if isinstance(result, Tensor):
         flat = result.detach().flatten()

@@ -153,7 +153,7 @@ class StorageManager:
             )
 
     @staticmethod
-    def _put(metrics: dict[str, Any], key: str, value: Any) -> None:
+    def _put(metrics: dict[str, Any], key: str, value: object) -> None:
         if not isinstance(value, dict):
             metrics[key] = _plain(value)
             return
@@ -183,7 +183,7 @@ class StorageManager:
         entries: Mapping[Any, Mapping[Any, Any]] = self.condensed_log_dict() if condensed else self.log_dict
         hdf5.save(filename, entries, flat=flat, refused=self._warn_unsaved)
 
-    def _warn_unsaved(self, entry: Any, reason: Exception) -> None:
+    def _warn_unsaved(self, entry: object, reason: Exception) -> None:
         if self.logger is not None:
             self.logger.warning("Could not save %s: %s", entry, reason)
 
@@ -193,7 +193,7 @@ class StorageManager:
         return hdf5.keys(filename)
 
     @staticmethod
-    def read_hdf5_entry(filename: str | os.PathLike[str], entry_key: Any) -> tuple[Any, Any] | None:
+    def read_hdf5_entry(filename: str | os.PathLike[str], entry_key: object) -> tuple[Any, Any] | None:
         """``(steps, values)`` of one key as arrays, or None where there is no such key."""
         return hdf5.read(filename, str(entry_key))
 
@@ -256,5 +256,5 @@ def _wide(piece: Tensor) -> Tensor:
     return (piece.abs() if piece.is_complex() else piece).to(torch.float64)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -25,13 +25,13 @@ class PassListener(Protocol):
 
 def in_pass(
     receiver: PassListener,
-    model: Any,
+    model: object,
     call: Callable[..., Any],
     on_output: Callable[[Any], None] | None = None,
 ) -> Callable[..., Any]:
     """``call`` with a pass of the receiver around it."""
 
-    def one_pass(*args: Any, **kwargs: Any) -> Any:
+    def one_pass(*args: object, **kwargs: Any) -> Any:
         receiver.begin_pass(getattr(model, "training", None))
         try:
             output = call(*args, **kwargs)
@@ -80,7 +80,7 @@ class PassHooks:
             self._model.__dict__["_compiled_call_impl"] = self._covered
             self._covered = None
 
-    def _take_output(self, output: Any) -> None:
+    def _take_output(self, output: object) -> None:
         assert self._on_output is not None
         self._on_output(output)
 

@@ -162,11 +162,11 @@ def _results(folding: Folding, entry: Entry) -> dict[str, Any]:
     return results
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
