@@ -266,14 +266,19 @@ def _tapped(asked: Any, keep: Any, **when: Any) -> Any:
     return tap(asked, keep, **when)
 
 
+def _parts(stages: Sequence[object]) -> dict[str, nn.Module]:
+    modules = [each for each in stages if isinstance(each, nn.Module)]
+    if not modules or len(modules) < len(stages):
+        raise PlanError(
+            "parts of one model are given as a list of nn.Modules, such as a rank's pipeline stages"
+        )
+    return {str(number): each for number, each in enumerate(modules)}
+
+
 def _models(model: object) -> dict[str, nn.Module] | None:
     """Several models by name, parts of one by number, or None where one was given."""
     if isinstance(model, (list, tuple)):
-        if not model or not all(isinstance(each, nn.Module) for each in model):
-            raise PlanError(
-                "parts of one model are given as a list of nn.Modules, such as a rank's pipeline stages"
-            )
-        return {str(number): each for number, each in enumerate(model)}
+        return _parts(model)
     if not isinstance(model, dict) or not model:
         return None
     for name, each in model.items():

@@ -135,15 +135,11 @@ class StorageManager:
         if metrics is None:
             return
         lists = {key: value for key, value in metrics.items() if type(value) is list}
-        averaged = [
-            key
-            for key, values in lists.items()
-            if isinstance(values[0], Tensor) and key not in self.aggregation_fns
-        ]
-        metrics.update(zip(averaged, means([lists[key] for key in averaged]), strict=True))
+        averaged = {key: values for key, values in lists.items() if self._is_averaged(key, values)}
+        metrics.update(zip(averaged, means(list(averaged.values())), strict=True))
         for key, values in lists.items():
-            if key in metrics and metrics[key] is not values:
-                continue  # averaged above
+            if key in averaged:
+                continue
             joined = torch.cat(values) if isinstance(values[0], Tensor) else values
             self._put(metrics, key, self.aggregation_fns.get(key, np.mean)(joined))
         if self.logger is not None:
@@ -151,6 +147,9 @@ class StorageManager:
             self.logger.info(
                 f"Logged {len(metrics)} keys at step {step}. Total size of log data: {size:.2f} KB"
             )
+
+    def _is_averaged(self, key: str, values: list[Any]) -> bool:
+        return isinstance(values[0], Tensor) and key not in self.aggregation_fns
 
     @staticmethod
     def _put(metrics: dict[str, Any], key: str, value: object) -> None:

@@ -69,9 +69,8 @@ class Collector:
                     if isinstance(value, Tensor) and not _is_number(value)
                 )
         for statistic, of_sites in tally.numbers.items():
-            sites, rows = numbers.setdefault((statistic,), ([], []))
-            sites += of_sites
-            rows += [[number] for number in of_sites.values()]
+            for site, number in of_sites.items():
+                _add_numbers(numbers, site, {statistic: number})
         tally.clear()
         for names, (sites, rows) in numbers.items():
             values = numbers_on_host(rows, coming)
