@@ -34,3 +34,8 @@ def version_of(tensor: Tensor) -> int:
     Inference tensors keep no version.
     """
     return -1 if tensor.is_inference() else tensor._version
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What a node of autograd's graph has kept for its backward under a name; None where it has no such thing."""
+    return getattr(node, f"_saved_{name}", None)

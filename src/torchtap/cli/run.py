@@ -31,6 +31,7 @@ __all__ = ["command"]
 @click.option(
     "--sink", "sinks", multiple=True, metavar="SPEC", help="Send numbers there too, e.g. tensorboard:logs."
 )
+@click.option("--doctor", is_flag=True, help="Record what rules need, and say what is wrong while it trains.")
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as in `python -m MODULE`.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -41,6 +42,7 @@ def command(
     share: float | None,
     model: str | None,
     sinks: tuple[str, ...],
+    doctor: bool,
     module: str | None,
     words: tuple[str, ...],
 ) -> None:
@@ -57,6 +59,7 @@ def command(
         "share": share,
         "model": model,
         "sinks": sinks or None,
+        "doctor": doctor or None,
     }
     if taps:
         asked["tap"] = tuple({"select": each, "every": every or settings.every} for each in taps)

@@ -10,25 +10,26 @@ It guarantees:
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtap.diagnosis.doctor import Doctor, doctor
 from torchtap.errors import PlanError
 from torchtap.integrations.zero_code.discovery import Discovery
-from torchtap.integrations.zero_code.pace import Pace
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
+from torchtap.pace import Pace
 from torchtap.plan import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.session import watch
 from torchtap.sinks.registry import make_sink
+from torchtap.taps.receive import backward
 from torchtap.watching import Watch
 
 __all__ = ["Recording", "begin", "taps_of"]
@@ -46,6 +47,7 @@ class Recording:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._watch: Watch | None = None
+        self._open: Watch | Doctor | None = None  # what is to be closed
         self._process = os.getpid()
         self._failed = False
         self._folder = ""
@@ -67,13 +69,20 @@ class Recording:
             models = {"": named_model(settings.model)}
         model: Any = models[""] if set(models) == {""} else models
         self._folder = settings.folder()
-        self._watch = watch(
-            model,
-            self._folder,
-            taps_of(settings),
-            sinks=[make_sink(each) for each in settings.sinks],
-            labels={"command": " ".join(sys.argv), **settings.labels},
-        )
+        sinks = [make_sink(each) for each in settings.sinks]
+        labels = {"command": " ".join(sys.argv), **settings.labels}
+        if settings.doctor:
+            self._open = doctor(
+                model,
+                *optimizers,
+                run=self._folder,
+                every=settings.every,
+                share=settings.share,
+                sinks=sinks,
+                labels=labels,
+            )
+            return
+        self._open = self._watch = watch(model, self._folder, taps_of(settings), sinks=sinks, labels=labels)
         self._watch.follow(*optimizers)
         self._losses.start()
 
@@ -96,12 +105,12 @@ class Recording:
             return
         self._discovery.stop()
         self._losses.stop()
-        if self._watch is None:
+        if self._open is None:
             if not self._failed and _is_main_program():
                 _say("no model was seen that an optimizer trains: nothing was recorded")
             return
         try:
-            self._watch.close()
+            self._open.close()
             if int(os.environ.get("RANK", "0")) == 0:
                 _say(closing_line(self._folder))
         except Exception as error:
@@ -115,34 +124,21 @@ class LossCatcher:
     The loss of a step is the sum of what ``backward()`` was called on in it: the optimizer uses the gradient of that.
     """
 
-    def __init__(self, tell: Any) -> None:
+    def __init__(self, tell: Callable[[Tensor], None]) -> None:
         self._tell = tell
-        self._original: Any = None
-        self._original_scale: Any = None
         self._step = -1
         self._sum: Tensor | None = None
 
     def start(self) -> None:
         """Hear from now on."""
-        original = self._original = torch.autograd.backward
-        original_scale = self._original_scale = torch.amp.GradScaler.scale
+        backward.listen(self)
 
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            loss = tensors if isinstance(tensors, Tensor) else (tensors[0] if len(tensors) == 1 else None)
-            if loss is not None and loss.numel() == 1 and not torch.compiler.is_compiling():
-                self._tell(getattr(loss, "_torchtap_unscaled", loss).detach())
-            return original(tensors, *args, **kwargs)
+    def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
+        if loss is not None:
+            self._tell(loss)
 
-        @functools.wraps(original_scale)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = original_scale(scaler, outputs)
-            if isinstance(outputs, Tensor) and scaled is not outputs:
-                scaled._torchtap_unscaled = outputs.detach()
-            return scaled
-
-        torch.autograd.backward = backward
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
+    def backward_ends(self) -> None:
+        pass
 
     def add(self, watch: Watch, loss: Tensor) -> None:
         """Log the sum of this step's losses so far."""
@@ -153,10 +149,7 @@ class LossCatcher:
 
     def stop(self) -> None:
         """Leave torch as it was."""
-        if self._original is not None:
-            torch.autograd.backward = self._original
-            torch.amp.GradScaler.scale = self._original_scale  # type: ignore[method-assign]
-            self._original = None
+        backward.stop_listening(self)
 
 
 def taps_of(settings: Settings) -> list[Tap]:
