@@ -6,11 +6,12 @@ No other file should ask torch for a private name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["graph_task", "in_backward", "is_traced_by_script", "version_of"]
+__all__ = ["graph_task", "in_backward", "is_traced_by_script", "saved_by", "version_of"]
 
 # The number of the backward pass that runs in this thread, -1 if none does. It tells a checkpoint's repetition from
 # a call of the model. Without it the import fails: every repetition would be recorded as a call.
