@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "Training", "gpt_training", "mlp", "mlp_training"]
+__all__ = ["GPT", "Training", "gpt2_training", "gpt_training", "mlp", "mlp_training"]
 
 
 class _Attention(nn.Module):
@@ -92,6 +92,31 @@ def gpt_training(layers: int = 12, width: int = 384, length: int = 128, batch: i
     torch.manual_seed(0)
     model = GPT(layers, width)
     tokens = torch.randint(0, 1024, (batch, length + 1))
+    targets = tokens[:, 1:].reshape(-1)
+    return Training(model, tokens[:, :-1], lambda logits: F.cross_entropy(logits.flatten(0, 1), targets))
+
+
+class _Logits(nn.Module):
+    """A Hugging Face model that returns nothing but its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens, use_cache=False).logits
+        return logits
+
+
+def gpt2_training(length: int = 256, batch: int = 2, vocabulary: int = 8192) -> Training:
+    """GPT-2 as people have it: 12 layers of width 768, from Hugging Face."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = _Logits(
+        GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, n_positions=length, bos_token_id=0, eos_token_id=0))
+    )
+    tokens = torch.randint(0, vocabulary, (batch, length + 1))
     targets = tokens[:, 1:].reshape(-1)
     return Training(model, tokens[:, :-1], lambda logits: F.cross_entropy(logits.flatten(0, 1), targets))
 

@@ -20,9 +20,9 @@ import torchtap as tt
 from benchmarks.models import Training, gpt_training, mlp_training
 from benchmarks.steps import EVERYTHING, NEVER, OUTPUTS
 from benchmarks.timing import one_thread, quartiles
-from torchtap.taps.eager.eager import EagerAttachment
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.receive.state import StateReader
+from torchtap.taps.walk.untraced import Hook
 from torchtap.watching import Watch
 
 __all__ = ["run", "share"]
@@ -94,9 +94,6 @@ def _timed() -> Iterator[list[float]]:
 
         return measured
 
-    def timed_hooks(make: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: timed(make(*args))
-
     @contextmanager
     def timed_step(watch: Watch) -> Iterator[None]:
         block = begin_step(watch)
@@ -106,9 +103,9 @@ def _timed() -> Iterator[list[float]]:
 
     begin_step: Callable[[Watch], AbstractContextManager[Watch]] = Watch.step
     with (
-        patch.object(EagerAttachment, "_output_hook", timed_hooks(EagerAttachment._output_hook)),
-        patch.object(EagerAttachment, "_grad_output_hook", timed_hooks(EagerAttachment._grad_output_hook)),
-        patch.object(StateReader, "_on_optimizer_step", timed(StateReader._on_optimizer_step)),
+        patch.object(Hook, "__call__", timed(Hook.__call__)),
+        patch.object(StateReader, "ready", timed(StateReader.ready)),
+        patch.object(StateReader, "updated", timed(StateReader.updated)),
         patch.object(Receiver, "_take_gradient", timed(Receiver._take_gradient)),
         patch.object(Receiver, "take_named", timed(Receiver.take_named)),  # from a compiled graph
         patch.object(Watch, "step", timed_step),

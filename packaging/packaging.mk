@@ -2,6 +2,8 @@
 #
 #   make dist          an sdist with the built page, and a wheel for this platform, into dist/
 #   make check-dist    install that wheel with no compiler and no Node, and try it
+#   make compat TORCH=2.15.0 [COMPAT_TESTS="tests/taps tests/clock"] [COMPAT=--keep]
+#                      the tests with another torch, in an environment of its own
 
 .PHONY: dist check-dist
 
@@ -30,3 +32,9 @@ $(VENV)/.docs: $(INSTALLED) | $(VENV)/bin/python
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
+
+.PHONY: compat
+
+compat:
+	@[ -n "$(TORCH)" ] || { echo "say which: make compat TORCH=2.15.0" >&2; exit 2; }
+	$(PYTHON) packaging/compat.py $(COMPAT) --workers $(WORKERS) $(TORCH) $(COMPAT_TESTS)

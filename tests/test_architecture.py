@@ -75,6 +75,7 @@ LAYERS = [
     ["monitors"],
     ["integrations"],
     ["viewer"],
+    ["assistant"],
     ["testing"],
     ["cli", "__main__"],
 ]

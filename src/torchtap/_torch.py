@@ -1,32 +1,94 @@
 """What torchtap needs of torch and torch does not promise: private names, each with what happens where it is gone.
 
-No other file should ask torch for a private name.
+No other file asks torch for a private name; a test holds that. Three ways for a name to be gone:
+- what everything stands on (autograd's pass, trees, `torch.func`) is asked for when this file is imported: a torch
+  without it is refused whole;
+- what one form stands on is asked for when that form is met: it is refused with a `FormError`, and the rest works;
+- what only saves work or explains has an answer without it.
+
+Importing this file imports nothing that ``import torch`` has not imported already: no compiler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import IO, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
 
-__all__ = ["graph_task", "in_backward", "is_traced_by_script", "saved_by", "version_of"]
+from torchtap.errors import FormError
+
+__all__ = [
+    "OPERATORS",
+    "TORCH_VERSION",
+    "FakeTensor",
+    "FunctionalTensor",
+    "archive_reader",
+    "base_of",
+    "below_autograd",
+    "compiled_function",
+    "compiler_was_used",
+    "foreach_norm",
+    "graph_task",
+    "has_global_hooks",
+    "has_lazy_bits",
+    "in_backward",
+    "innermost_transform",
+    "is_being_functionalized",
+    "is_compiled_module",
+    "is_traced_by_fx",
+    "is_traced_by_script",
+    "keep_in_order",
+    "leave_to_python",
+    "load_aoti_package",
+    "load_program_archive",
+    "mark_constant",
+    "outside_of_transforms",
+    "pytree",
+    "saved_by",
+    "script_string_type",
+    "script_tensor_holders",
+    "skip_alone",
+    "something_was_compiled",
+    "user_backend",
+    "version_of",
+    "without_transforms",
+]
+
+
+# The torch that runs, as a run says it.
+TORCH_VERSION = str(torch.__version__)
+
+
+def _needed(module: str, name: str, purpose: str) -> Any:
+    """A private name that one form stands on."""
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise FormError(
+            f"this torch ({TORCH_VERSION}) has no {module}.{name}, which torchtap needs to {purpose}; "
+            "everything else works: tap the eager model, or use a torch that docs/install.md lists"
+        ) from error
+
+
+# ---- Autograd. Without these the import fails: repetitions would be recorded as calls, changed values as unchanged.
 
 # The number of the backward pass that runs in this thread, -1 if none does. It tells a checkpoint's repetition from
-# a call of the model. Without it the import fails: every repetition would be recorded as a call.
+# a call of the model.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: a forward that runs now is a checkpoint's repetition."""
     return graph_task() != -1
-
-
-def is_traced_by_script() -> bool:
-    """Whether ``torch.jit.trace`` runs this code. Where torch cannot say, it does not."""
-    asked = getattr(torch._C, "_get_tracing_state", None)
-    return asked is not None and asked() is not None
 
 
 def version_of(tensor: Tensor) -> int:
@@ -40,3 +102,228 @@ def version_of(tensor: Tensor) -> int:
 def saved_by(node: Any, name: str) -> Any:
     """What a node of autograd's graph has kept for its backward under a name; None where it has no such thing."""
     return getattr(node, f"_saved_{name}", None)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of. Where torch does not say, it is taken for none."""
+    return getattr(tensor, "_base", None)
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Calls in here go to the kernels below autograd, so that an op can call itself from its autograd kernel."""
+    context: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
+    return context
+
+
+# ---- Wrappers of values. Without these the import fails: memory that is not there would be read.
+
+_functorch: Any = torch._C._functorch
+# The innermost torch.func transform that runs in this thread; None outside of all.
+innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
+# A context in which what is computed is no part of the transforms that run.
+outside_of_transforms: Callable[[], AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
+
+
+def without_transforms(value: Tensor) -> Tensor | None:
+    """The value one wrapper of a ``torch.func`` transform further in; None where there is no wrapper."""
+    if not _functorch.is_functorch_wrapped_tensor(value):
+        return None
+    inside: Tensor = _functorch.get_unwrapped(value)
+    return inside
+
+
+# Whether a tensor is a functionalization's stand-in, which has no values.
+is_being_functionalized: Callable[[Tensor], bool] = torch._is_functional_tensor
+
+
+def has_lazy_bits(value: Tensor) -> bool:
+    """Whether a conjugation or a negation is noted and not done yet.
+
+    ``is_conj`` and ``is_neg`` say the same, but let go of the interpreter's lock, and this is asked for each tensor
+    that is written while the training runs.
+    """
+    keys = torch._C._dispatch_keys(value)
+    return keys.has(torch._C.DispatchKey.Conjugate) or keys.has(torch._C.DispatchKey.Negative)
+
+
+def sparse_bytes(value: Tensor) -> int:
+    """How much memory a sparse tensor holds, also one that is not coalesced, whose parts have no public way to."""
+    return int(value._values().nbytes) + int(value._indices().nbytes)
+
+
+# ---- Modules and groups of tensors: there are slower or more careful ways.
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are on all modules of the process. Where torch does not say, they may be."""
+    asked = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
+    return True if asked is None else bool(asked())
+
+
+def foreach_norm(values: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """The norm of each tensor, by one call where torch has it."""
+    together = getattr(torch, "_foreach_norm", None)
+    if together is None:
+        return [torch.linalg.vector_norm(value, order, dtype=dtype) for value in values]
+    norms: Sequence[Tensor] = together(values, order, dtype=dtype)
+    return norms
+
+
+# ---- Tracers.
+
+
+def is_traced_by_script() -> bool:
+    """Whether ``torch.jit.trace`` runs this code. Where torch cannot say, it does not."""
+    asked = getattr(torch._C, "_get_tracing_state", None)
+    return asked is not None and asked() is not None
+
+
+def is_traced_by_fx() -> bool:
+    """Whether ``torch.fx.symbolic_trace`` runs this code. Where torch cannot say, it does not."""
+    asked = getattr(sys.modules.get("torch.fx._symbolic_trace"), "is_fx_symbolic_tracing", None)
+    return asked is not None and bool(asked())
+
+
+# ---- Compiled models. Nothing here imports the compiler before a model asks for it.
+
+
+def is_compiled_module(module: object) -> bool:
+    """Whether this is what ``torch.compile(module)`` returned: there is none where the compiler was never imported."""
+    loaded = sys.modules.get("torch._dynamo.eval_frame")
+    return loaded is not None and isinstance(module, getattr(loaded, "OptimizedModule", ()))
+
+
+def inside_compiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` was given, of what it returned."""
+    inner: nn.Module = module._orig_mod  # type: ignore[assignment]
+    return inner
+
+
+def compiled_in_place(module: nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` made, if it was called."""
+    return module._compiled_call_impl
+
+
+def runs_compiled(module: nn.Module) -> bool:
+    """Whether a call of this module runs compiled code, by ``torch.compile(module)`` or ``module.compile()``."""
+    return compiled_in_place(module) is not None or is_compiled_module(module)
+
+
+def compiled_function(function: object) -> Callable[..., Any] | None:
+    """What ``torch.compile`` was called with, if this is the function that it returned."""
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def user_backend(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """The backend that the user named, inside of what Dynamo wraps around it.
+
+    Torch 2.9 keeps what is wrapped as ``_torchdynamo_orig_callable``, later ones as ``_torchdynamo_orig_backend``.
+    """
+    later, earlier = "_torchdynamo_orig_backend", "_torchdynamo_orig_callable"
+    name = later if hasattr(callback, later) else earlier
+    while hasattr(callback, name):
+        callback = getattr(callback, name)
+    return callback
+
+
+def dynamic_setting(settings: Any) -> bool | None:
+    """The ``dynamic=`` that a compilation was asked for; None, torch's own choice, where that is not kept."""
+    return getattr(settings, "_dynamic", None)
+
+
+def skip_alone(function: Callable[..., Any]) -> None:
+    """Let Dynamo trace a function with what calls it, and never by itself."""
+    skip = _needed("torch._dynamo.eval_frame", "skip_code", "record inside compiled models")
+    skip(function.__code__)
+
+
+def leave_to_python(function: Callable[..., Any]) -> None:
+    """Keep Dynamo from compiling this function and what it calls, where an op is called between two of its graphs.
+
+    A torch without the words for that may compile it, which costs time and changes nothing.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:
+        return
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+def mark_constant(function: Callable[[], Any]) -> None:
+    """What ``torch.compiler.assume_constant_result`` does, without loading the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def keep_in_order(op: Any) -> None:
+    """Tell compilers that an op without a result does something, and that calls of it keep their order."""
+    home, purpose = "torch._higher_order_ops.effects", "record inside compiled, exported and scripted models"
+    register = _needed(home, "_register_effectful_op", purpose)
+    register(op, _needed(home, "_EffectType", purpose).ORDERED)
+
+
+def something_was_compiled() -> bool:
+    """Whether Dynamo has looked at any frame; False where it cannot be told. It only words an explanation."""
+    return bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", None))
+
+
+def compiler_was_used() -> bool:
+    """Whether anything in this process was given to torch.compile. Optimizers load the compiler in any case.
+
+    Where torch does not say, it was, if it is loaded.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    backends: dict[Any, Any] | None = getattr(frames, "cached_backends", None)
+    if backends is None:
+        return frames is not None
+    return any(backend is not None for backend in backends.values())
+
+
+# ---- Scripted models: the C++ module behind each, which Python's own has no public way to.
+
+
+def script_core(module: Any) -> Any:
+    """The C++ module of a scripted one."""
+    return module._c
+
+
+def script_methods(core: Any) -> dict[str, Any]:
+    """The compiled methods of a C++ module, by name."""
+    return {name: core._get_method(name) for name in core._method_names()}
+
+
+def add_script_text(core: Any, name: str, text: str) -> None:
+    """Give a C++ module an attribute that holds a text."""
+    core._register_attribute(name, script_string_type(), text)
+
+
+def script_string_type() -> Any:
+    """TorchScript's type of text."""
+    return _needed("torch._C", "StringType", "record inside scripted models").get()
+
+
+def script_tensor_holders() -> tuple[Any, Any]:
+    """What lists the parameters and the buffers of a C++ module."""
+    purpose = "record inside scripted models"
+    return _needed("torch._C", "ParameterDict", purpose), _needed("torch._C", "BufferDict", purpose)
+
+
+# ---- Files.
+
+# What an exported program may call.
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+
+
+def archive_reader(opened: IO[bytes]) -> Any:
+    """A file as torch's own zip reader sees it: another reader could be shown other members."""
+    return _needed("torch._C", "PyTorchFileReader", "look at a file before loading it")(opened)
+
+
+def load_program_archive(opened: IO[bytes]) -> Any:
+    """An exported program's archive, of which nothing has run."""
+    home = "torch.export.pt2_archive._package"
+    return _needed(home, "load_pt2", "load exported programs without running code of theirs")(opened)
+
+
+def load_aoti_package(file: str) -> Any:
+    """An AOTInductor package. Runs the machine code in it."""
+    return _needed("torch._inductor", "aoti_load_package", "load AOTInductor packages")(file)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
 
+from torchtap._torch import something_was_compiled
 from torchtap.names import belongs_to, is_unplaced, path_parts
 from torchtap.sites import unwrap
 from torchtap.taps.receive import reasons
@@ -88,8 +88,7 @@ def _why_not_called(receiver: Receiver, port: LivePort) -> str:
     module = port.port.site.module
     if module is not None and type(module).forward is nn.Module.forward and not is_stand_in(module):
         return reasons.NO_FORWARD.format(name=type(module).__name__)
-    compiler = sys.modules.get("torch._dynamo.convert_frame")
-    if receiver.passes == 0 and compiler is not None and compiler.FRAME_COUNTER:
+    if receiver.passes == 0 and something_was_compiled():
         return reasons.NOT_CALLED_OR_COMPILED
     return reasons.NOT_CALLED
 

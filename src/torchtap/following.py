@@ -59,6 +59,9 @@ class Following:
         stop_listening(self)
         self._followed.clear()
 
+    def evaluating(self, optimizer: Optimizer) -> None:
+        pass
+
     def unscaling(self, optimizer: Optimizer) -> None:
         pass
 

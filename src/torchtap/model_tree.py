@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchtap._torch import TORCH_VERSION
 from torchtap.sites import source_of, unwrap
 
 __all__ = ["environment", "model_tree"]
@@ -50,7 +51,7 @@ def environment() -> dict[str, Any]:
     """Versions and machine, as far as a reader of the run would want to know them."""
     return {
         "python": sys.version.split()[0],
-        "torch": torch.__version__,
+        "torch": TORCH_VERSION,
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -92,6 +92,7 @@ class Steps:
         self.fresh = False  # no pass of the open step has come, so what comes may still belong to the last
         self._undecided = False  # passes have come of which only the next event tells the step
         self._learning: str | None = None  # the phase whose passes have gradients
+        self._has_learnt = False  # whether any step had such passes
         self._phases: dict[str, None] = {}  # of the open step, in order
         self._live: dict[Moment, frozenset[int]] = {}
         self._held: list[_Part] = []  # of the last step: numbers may still be logged for it
@@ -228,6 +229,7 @@ class Steps:
             # Most steps of most trainings: the code below would have to be fetched from memory to find nothing.
             return False
         self.taps.read_state()
+        self._tell_of_evaluation(moment)
         self.ever_live |= self.state_phase()[1]
         if not self.taps.receiver.passes and self.taps.listens_to_passes:
             self._outlets.hint(
@@ -236,6 +238,16 @@ class Steps:
                 "is called, give torchtap that one",
             )
         return self._collect(moment, skipped=skipped)
+
+    def _tell_of_evaluation(self, moment: Moment) -> None:
+        """A block is a step because the user says so, also one that holds no training among others that do."""
+        if self._has_learnt and self._learning is None and self._phases:
+            self._outlets.hint(
+                "evaluation",
+                f"step {moment.step} holds passes of {', '.join(self._phases)} only, and took a number among the "
+                "steps of the training. Have evaluations outside of steps: they belong to the step that ended last",
+            )
+        self._has_learnt |= self._learning is not None
 
     def stop_hearing(self) -> None:
         """Nothing is heard any more."""

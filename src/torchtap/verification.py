@@ -15,8 +15,8 @@ from typing import IO, Any, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from torchtap._torch import pytree
 from torchtap.errors import PlanError, VerificationError
 from torchtap.plan import Tap
 from torchtap.session import capture

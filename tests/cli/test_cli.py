@@ -139,6 +139,14 @@ def test_the_demo_trains_and_leaves_a_run(
     opened = tt.open("demo-run")
     assert opened.tensor("blocks.0:attention").shape == (1, 4, 32, 32)
     assert len(opened.series("blocks.3:grad_output", "l2").values) == 4
+    assert opened.steps().tolist() == [0, 1, 2, 3], "its evaluations make no steps"
+    shown = torchtap("show", "demo-run", "--rows", 1).stdout
+    assert "phases: train (4 steps), eval (2 steps)" in shown
+    of_phase = json.loads(torchtap("show", "demo-run", "--phase", "eval", "--json").stdout)
+    assert of_phase["phases"] == {"train": 4, "eval": 2}
+    assert of_phase["steps"] == {"count": 2, "first": 0, "last": 3}
+    refused = torchtap("show", "demo-run", "--phase", "valid")
+    assert (refused.returncode, "no phase 'valid'" in refused.stderr) == (2, True)
     assert torchtap("demo", "--steps", 1).returncode == 0  # a second time, over the first
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")

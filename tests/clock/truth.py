@@ -51,11 +51,11 @@ class Truth:
         return hook
 
     def gradients(self, kind: str = "param_grad", phase: str = "train") -> None:
-        """Take every parameter's gradient as it is now, unless this step has one already."""
+        """Take every parameter's gradient as it is now, in place of what this step has had so far."""
         for name, parameter in self.model.named_parameters():
             path, _, leaf = f"{self.prefix}{'.' if self.prefix else ''}{name}".rpartition(".")
             key = (self.step or 0, phase, f"{path}:{kind}.{leaf}")
-            if parameter.grad is not None and key not in self.values:
+            if parameter.grad is not None:
                 self.values[key] = [parameter.grad.detach().clone()]
 
 

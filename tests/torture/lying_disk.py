@@ -24,6 +24,7 @@ from tests.torture.damage import Tally, memory_disk
 
 from torchtap.errors import TorchtapError
 from torchtap.store.files import place as place_module
+from torchtap.store.files import system
 from torchtap.store.read.reader import open_run
 from torchtap.store.write.writer import RunWriter
 
@@ -154,8 +155,8 @@ class WatchedOS:
         assert inode is not None
         del inode.cached[size:]
 
-    def rename(self, source: str, target: str) -> None:
-        os.rename(source, target)
+    def replace(self, source: str, target: str) -> None:
+        os.replace(source, target)
         inode = self._disk.names[source]
         self._disk.change(source, None)
         self._disk.change(target, inode)
@@ -181,7 +182,8 @@ def lost_power(count: int, seed: int) -> Tally:
         with tempfile.TemporaryDirectory(dir=memory_disk()) as name:
             run = os.path.join(name, "run")
             flushed = -1
-            with patch.object(place_module, "os", WatchedOS(disk, run)):
+            watched = WatchedOS(disk, run)
+            with patch.object(place_module, "os", watched), patch.object(system, "os", watched):
                 writer = RunWriter(
                     run, manifest={}, flush_seconds=chance.choice((0.001, 60.0)), segment_bytes=6000
                 )

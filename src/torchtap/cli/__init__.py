@@ -23,6 +23,7 @@ COMMANDS = {
     "demo": "Train a small GPT and look inside it.",
     "diagnose": "Say what looks wrong in a run, and what to do.",
     "export": "Write a run in another format: parquet, hdf5, pt, npz, csv, jsonl.",
+    "mcp": "Serve runs to an assistant over the Model Context Protocol.",
     "rcc": "Refined coordinate check over model widths.",
     "report": "Write one self-contained page about a run.",
     "run": "Run a training script as it is, and record the inside of its model.",

@@ -31,7 +31,14 @@ EXIT_CODES = {"same": 0, "differs": 1, "error": 2, "cannot tell": 3}
     "--step", "steps", multiple=True, type=int, help="Compare this step alone; may be given several times."
 )
 @click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser.")
-@click.option("--json", "json_path", metavar="PATH", help="Write the result as JSON; '-' prints it.")
+@click.option(
+    "--json",
+    "json_path",
+    is_flag=False,
+    flag_value="-",
+    metavar="[PATH]",
+    help="Print the result as JSON; with a path, write it there. Put it last.",
+)
 @click.option(
     "--all", "every", is_flag=True, help="Show every site, not only those around the first divergence."
 )
@@ -60,9 +67,9 @@ def command(
     from torchtap.errors import TorchtapError
 
     try:
-        from torchtap.comparison.front import compare
+        from torchtap.comparison.stored import compare_stored
 
-        result = compare(
+        result = compare_stored(
             reference,
             target,
             rules=rules,

@@ -7,7 +7,8 @@ so here strings are never markup, and what would move the cursor or turn the wri
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ from rich.segment import Segment
 
 from torchtap.foreign_text import shown
 
-__all__ = ["Terminal", "say", "say_json"]
+__all__ = ["Terminal", "json_text", "say", "say_json"]
 
 
 class Terminal(Console):
@@ -38,6 +39,24 @@ def say(text: str, *, err: bool = False) -> None:
     click.echo(shown(text, 20_000, lines=True), err=err)
 
 
-def say_json(value: Any) -> None:
-    """Print JSON in ASCII, whatever is in it."""
-    click.echo(json.dumps(value, indent=2, default=str))
+def say_json(value: Any, *, line: bool = False) -> None:
+    """Print JSON; on one line, so that a program can read it while more may follow."""
+    click.echo(json_text(value, line=line))
+
+
+def json_text(value: Any, *, line: bool = False) -> str:
+    """JSON in ASCII, whatever is in it.
+
+    JSON has no NaN and no infinities: they are the words ``"nan"``, ``"inf"`` and ``"-inf"``.
+    """
+    return json.dumps(_spelled(value), indent=None if line else 2, default=str)
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _spelled(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelled(each) for each in value]
+    return value

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from torchtap.cli.console import say_json
+
 if TYPE_CHECKING:
     from torchtap.watching import Watch
 
@@ -32,9 +34,12 @@ _SHOWN = (
 @click.command("demo")
 @click.option("--steps", default=200, show_default=True, help="Training steps.")
 @click.option("--out", default="demo-run", show_default=True, help="The run folder; made anew each time.")
-def command(steps: int, out: str) -> None:
+@click.option(
+    "--json", "as_json", is_flag=True, help="At the end what was made, as JSON; the rest goes to stderr."
+)
+def command(steps: int, out: str, as_json: bool) -> None:
     """Train a small GPT on a few kilobytes of text and look inside it while it learns."""
-    console = Console()
+    console = Console(stderr=as_json)
     folder = Path(out)
     if folder.exists():
         if not any(folder.glob("rank-*")):
@@ -43,7 +48,9 @@ def command(steps: int, out: str) -> None:
     console.print("Training a character GPT (4 layers, 64 wide) and watching every module of it.\n")
     loss = _train(console, folder, steps)
     console.print(f"\nloss after {steps} steps: {loss:.3f}")
-    _show(console, folder)
+    facts = _show(console, folder)
+    if as_json:
+        say_json({"run": out, "loss": loss, **facts})
 
 
 def _train(console: Console, folder: Path, steps: int) -> float:
@@ -69,7 +76,7 @@ def _train(console: Console, folder: Path, steps: int) -> float:
         with Live(console=console, refresh_per_second=4) as live:
             for step in range(steps):
                 if step % 25 == 0:
-                    _look_at_attention(watch, model, example)
+                    _look_at_attention(model, example)
                 tokens, following = text.batch(16, 64)
                 with watch.step():
                     loss = F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
@@ -80,16 +87,19 @@ def _train(console: Console, folder: Path, steps: int) -> float:
                 if step % 5 == 0 or step == steps - 1:
                     loss_value = loss.item()
                     live.update(_table(watch, step, steps, loss_value))
-        _look_at_attention(watch, model, example)
+        _look_at_attention(model, example)
     return loss_value
 
 
-def _look_at_attention(watch: Watch, model: Any, example: Any) -> None:
-    """One sentence, the same each time, so that its attention maps can be followed through the training."""
+def _look_at_attention(model: Any, example: Any) -> None:
+    """One sentence, the same each time, so that its attention maps can be followed through the training.
+
+    An evaluation belongs to the step that ended last, and makes none of its own.
+    """
     import torch
 
     model.eval()
-    with watch.step(), torch.no_grad():
+    with torch.no_grad():
         model(example)
     model.train()
 
@@ -110,8 +120,8 @@ def _table(watch: Watch, step: int, steps: int, loss: float) -> Table:
     return table
 
 
-def _show(console: Console, folder: Path) -> None:
-    """What the run holds, what was found in it, and how to look further."""
+def _show(console: Console, folder: Path) -> dict[str, Any]:
+    """What the run holds, what was found in it, and how to look further; the same facts for programs."""
     from torchtap.diagnosis.run import diagnose
     from torchtap.store.read.reader import open_run
 
@@ -128,13 +138,19 @@ def _show(console: Console, folder: Path) -> None:
         console.print(f"  {finding}", markup=False)
     if len(findings) > 5:
         console.print(f"  … and {len(findings) - 5} more; the report has them all")
-    _write_report(console, folder)
+    report = _write_report(console, folder)
     # From a checkout the command is in the environment that make has set up, which may not be on the path.
     name = "torchtap" if shutil.which("torchtap") else sys.argv[0]
     console.print(f"\nLook further:\n  {name} show {folder}\n  {name} view {folder}", markup=False)
+    return {
+        "sites": len(run.sites()),
+        "steps": len(run.steps()),
+        "findings": [finding.to_dict() for finding in findings],
+        "report": report,
+    }
 
 
-def _write_report(console: Console, folder: Path) -> None:
+def _write_report(console: Console, folder: Path) -> str | None:
     from torchtap.errors import MissingExtraError
     from torchtap.viewer.report import write_report
 
@@ -143,5 +159,6 @@ def _write_report(console: Console, folder: Path) -> None:
         write_report([folder], page)
     except MissingExtraError as error:
         console.print(f"No report: {error}", markup=False)
-    else:
-        console.print(f"The report: {page}")
+        return None
+    console.print(f"The report: {page}")
+    return str(page)

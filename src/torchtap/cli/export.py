@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from torchtap.cli.console import Terminal, say
+from torchtap.cli.console import Terminal, say, say_json
 from torchtap.store.read.reader import open_run
 
 __all__ = ["command"]
@@ -17,7 +17,8 @@ __all__ = ["command"]
 @click.option("--to", "target", required=True, help="parquet, hdf5, pt, npz, csv or jsonl.")
 @click.option("-o", "--out", help="Where to; by default beside the run.")
 @click.option("--partial", is_flag=True, help="Of a damaged run, what there is.")
-def command(run: str, target: str, out: str | None, partial: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="What was written, as JSON.")
+def command(run: str, target: str, out: str | None, partial: bool, as_json: bool) -> None:
     """Write RUN in another format."""
     from torchtap.store.export.front import export_run
 
@@ -26,4 +27,7 @@ def command(run: str, target: str, out: str | None, partial: bool) -> None:
     console = Terminal(stderr=True)
     with console.status(f"writing {path}"):
         written = export_run(opened, target, path)
-    say(str(written))
+    if as_json:
+        say_json({"path": str(written), "format": target, "problems": list(opened.problems)})
+    else:
+        say(str(written))

@@ -25,6 +25,7 @@ _EXTRAS = ("zstandard", "h5py", "pyarrow", "onnxruntime", "starlette", "matplotl
 
 def facts() -> Iterator[tuple[str, str]]:
     """Versions, native parts, the page and the limits."""
+    from torchtap._torch import TORCH_VERSION
     from torchtap.reduce.kernel import native
     from torchtap.store.files.layout import FORMAT_VERSION
     from torchtap.store.format.checksum import copy_bytes
@@ -33,7 +34,7 @@ def facts() -> Iterator[tuple[str, str]]:
 
     yield "torchtap", f"{_version('torchtap')}, run format {FORMAT_VERSION}"
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads"
+    yield "torch", f"{TORCH_VERSION}, {torch.get_num_threads()} threads"
     yield (
         "native kernel",
         "built" if native is not None else "MISSING: statistics are computed by torch, more slowly",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+
+from torchtap.cli.console import json_text
 
 __all__ = ["command"]
 
@@ -37,7 +38,12 @@ __all__ = ["command"]
     help="The picture.",
 )
 @click.option(
-    "--json", "json_path", metavar="PATH", help="Write the sizes and exponents as JSON; '-' prints them."
+    "--json",
+    "json_path",
+    is_flag=False,
+    flag_value="-",
+    metavar="[PATH]",
+    help="Print the sizes and exponents as JSON; with a path, write them there. Put it last.",
 )
 def command(
     factories: tuple[str, ...], widths: str, steps: int, seed: int, output: Path, json_path: str | None
@@ -106,7 +112,7 @@ def _load(place: str) -> Callable[[int], Any]:
 
 
 def _write_json(checks: list[Any], path: str) -> None:
-    text = json.dumps(
+    text = json_text(
         [
             {
                 "name": check.name,
@@ -116,8 +122,7 @@ def _write_json(checks: list[Any], path: str) -> None:
                 "exponents": {term: check.exponents(term) for term in check.sizes},
             }
             for check in checks
-        ],
-        indent=2,
+        ]
     )
     if path == "-":
         click.echo(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from torchtap.cli.console import say
+from torchtap.cli.console import say, say_json
 
 __all__ = ["command"]
 
@@ -21,17 +21,22 @@ __all__ = ["command"]
 )
 @click.option("--png", metavar="FILE", help="Also write a picture of the map.")
 @click.option("--title", help="The page's title; default: the runs' names.")
+@click.option("--json", "as_json", is_flag=True, help="What was written, as JSON.")
 def command(
-    runs: tuple[str, ...], out: str, sites: tuple[str, ...], png: str | None, title: str | None
+    runs: tuple[str, ...], out: str, sites: tuple[str, ...], png: str | None, title: str | None, as_json: bool
 ) -> None:
     """Write one HTML file with the map, the findings and the sites of RUN, to mail or to keep."""
     from torchtap.viewer.report import write_report
     from torchtap.viewer.still import write_picture
 
     report = write_report(runs, out, sites=sites, title=title)
+    drawn_by = write_picture(report.path, runs[0], png) if png is not None else None
+    if as_json:
+        facts = {"path": str(report.path), "bytes": report.size, "sites": list(report.sites)}
+        say_json({**facts, "left_out": list(report.left_out), "png": png, "drawn_by": drawn_by})
+        return
     say(f"{report.path}  {report.size / 1e6:.1f} MB, {len(report.sites)} sites")
     if report.left_out:
         click.echo(f"{len(report.left_out)} sites did not fit; --site chooses which do", err=True)
     if png is not None:
-        how = write_picture(report.path, runs[0], png)
-        say(f"{png}  drawn by {how}")
+        say(f"{png}  drawn by {drawn_by}")

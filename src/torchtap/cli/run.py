@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from torchtap.cli.console import say_json
 from torchtap.errors import PlanError
 from torchtap.integrations.zero_code.settings import Settings, read_plan_file
 
@@ -32,6 +33,9 @@ __all__ = ["command"]
     "--sink", "sinks", multiple=True, metavar="SPEC", help="Send numbers there too, e.g. tensorboard:logs."
 )
 @click.option("--doctor", is_flag=True, help="Record what rules need, and say what is wrong while it trains.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="First print the run folder and the command, as a line of JSON."
+)
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as in `python -m MODULE`.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -43,6 +47,7 @@ def command(
     model: str | None,
     sinks: tuple[str, ...],
     doctor: bool,
+    as_json: bool,
     module: str | None,
     words: tuple[str, ...],
 ) -> None:
@@ -73,6 +78,8 @@ def command(
     if settings.out is None:
         # Decided here, so that all processes of a launcher write into the same run.
         settings = replace(settings, out=default_folder(module, words))
+    if as_json:
+        say_json({"run": settings.out, "command": line}, line=True)
     # A launcher trains nothing itself; of a script it is worth telling that no model was seen in it.
     script = str(os.getpid()) if line[0] == sys.executable else "none"
     become(line, {**os.environ, "TORCHTAP": settings.to_environment(), "TORCHTAP_SCRIPT": script})

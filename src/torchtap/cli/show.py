@@ -10,6 +10,7 @@ from rich.table import Table
 
 from torchtap.cli.console import Terminal, say_json
 from torchtap.cli.show_layers import has_layers, show_layers
+from torchtap.store.read.phases import in_order
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.read.show import compact
 from torchtap.viewer.terminal import (
@@ -33,12 +34,22 @@ _NARROW_COLUMNS = ("mean", "std", "absmax", "zeros")
     "--site", "pattern", default="*", show_default=True, help="Only sites like this, e.g. 'blocks.*:output'."
 )
 @click.option("--statistic", default="std", show_default=True, help="What the sparkline follows.")
+@click.option(
+    "--phase", help="Only what was recorded in this phase, e.g. eval; without it training where there is one."
+)
 @click.option("--tensors", is_flag=True, help="List the recorded tensors.")
 @click.option("--coverage", is_flag=True, help="List what was expected and did not come, and why.")
 @click.option("--json", "as_json", is_flag=True, help="The run's facts as JSON.")
 @click.option("--rows", default=60, show_default=True, help="At most so many rows.")
 def command(
-    run: str, pattern: str, statistic: str, tensors: bool, coverage: bool, as_json: bool, rows: int
+    run: str,
+    pattern: str,
+    statistic: str,
+    phase: str | None,
+    tensors: bool,
+    coverage: bool,
+    as_json: bool,
+    rows: int,
 ) -> None:
     """Show RUN: its newest statistics with their history, its tensors, or its coverage.
 
@@ -48,11 +59,17 @@ def command(
         show_layers(run, as_json=as_json, rows=rows)
         return
     opened = open_run(run, partial=True)
+    phases = _phases(opened)
+    if phase is not None:
+        opened = opened.of_phase(phase)
     if as_json:
-        say_json(_facts(opened))
+        say_json({**_facts(opened), "phases": phases})
         return
     console = Terminal()
     console.print(repr(opened), highlight=False)
+    if len(phases) > 1:
+        told = ", ".join(f"{name} ({count:,} step{'s'[: count != 1]})" for name, count in phases.items())
+        console.print(f"phases: {told}; --phase shows one", highlight=False)
     if coverage:
         _print_coverage(console, opened)
     elif tensors:
@@ -61,6 +78,12 @@ def command(
         _print_statistics(console, opened, pattern, statistic, rows)
     for problem in opened.problems[:10]:
         console.print(f"problem: {problem}", style="red")
+
+
+def _phases(run: Run) -> dict[str, int]:
+    """How many steps have something of each phase."""
+    clock = run.clock()
+    return {phase: len(set(clock.step[clock.phase == phase].tolist())) for phase in in_order(run.phases)}
 
 
 def _facts(run: Run) -> dict[str, Any]:

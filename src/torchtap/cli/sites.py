@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
 
-from torchtap.cli.console import Terminal, say
+from torchtap.cli.console import Terminal, say, say_json
 from torchtap.errors import FormError
+
+if TYPE_CHECKING:
+    from torchtap.sites import Site
 
 __all__ = ["command", "load_model"]
 
@@ -19,21 +23,25 @@ __all__ = ["command", "load_model"]
 @click.option("--kind", "kinds", multiple=True, help="Only this kind (may be given several times).")
 @click.option("--select", "selector", help="Only sites that this selector picks.")
 @click.option("--plain", is_flag=True, help="Names only, one a line.")
+@click.option("--json", "as_json", is_flag=True, help="A list of sites with their modules, for programs.")
 @click.option(
     "--unsafe",
     is_flag=True,
     help="Allow a pickle or a compiled package, which can run code of whoever made it.",
 )
-def command(model: str, kinds: tuple[str, ...], selector: str | None, plain: bool, unsafe: bool) -> None:
+def command(
+    model: str, kinds: tuple[str, ...], selector: str | None, plain: bool, as_json: bool, unsafe: bool
+) -> None:
     """List the sites of MODEL.
 
     MODEL is `package.module:factory`, `script.py:factory` (a module or a callable that makes one), a TorchScript
     or pickled `.pt`, or an exported `.pt2`.
     """
     loaded = load_model(model, unsafe=unsafe)
+    from torchtap.cli.listing import can_come
     from torchtap.names import KINDS
     from torchtap.plan import bind, candidates
-    from torchtap.sites import places, source_of
+    from torchtap.sites import places
     from torchtap.taps.attach import tree_of
 
     unknown = [kind for kind in kinds if kind not in KINDS]
@@ -43,18 +51,32 @@ def command(model: str, kinds: tuple[str, ...], selector: str | None, plain: boo
         sites = [port.site for port in bind(tree_of(loaded), [selector]).ports]
     else:
         wanted: Any = frozenset(kinds) if kinds else frozenset(KINDS)
-        sites = [names[0] for names in candidates(places(tree_of(loaded)), wanted)]
-    if plain:
-        for site in sites:
-            say(site.name)
-        return
-    table = Table(title=f"{len(sites)} sites of {type(loaded).__name__}", title_justify="left")
+        every = (names[0] for names in candidates(places(tree_of(loaded)), wanted))
+        sites = [site for site in every if can_come(site)]
+    rows = [(site.name, type(site.module).__name__, _source(site)) for site in sites]
+    if as_json:
+        say_json([{"site": name, "module": module, "forward": source} for name, module, source in rows])
+    elif plain:
+        for name, _, _ in rows:
+            say(name)
+    else:
+        _print(rows, type(loaded).__name__)
+
+
+def _source(site: Site) -> str | None:
+    """Where the forward that makes a site's value is written."""
+    from torchtap.sites import source_of
+
+    return source_of(site.module) if site.module is not None else None
+
+
+def _print(rows: Sequence[tuple[str, str, str | None]], model: str) -> None:
+    table = Table(title=f"{len(rows)} sites of {model}", title_justify="left")
     table.add_column("site", overflow="fold")
     table.add_column("module")
     table.add_column("forward", overflow="fold", style="dim")
-    for site in sites:
-        source = source_of(site.module) if site.module is not None else None
-        table.add_row(site.name, type(site.module).__name__, source or "")
+    for name, module, source in rows:
+        table.add_row(name, module, source or "")
     Terminal().print(table)
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from torchtap.store.read.reader import Run
 
 __all__ = ["command"]
 
@@ -22,8 +26,15 @@ __all__ = ["command"]
 @click.option("--rows", default=20, show_default=True, help="At most so many sites.")
 @click.option("--poll", default=1.0, show_default=True, help="Seconds between two looks.")
 @click.option("--once", is_flag=True, help="Look once and end.")
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each look that finds a new step.")
 def command(
-    run: str, patterns: tuple[str, ...], statistic: str | None, rows: int, poll: float, once: bool
+    run: str,
+    patterns: tuple[str, ...],
+    statistic: str | None,
+    rows: int,
+    poll: float,
+    once: bool,
+    as_json: bool,
 ) -> None:
     """Follow RUN while it is written: its numbers, how they went, and what looks wrong.
 
@@ -37,6 +48,9 @@ def command(
     from torchtap.viewer.terminal import live_view
 
     opened = open_run(run, partial=True)
+    if as_json:
+        _tell_programs(opened, patterns, rows, None if once else poll)
+        return
     console = Terminal()
 
     def look() -> object:
@@ -62,3 +76,29 @@ def command(
             if ended:
                 return
             time.sleep(poll)
+
+
+def _tell_programs(run: Run, patterns: tuple[str, ...], rows: int, poll: float | None) -> None:
+    """One line now and, unless ``poll`` is None, one whenever steps have come."""
+    from torchtap.cli.console import say_json
+
+    say_json(_newest(run, patterns, rows), line=True)
+    if poll is not None:
+        for _ in run.follow(poll):
+            say_json(_newest(run, patterns, rows), line=True)
+
+
+def _newest(run: Run, patterns: tuple[str, ...], rows: int) -> dict[str, Any]:
+    from torchtap.diagnosis.run import diagnose
+    from torchtap.viewer.chosen import matching_sites
+    from torchtap.viewer.terminal import logged_first, newest
+
+    steps = run.steps()
+    sites = logged_first(matching_sites(run, patterns) if patterns else run.sites())[:rows]
+    return {
+        "run": run.path,
+        "status": run.status,
+        "step": int(steps[-1]) if len(steps) else None,
+        "sites": {site: {name: newest(run, site, name) for name in run.statistics(site)} for site in sites},
+        "findings": [finding.to_dict() for finding in diagnose(run)],
+    }

@@ -44,6 +44,7 @@ __all__ = ["command"]
     help="Let the page rename, tag, archive and delete the runs inside FOLDER.",
 )
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
+@click.option("--json", "as_json", is_flag=True, help="Print the address and the runs as a line of JSON.")
 def command(
     runs: tuple[str, ...],
     port: int | None,
@@ -53,12 +54,14 @@ def command(
     comparison: str | None,
     manage: bool,
     no_browser: bool,
+    as_json: bool,
 ) -> None:
     """Show runs in the browser, live while they are still written.
 
     A folder shows every run in it, also those that come later. Several runs can be laid over each other. Ctrl-C
     ends it.
     """
+    from torchtap.cli.console import say_json
     from torchtap.errors import TorchtapError
     from torchtap.viewer.catalog import Catalog
     from torchtap.viewer.server import ViewerServer
@@ -71,7 +74,10 @@ def command(
         raise click.ClickException(str(problem)) from problem
     except OSError as problem:
         raise click.ClickException(f"cannot listen on {host}:{port}: {problem}") from problem
-    click.echo(server.address)
+    if as_json:
+        say_json({"address": server.address, "runs": list(runs)}, line=True)
+    else:
+        click.echo(server.address)
     click.echo("Ctrl-C ends the viewer.", err=True)
     if not no_browser:
         webbrowser.open(server.address)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
+from torchtap.comparison.given import recording_of
 from torchtap.comparison.measure.measures import Measures, measure
 from torchtap.comparison.recorded.recordings import Recording
-from torchtap.comparison.sources import recording_of
 
 __all__ = ["LayerChange", "layer_changes"]
 
@@ -41,9 +41,9 @@ def layer_changes(
     at = recording.steps()[-1] if step is None else step
     names = sites or [site.name for site in recording.sites(at)]
     changes = []
-    value = recording.tensor(names[0], at) if names else None
+    value = recording.value(names[0], at) if names else None
     for before, after in pairwise(names):
-        following = recording.tensor(after, at)
+        following = recording.value(after, at)
         if value is None or following is None:
             changes.append(LayerChange(before, after, None, "only statistics were kept"))
         elif value.shape != following.shape:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.given import describe
 from torchtap.comparison.judge.outcome import decide
 from torchtap.comparison.judge.result import Comparison, First
 from torchtap.comparison.judge.status import status_of
@@ -32,7 +33,7 @@ from torchtap.comparison.live.passes import Probe
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter, record
 from torchtap.comparison.measure.floor import Floor, floor_from
 from torchtap.comparison.measure.measures import Measures
-from torchtap.comparison.sources import describe, is_eager
+from torchtap.comparison.sources import is_eager
 from torchtap.errors import CompareError
 from torchtap.names import parent_path, path_of, site_name
 from torchtap.taps.walk.leaves import input_leaves, leaves

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.given import describe, is_live, recording_of
 from torchtap.comparison.judge.outcome import decide
 from torchtap.comparison.judge.result import Comparison
 from torchtap.comparison.judge.source import located
@@ -22,7 +23,8 @@ from torchtap.comparison.live.parameters import usual_dtype
 from torchtap.comparison.live.tracing import Feed, default_dtype, feed_of, golden_copy, record
 from torchtap.comparison.recorded.comparing import compare_recordings
 from torchtap.comparison.recorded.recordings import MemoryRecording, Recording
-from torchtap.comparison.sources import captured, describe, is_eager, is_live, perturbed, recording_of
+from torchtap.comparison.sources import captured, is_eager, perturbed
+from torchtap.comparison.stored import compare_stored, known_harmless, listed
 from torchtap.errors import CompareError
 from torchtap.taps.walk.leaves import leaves
 
@@ -61,7 +63,9 @@ def compare(
     ``shadow``     run the target's modules on the reference's inputs as well (live eager models only)
     """
     live = is_live(reference), is_live(target)
-    if any(live) and inputs is None:
+    if not any(live) and not any(map(is_live, (golden, *listed(repeat)))):
+        return compare_stored(reference, target, rules=rules, repeat=repeat, golden=golden, steps=steps)
+    if inputs is None:
         raise CompareError("comparing a model needs inputs=..., for example inputs=(x,)")
     batches = as_batches(inputs)
     if all(live) and is_eager(reference) and is_eager(target) and repeat is None and golden is None:
@@ -158,12 +162,7 @@ def _recorded(
         take(reference, describe(reference)),
         take(target, describe(target), _feed_of_target(reference, target, inputs)),
     )
-    harmless: list[tuple[str, Recording]] = []
-    if repeat is not None:
-        given = list(repeat) if isinstance(repeat, (list, tuple)) else [repeat]
-        harmless += [("repeat", take(each, "repeat")) for each in given]
-    if golden is not None:
-        harmless.append(("golden", take(golden, "golden")))
+    harmless = known_harmless(repeat, golden, take)
     if is_live(reference):
         harmless += _harmless_runs(reference, feed, inputs, take, backward=loss is not None)
     live = is_live(reference) and is_live(target)

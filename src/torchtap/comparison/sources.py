@@ -1,44 +1,28 @@
-"""What a user may hand to a comparison, and how it becomes a recording.
-
-A path is a run folder or a folder of layer files; a mapping from names to tensors, a list of layers' outputs and an
-opened run are taken as they are; anything that can be called is run on the inputs and recorded as far as its form
-allows, in the worst case by its results alone.
+"""Things that can be called become recordings: run on the inputs and recorded as far as their form allows, in the worst
+case by their results alone. Not here: what was recorded before (`given`).
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from torchtap._torch import runs_compiled
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
 from torchtap.comparison.live.untouched import untouched
-from torchtap.comparison.recorded.recordings import (
-    FolderRecording,
-    MemoryRecording,
-    Recording,
-    RunRecording,
-    is_layer_folder,
-)
-from torchtap.errors import CompareError, RunNotFoundError
+from torchtap.comparison.recorded.recordings import MemoryRecording
+from torchtap.errors import CompareError
 from torchtap.matching import has_names, match
 from torchtap.names import in_passing_order, site_name
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import map_leaves
 
-__all__ = ["captured", "describe", "is_eager", "is_live", "perturbed", "recording_of"]
-
-
-def is_live(thing: Any) -> bool:
-    """Whether this is something to run."""
-    return callable(thing) and not isinstance(thing, (Tensor, Mapping, type))
+__all__ = ["captured", "is_eager", "perturbed"]
 
 
 def is_eager(thing: Any) -> bool:
@@ -46,77 +30,8 @@ def is_eager(thing: Any) -> bool:
     if not isinstance(thing, nn.Module) or isinstance(thing, (torch.jit.ScriptModule, fx.GraphModule)):
         return False
     return not any(
-        isinstance(module, torch.jit.ScriptModule)
-        or type(module).__name__ == "OptimizedModule"
-        or module._compiled_call_impl is not None
-        for module in thing.modules()
+        isinstance(module, torch.jit.ScriptModule) or runs_compiled(module) for module in thing.modules()
     )
-
-
-def describe(thing: Any) -> str:
-    """What to call it in a report."""
-    if isinstance(thing, (str, os.PathLike)):
-        return os.fspath(thing)
-    if isinstance(thing, nn.Module):
-        return type(thing).__name__
-    return str(getattr(thing, "label", None) or getattr(thing, "path", None) or type(thing).__name__)
-
-
-def recording_of(thing: Any) -> Recording:
-    """A recording of something that is not to be run."""
-    if isinstance(thing, (str, os.PathLike)):
-        return _from_path(thing)
-    if hasattr(thing, "tensors") and hasattr(thing, "matrix"):
-        return RunRecording(thing)
-    if hasattr(thing, "sites") and hasattr(thing, "tensor") and hasattr(thing, "problems"):
-        return thing  # type: ignore[no-any-return]
-    if isinstance(thing, Mapping):
-        values, left = _tensors_of(thing)
-        if not values:
-            raise CompareError("the mapping has no tensors to compare")
-        return MemoryRecording(values, "values", left)
-    if isinstance(thing, Sequence) and not isinstance(thing, str) and thing:
-        values, left = _tensors_of(
-            {site_name(f"layer_{n}", "output"): value for n, value in enumerate(thing)}
-        )
-        if values:
-            return MemoryRecording(values, "layers", left)
-    raise CompareError(
-        f"cannot compare a {type(thing).__name__}: give a run, a folder of layer files, a mapping from names to "
-        "tensors, or a model together with inputs=..."
-    )
-
-
-def _tensors_of(thing: Mapping[Any, Any]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The tensors and arrays of a mapping, and what else it holds, which is told and never lost in silence."""
-    values: dict[str, Tensor] = {}
-    left = []
-    for name, value in thing.items():
-        if isinstance(value, Tensor):
-            values[str(name)] = value
-        elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "fiubc":
-            values[str(name)] = torch.from_numpy(np.ascontiguousarray(value))
-        elif isinstance(value, (bool, int, float, complex)):
-            values[str(name)] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        else:
-            left.append(f"{name} is a {type(value).__name__}, not a tensor")
-    return values, tuple(left)
-
-
-def _from_path(path: str | os.PathLike[str]) -> Recording:
-    from torchtap.store.read.reader import is_run, open_run
-
-    text = os.fspath(path)
-    if "://" not in text:
-        if not Path(text).exists():
-            raise RunNotFoundError(f"there is no run and no folder at {text}")
-        if not Path(text).is_dir():
-            raise CompareError(
-                f"{text} is a file; compare takes folders: a run, or one with layer_N_output.pt files"
-            )
-        if not is_run(text) and is_layer_folder(Path(text)):
-            return FolderRecording(text)
-    return RunRecording(open_run(text))
 
 
 def captured(

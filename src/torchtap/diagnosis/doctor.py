@@ -23,7 +23,7 @@ from torchtap.diagnosis.doctor_plan import doctor_taps
 from torchtap.diagnosis.facts import FACT, STRUCTURE, Fact, Structure
 from torchtap.diagnosis.finding import Finding, Findings
 from torchtap.diagnosis.judging import Ward
-from torchtap.diagnosis.probes.base import Patient, Probe
+from torchtap.diagnosis.probes.base import Ears, Patient, Probe
 from torchtap.diagnosis.probes.functions import FunctionProbe
 from torchtap.diagnosis.probes.gradients import GradientProbe
 from torchtap.diagnosis.probes.hidden import HiddenProbe
@@ -82,7 +82,7 @@ def doctor(
 
 
 @final
-class Doctor:
+class Doctor(Ears):
     """Made by `doctor`. A context manager; also closed by `close`."""
 
     def __init__(
@@ -188,18 +188,6 @@ class Doctor:
             raise TrainingStoppedError(
                 f"stopped as asked (stop={self._stop_at!r}): {found.message}. {found.advice}"
             )
-
-    def updated(self, optimizer: Optimizer) -> None:
-        pass
-
-    def skipped(self, optimizer: Optimizer) -> None:
-        pass
-
-    def unscaling(self, optimizer: Optimizer) -> None:
-        pass
-
-    def clipping(self, gradients: Sequence[Tensor]) -> None:
-        pass
 
     # -- records ------------------------------------------------------------------------------------------
 

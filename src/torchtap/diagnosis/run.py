@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Findings, Unjudged
 from torchtap.diagnosis.judging import Ward
 from torchtap.diagnosis.reading import chart_of, fill
@@ -40,5 +41,17 @@ def diagnose(run: Run | str | os.PathLike[str], *, rules: Sequence[Rule] | None 
     ward = Ward(chart_of(run), rules)
     for _ in fill(ward.chart, run):
         ward.look()
+    for rank in run.ranks:
+        if rank != run.rank:
+            ward.chart.others[rank] = _whole_chart(run.of_rank(rank))
+    if ward.chart.others:
+        ward.look()
     found = ward.findings()
     return Findings(found, (*found.unjudged, *(Unjudged(name, why) for name, why in failed.items())))
+
+
+def _whole_chart(run: Run) -> Chart:
+    chart = chart_of(run)
+    for _ in fill(chart, run):
+        pass
+    return chart

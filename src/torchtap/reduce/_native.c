@@ -199,12 +199,26 @@ static PyObject *py_use_instructions(PyObject *self, PyObject *name)
     return PyUnicode_FromString(instructions);
 }
 
+/* use_pool(address): let this function run pieces in its threads; 0 for threads of our own. */
+static PyObject *py_use_pool(PyObject *self, PyObject *address)
+{
+    const Py_ssize_t given = PyLong_AsSsize_t(address);
+    (void)self;
+    if (given == -1 && PyErr_Occurred())
+        return NULL;
+#ifdef HAVE_THREADS
+    pool = (Pool)given;
+#endif
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
     {"measure_fold", (PyCFunction)(void (*)(void))py_measure_fold, METH_FASTCALL, NULL},
     {"measure_strided", (PyCFunction)(void (*)(void))py_measure_strided, METH_FASTCALL, NULL},
     {"count", (PyCFunction)(void (*)(void))py_count, METH_FASTCALL, NULL},
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
+    {"use_pool", py_use_pool, METH_O, NULL},
     {"use_instructions", py_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

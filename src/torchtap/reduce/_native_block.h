@@ -3,6 +3,7 @@
  * Included by _native.c once for each kind of number and instruction set, with these defined:
  *   S, T, WIDEN(s)   the type in memory, the type to compute in, and the way from one to the other
  *   LANES            how many are handled side by side
+ *   IS_ZERO(s)       where zero is told in memory with less than WIDEN
  *   LARGEST, TINY    the largest finite T, and the sum of squares below which single squares may have vanished
  *   LOOK             what a first look finds, and, where there is a faster one than the plain loops, LOOK_AT
  *   TARGET           the function attribute that chooses the instruction set
@@ -16,6 +17,9 @@
  */
 
 #define GROUP (8 * LANES)
+#ifndef IS_ZERO
+#define IS_ZERO(s) (WIDEN(s) == 0)
+#endif
 #define TREE(op, a) (((a##0 op a##1) op (a##2 op a##3)) op ((a##4 op a##5) op (a##6 op a##7)))
 #define LESS(a, b) ((a) < (b) ? (a) : (b))
 #define MORE(a, b) ((a) > (b) ? (a) : (b))
@@ -186,7 +190,7 @@ TARGET static double NAME(zeros)(const S *x, size_t n)
     double total = 0;
     for (size_t i = 0; i < n; i += LANES)
         for (int lane = 0; lane < LANES; lane++)
-            zeros[lane] += WIDEN(x[i + lane]) == 0;
+            zeros[lane] += IS_ZERO(x[i + lane]);
     for (int lane = 0; lane < LANES; lane++)
         total += (double)zeros[lane];
     return total;
@@ -301,5 +305,6 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
 #undef SUM_OF_LANES
 #undef S
 #undef WIDEN
+#undef IS_ZERO
 #undef NAME
 #undef LOOK_AT

@@ -19,6 +19,7 @@
 
 #define S uint16_t
 #define WIDEN(s) widen_bfloat16(s)
+#define IS_ZERO(s) (((s) & 0x7fff) == 0)
 #define NAME(x) ISA(x##_bfloat16)
 #ifdef LOOK_AT_BFLOAT16
 #define LOOK_AT LOOK_AT_BFLOAT16
@@ -28,6 +29,7 @@
 #ifdef LOOK_AT_FLOAT16
 #define S uint16_t
 #define WIDEN(s) widen_float16(s)
+#define IS_ZERO(s) (((s) & 0x7fff) == 0)
 #define NAME(x) ISA(x##_float16)
 #define LOOK_AT LOOK_AT_FLOAT16
 #include "_native_block.h"
@@ -54,6 +56,15 @@
 #define WIDEN(s) (s)
 #define NAME(x) ISA(x##_double)
 #include "_native_block.h"
+
+#ifdef LOOK_AT_INT64
+#define S int64_t
+#define WIDEN(s) ((double)(s))
+#define IS_ZERO(s) ((s) == 0)
+#define NAME(x) ISA(x##_int64)
+#define LOOK_AT LOOK_AT_INT64
+#include "_native_block.h"
+#endif
 
 #undef T
 #undef LOOK
@@ -122,6 +133,7 @@ TARGET static void ISA(doubles)(int dtype, const char *raw, size_t n, double *ma
         EACH(int64_t, (double)v);
 }
 
+#ifndef LOOK_AT_INT64
 /* 64-bit integers as doubles, where all are below 2^51 in size: added to the bits of 1.5 * 2^52 they are its last
  * digits. (Few processors convert them at once.) */
 TARGET static int ISA(short_integers)(const int64_t *given, size_t n, double *made)
@@ -137,6 +149,7 @@ TARGET static int ISA(short_integers)(const int64_t *given, size_t n, double *ma
     }
     return beyond >> 52 == 0;
 }
+#endif
 
 /* 64-bit integers beyond what double counts one by one, but near each other: as distances from the smallest. */
 TARGET static int ISA(distances)(const int64_t *given, size_t n, double *made, int64_t *from)
@@ -225,7 +238,7 @@ TARGET static void ISA(bytes)(int dtype, const char *raw, size_t n, State *out)
 TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, const State *before)
 {
     union {
-        float floats[BLOCK / 2];
+        float floats[BLOCK];
         double doubles[BLOCK / 4];
     } room;
     switch (dtype) {
@@ -250,10 +263,16 @@ TARGET static void ISA(block)(int dtype, const char *raw, size_t n, State *out, 
         break;
     case INT64: {
         int64_t from;
+#ifdef LOOK_AT_INT64
+        STATE_OF(int64, 64, (const int64_t *)raw, n);
+        if (out->low > -(double)DOUBLE_COUNTS && out->high < (double)DOUBLE_COUNTS)
+            break; /* none was rounded */
+#else
         if (ISA(short_integers)((const int64_t *)raw, n, room.doubles)) {
             STATE_OF(double, 64, (const double *)room.doubles, n);
             break;
         }
+#endif
         if (ISA(distances)((const int64_t *)raw, n, room.doubles, &from)) {
             before = NULL; /* of other distances */
             STATE_OF(double, 64, (const double *)room.doubles, n);

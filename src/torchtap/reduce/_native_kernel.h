@@ -28,7 +28,7 @@ enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8, UINT8, INT16, INT32, INT64, BO
 static const size_t ITEM_BYTES[DTYPES] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
 
 #define BLOCK 8192         /* elements of up to four bytes: 32 KiB, which the second-level cache surely holds */
-#define PIECE_BLOCKS 32    /* what a thread takes at a time */
+#define PIECE_BLOCKS 8     /* what a thread takes at a time: 256 KiB of floats */
 #define MOST_THREADS 64    /* memory is saturated long before */
 #define DOUBLE_COUNTS (INT64_C(1) << 53)
 #define MOST_DIMENSIONS 64 /* as in torch */
@@ -68,11 +68,22 @@ typedef void (*CountFunction)(int, const char *, size_t, const Grid *, int64_t *
 #undef LOOK_AT_BFLOAT16
 #undef LOOK_AT_FLOAT16
 #undef LOOK_AT_BYTES
+#include "_native_look_avx512.h"
+#define LOOK_AT_FLOAT look_float_avx512
+#define LOOK_AT_BFLOAT16 look_bfloat16_avx512
+#define LOOK_AT_FLOAT16 look_float16_avx512
+#define LOOK_AT_BYTES look_bytes_avx512
+#define LOOK_AT_INT64 look_int64_avx512
 #define TARGET AVX512
 #define ISA(x) x##_avx512
 #include "_native_isa.h"
 #undef TARGET
 #undef ISA
+#undef LOOK_AT_FLOAT
+#undef LOOK_AT_BFLOAT16
+#undef LOOK_AT_FLOAT16
+#undef LOOK_AT_BYTES
+#undef LOOK_AT_INT64
 #endif
 
 static BlockFunction block = block_plain;
@@ -97,7 +108,17 @@ static void choose_instructions(void)
 
 static size_t block_length(int dtype)
 {
-    return dtype == FLOAT32 || dtype == BFLOAT16 ? BLOCK : dtype == INT32 || dtype == INT64 ? BLOCK / 4 : BLOCK / 2;
+    switch (dtype) {
+    case FLOAT32:
+    case FLOAT16:
+    case BFLOAT16:
+        return BLOCK;
+    case INT32:
+    case INT64:
+        return BLOCK / 4;
+    default:
+        return BLOCK / 2;
+    }
 }
 
 static void measure_span(int dtype, const char *raw, size_t n, State *out)
@@ -144,11 +165,32 @@ static void *take_pieces(void *given)
 }
 
 #ifdef HAVE_THREADS
-/* The same as piece after piece; 0 where there is no memory for the states of all pieces. */
-static int measure_by_threads(Work *work, int threads, State *out)
+/* Runs a function in so many threads at once, this one among them, and comes back when all are done. That of OpenMP, if torch
+ * uses it, is handed in (kernel.py): its threads are awake where torch has just computed, and there are no more of them
+ * than torch was told to have. */
+typedef void (*Pool)(void (*)(void *), void *, unsigned, unsigned);
+static Pool pool = NULL;
+
+static void take_pieces_in_pool(void *given)
+{
+    take_pieces(given);
+}
+
+/* A thread that cannot be started leaves its pieces to the others. */
+static void take_pieces_in_own_threads(Work *work, int threads)
 {
     pthread_t others[MOST_THREADS];
     int started = 0;
+    while (started < threads - 1 && pthread_create(others + started, NULL, take_pieces, work) == 0)
+        started++;
+    take_pieces(work);
+    for (int i = 0; i < started; i++)
+        pthread_join(others[i], NULL);
+}
+
+/* The same as piece after piece; 0 where there is no memory for the states of all pieces. */
+static int measure_by_threads(Work *work, int threads, State *out)
+{
     work->states = malloc(work->pieces * sizeof(State));
     if (!work->states)
         return 0;
@@ -156,12 +198,10 @@ static int measure_by_threads(Work *work, int threads, State *out)
         threads = MOST_THREADS;
     if ((size_t)threads > work->pieces)
         threads = (int)work->pieces;
-    /* A thread that cannot be started leaves its pieces to the others. */
-    while (started < threads - 1 && pthread_create(others + started, NULL, take_pieces, work) == 0)
-        started++;
-    take_pieces(work);
-    for (int i = 0; i < started; i++)
-        pthread_join(others[i], NULL);
+    if (pool)
+        pool(take_pieces_in_pool, work, (unsigned)threads, 0);
+    else
+        take_pieces_in_own_threads(work, threads);
     *out = BLANK;
     for (size_t i = 0; i < work->pieces; i++)
         merge(out, work->states + i);

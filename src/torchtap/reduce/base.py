@@ -50,8 +50,8 @@ class RowBlock(Protocol):
     def grow(self, rows: int) -> None:
         """Have at least so many rows."""
 
-    def reset(self) -> None:
-        """Nothing was seen in any row."""
+    def reset(self, rows: slice | None = None) -> None:
+        """Nothing was seen in these rows; in any, where none are given."""
 
     def measure_into(self, row: int, scratch: int, value: Tensor) -> None:
         """Measure a value into a slot and fold it into a row."""

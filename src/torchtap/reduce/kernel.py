@@ -6,6 +6,9 @@ be read, `memory` says: for anything else ``measure`` answers False and has read
 
 from __future__ import annotations
 
+import ctypes
+import os
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -14,10 +17,10 @@ from torch import Tensor
 from torchtap.reduce.memory import located
 from torchtap.reduce.moments import WIDTH
 
-__all__ = ["DTYPE_CODES", "MANY", "count", "measure", "native"]
+__all__ = ["DTYPE_CODES", "MANY", "count", "measure", "native", "share_threads"]
 
 
-_FUNCTIONS = ("count", "fold", "measure", "measure_fold", "measure_strided")
+_FUNCTIONS = ("count", "fold", "measure", "measure_fold", "measure_strided", "use_pool")
 
 
 def _load() -> ModuleType | None:
@@ -31,6 +34,21 @@ def _load() -> ModuleType | None:
 
 
 native = _load()
+
+
+def share_threads(kernel: ModuleType) -> None:
+    """Let the kernel read large tensors with torch's own threads, where torch has them from GNU's OpenMP."""
+    try:
+        run = ctypes.CDLL(None).GOMP_parallel
+    except (OSError, TypeError, AttributeError):
+        return  # other threads, or a platform without a common name space: the kernel starts its own
+    kernel.use_pool(ctypes.cast(run, ctypes.c_void_p).value)
+
+
+if native is not None and hasattr(os, "register_at_fork"):
+    share_threads(native)
+    # In a forked child the threads are gone, and OpenMP would wait for them for ever.
+    os.register_at_fork(after_in_child=partial(native.use_pool, 0))
 
 # The numbers by which `_native.c` knows the dtypes.
 DTYPE_CODES: dict[torch.dtype, int] = {
@@ -46,9 +64,8 @@ DTYPE_CODES: dict[torch.dtype, int] = {
     torch.bool: 9,
 }
 
-# More elements than this are shared out to threads. Where torch's own threads have just been at work they
-# keep their cores busy for a while with waiting, and for less than this, one thread is done sooner.
-MANY = 1 << 22
+# More elements than this are shared out to threads; for less than this, one thread is done sooner.
+MANY = 1 << 17
 
 
 def measure(kernel: ModuleType, address: int, value: Tensor) -> bool:

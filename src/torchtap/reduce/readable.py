@@ -13,19 +13,15 @@ into float32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
+from torchtap._torch import FakeTensor, is_being_functionalized, without_transforms
 from torchtap.errors import ReductionError
 from torchtap.reduce.memory import PLAIN_TYPES, has_memory
 
 __all__ = ["COMPUTABLE", "holds_values", "readable", "readable_real"]
-
-_functorch: Any = torch._C._functorch
 
 # Real number formats in which every torch op that is used here exists.
 COMPUTABLE = frozenset(
@@ -48,7 +44,7 @@ def holds_values(value: Tensor) -> bool:
     """Whether there are numbers behind a tensor, or only a shape, or not even that."""
     if isinstance(value, FakeTensor) or is_lazy(value):
         return False
-    return not (value.is_meta or torch._is_functional_tensor(value))
+    return not (value.is_meta or is_being_functionalized(value))
 
 
 def readable(value: Tensor) -> Tensor:
@@ -93,8 +89,8 @@ def _opened(value: Tensor) -> Tensor:
     _refuse_without_values(value)
     if type(value) not in PLAIN_TYPES:
         value = _without_subclass(value)
-    while _functorch.is_functorch_wrapped_tensor(value):
-        value = _functorch.get_unwrapped(value)
+    while (inside := without_transforms(value)) is not None:
+        value = inside
         _refuse_without_values(value)
     value = value.detach()
     if value.is_nested:

@@ -10,13 +10,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torchtap._torch import innermost_transform, outside_of_transforms
 
 __all__ = ["outside_transforms"]
 
 Update = TypeVar("Update", bound=Callable[..., Any])
-_innermost: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def outside_transforms(update: Update) -> Update:
@@ -24,9 +22,9 @@ def outside_transforms(update: Update) -> Update:
 
     @wraps(update)
     def computed_outside(*args: Any, **kwargs: Any) -> Any:
-        if _innermost() is None:
+        if innermost_transform() is None:
             return update(*args, **kwargs)
-        with temporarily_clear_interpreter_stack():
+        with outside_of_transforms():
             return update(*args, **kwargs)
 
     return cast(Update, computed_outside)

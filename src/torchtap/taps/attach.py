@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from torchtap._torch import compiled_function, runs_compiled
 from torchtap.errors import FormError
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.eager.eager import Attachment, EagerAttachment
@@ -91,10 +92,9 @@ def _is_compiled(model: nn.Module) -> bool:
     waiting, seen = [model], {id(model)}
     while waiting:
         module = waiting.pop()
-        # By name: asking for the class would import the compiler for every eager model.
-        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+        if runs_compiled(module):
             return True
-        if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
+        if compiled_function(module.__dict__.get("forward")) is not None:
             return True  # model.forward = torch.compile(model.forward)
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
@@ -109,7 +109,7 @@ def _refusal(model: Any) -> FormError:
             "cannot tap a torch.jit.ScriptFunction: it has no modules and so no sites; "
             "script or trace an nn.Module that calls it, and give that"
         )
-    if callable(getattr(model, "_torchdynamo_orig_callable", None)):
+    if callable(compiled_function(model)):
         return FormError(
             "cannot tap a compiled function: the model inside it is not known; give the model itself, "
             "as torch.compile(model) or with model.compile(), and compile the function around it after tapping"

@@ -20,10 +20,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
-from torch._dynamo.eval_frame import innermost_backend
 
-from torchtap._torch import in_backward
+from torchtap._torch import (
+    base_of,
+    compiled_function,
+    compiled_in_place,
+    dynamic_setting,
+    in_backward,
+    inside_compiled,
+    is_compiled_module,
+    runs_compiled,
+    skip_alone,
+    user_backend,
+)
 from torchtap.errors import FormError
 from torchtap.sites import unwrap
 from torchtap.taps.carry.carrier import (
@@ -52,16 +61,14 @@ def compiled_regions(model: nn.Module) -> list[Region]:
     return [
         _region_of(module)
         for module in model.modules()
-        if isinstance(module, OptimizedModule)
-        or module._compiled_call_impl is not None
-        or _compiled_forward(module) is not None
+        if runs_compiled(module) or _compiled_forward(module) is not None
     ]
 
 
 def _compiled_forward(module: nn.Module) -> Any:
     """What ``model.forward = torch.compile(model.forward)`` put into a module."""
     forward = module.__dict__.get("forward")
-    own = not isinstance(module, OptimizedModule) and hasattr(forward, "_torchdynamo_orig_callable")
+    own = not is_compiled_module(module) and compiled_function(forward) is not None
     return forward if own else None
 
 
@@ -74,7 +81,7 @@ class Region:
         self._live: dict[frozenset[int], Callable[..., Any]] = {}
         self.armed: frozenset[int] = frozenset()
         self._forward = _compiled_forward(module)
-        by_forward = isinstance(module, OptimizedModule) or self._forward is not None
+        by_forward = is_compiled_module(module) or self._forward is not None
         self._slot = "forward" if by_forward else "_compiled_call_impl"
         self._plain: Any = None
 
@@ -94,10 +101,11 @@ class Region:
 
     def _compile(self) -> Callable[..., Any]:
         module = self._module
-        inner = module._orig_mod if isinstance(module, OptimizedModule) else module
-        call = inner.__call__ if isinstance(module, OptimizedModule) else module._call_impl
-        if self._forward is not None:
-            call = self._forward._torchdynamo_orig_callable
+        inner = inside_compiled(module) if is_compiled_module(module) else module
+        call = inner.__call__ if is_compiled_module(module) else module._call_impl
+        given = compiled_function(self._forward)
+        if given is not None:
+            call = given
 
         def tapped(*args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)
@@ -107,8 +115,10 @@ class Region:
         settings = _settings_of(module, self._forward)
         if settings.fullgraph:
             return settings(tapped)  # type: ignore[no-any-return]
-        backend = _OwnBackend(innermost_backend(settings.callback))
-        compiled: Callable[..., Any] = torch.compile(tapped, backend=backend, dynamic=settings._dynamic)
+        backend = _OwnBackend(user_backend(settings.callback))
+        compiled: Callable[..., Any] = torch.compile(
+            tapped, backend=backend, dynamic=dynamic_setting(settings)
+        )
         return compiled
 
 
@@ -134,9 +144,9 @@ class _OwnBackend:
 
 def _settings_of(module: nn.Module, forward: Any = None) -> Any:
     """The user's ``torch.compile`` settings: what it returned was made by a context that wraps any function."""
-    if isinstance(module, OptimizedModule):
+    if is_compiled_module(module):
         return module.dynamo_ctx
-    wrapper: Any = forward if forward is not None else module._compiled_call_impl
+    wrapper: Any = forward if forward is not None else compiled_in_place(module)
     for cell in getattr(wrapper, "__closure__", None) or ():
         if type(cell.cell_contents).__name__.endswith("OptimizeContext"):
             return cell.cell_contents
@@ -213,7 +223,7 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
 
 def _root_gradients(model: nn.Module, receiver: Receiver) -> LivePort | None:
     """The port of the gradients of what a wholly compiled model returns."""
-    whole = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
+    whole = runs_compiled(model)
     return receiver.ports.get(("", "grad_output", "")) if whole else None
 
 
@@ -225,11 +235,11 @@ def _take_gradients(receiver: Receiver, port: LivePort, output: Any) -> None:
     """
     if not receiver.hears_this_thread() or in_backward():
         return
-    found = [(leaf, value) for leaf, value in leaves(output) if value.requires_grad]
-    bases = Counter(id(value if value._base is None else value._base) for _, value in found)
-    views = [(leaf, value) for leaf, value in found if value._base is not None and bases[id(value._base)] > 1]
-    for leaf, value in views:
-        receiver.await_gradient("", port.kind, leaf, value, again=True)
+    found = [(leaf, value, base_of(value)) for leaf, value in leaves(output) if value.requires_grad]
+    sharing = Counter(id(value if base is None else base) for _, value, base in found)
+    for leaf, value, base in found:
+        if base is not None and sharing[id(base)] > 1:
+            receiver.await_gradient("", port.kind, leaf, value, again=True)
 
 
 @cache
@@ -247,7 +257,7 @@ def _never_compile_alone() -> None:
         leaves,
         input_leaves,
     ):
-        torch._dynamo.eval_frame.skip_code(function.__code__)
+        skip_alone(function)
 
 
 @final

@@ -260,8 +260,8 @@ class Catalog:
 
     def compare(self, first: str, second: str) -> dict[str, Any]:
         """The comparison of two of the runs as they are now; the last one is kept, since it reads everything."""
-        from torchtap.comparison.front import compare
         from torchtap.comparison.judge.result import plain
+        from torchtap.comparison.stored import compare_stored
         from torchtap.store.read.reader import open_run
 
         a, b = self[first], self[second]
@@ -269,6 +269,6 @@ class Catalog:
             key = (first, second, a.revision, b.revision)
             if self._compared is None or self._compared[0] != key:
                 # Opened anew: a comparison takes seconds, and the page goes on asking meanwhile.
-                result = compare(open_run(a.run.path), open_run(b.run.path))
+                result = compare_stored(open_run(a.run.path), open_run(b.run.path))
                 self._compared = (key, plain(result.as_dict()))
             return self._compared[1]

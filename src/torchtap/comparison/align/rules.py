@@ -19,15 +19,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, TypeAlias, final
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from torchtap.errors import CompareError
 
-__all__ = ["Change", "Rule", "parse_rule", "rule_from"]
+__all__ = ["Change", "Rule", "Side", "parse_rule", "rule_from"]
 
 Side = Literal["reference", "target"]
+Array: TypeAlias = npt.NDArray[Any]
 _SLICE = re.compile(r"\s*(-?\d*)\s*(?::\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?)?$")
 
 
@@ -40,11 +42,11 @@ class Change:
     action: str
     text: str
 
-    def apply(self, value: Tensor) -> Tensor:
-        """The value as it is to be compared: a view wherever torch has one."""
+    def apply(self, value: Array) -> Array:
+        """The value as it is to be compared: a view wherever there is one."""
         try:
             return _ACTIONS[self.action](value, self.text)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except (ValueError, IndexError, TypeError) as error:
             raise CompareError(
                 f"{self.side}.{self.action}={self.text} does not fit a value of shape {tuple(value.shape)}: {error}"
             ) from error
@@ -86,7 +88,7 @@ class Rule:
             return text
         return parts[0] + "".join(star + part for star, part in zip(stars, parts[1:], strict=True))
 
-    def apply(self, side: Side, value: Tensor) -> Tensor:
+    def apply(self, side: Side, value: Array) -> Array:
         """Carry out this rule's changes for one side."""
         for change in self.changes:
             if change.side == side:
@@ -131,15 +133,15 @@ def _parse_change(part: str, text: str) -> Change:
     return Change("reference" if side == "reference" else "target", action, value.strip())
 
 
-def _permute(value: Tensor, text: str) -> Tensor:
-    return value.permute([int(axis) for axis in text.split(",")])
+def _permute(value: Array, text: str) -> Array:
+    return value.transpose([int(axis) for axis in text.split(",")])
 
 
-def _reshape(value: Tensor, text: str) -> Tensor:
+def _reshape(value: Array, text: str) -> Array:
     return value.reshape([int(size) for size in text.split(",")])
 
 
-def _slice(value: Tensor, text: str) -> Tensor:
+def _slice(value: Array, text: str) -> Array:
     index: list[slice | int] = []
     for part in text.strip("[] ").split(","):
         match = _SLICE.match(part)
@@ -150,18 +152,19 @@ def _slice(value: Tensor, text: str) -> Tensor:
             continue
         numbers = [int(group) if group else None for group in match.groups()]
         index.append(slice(*numbers))
-    return value[tuple(index)]
+    return np.asarray(value[tuple(index)])
 
 
-def _squeeze(value: Tensor, text: str) -> Tensor:
-    return value.squeeze(int(text))
+def _squeeze(value: Array, text: str) -> Array:
+    axis = int(text)
+    return value.squeeze(axis) if value.shape[axis] == 1 else value
 
 
-def _unsqueeze(value: Tensor, text: str) -> Tensor:
-    return value.unsqueeze(int(text))
+def _unsqueeze(value: Array, text: str) -> Array:
+    return np.expand_dims(value, int(text))
 
 
-_ACTIONS: dict[str, Callable[[Tensor, str], Tensor]] = {
+_ACTIONS: dict[str, Callable[[Array, str], Array]] = {
     "permute": _permute,
     "reshape": _reshape,
     "slice": _slice,

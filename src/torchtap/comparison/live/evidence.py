@@ -25,7 +25,8 @@ from torchtap.comparison.live.oddities import Oddity
 from torchtap.comparison.live.parameters import usual_dtype
 from torchtap.comparison.live.passes import Probe
 from torchtap.comparison.live.tracing import Feed, Trace, record
-from torchtap.comparison.measure.measures import Measures, resolution
+from torchtap.comparison.measure.dtypes import resolution
+from torchtap.comparison.measure.measures import Measures
 from torchtap.errors import CompareError
 from torchtap.sites import places
 

@@ -7,6 +7,7 @@ the step of the target's quantizer. Each run is free and forced. Several batches
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import final
 
@@ -16,7 +17,8 @@ from torch import nn
 from torchtap.comparison.live.passes import Probe
 from torchtap.comparison.live.quantizers import quantized_like
 from torchtap.comparison.live.tracing import Feed, Trace, golden_copy
-from torchtap.comparison.measure.floor import Floor, floor_from, intended_dtype
+from torchtap.comparison.measure.dtypes import resolution
+from torchtap.comparison.measure.floor import Floor, floor_from
 from torchtap.comparison.measure.measures import Measures
 
 __all__ = ["Floors", "brief", "learn"]
@@ -53,7 +55,7 @@ def learn(
     """
     work = _Work(trace, feed, forced)
     own = _usual_dtype(trace)
-    meant = intended_dtype(dtypes.values(), own)
+    meant = _intended_dtype(dtypes.values(), own)
     work.attempt("repeat", reference, None, None)
     work.attempt("one ULP", reference, 1, None)
     golden, why = golden_copy(original)
@@ -120,6 +122,20 @@ def _floor(
 def _usual_dtype(trace: Trace) -> torch.dtype:
     seen = [value.dtype for value in trace.values.values() if value.dtype.is_floating_point]
     return max(sorted(set(seen), key=str), key=seen.count) if seen else torch.float32
+
+
+def _intended_dtype(dtypes: Iterable[torch.dtype], own: torch.dtype) -> torch.dtype:
+    """The precision that a target is evidently meant to have.
+
+    A lower precision than the reference's that a quarter of the sites or more have was chosen; in fewer places it
+    is a suspicion, and must be measured at the reference's precision.
+    """
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    chosen = own
+    for dtype in set(floating):
+        if resolution(dtype) > resolution(chosen) and 4 * floating.count(dtype) >= len(floating):
+            chosen = dtype
+    return chosen
 
 
 def brief(error: BaseException) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from torchtap._torch import pytree
 from torchtap.sites import places
 from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.visit import Stop, Visiting, Visitor

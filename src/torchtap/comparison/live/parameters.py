@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.measure.measures import coarser
+from torchtap.comparison.measure.dtypes import resolution
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.sites import places
 
@@ -44,7 +44,7 @@ def differing_parameters(
 
 def _at_one_precision(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the coarser of their dtypes: a lower precision of the same numbers is no difference."""
-    dtype = coarser(a.dtype, b.dtype)
+    dtype = a.dtype if resolution(a.dtype) >= resolution(b.dtype) else b.dtype
     return a.to(dtype), b.to(a.device, dtype)
 
 

@@ -24,11 +24,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-import torch
+from torchtap.comparison.measure.dtypes import DType, coarser, resolution
+from torchtap.comparison.measure.measures import Measures
 
-from torchtap.comparison.measure.measures import Measures, coarser, resolution
-
-__all__ = ["Floor", "default_floor", "floor_from", "intended_dtype"]
+__all__ = ["Floor", "default_floor", "floor_from"]
 
 # An error has to stand out by this factor from what is known to be harmless. Two right kernels that sum in a
 # different order were seen up to 4 times as far apart as each is from the exact result.
@@ -69,16 +68,16 @@ def _over(error: float, allowed: float) -> float:
     return error / allowed if allowed > 0.0 else math.inf
 
 
-def default_floor(reference: torch.dtype, target: torch.dtype) -> Floor:
+def default_floor(reference: DType, target: DType) -> Floor:
     """The floor when nothing but the dtypes is known."""
     step = resolution(coarser(reference, target))
     allowed = step * DEFAULT_L2["narrow" if step > 1e-4 else "wide"]
-    sources = (f"default for {_name(reference, target)}",)
+    sources = (f"default for {coarser(reference, target)}",)
     return Floor(allowed / MARGIN, DEFAULT_LINF * allowed / MARGIN, sources)
 
 
 def floor_from(
-    harmless: Iterable[tuple[str, Measures | None]], reference: torch.dtype, target: torch.dtype
+    harmless: Iterable[tuple[str, Measures | None]], reference: DType, target: DType
 ) -> Floor | None:
     """The floor that harmless differences of one site amount to; ``None`` when there is none to learn from."""
     least = LEAST * resolution(coarser(reference, target))
@@ -99,21 +98,3 @@ def floor_from(
 
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else 0.0
-
-
-def _name(reference: torch.dtype, target: torch.dtype) -> str:
-    return str(coarser(reference, target)).removeprefix("torch.")
-
-
-def intended_dtype(dtypes: Iterable[torch.dtype], own: torch.dtype) -> torch.dtype:
-    """The precision that a target is evidently meant to have.
-
-    A lower precision than the reference's that a quarter of the sites or more have was chosen; in fewer places it
-    is a suspicion, and must be measured at the reference's precision.
-    """
-    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-    chosen = own
-    for dtype in set(floating):
-        if resolution(dtype) > resolution(chosen) and 4 * floating.count(dtype) >= len(floating):
-            chosen = dtype
-    return chosen

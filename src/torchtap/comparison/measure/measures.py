@@ -1,7 +1,7 @@
-"""How far two tensors are apart: every measure in one walk over both, in float64.
+"""How far two values are apart: every measure in one walk over both, in float64.
 
 It guarantees:
-- the memory needed does not grow with the tensors (they are read in pieces of ``chunk`` elements);
+- the memory needed does not grow with the values (they are read in pieces of ``chunk`` elements);
 - any two dtypes can be compared; each is taken at its exact value;
 - NaN and infinities never leak into a measure: places where either side is not finite are left out of the
   sums and counted instead, and differing masks are reported. A number at the edge of its dtype (`finfo.min`, as
@@ -31,6 +31,8 @@ Not here: whether a distance matters (`floor`, `verdict`), where in the tensor i
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -40,18 +42,15 @@ from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from torchtap.comparison.measure.chunks import CHUNK, as_real, pieces
-from torchtap.comparison.measure.mapped import let_go
-from torchtap.comparison.measure.sums import EXTREME, Sums, native
+from torchtap.comparison.measure.dtypes import coarser, extreme, resolution, ulp_step
+from torchtap.comparison.measure.sums import Sums, native, numbers_of_bits
+from torchtap.comparison.measure.values import CHUNK, Array, Comparable, Value, pieces, value_of
 from torchtap.errors import CompareError
 
-__all__ = ["Measures", "Tally", "coarser", "measure", "resolution"]
+__all__ = ["Measures", "Tally", "measure"]
 
 _HISTOGRAM_BINS = 64
-_FARTHEST = EXTREME[torch.float64]
 _HISTOGRAM_ELEMENTS = 1 << 18
 _HISTOGRAM_STRETCH = 1 << 12
 _DROWNS = 100.0  # a constant so many times as large as the rest is a mask's
@@ -99,23 +98,9 @@ class Measures:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def resolution(dtype: torch.dtype) -> float:
-    """The relative distance of neighbouring numbers of a dtype; 0 for integers and booleans."""
-    if dtype.is_complex:
-        dtype = torch.empty(0, dtype=dtype).real.dtype
-    if not dtype.is_floating_point:
-        return 0.0
-    return torch.finfo(dtype).eps
-
-
-def coarser(left: torch.dtype, right: torch.dtype) -> torch.dtype:
-    """Of two dtypes the one with fewer digits (an integer counts as exact)."""
-    return left if resolution(left) >= resolution(right) else right
-
-
 def measure(
-    reference: Tensor,
-    target: Tensor,
+    reference: Comparable,
+    target: Comparable,
     *,
     atol: float | None = None,
     rtol: float | None = None,
@@ -127,38 +112,38 @@ def measure(
     ``atol`` and ``rtol`` matter for ``within`` alone; their defaults follow the coarser dtype. With ``brief`` only
     what a verdict needs is computed: the relative errors, ULP distance, share within and histograms stay NaN.
     """
-    if reference.shape != target.shape:
+    if tuple(reference.shape) != tuple(target.shape):
         raise CompareError(
             f"shapes differ: reference {tuple(reference.shape)}, target {tuple(target.shape)}; "
             "a rule with permute, slice or reshape can bring them together"
         )
-    blank = partial(_blank, reference.dtype, target.dtype, atol, rtol, brief)
-    if (
-        reference.is_complex() != target.is_complex()
-    ):  # a real number is a complex one without an imaginary part
-        reference, target = reference + 0j, target + 0j
-    left, right = as_real(reference), as_real(target)
+    mine, theirs = value_of(reference), value_of(target)
+    blank = partial(_blank, mine.dtype, theirs.dtype, atol, rtol, brief)
+    left, right = _alike(mine, theirs)
     if left.shape != right.shape:
         raise CompareError(
             f"this rank's parts differ in shape: reference {tuple(left.shape)}, target {tuple(right.shape)}; "
             "compare tensors that are distributed alike, or whole ones"
         )
-    distance = 0.0 if brief or not left.numel() else _histogram_distance(_sample(left), _sample(right))
+    distance = 0.0 if brief or not left.size else _histogram_distance(_sample(left), _sample(right))
     found = _amount(_add_up(blank, left, right, chunk), left.shape, distance)
-    if _resolution_of(left) == _resolution_of(right) == 0.0:
+    if resolution(mine.dtype) == resolution(theirs.dtype) == 0.0:
         return _exactly(found, left, right)
     if not found.identical and found.reference_absmax >= _DROWNS:
         return _without_constants(found, left, right)
     return found
 
 
-def _resolution_of(value: Tensor) -> float:
-    return resolution(value.dtype)
+def _alike(mine: Value, theirs: Value) -> tuple[Array, Array]:
+    """Both as real numbers; a real number beside a complex one has no imaginary part."""
+    if mine.is_complex != theirs.is_complex:
+        mine, theirs = (Value(value.array + 0j, value.dtype) for value in (mine, theirs))
+    return mine.real(), theirs.real()
 
 
-def _exactly(found: Measures, left: Tensor, right: Tensor) -> Measures:
+def _exactly(found: Measures, left: Array, right: Array) -> Measures:
     """Integers are counted as they are: float64 cannot tell neighbours beyond 2^53 apart."""
-    if left.dtype != right.dtype or left.dtype == torch.bool or left.device != right.device:
+    if left.dtype != right.dtype or left.dtype == np.bool_:
         return found
     if found.reference_absmax < 2.0**53 or not found.identical:
         return found
@@ -177,59 +162,70 @@ def _exactly(found: Measures, left: Tensor, right: Tensor) -> Measures:
     )
 
 
-def _without_constants(found: Measures, left: Tensor, right: Tensor) -> Measures:
+def _without_constants(found: Measures, left: Array, right: Array) -> Measures:
     """The relative errors of the elements that are not a mask's constant, where such a constant drowns them."""
-    at_most = left.abs() >= 0.5 * found.reference_absmax
+    at_most = np.abs(left) >= 0.5 * found.reference_absmax
     equal = at_most & (left == right)
     masked = int(equal.sum())
-    if masked < 2 or masked != int(at_most.sum()) or len(left[equal].unique()) > 2:
+    if masked < 2 or masked != int(at_most.sum()) or len(np.unique(left[equal])) > 2:
         return found
-    rest = ~equal & torch.isfinite(left) & torch.isfinite(right)
-    r, t = left[rest].to("cpu", torch.float64), right[rest].to("cpu", torch.float64)
-    if not r.numel() or float(r.abs().max()) * _DROWNS > found.reference_absmax:
+    rest = ~equal & np.isfinite(left) & np.isfinite(right)
+    r, t = left[rest].astype(np.float64), right[rest].astype(np.float64)
+    if not r.size or float(np.abs(r).max()) * _DROWNS > found.reference_absmax:
         return found
-    size, largest = float(r.norm()), float(r.abs().max())
+    size, largest = float(np.linalg.norm(r)), float(np.abs(r).max())
     return replace(
         found,
-        rel_l2=_ratio(float((t - r).norm()), size),
-        rel_linf=_ratio(float((t - r).abs().max()), largest),
+        rel_l2=_ratio(float(np.linalg.norm(t - r)), size),
+        rel_linf=_ratio(float(np.abs(t - r).max()), largest),
         reference_l2=size,
         reference_absmax=largest,
     )
 
 
 def _blank(
-    reference: torch.dtype, target: torch.dtype, atol: float | None, rtol: float | None, brief: bool
+    reference: str,
+    target: str,
+    atol: float | None,
+    rtol: float | None,
+    brief: bool,
+    bits: tuple[bool, bool] = (False, False),
 ) -> Sums:
     digits = coarser(reference, target)
     step = resolution(digits)
     return Sums(
-        ulp=_ulp_step(digits),
+        ulp=ulp_step(digits),
         atol=step if atol is None else atol,
         rtol=8 * step if rtol is None else rtol,
         brief=brief,
-        limits=(EXTREME.get(reference, _FARTHEST), EXTREME.get(target, _FARTHEST)),
+        limits=(extreme(reference), extreme(target)),
+        bits=bits,
     )
 
 
 @final
 class Tally:
-    """Measures of tensors that come piece by piece: `add` each piece in order, then ask for the `result`."""
+    """Measures of values that come piece by piece: `add` each piece in order, then ask for the `result`.
 
-    def __init__(self, shape: torch.Size, reference: torch.dtype, target: torch.dtype) -> None:
+    Pieces of bfloat16 are its bits, as they lie in a file.
+    """
+
+    def __init__(self, shape: tuple[int, ...], reference: str, target: str) -> None:
         self._shape = shape
-        self._sums = _blank(reference, target, None, None, False)
-        self._starts = _stretches(shape.numel())
+        self._bits = reference == "bfloat16", target == "bfloat16"
+        self._sums = _blank(reference, target, None, None, False, self._bits)
+        self._starts = _stretches(math.prod(shape))
         self._samples: tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]] = ([], [])
 
-    def add(self, offset: int, reference: Tensor, target: Tensor) -> None:
+    def add(self, offset: int, reference: Array, target: Array) -> None:
         """Take the next piece: flat, ``offset`` elements after the beginning."""
         self._sums.add(offset, reference, target)
-        end = offset + reference.numel()
+        end = offset + reference.size
         while self._starts and self._starts[0] < end:
             at = max(self._starts.pop(0) - offset, 0)
-            for kept, piece in zip(self._samples, (reference, target), strict=True):
-                kept.append(piece[at : at + _HISTOGRAM_STRETCH].to(torch.float64).numpy())
+            for kept, bits, piece in zip(self._samples, self._bits, (reference, target), strict=True):
+                part = piece[at : at + _HISTOGRAM_STRETCH]
+                kept.append((numbers_of_bits(part) if bits else part).astype(np.float64))
 
     def result(self) -> Measures:
         """What all pieces amount to."""
@@ -237,13 +233,23 @@ class Tally:
         return _amount(self._sums, self._shape, _histogram_distance(left, right) if left.size else 0.0)
 
 
-def _add_up(blank: Callable[[], Sums], left: Tensor, right: Tensor, chunk: int) -> Sums:
-    """The sums of both, by as many threads as torch may use when there is enough for each."""
-    workers = min(torch.get_num_threads(), left.numel() // _PER_THREAD) if native is not None else 1
-    if workers < 2 or not (left.is_contiguous() and right.is_contiguous()):
+def _threads() -> int:
+    """As many as torch may use; without torch as many as OpenMP would."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return int(torch.get_num_threads())
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) else len(os.sched_getaffinity(0))
+
+
+def _add_up(blank: Callable[[], Sums], left: Array, right: Array, chunk: int) -> Sums:
+    """The sums of both, by several threads when there is enough for each."""
+    workers = left.size // _PER_THREAD if native is not None else 1
+    workers = workers if workers < 2 else min(_threads(), workers)
+    if workers < 2 or not (left.flags.c_contiguous and right.flags.c_contiguous):
         return _add_range(blank(), left, right, 0, chunk)
-    flat_left, flat_right = left.view(-1), right.view(-1)
-    bounds = [n * left.numel() // workers for n in range(workers + 1)]
+    flat_left, flat_right = left.reshape(-1), right.reshape(-1)
+    bounds = [n * left.size // workers for n in range(workers + 1)]
     with ThreadPoolExecutor(workers) as pool:
         parts = list(
             pool.map(
@@ -258,22 +264,10 @@ def _add_up(blank: Callable[[], Sums], left: Tensor, right: Tensor, chunk: int) 
     return parts[0]
 
 
-def _add_range(sums: Sums, left: Tensor, right: Tensor, start: int, chunk: int) -> Sums:
-    for offset, (r, t) in pieces(left, right, chunk=chunk):
+def _add_range(sums: Sums, left: Array, right: Array, start: int, chunk: int) -> Sums:
+    for offset, r, t in pieces(left, right, chunk):
         sums.add(start + offset, r, t)
-        let_go(r)
-        let_go(t)
     return sums
-
-
-def _ulp_step(dtype: torch.dtype) -> tuple[float, float]:
-    """(spacing relative to the power of two below a number, smallest spacing) of a dtype."""
-    if dtype.is_complex:
-        dtype = torch.empty(0, dtype=dtype).real.dtype
-    if not dtype.is_floating_point:
-        return 0.0, 1.0
-    info = torch.finfo(dtype)
-    return info.eps, max(info.smallest_normal * info.eps, 5e-324)
 
 
 def _histogram_distance(r: npt.NDArray[np.float64], t: npt.NDArray[np.float64]) -> float:
@@ -298,28 +292,21 @@ def _stretches(total: int) -> list[int]:
     return [n * (total - _HISTOGRAM_STRETCH) // (stretches - 1) for n in range(stretches)]
 
 
-def _sample(value: Tensor) -> npt.NDArray[np.float64]:
-    """At most so many elements, in evenly spaced stretches: few pages are touched however large the tensor is."""
-    total = value.numel()
-    if total <= _HISTOGRAM_ELEMENTS:
-        return value.reshape(-1).to("cpu", torch.float64).numpy()
-    starts = _stretches(total)
-    if value.is_contiguous():
-        flat = value.view(-1)
-        parts = []
-        for start in starts:
-            parts.append(flat[start : start + _HISTOGRAM_STRETCH].to("cpu", torch.float64))
-            let_go(
-                flat[max(0, start - CHUNK * 8) : start + CHUNK * 8]
-            )  # the system fetches a good deal around it
+def _sample(value: Array) -> npt.NDArray[np.float64]:
+    """At most so many elements, in evenly spaced stretches: few pages are touched however large the value is."""
+    if value.size <= _HISTOGRAM_ELEMENTS:
+        return value.reshape(-1).astype(np.float64)
+    starts = _stretches(value.size)
+    if value.flags.c_contiguous:
+        flat = value.reshape(-1)
+        parts = [flat[start : start + _HISTOGRAM_STRETCH] for start in starts]
     else:  # a strided view has no flat form without a copy; index arithmetic finds the same elements
-        places = (torch.arange(start, start + _HISTOGRAM_STRETCH) for start in starts)
-        parts = [value[torch.unravel_index(place, value.shape)] for place in places]
-    # numpy, since torch would wake its threads for every one of these small steps.
-    return np.concatenate([part.to("cpu", torch.float64).numpy() for part in parts])
+        places = (np.arange(start, start + _HISTOGRAM_STRETCH) for start in starts)
+        parts = [value[np.unravel_index(place, value.shape)] for place in places]
+    return np.concatenate([part.astype(np.float64) for part in parts])
 
 
-def _amount(sums: Sums, shape: torch.Size, histogram_distance: float) -> Measures:
+def _amount(sums: Sums, shape: tuple[int, ...], histogram_distance: float) -> Measures:
     seen = sums.compared
     nan_if_brief = math.nan if sums.brief else 0.0
     max_abs = max(sums.max_abs, 0.0) if seen else math.nan
@@ -380,7 +367,7 @@ def _decibel(signal: float, noise: float) -> float:
     return 20 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf
 
 
-def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
+def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     index: list[int] = []
     for size in reversed(shape):
         index.append(flat % size)

@@ -13,10 +13,10 @@ import heapq
 from dataclasses import dataclass
 from typing import final
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-from torchtap.comparison.measure.chunks import CHUNK, as_real, pieces
+from torchtap.comparison.measure.values import CHUNK, Comparable, pieces, value_of
 
 __all__ = ["Concentration", "Element", "Profile", "locate"]
 
@@ -26,6 +26,7 @@ _AXIS_NAMES = {
     3: ("sample", "token", "channel"),
     4: ("sample", "channel", "row", "column"),
 }
+Wide = npt.NDArray[np.float64]
 _CARRIES = 0.95
 _MOST_ROWS = 1 << 24
 
@@ -71,45 +72,59 @@ class Profile:
         return "spread over all elements"
 
 
-def locate(reference: Tensor, target: Tensor, *, elements: int = 10, chunk: int = CHUNK) -> Profile:
-    """Find the worst elements and the axes that carry the error. Both tensors have the same shape."""
-    left, right = as_real(reference), as_real(target)
-    shape = tuple(left.shape)
+def locate(reference: Comparable, target: Comparable, *, elements: int = 10, chunk: int = CHUNK) -> Profile:
+    """Find the worst elements and the axes that carry the error. Both values have the same shape."""
+    left, right = value_of(reference).real(), value_of(target).real()
+    shape = left.shape
     columns = shape[-1] if shape else 1
-    rows = left.numel() // columns if columns else 0
+    rows = left.size // columns if columns else 0
     if not rows:
         return Profile((), ())
     per_axis = 0 < rows <= _MOST_ROWS
-    row_energy = torch.zeros(rows if per_axis else 0, dtype=torch.float64)
-    column_energy = torch.zeros(columns, dtype=torch.float64)
+    row_energy = np.zeros(rows if per_axis else 0)
+    column_energy = np.zeros(columns)
     worst: list[tuple[float, int, float, float]] = []
     # Whole rows in each piece, so that both sums are plain reductions.
     step = max(1, chunk // columns) * columns
-    for offset, (r, t) in pieces(left, right, chunk=step):
-        a, b = r.to("cpu", torch.float64), t.to("cpu", torch.float64)
-        distance = (b - a).abs()
-        # A place where one side alone is not finite is as wrong as can be; where both agree it is no error.
-        distance[(a == b) | (torch.isnan(a) & torch.isnan(b))] = 0.0
-        distance.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        top = distance.topk(min(elements, distance.numel()))
-        for size, at in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-            if size > 0.0:
-                entry = (size, -(offset + at), float(a[at]), float(b[at]))
-                (heapq.heappush if len(worst) < elements else heapq.heappushpop)(worst, entry)
-        if per_axis and offset % columns == 0 and distance.numel() % columns == 0:
-            energy = distance.clamp_(max=1e150).square_().view(-1, columns)
-            row_energy[offset // columns : offset // columns + energy.shape[0]] = energy.sum(1)
+    for offset, r, t in pieces(left, right, step):
+        a, b = r.astype(np.float64), t.astype(np.float64)
+        distance = _apart(a, b)
+        _keep_worst(worst, offset, distance, a, b, elements)
+        if per_axis and offset % columns == 0 and distance.size % columns == 0:
+            energy = np.minimum(distance, 1e150).reshape(-1, columns) ** 2
+            row_energy[offset // columns : offset // columns + len(energy)] = energy.sum(1)
             column_energy += energy.sum(0)
         else:
             per_axis = False
     found = tuple(Element(_unravel(-flat, shape), r, t) for _, flat, r, t in sorted(worst, reverse=True))
     if not per_axis or not shape:
         return Profile(found, ())
-    return Profile(found, _concentrations(row_energy.view(shape[:-1]), column_energy, shape))
+    return Profile(found, _concentrations(row_energy.reshape(shape[:-1]), column_energy, shape))
+
+
+def _apart(a: Wide, b: Wide) -> Wide:
+    """The distance of each element. A place where one side alone is not finite is as wrong as can be; where both
+    agree it is no error."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance: Wide = np.abs(b - a)
+        distance[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
+    distance[np.isnan(distance)] = np.inf
+    return distance
+
+
+def _keep_worst(
+    worst: list[tuple[float, int, float, float]], offset: int, distance: Wide, a: Wide, b: Wide, most: int
+) -> None:
+    """Add the worst elements of a piece to a heap of the worst of all."""
+    some = min(most, distance.size)
+    for at in np.argpartition(distance, distance.size - some)[-some:].tolist():
+        if distance[at] > 0.0:
+            entry = (float(distance[at]), -(offset + at), float(a[at]), float(b[at]))
+            (heapq.heappush if len(worst) < most else heapq.heappushpop)(worst, entry)
 
 
 def _concentrations(
-    row_energy: Tensor, column_energy: Tensor, shape: tuple[int, ...]
+    row_energy: Wide, column_energy: Wide, shape: tuple[int, ...]
 ) -> tuple[Concentration, ...]:
     names = _AXIS_NAMES.get(len(shape), tuple(f"axis {n}" for n in range(len(shape))))
     found = []
@@ -117,12 +132,12 @@ def _concentrations(
         if axis == len(shape) - 1:
             energy = column_energy
         else:
-            energy = row_energy.movedim(axis, 0).reshape(size, -1).sum(1)
+            energy = np.moveaxis(row_energy, axis, 0).reshape(size, -1).sum(1)
         total = float(energy.sum())
         if size < 2 or total <= 0.0:
             continue
-        ordered, positions = energy.sort(descending=True)
-        carried = (ordered.cumsum(0) / total).clamp(max=1.0)
+        positions = np.argsort(-energy, kind="stable")
+        carried = np.minimum(energy[positions].cumsum() / total, 1.0)
         needed = int((carried < _CARRIES).sum()) + 1
         if needed <= max(1, size // 4):
             found.append(

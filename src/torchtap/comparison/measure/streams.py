@@ -1,7 +1,7 @@
-"""Tensors that come piece by piece and are never whole in memory, and their distance.
+"""Values that come piece by piece and are never whole in memory, and their distance.
 
 A piece is read, verified and measured while it is still in the cache: large recordings are compared at about the speed
-at which their bytes can be read, in a few megabytes, however large a single tensor is.
+at which their bytes can be read, in a few megabytes, however large a single value is.
 """
 
 from __future__ import annotations
@@ -12,43 +12,52 @@ from math import prod
 from typing import final
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from torchtap.comparison.measure.measures import Measures, Tally
+from torchtap.comparison.measure.values import Array
 from torchtap.errors import RunCorruptError
+from torchtap.store.format.dtypes import BY_NAME
 
-__all__ = ["PIECE_BYTES", "Stream", "measure_streams"]
+__all__ = ["PIECE_BYTES", "Stream", "can_stream", "measure_streams"]
 
 PIECE_BYTES = 1 << 19  # two of them and what is made of them stay in the second-level cache
+
+
+def can_stream(dtype: str) -> bool:
+    """Whether bytes of a dtype can be measured as they lie in a file."""
+    stored = BY_NAME.get(dtype)
+    return dtype == "bfloat16" or (
+        stored is not None and stored.numpy is not None and not dtype.startswith("complex")
+    )
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A tensor's shape and dtype, and its bytes in order. A piece is overwritten by the next."""
+    """A value's shape and dtype, and its bytes in order. A piece is overwritten by the next."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     pieces: Iterator[memoryview]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """The elements in order, flat."""
+    def arrays(self) -> Iterator[Array]:
+        """The elements in order, flat; those of bfloat16 as their bits."""
+        kind = np.dtype("<u2" if self.dtype == "bfloat16" else (BY_NAME[self.dtype].numpy or "u1"))
         for piece in self.pieces:
-            yield torch.from_numpy(np.frombuffer(piece, np.uint8)).view(self.dtype)
+            yield np.frombuffer(piece, kind.newbyteorder("<"))
 
 
 def measure_streams(reference: Stream, target: Stream) -> Measures:
     """The same as `measure`, of two streams of one shape."""
-    tally = Tally(torch.Size(reference.shape), reference.dtype, target.dtype)
-    left, right = reference.tensors(), target.tensors()
-    empty = torch.empty(0)
+    tally = Tally(reference.shape, reference.dtype, target.dtype)
+    left, right = reference.arrays(), target.arrays()
+    empty = np.empty(0)
     r, t, offset = empty, empty, 0
     total = prod(reference.shape)
     while offset < total:
-        r = r if r.numel() else next(left, empty)
-        t = t if t.numel() else next(right, empty)
-        size = min(r.numel(), t.numel())
+        r = r if r.size else next(left, empty)
+        t = t if t.size else next(right, empty)
+        size = min(r.size, t.size)
         if size == 0:
             raise RunCorruptError(f"a stored tensor ended after {offset} of its {total} elements")
         tally.add(offset, r[:size], t[:size])

@@ -1,7 +1,7 @@
-"""The sums that every measure is made of, added up piece by piece over two tensors.
+"""The sums that every measure is made of, added up piece by piece over two arrays.
 
-By the native kernel where it was built (one read of the memory, no temporaries), else by torch operations on small
-pieces. Both leave out the places where either side is not finite, and count them; a test holds that they agree.
+By the native kernel where it was built (one read of the memory, no temporaries), else by numpy on small pieces. Both
+leave out the places where either side is not finite, and count them; a test holds that they agree.
 
 A number at the edge of its dtype (`finfo.min` in an attention mask) stands for an infinity and is counted as one: its
 square would drown every other element, and the same mask has another value in another dtype.
@@ -15,16 +15,17 @@ import math
 from types import ModuleType
 from typing import final
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
+from torchtap.comparison.measure.dtypes import FARTHEST
+from torchtap.comparison.measure.values import Array
 from torchtap.errors import CompareError
-from torchtap.reduce.memory import located
-from torchtap.reduce.readable import readable
 
-__all__ = ["EXTREME", "RELATIVE_GUARD", "Sums", "native"]
+__all__ = ["RELATIVE_GUARD", "Sums", "native", "numbers_of_bits"]
 
 RELATIVE_GUARD = 1e-8
+Wide = npt.NDArray[np.float64]
 
 
 def _load() -> ModuleType | None:
@@ -37,22 +38,25 @@ def _load() -> ModuleType | None:
 
 native = _load()
 
-# The numbers by which `_distance.c` knows the dtypes; any other comes through a float64 copy of the piece.
-_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+# The numbers by which `_distance.c` knows what it reads; anything else comes through a float64 copy of the piece.
+_CODES = {np.dtype(np.float32): 0, np.dtype(np.float64): 1}
+_BITS = 2  # bfloat16 as it lies in a file
+_EXPONENT = np.int64(0x7FF0000000000000)
 
 
-# From where on a number stands for an infinity, by dtype.
-EXTREME = {
-    torch.float64: 1e305,
-    torch.float32: 1e29,
-    torch.bfloat16: 1e29,
-    torch.float16: 0.98 * torch.finfo(torch.float16).max,
-}
+def numbers_of_bits(bits: Array) -> npt.NDArray[np.float32]:
+    """The numbers that the bits of bfloat16 stand for."""
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
 
 
 @final
 class Sums:
-    """What is known of two tensors so far."""
+    """What is known of two arrays so far.
+
+    ``bits`` says of either side that its pieces are not numbers but the bits of bfloat16, as a file holds them.
+    """
 
     def __init__(
         self,
@@ -60,10 +64,12 @@ class Sums:
         atol: float,
         rtol: float,
         brief: bool,
-        limits: tuple[float, float] = (EXTREME[torch.float64], EXTREME[torch.float64]),
+        limits: tuple[float, float] = (FARTHEST, FARTHEST),
+        bits: tuple[bool, bool] = (False, False),
     ) -> None:
         self.ulp_relative, self.ulp_smallest = ulp
         self.limits = limits  # from where on a number of either side stands for an infinity
+        self.bits = bits
         self.atol, self.rtol = atol, rtol
         self.brief = brief
         self.count = self.compared = self.unequal = self.within = self.masks_differ = 0
@@ -76,19 +82,16 @@ class Sums:
         self.max_abs = -1.0
         self.worst = 0
         self.worst_values = (math.nan, math.nan)
-        self._scratch: Tensor | None = None
 
-    def add(self, offset: int, reference: Tensor, target: Tensor) -> None:
+    def add(self, offset: int, reference: Array, target: Array) -> None:
         """Take one more piece: flat, of one length, ``offset`` elements after the beginning."""
-        if reference.numel() != target.numel():
-            raise CompareError(
-                f"pieces of {reference.numel()} and {target.numel()} elements have no distance"
-            )
-        self.count += reference.numel()
+        if reference.size != target.size:
+            raise CompareError(f"pieces of {reference.size} and {target.size} elements have no distance")
+        self.count += reference.size
         if native is not None:
             self._add_native(offset, reference, target)
         else:
-            self._add_by_torch(offset, reference, target)
+            self._add_by_numpy(offset, self._wide(reference, 0), self._wide(target, 1))
 
     def merge(self, other: Sums) -> None:
         """Add what another walk over later pieces found."""
@@ -122,39 +125,36 @@ class Sums:
             rr, tt, tr, dd = rr * by, tt * by, tr * by, dd * by
         self.rr, self.tt, self.tr, self.dd = self.rr + rr, self.tt + tt, self.tr + tr, self.dd + dd
 
-    def _readable(self, piece: Tensor, row: int) -> tuple[int, Tensor, object]:
-        """A piece's address, the piece as it can be read there, and what has to be held meanwhile."""
-        if piece.dtype in _CODES and piece.is_contiguous():
-            place = located(piece)
-            if place is not None:
-                return place[0], piece, place[1]
-        kept = self._room(piece.numel())[row]
-        kept.copy_(readable(piece))
-        return kept.data_ptr(), kept, kept
+    def _wide(self, piece: Array, side: int) -> Wide:
+        """A float64 copy of a piece's numbers."""
+        return (numbers_of_bits(piece) if self.bits[side] else piece).astype(np.float64)
 
-    def _room(self, size: int) -> list[Tensor]:
-        if self._scratch is None or self._scratch.shape[1] < size:
-            self._scratch = torch.empty(2 if native is not None else 5, size, dtype=torch.float64)
-        return [row[:size] for row in self._scratch]
+    def _readable(self, piece: Array, side: int) -> tuple[Array, int]:
+        """A piece as the kernel can read it, and by which number the kernel knows it."""
+        if piece.flags.c_contiguous and piece.flags.aligned:
+            if self.bits[side]:
+                return piece, _BITS
+            code = _CODES.get(piece.dtype)
+            if code is not None:
+                return piece, code
+        return self._wide(piece, side), _CODES[np.dtype(np.float64)]
 
-    def _add_native(self, offset: int, reference: Tensor, target: Tensor) -> None:
+    def _add_native(self, offset: int, reference: Array, target: Array) -> None:
         assert native is not None
         whole = self.ulp_relative == 0.0
         scale = 1.0 if whole else 1.0 / self.ulp_relative
         floor = 1.0 if whole else self.ulp_smallest * scale
-        at_r, r, held_r = self._readable(reference, 0)
-        at_t, t, held_t = self._readable(target, 1)
+        (r, code_r), (t, code_t) = self._readable(reference, 0), self._readable(target, 1)
         numbers, counts, odd, exponent = native.sums(
-            at_r, _CODES[r.dtype], at_t, _CODES[t.dtype], r.numel(),
+            r.ctypes.data, code_r, t.ctypes.data, code_t, r.size,
             self.atol, self.rtol, scale, floor, int(whole),
         )  # fmt: skip
-        del held_r, held_t  # only now: the kernel lets go of the interpreter
         rr, tt, tr, dd, sum_abs, sum_rel, sum_ulp, max_abs, max_rel, max_ulp, absmax, worst_r, worst_t = (
             numbers
         )
         compared, unequal, within, masks_differ, worst = counts
         if masks_differ or self._extreme(exponent, rr, tt):
-            self._add_guarded(offset, r.to(torch.float64, copy=True), t.to(torch.float64, copy=True))
+            self._add_guarded(offset, self._wide(reference, 0), self._wide(target, 1))
             return
         self._add_squares(exponent, rr, tt, tr, dd)
         self.sum_abs, self.sum_rel, self.sum_ulp = (
@@ -173,102 +173,87 @@ class Sums:
         if max_abs > self.max_abs:
             self.max_abs, self.worst, self.worst_values = max_abs, offset + worst, (worst_r, worst_t)
 
-    def _add_by_torch(self, offset: int, reference: Tensor, target: Tensor) -> None:
-        r, t, d, a, b = self._room(reference.numel())
-        r.copy_(readable(reference))
-        t.copy_(readable(target))
-        squares = (float(torch.dot(r, r)), float(torch.dot(t, t)), float(torch.dot(t, r)))
-        if 1e-250 < squares[0] + squares[1] < 1e300 and not self._extreme(0, squares[0], squares[1]):
-            self._add_finite(offset, r, t, (d, a, b), (0, *squares), None)
-        else:
-            self._add_guarded(offset, r.clone(), t.clone())
+    def _add_by_numpy(self, offset: int, r: Wide, t: Wide) -> None:
+        with np.errstate(all="ignore"):
+            squares = (float(r @ r), float(t @ t), float(t @ r))
+            if 1e-250 < squares[0] + squares[1] < 1e300 and not self._extreme(0, squares[0], squares[1]):
+                self._add_finite(offset, r, t, (0, *squares), None)
+            else:
+                self._add_guarded(offset, r, t)
 
     def _extreme(self, exponent: int, rr: float, tt: float) -> bool:
         """Whether a piece may hold numbers that stand for infinities; its squares say so."""
         sizes = (math.sqrt(square) * 2.0**exponent for square in (rr, tt))
         return not all(size < limit for size, limit in zip(sizes, self.limits, strict=True))
 
-    def _add_guarded(self, offset: int, r: Tensor, t: Tensor) -> None:
+    def _add_guarded(self, offset: int, r: Wide, t: Wide) -> None:
         """A piece with NaN, infinities or what stands for them, which are counted and left out, or with squares
-        beyond float64."""
-        beyond = (r.abs() >= self.limits[0]) | (t.abs() >= self.limits[1])
-        # Where every number is that large, and of one dtype, they are numbers and no mask.
-        if (
-            self.limits[0] != self.limits[1]
-            or not bool(beyond.all())
-            or not bool((torch.isfinite(r) & torch.isfinite(t)).all())
-        ):
-            for value, limit in zip((r, t), self.limits, strict=True):
-                value[value >= limit] = math.inf
-                value[value <= -limit] = -math.inf
-        for side, value in enumerate((r, t)):
-            self.nans[side] += int(torch.isnan(value).sum())
-            self.infs[side] += int(torch.isinf(value).sum())
-        finite_r, finite_t = torch.isfinite(r), torch.isfinite(t)
-        both = finite_r & finite_t
-        same = (r == t) | (torch.isnan(r) & torch.isnan(t))
-        outside = ~both
-        differing = int((outside & ~same).sum())
-        self.masks_differ += differing
-        self.unequal += differing
-        keep = both.nonzero().squeeze(1)
-        if not keep.numel():
-            return
-        r, t = r[keep], t[keep]
-        exponent = math.frexp(max(float(r.abs().max()), float(t.abs().max())))[1]
-        exponent = max(-1000, min(1000, exponent)) if abs(exponent) > 400 else 0
-        u, v = r * 2.0**-exponent, t * 2.0**-exponent
-        squares = (float(torch.dot(u, u)), float(torch.dot(v, v)), float(torch.dot(u, v)))
-        scratch = torch.empty(3, r.numel(), dtype=torch.float64)
-        self._add_finite(offset, r, t, (scratch[0], scratch[1], scratch[2]), (exponent, *squares), keep)
+        beyond float64. The piece is the caller's to give away."""
+        with np.errstate(all="ignore"):
+            beyond = (np.abs(r) >= self.limits[0]) | (np.abs(t) >= self.limits[1])
+            numbers = self.limits[0] == self.limits[1] and bool(beyond.all())
+            # Where every number is that large, and of one dtype, they are numbers and no mask.
+            if not (numbers and bool((np.isfinite(r) & np.isfinite(t)).all())):
+                for value, limit in zip((r, t), self.limits, strict=True):
+                    value[value >= limit] = math.inf
+                    value[value <= -limit] = -math.inf
+            for side, value in enumerate((r, t)):
+                self.nans[side] += int(np.isnan(value).sum())
+                self.infs[side] += int(np.isinf(value).sum())
+            both = np.isfinite(r) & np.isfinite(t)
+            same = (r == t) | (np.isnan(r) & np.isnan(t))
+            differing = int((~both & ~same).sum())
+            self.masks_differ += differing
+            self.unequal += differing
+            keep = np.flatnonzero(both)
+            if not keep.size:
+                return
+            r, t = r[keep], t[keep]
+            exponent = math.frexp(max(float(np.abs(r).max()), float(np.abs(t).max())))[1]
+            exponent = max(-1000, min(1000, exponent)) if abs(exponent) > 400 else 0
+            u, v = r * 2.0**-exponent, t * 2.0**-exponent
+            self._add_finite(offset, r, t, (exponent, float(u @ u), float(v @ v), float(u @ v)), keep)
 
     def _add_finite(
         self,
         offset: int,
-        r: Tensor,
-        t: Tensor,
-        room: tuple[Tensor, Tensor, Tensor],
+        r: Wide,
+        t: Wide,
         squares: tuple[int, float, float, float],
-        places: Tensor | None,
+        places: npt.NDArray[np.intp] | None,
     ) -> None:
-        size = r.numel()
-        d, a, b = room
         exponent, rr, tt, tr = squares
-        self.compared += size
-        torch.sub(t, r, out=d)
-        apart = d if exponent == 0 else t * 2.0**-exponent - r * 2.0**-exponent
-        dd = float(torch.dot(apart, apart))
+        self.compared += r.size
+        apart = t * 2.0**-exponent - r * 2.0**-exponent
+        dd = float(apart @ apart)
         self._add_squares(exponent, rr, tt, tr, dd)
-        torch.abs(r, out=a)
-        self.absmax = max(self.absmax, float(a.max()))
-        if dd == 0.0 and not bool(d.any()):
-            self.within += size
+        size = np.abs(r)
+        self.absmax = max(self.absmax, float(size.max()))
+        distance = np.abs(t - r)
+        if dd == 0.0 and not distance.any():
+            self.within += r.size
             if self.max_abs < 0.0:
                 self._note_worst(0.0, offset, 0, r, t, places)
             return
-        d.abs_()
-        largest = d.max()
-        if float(largest) > self.max_abs:
-            self._note_worst(float(largest), offset, int(d.argmax()), r, t, places)
-        self.sum_abs += float(d.sum())
-        self.unequal += int(torch.count_nonzero(d))
+        at = int(distance.argmax())
+        if float(distance[at]) > self.max_abs:
+            self._note_worst(float(distance[at]), offset, at, r, t, places)
+        self.sum_abs += float(distance.sum())
+        self.unequal += int(np.count_nonzero(distance))
         if self.brief:
             return
-        torch.mul(a, self.rtol, out=b).add_(self.atol)
-        self.within += int(torch.count_nonzero(torch.le(d, b)))
-        torch.add(a, RELATIVE_GUARD, out=b)
-        torch.div(d, b, out=b)
-        self.max_rel = max(self.max_rel, float(b.max()))
-        self.sum_rel += float(b.sum())
+        self.within += int(np.count_nonzero(distance <= self.rtol * size + self.atol))
+        relative = distance / (size + RELATIVE_GUARD)
+        self.max_rel = max(self.max_rel, float(relative.max()))
+        self.sum_rel += float(relative.sum())
         # The exponent bits alone of a float64 are the power of two at or below it.
-        a.view(torch.int64).bitwise_and_(0x7FF0000000000000)
-        a.mul_(self.ulp_relative).clamp_(min=self.ulp_smallest)
-        torch.div(d, a, out=b)
-        self.max_ulp = max(self.max_ulp, float(b.max()))
-        self.sum_ulp += float(b.sum())
+        below = (size.view(np.int64) & _EXPONENT).view(np.float64)
+        steps = distance / np.maximum(below * self.ulp_relative, self.ulp_smallest)
+        self.max_ulp = max(self.max_ulp, float(steps.max()))
+        self.sum_ulp += float(steps.sum())
 
     def _note_worst(
-        self, distance: float, offset: int, at: int, r: Tensor, t: Tensor, places: Tensor | None
+        self, distance: float, offset: int, at: int, r: Wide, t: Wide, places: npt.NDArray[np.intp] | None
     ) -> None:
         self.max_abs = distance
         self.worst = offset + (at if places is None else int(places[at]))

@@ -1,20 +1,24 @@
-"""Whether a ``.pt`` file is whole: the checksums that torch writes into it, and what it says twice about itself.
+"""``.pt`` files as zip archives: whether one is whole, and its entries' bytes, verified as they are read.
 
 torch reads such a file without looking at its checksums, so a flipped bit would be a value like any other. Not a byte
 is left unlooked at: data by checksum, headers against the directory, the directory's entries against each other,
-padding and the end by what they have to be.
+padding and the end by what they have to be. No torch is needed.
 """
 
 from __future__ import annotations
 
 import struct
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import final
 
 from torchtap.errors import RunCorruptError
+from torchtap.store.format.checksum import checksum
 
-__all__ = ["check_archive"]
+__all__ = ["Archive", "check_archive", "is_archive"]
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
@@ -27,15 +31,73 @@ _SIZES_BEHIND = 8
 _VERSIONS = ((0x031E, 45), (45, 45))
 
 
+def is_archive(path: Path) -> bool:
+    """Whether a file is a zip archive; torch's older files are none."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
 def check_archive(path: Path) -> None:
     """Raise when the file is a zip archive whose bytes are not those that were written. Older files have none."""
-    with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            return
+    if not is_archive(path):
+        return
+    archive = Archive(path)
+    for name in archive.names:
+        for _ in archive.pieces(name, 1 << 20):
+            pass
+
+
+@final
+class Archive:
+    """An archive whose headers and directory were checked; data is checked when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._open() as file, zipfile.ZipFile(file) as archive:
+            self._entries = {info.filename: info for info in archive.infolist()}
+            what = _odd_entry(file, archive.infolist()) or _odd_end(file, archive.infolist())
+            if what or len(self._entries) != len(archive.infolist()):
+                raise RunCorruptError(f"{path} is damaged: the header of {what or 'an entry'} is wrong")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its entries, in order."""
+        return tuple(self._entries)
+
+    def size(self, name: str) -> int:
+        """The bytes of an entry."""
+        return self._entries[name].file_size
+
+    def read(self, name: str) -> bytes:
+        """All bytes of an entry, verified."""
+        return b"".join(bytes(piece) for piece in self.pieces(name, 1 << 20))
+
+    def pieces(self, name: str, size: int) -> Iterator[memoryview]:
+        """The bytes of an entry in order, ``size`` at a time in one buffer; the end raises when they were damaged."""
+        info = self._entries[name]
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise RunCorruptError(f"{self.path} is damaged: {name} is compressed, as torch never does it")
+        buffer = memoryview(bytearray(max(1, min(size, info.file_size))))
+        left, crc = info.file_size, 0
+        with self._open() as file:
+            file.seek(_data_start(file, info))
+            while left:
+                read = file.readinto(buffer[: min(left, len(buffer))])
+                if not read:
+                    raise RunCorruptError(f"{self.path} is damaged: {name} ends too early")
+                crc = checksum(buffer[:read], crc)
+                left -= read
+                yield buffer[:read]
+        if crc != info.CRC:
+            raise RunCorruptError(f"{self.path} is damaged: the checksum of {name} is wrong")
+
+    @contextmanager
+    def _open(self) -> Iterator[FileIO]:
         try:
-            with zipfile.ZipFile(file) as archive:
-                entries = archive.infolist()
-                what = archive.testzip() or _odd_entry(file, entries) or _odd_end(file, entries)
+            with self.path.open("rb", buffering=0) as file:
+                yield file
+        except FileNotFoundError:
+            raise
         except (
             zipfile.BadZipFile,
             OSError,
@@ -44,12 +106,18 @@ def check_archive(path: Path) -> None:
             RuntimeError,
             struct.error,
         ) as error:
-            raise RunCorruptError(f"{path} is damaged: {error}") from error
-    if what:
-        raise RunCorruptError(f"{path} is damaged: the checksum or header of {what} is wrong")
+            if isinstance(error, RunCorruptError):
+                raise
+            raise RunCorruptError(f"{self.path} is damaged: {error}") from error
 
 
-def _odd_entry(file: BinaryIO, entries: list[zipfile.ZipInfo]) -> str:
+def _data_start(file: FileIO, info: zipfile.ZipInfo) -> int:
+    file.seek(info.header_offset + _LOCAL.size - 4)
+    name_size, extra_size = struct.unpack("<2H", file.read(4))
+    return int(info.header_offset + _LOCAL.size + name_size + extra_size)
+
+
+def _odd_entry(file: FileIO, entries: list[zipfile.ZipInfo]) -> str:
     """An entry whose header does not say what the directory says, or that is unlike all others."""
     settings = [
         (
@@ -71,19 +139,17 @@ def _odd_entry(file: BinaryIO, entries: list[zipfile.ZipInfo]) -> str:
     return ""
 
 
-def _ends_as_meant(file: BinaryIO, info: zipfile.ZipInfo) -> bool:
+def _ends_as_meant(file: FileIO, info: zipfile.ZipInfo) -> bool:
     """Whether an entry that says its sizes behind its data says the right ones there."""
     if not info.flag_bits & _SIZES_BEHIND:
         return True
-    file.seek(info.header_offset + _LOCAL.size - 4)
-    name_size, extra_size = struct.unpack("<2H", file.read(4))
-    file.seek(name_size + extra_size + info.compress_size, 1)
+    file.seek(_data_start(file, info) + info.compress_size)
     numbers = (b"PK\x07\x08", info.CRC, info.compress_size, info.file_size)
     behind = file.read(24)
     return any(behind.startswith(struct.pack(form, *numbers)) for form in ("<4s3L", "<4sL2Q"))
 
 
-def _headers_agree(file: BinaryIO, info: zipfile.ZipInfo) -> bool:
+def _headers_agree(file: FileIO, info: zipfile.ZipInfo) -> bool:
     file.seek(info.header_offset)
     magic, version, flags, method, time, date, crc, packed, size, name_size, extra_size = _LOCAL.unpack(
         file.read(_LOCAL.size)
@@ -109,7 +175,7 @@ def _filled_as_meant(extra: bytes) -> bool:
     return not extra
 
 
-def _odd_end(file: BinaryIO, entries: list[zipfile.ZipInfo]) -> str:
+def _odd_end(file: FileIO, entries: list[zipfile.ZipInfo]) -> str:
     """The end of a file as torch writes it: three records that repeat each other. Others' ends are as they are."""
     start = file.seek(0, 2) - _TAIL
     file.seek(max(0, start))

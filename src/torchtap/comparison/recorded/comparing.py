@@ -24,7 +24,7 @@ from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.profile import locate
 from torchtap.comparison.measure.signature import signature
 from torchtap.comparison.recorded.first import Missing, first_of_rows, missing_evidence, next_up
-from torchtap.comparison.recorded.measuring import Measuring
+from torchtap.comparison.recorded.measuring import Measuring, changed
 from torchtap.comparison.recorded.recordings import Recording
 from torchtap.comparison.recorded.training import explain_update
 from torchtap.errors import CompareError, TorchtapError
@@ -181,7 +181,7 @@ class _Work:
     def _signature(self, on_reference: bool, site: str) -> tuple[float, ...] | None:
         recording = self.reference if on_reference else self.target
         try:
-            value = recording.tensor(site, self.current)
+            value = recording.value(site, self.current)
         except (TorchtapError, OSError, RuntimeError, ValueError):
             return None
         return None if value is None else signature(value)
@@ -205,10 +205,10 @@ class _Work:
         if row.measures is None:
             return first
         pair = next(p for p in self.alignment.pairs if p.reference == row.site)
-        left = self.reference.tensor(row.site, self.current)
-        right = self.target.tensor(row.target_site, self.current)
+        left = self.reference.value(row.site, self.current)
+        right = self.target.value(row.target_site, self.current)
         if left is None or right is None:
             return first
         if pair.rule is not None:
-            left, right = pair.rule.apply("reference", left), pair.rule.apply("target", right)
+            left, right = changed(pair.rule, "reference", left), changed(pair.rule, "target", right)
         return replace(first, where=locate(left, right), what=pattern(left, right))

@@ -14,21 +14,21 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import final
 
-import torch
-from torch import Tensor
-
 from torchtap.comparison.align.pairing import KnownSite, Pair
+from torchtap.comparison.align.rules import Rule, Side
 from torchtap.comparison.judge.result import Row
 from torchtap.comparison.judge.status import note_of, status_of
+from torchtap.comparison.measure.dtypes import coarser, is_floating, resolution
 from torchtap.comparison.measure.floor import Floor, default_floor, floor_from
-from torchtap.comparison.measure.measures import Measures, coarser, measure, resolution
+from torchtap.comparison.measure.measures import Measures, measure
 from torchtap.comparison.measure.streams import measure_streams
+from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.numbers import STATISTICS, relative, statistics_of
-from torchtap.comparison.recorded.recordings import Recording, RunRecording
+from torchtap.comparison.recorded.recordings import Recording
 from torchtap.errors import CompareError, RunNotFoundError, TorchtapError
 from torchtap.names import read_name
 
-__all__ = ["Measuring", "blank_row"]
+__all__ = ["Measuring", "blank_row", "changed"]
 
 # From one site to the next a harmless error was not seen to grow by more than this.
 JUMP = 8.0
@@ -52,6 +52,11 @@ def blank_row(pair: Pair) -> Row:
         excess=math.nan,
         how=pair.how,
     )
+
+
+def changed(rule: Rule, side: Side, value: Value) -> Value:
+    """A value as a rule wants it to be compared."""
+    return Value(rule.apply(side, value.array), value.dtype)
 
 
 @final
@@ -79,8 +84,8 @@ class Measuring:
                 streamed = self._by_pieces(blank, step, before)
                 if streamed is not None:
                     return streamed
-            left = self.reference.tensor(pair.reference, step)
-            right = self.target.tensor(pair.target, step)
+            left = self.reference.value(pair.reference, step)
+            right = self.target.value(pair.target, step)
             if left is None or right is None:
                 return self._by_statistics(blank, step, before, left, right)
             return self._by_elements(blank, pair, left, right, step, before)
@@ -93,10 +98,10 @@ class Measuring:
             return replace(blank, status="unreadable", note=f"{type(error).__name__}: {error}")
 
     def _by_elements(
-        self, blank: Row, pair: Pair, left: Tensor, right: Tensor, step: int, before: float
+        self, blank: Row, pair: Pair, left: Value, right: Value, step: int, before: float
     ) -> Row:
         if pair.rule is not None:
-            left, right = pair.rule.apply("reference", left), pair.rule.apply("target", right)
+            left, right = changed(pair.rule, "reference", left), changed(pair.rule, "target", right)
         if left.shape != right.shape:
             note = (
                 f"its shape is {tuple(right.shape)}, in the reference {tuple(left.shape)} "
@@ -109,8 +114,6 @@ class Measuring:
 
     def _by_pieces(self, blank: Row, step: int, before: float) -> Row | None:
         """Large stored values, never whole in memory; ``None`` when one of them cannot be read that way."""
-        if not (isinstance(self.reference, RunRecording) and isinstance(self.target, RunRecording)):
-            return None
         left = self.reference.stream(blank.site, step)
         right = None if left is None else self.target.stream(blank.target_site, step)
         if left is None or right is None or left.shape != right.shape:
@@ -118,14 +121,12 @@ class Measuring:
         floor = _default(coarser(left.dtype, right.dtype), before)
         return self._judged(blank, measure_streams(left, right), floor, left.dtype, right.dtype)
 
-    def _judged(
-        self, blank: Row, measures: Measures, floor: Floor, reference: torch.dtype, target: torch.dtype
-    ) -> Row:
+    def _judged(self, blank: Row, measures: Measures, floor: Floor, reference: str, target: str) -> Row:
         self.used.update(dict.fromkeys(floor.sources))
         status, excess = status_of(measures, floor)
         notes = [note_of(measures)]
         if reference != target:
-            notes.append(f"{str(reference).removeprefix('torch.')} and {str(target).removeprefix('torch.')}")
+            notes.append(f"{reference} and {target}")
         return replace(
             blank,
             status=status,
@@ -136,13 +137,13 @@ class Measuring:
             note="; ".join(note for note in notes if note),
         )
 
-    def _learnt(self, pair: Pair, left: Tensor, right: Tensor, step: int) -> Floor | None:
+    def _learnt(self, pair: Pair, left: Value, right: Value, step: int) -> Floor | None:
         found: list[tuple[str, Measures | None]] = []
         for source, recording in self.harmless:
             try:
-                other = recording.tensor(pair.reference, step)
+                other = recording.value(pair.reference, step)
                 if other is not None and pair.rule is not None:
-                    other = pair.rule.apply("reference", other)
+                    other = changed(pair.rule, "reference", other)
                 if other is not None and other.shape == left.shape:
                     found.append((source, measure(left, other)))
             except (TorchtapError, KeyError):
@@ -152,7 +153,7 @@ class Measuring:
     # Statistics.
 
     def _by_statistics(
-        self, blank: Row, step: int, before: float, left: Tensor | None, right: Tensor | None
+        self, blank: Row, step: int, before: float, left: Value | None, right: Value | None
     ) -> Row:
         """Where a whole tensor is missing on one side: the largest relative change of any statistic."""
         mine = self._numbers(0, self.reference, blank.site, step, left)
@@ -179,7 +180,7 @@ class Measuring:
         )
 
     def _numbers(
-        self, side: int, recording: Recording, site: str, step: int, value: Tensor | None
+        self, side: int, recording: Recording, site: str, step: int, value: Value | None
     ) -> dict[str, float]:
         """A site's statistics, computed where only its tensor was kept."""
         if value is not None:
@@ -203,20 +204,19 @@ class Measuring:
             error = max(error, relative(a, b, abs(mine.get(scale_name, a) or a)))
         return error
 
-    def _dtype(self, row: Row) -> torch.dtype:
+    def _dtype(self, row: Row) -> str:
         """The coarser of the dtypes that were noted for a site; float32 where nothing was."""
-        found = torch.float32
+        found = "float32"
         for noted in (self._dtypes[0].get(row.site), self._dtypes[1].get(row.target_site)):
-            dtype = getattr(torch, noted or "", None)
-            if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-                found = coarser(found, dtype) if resolution(dtype) > resolution(torch.float32) else found
+            if noted is not None and is_floating(noted):
+                found = coarser(found, noted)
         return found
 
     def _learnt_statistics(self, blank: Row, step: int, mine: dict[str, float]) -> Floor | None:
         largest, sources = 0.0, []
         for source, recording in self.harmless:
             try:
-                value = recording.tensor(blank.site, step)
+                value = recording.value(blank.site, step)
             except (TorchtapError, KeyError):
                 value = None
             theirs = self._numbers(2, recording, blank.site, step, value)
@@ -226,11 +226,11 @@ class Measuring:
                 sources.append(source)
         if not sources:
             return None
-        least = max(largest, 0.5 * resolution(torch.float32))
+        least = max(largest, 0.5 * resolution("float32"))
         return Floor(least, least, tuple(dict.fromkeys(sources)))
 
 
-def _default(dtype: torch.dtype, before: float) -> Floor:
+def _default(dtype: str, before: float) -> Floor:
     """The default, raised by the error that was already there before."""
     floor = default_floor(dtype, dtype)
     grown = min(JUMP * before / floor.margin, FAR * floor.l2, max(FARTHEST / floor.margin, floor.l2))

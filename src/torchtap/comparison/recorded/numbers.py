@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
+import numpy as np
 
-from torchtap.comparison.measure.chunks import as_real
-from torchtap.reduce.stats import Stats
+from torchtap.comparison.measure.values import Value
 
 __all__ = ["STATISTICS", "relative", "statistics_of"]
 
@@ -34,8 +33,25 @@ def relative(mine: float, theirs: float, scale: float) -> float:
     return difference / scale if scale else math.inf
 
 
-def statistics_of(value: Tensor) -> dict[str, float]:
-    """The statistics of a tensor as a run records them."""
-    reduction = Stats()
-    numbers = reduction.result(reduction.update(None, as_real(value)))
-    return {name: float(number) for name, number in numbers.items()}
+def statistics_of(value: Value) -> dict[str, float]:
+    """The statistics of a value as a run records them: of the finite numbers, of complex ones by their magnitude."""
+    numbers = np.abs(value.array) if value.is_complex else value.array
+    wide = numbers.reshape(-1).astype(np.float64)
+    finite = wide[np.isfinite(wide)]
+    found = {
+        "count": float(wide.size),
+        "nans": float(np.isnan(wide).sum()),
+        "infs": float(np.isinf(wide).sum()),
+        "l1": float(np.abs(finite).sum()),
+        "l2": float(np.linalg.norm(finite)),
+    }
+    if not finite.size:
+        return found | dict.fromkeys(("mean", "std", "min", "max", "absmax", "rms"), math.nan)
+    return found | {
+        "mean": float(finite.mean()),
+        "std": float(finite.std(ddof=1)) if finite.size > 1 else math.nan,
+        "min": float(finite.min()),
+        "max": float(finite.max()),
+        "absmax": float(np.abs(finite).max()),
+        "rms": found["l2"] / math.sqrt(finite.size),
+    }

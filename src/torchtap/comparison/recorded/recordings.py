@@ -3,6 +3,8 @@
 A recording hands out one value at a time and keeps none, so that comparing needs no more than two values'
 memory. Sources: values in memory, a run folder, a folder of ``layer_N_output.pt`` files.
 
+Nothing here needs torch, unless a value in memory is a tensor or a file is one that only torch can read.
+
 Not here: making a recording of a live model (`live`).
 """
 
@@ -15,15 +17,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-import torch
-from torch import Tensor
-
 from torchtap.comparison.align.pairing import KnownSite
-from torchtap.comparison.measure.mapped import mapped
-from torchtap.comparison.measure.streams import PIECE_BYTES, Stream
-from torchtap.comparison.recorded.archives import check_archive
+from torchtap.comparison.measure.dtypes import name_of
+from torchtap.comparison.measure.streams import PIECE_BYTES, Stream, can_stream
+from torchtap.comparison.measure.values import Comparable, Value, value_of
+from torchtap.comparison.recorded.saved import SavedTensor, Unreadable, read_saved
 from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
 from torchtap.names import execution_order, in_passing_order, path_of, site_name
+from torchtap.store.format.dtypes import BY_NAME
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
@@ -34,7 +35,6 @@ __all__ = [
     "Recording",
     "RunRecording",
     "is_layer_folder",
-    "load_tensor",
 ]
 
 _LAYER_FILE = re.compile(r"layer_(\d+)_output\.pt$")
@@ -56,8 +56,11 @@ class Recording(Protocol):
     def sites(self, step: int) -> list[KnownSite]:
         """The sites that have a value or statistics at a step, in order of execution."""
 
-    def tensor(self, site: str, step: int) -> Tensor | None:
+    def value(self, site: str, step: int) -> Value | None:
         """A site's value, or ``None`` when only statistics were kept. Raises when it is damaged."""
+
+    def stream(self, site: str, step: int) -> Stream | None:
+        """A large stored value piece by piece; ``None`` when it is small, or has to be read whole."""
 
     def statistics(self, name: str, step: int) -> dict[str, float]:
         """One statistic of every site that has it at a step."""
@@ -74,7 +77,7 @@ class Recording(Protocol):
 class MemoryRecording:
     """Values in memory, in the order of the mapping."""
 
-    values: Mapping[str, Tensor]
+    values: Mapping[str, Comparable]
     label: str = "values"
     notes: tuple[str, ...] = ()
 
@@ -83,11 +86,14 @@ class MemoryRecording:
 
     def sites(self, step: int) -> list[KnownSite]:
         return [
-            KnownSite(name, tuple(value.shape), _dtype_name(value)) for name, value in self.values.items()
+            KnownSite(name, tuple(value.shape), name_of(value.dtype)) for name, value in self.values.items()
         ]
 
-    def tensor(self, site: str, step: int) -> Tensor | None:
-        return self.values[site]
+    def value(self, site: str, step: int) -> Value | None:
+        return value_of(self.values[site])
+
+    def stream(self, site: str, step: int) -> Stream | None:
+        return None
 
     def statistics(self, name: str, step: int) -> dict[str, float]:
         return {}
@@ -103,7 +109,7 @@ class MemoryRecording:
 class FolderRecording:
     """A folder of ``embedding_output.pt`` and ``layer_N_output.pt``, as `LayerRecorder` exports and others write.
 
-    Files are mapped, not read: a tensor's bytes are fetched as the comparison walks over them.
+    A file is read when its value is asked for; a large one piece by piece.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -143,10 +149,25 @@ class FolderRecording:
         """The file that holds a layer of the first pass."""
         return self._files[site]
 
-    def tensor(self, site: str, step: int) -> Tensor | None:
+    def value(self, site: str, step: int) -> Value | None:
         if step:
-            return self._passes[step - 1].tensor(site, 0)
-        return load_tensor(self._files[site], map_file=True)
+            return self._passes[step - 1].value(site, 0)
+        path = self._files[site]
+        try:
+            return _saved_tensor(path).value()
+        except Unreadable:
+            from torchtap.comparison.recorded.torch_files import load_tensor
+
+            return value_of(load_tensor(path))
+
+    def stream(self, site: str, step: int) -> Stream | None:
+        if step:
+            return self._passes[step - 1].stream(site, 0)
+        try:
+            saved = _saved_tensor(self._files[site])
+        except Unreadable:
+            return None
+        return saved.stream(PIECE_BYTES) if _is_streamed(saved.shape, saved.dtype) else None
 
     def statistics(self, name: str, step: int) -> dict[str, float]:
         return {}
@@ -199,16 +220,14 @@ class RunRecording:
         order = execution_order([site.name for site in named])
         return sorted(named, key=lambda site: order[site.name])
 
-    def tensor(self, site: str, step: int) -> Tensor | None:
+    def value(self, site: str, step: int) -> Value | None:
         if site not in self._tensors.get(step, {}):
             return None
-        return self.run.tensor(site, step)
+        return Value(self.run.array(site, step), self._tensors[step][site][1])
 
     def stream(self, site: str, step: int) -> Stream | None:
-        """A large value piece by piece; ``None`` when it is small, or stored in a way that has to be read whole."""
-        shape, name = self._tensors.get(step, {}).get(site, ((), ""))
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype) or dtype.is_complex or prod(shape) * dtype.itemsize < _STREAMED:
+        shape, dtype = self._tensors.get(step, {}).get(site, ((), ""))
+        if not _is_streamed(shape, dtype):
             return None
         found = self.run.tensor_pieces(site, step, size=PIECE_BYTES)
         return None if found is None else Stream(shape, dtype, found[1])
@@ -239,20 +258,47 @@ class RunRecording:
         return self.problems()
 
 
+def _is_streamed(shape: tuple[int, ...], dtype: str) -> bool:
+    return can_stream(dtype) and prod(shape) * BY_NAME[dtype].size >= _STREAMED
+
+
+def _saved_tensor(path: Path) -> SavedTensor:
+    """The tensor of a file; of several that a module returned the first."""
+    try:
+        found = read_saved(path)
+    except FileNotFoundError as error:
+        raise RunNotFoundError(f"there is no file {path}") from error
+    if isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if not isinstance(found, SavedTensor):
+        raise RunCorruptError(f"{path} holds a {type(found).__name__} where a tensor was expected")
+    return found
+
+
+def _metadata(folder: Path) -> Mapping[str, Any]:
+    """What a recording says of itself; empty where it says nothing that can be read without torch."""
+    try:
+        found = read_saved(folder / "metadata.pt")
+    except (
+        Unreadable,
+        RunCorruptError,
+        OSError,
+    ):  # written by others, or damaged: the files themselves count
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _pass_number(folder: Path) -> tuple[int, str]:
     """A pass's place in order: what it says of itself, else its name."""
-    try:
-        return int(torch.load(folder / "metadata.pt", weights_only=True)["pass"]), folder.name
-    except Exception:  # a folder without that note is still a pass
-        return 1 << 60, folder.name
+    number = _metadata(folder).get("pass")
+    return (number if isinstance(number, int) else 1 << 60), folder.name
 
 
 def _recorded_layers(folder: Path) -> set[int] | None:
     """The numbers of the layers that a recording says it has; ``None`` where it says nothing."""
     try:
-        sites = torch.load(folder / "metadata.pt", weights_only=True)["sites"]
-        return {int(name.removeprefix("layer_")) for name in sites}
-    except Exception:  # written by others, or damaged: the files themselves still count
+        return {int(name.removeprefix("layer_")) for name in _metadata(folder)["sites"]}
+    except (KeyError, ValueError, TypeError, AttributeError):
         return None
 
 
@@ -261,41 +307,3 @@ def is_layer_folder(folder: Path) -> bool:
     return folder.is_dir() and any(
         path.name == _EMBEDDING_FILE or _LAYER_FILE.match(path.name) for path in folder.iterdir()
     )
-
-
-def load_tensor(path: Path, *, map_file: bool = False) -> Tensor:
-    """Read one tensor from a ``.pt`` file without running any code that it may hold.
-
-    With ``map_file`` its bytes are fetched as they are walked over and given back; nobody may change such a tensor.
-    """
-    try:
-        check_archive(path)
-        loaded = _load(path, map_file)
-    except FileNotFoundError as error:
-        raise RunNotFoundError(f"there is no file {path}") from error
-    except RunCorruptError:
-        raise
-    except Exception as error:
-        raise RunCorruptError(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
-    if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
-        loaded = loaded[0]
-    if not isinstance(loaded, Tensor):
-        raise RunCorruptError(f"{path} holds a {type(loaded).__name__} where a tensor was expected")
-    return mapped(loaded) if map_file else loaded
-
-
-def _load(path: Path, map_file: bool) -> Any:
-    if map_file:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files in the older format cannot be mapped
-            pass
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _dtype_name(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from torchtap.comparison.judge.result import AGREES, First, Row
 from torchtap.comparison.measure.patterns import factor
@@ -22,9 +23,8 @@ __all__ = ["explain_update"]
 _FITS = 0.03  # what a fit may leave unexplained
 _ALIKE = 0.02  # how far the factors of two parameters may be apart
 
-Update = tuple[
-    Tensor, Tensor, Tensor
-]  # the reference's update, the target's, the reference's parameter before
+Wide = npt.NDArray[np.float64]
+Update = tuple[Wide, Wide, Wide]  # the reference's update, the target's, the reference's parameter before
 
 
 def explain_update(
@@ -78,7 +78,7 @@ def _update(
 ) -> Update | None:
     try:
         values = [
-            recording.tensor(name, at)
+            recording.value(name, at)
             for recording, name in ((reference, site), (target, theirs))
             for at in (before, step)
         ]
@@ -87,21 +87,23 @@ def _update(
     old, new, their_old, their_new = values
     if old is None or new is None or their_old is None or their_new is None:
         return None
-    return new.double() - old.double(), their_new.double() - their_old.double(), old.double()
+    if len({value.shape for value in (old, new, their_old, their_new)}) > 1:
+        return None
+    return new.wide() - old.wide(), their_new.wide() - their_old.wide(), old.wide()
 
 
 def _in_words(updates: list[Update]) -> str:
     """One relation that holds for all updates; empty when there is none."""
     if not updates:
         return ""
-    moved = [update for update in updates if float(update[0].norm()) > 0.0]
-    if moved and all(float(theirs.norm()) == 0.0 for _, theirs, _ in moved):
+    moved = [update for update in updates if update[0].any()]
+    if moved and not any(theirs.any() for _, theirs, _ in moved):
         return "is missing in the target"
     scale = _shared([factor(mine, theirs) for mine, theirs, _ in moved])
     if scale is not None:
         return f"is {scale:.3g} × the reference's"
-    decayed = [(theirs - mine, old) for mine, theirs, old in updates if float(old.norm()) > 0.0]
-    decay = _shared([factor(old, extra) for extra, old in decayed if float(extra.norm()) > 0.0])
+    decayed = [(theirs - mine, old) for mine, theirs, old in updates if old.any()]
+    decay = _shared([factor(old, extra) for extra, old in decayed if extra.any()])
     if decay is not None:
         return (
             f"is the reference's {'+' if decay > 0 else '−'} {abs(decay):.2g} × the parameter (weight decay)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, final
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torchtap.names import site_name
 from torchtap.sites import places
 
-__all__ = ["Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
+__all__ = ["Ears", "Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
 
 
 class Telling(Protocol):
@@ -38,6 +38,28 @@ class Probe(Protocol):
 
     def stop(self) -> None:
         """Leave everything as it was."""
+
+
+class Ears:
+    """A listener of trainings that hears nothing; subclasses hear what they need."""
+
+    def evaluating(self, optimizer: Optimizer) -> None:
+        pass
+
+    def unscaling(self, optimizer: Optimizer) -> None:
+        pass
+
+    def clipping(self, gradients: Sequence[Tensor]) -> None:
+        pass
+
+    def ready(self, optimizer: Optimizer) -> None:
+        pass
+
+    def updated(self, optimizer: Optimizer) -> None:
+        pass
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        pass
 
 
 @final

@@ -7,14 +7,13 @@ gradients of the generator's loss, which are set back before its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap._torch import version_of
-from torchtap.diagnosis.probes.base import Patient, Telling, is_nonzero
+from torchtap.diagnosis.probes.base import Ears, Patient, Telling, is_nonzero
 from torchtap.names import read_name, site_name
 from torchtap.taps.receive import backward, training
 
@@ -25,7 +24,7 @@ _LOOKS = 16  # live steps with a backward; by then a loop has shown what it does
 
 
 @final
-class GradientProbe:
+class GradientProbe(Ears):
     """Hears every backward and every update."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:
@@ -106,12 +105,6 @@ class GradientProbe:
 
     def skipped(self, optimizer: Optimizer) -> None:
         self.updated(optimizer)
-
-    def unscaling(self, optimizer: Optimizer) -> None:
-        pass
-
-    def clipping(self, gradients: Sequence[Tensor]) -> None:
-        pass
 
 
 def _held(optimizer: Optimizer) -> list[int]:

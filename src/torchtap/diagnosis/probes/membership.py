@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap.diagnosis.facts import Structure
-from torchtap.diagnosis.probes.base import Patient, Telling, held_anywhere, is_nonzero
+from torchtap.diagnosis.probes.base import Ears, Patient, Telling, held_anywhere, is_nonzero
 from torchtap.taps.receive import training
 
 __all__ = ["MembershipProbe", "is_fresh"]
@@ -19,7 +19,7 @@ _LOOKS = 4  # updates in live steps that are looked at
 
 
 @final
-class MembershipProbe:
+class MembershipProbe(Ears):
     """Compares what has gradients with what optimizers hold, at the first updates."""
 
     def __init__(self, patient: Patient, tell: Telling, tell_structure: Callable[[Structure], None]) -> None:
@@ -85,18 +85,6 @@ class MembershipProbe:
         elif mine:
             for name, parameter in suspects.items():
                 self._tell.fact("not-in-optimizer", name, float(parameter.numel()))
-
-    def updated(self, optimizer: Optimizer) -> None:
-        pass
-
-    def skipped(self, optimizer: Optimizer) -> None:
-        pass
-
-    def unscaling(self, optimizer: Optimizer) -> None:
-        pass
-
-    def clipping(self, gradients: Sequence[Tensor]) -> None:
-        pass
 
 
 def is_fresh(patient: Patient) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from torchtap.diagnosis.probes.base import Patient, Telling
+from torchtap.diagnosis.probes.base import Ears, Patient, Telling
 from torchtap.names import site_name
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.receive import training
@@ -30,7 +29,7 @@ def has_mode(module: nn.Module) -> bool:
 
 
 @final
-class ModeProbe:
+class ModeProbe(Ears):
     """Hears the beginning of each pass of what the user calls, and each update."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:
@@ -107,18 +106,6 @@ class ModeProbe:
         if 2 * learning >= sum(size for size, _ in sizes):
             for path, _ in self._modal:
                 self._tell.fact("trains-in-eval", site_name(path, "output"))
-
-    def ready(self, optimizer: Optimizer) -> None:
-        pass
-
-    def skipped(self, optimizer: Optimizer) -> None:
-        pass
-
-    def unscaling(self, optimizer: Optimizer) -> None:
-        pass
-
-    def clipping(self, gradients: Sequence[Tensor]) -> None:
-        pass
 
 
 def _is_reestimated(module: nn.Module) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from torchtap.diagnosis.probes.base import Patient, Telling, is_nonzero
+from torchtap.diagnosis.probes.base import Ears, Patient, Telling, is_nonzero
 from torchtap.names import site_name
 from torchtap.taps.receive import training
 
@@ -19,7 +18,7 @@ _LOOKS = 2
 
 
 @final
-class WeightProbe:
+class WeightProbe(Ears):
     """Looks at the first updates of a training, and at ties in each live step."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:
@@ -62,15 +61,6 @@ class WeightProbe:
                     self._tell.fact(
                         "untied", other, text=f"it had the values of {one} when the training began"
                     )
-
-    def skipped(self, optimizer: Optimizer) -> None:
-        pass
-
-    def unscaling(self, optimizer: Optimizer) -> None:
-        pass
-
-    def clipping(self, gradients: Sequence[Tensor]) -> None:
-        pass
 
 
 def _has_equal_rows(parameter: nn.Parameter) -> bool:

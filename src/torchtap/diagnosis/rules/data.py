@@ -170,7 +170,8 @@ class WindowScale(Rule):
             return
         ratios = np.array([norms[at] / _around(norms, passes == full, at) for at in columns])
         expected = np.array([passes[at] / full for at in columns])
-        small = ratios <= expected + self.slack * (1 - expected)
+        # In proportion, not gone: a training that has converged has no gradient in any window.
+        small = (ratios <= expected + self.slack * (1 - expected)) & (ratios > 0.5 * expected)
         # Decided by the first windows alone, so that later ones change nothing.
         if not small[: self.windows].all() or (expected[: self.windows] > 0.67).any():
             return

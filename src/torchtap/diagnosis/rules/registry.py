@@ -56,6 +56,10 @@ RULES = Registry(
         "sharp-attention": f"{_HOME}.attention:SharpAttention",
         "attention-collapse": f"{_HOME}.attention:AttentionCollapse",
         "growing-logits": f"{_HOME}.attention:GrowingLogits",
+        "ranks-drift": f"{_HOME}.ranks:RanksDrift",
+        "ranks-apart": f"{_HOME}.ranks:RanksApart",
+        "ranks-fed-alike": f"{_HOME}.ranks:RanksFedAlike",
+        "ranks-disagree": f"{_HOME}.ranks:RanksDisagree",
     },
     error=DiagnosisError,
 )

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from threading import get_ident
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from torchtap._torch import innermost_transform
 from torchtap.errors import ReductionError
 from torchtap.monitors.layers.numbering import ChosenLayers
 from torchtap.names import parse_name, site_name
@@ -29,7 +30,6 @@ __all__ = ["BlockCopies"]
 
 _STRIDED = torch.strided
 _NO_THREAD = -1
-_in_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 @final
@@ -92,7 +92,7 @@ class BlockCopies:
             return
 
     def _keep(self, site: str, value: Tensor) -> None:
-        if type(value) is Tensor and value.layout is _STRIDED and _in_transform() is None:
+        if type(value) is Tensor and value.layout is _STRIDED and innermost_transform() is None:
             # Detaching costs a third of a small copy, so only where there is something to detach from.
             self._kept.append((site, value.detach().clone() if value.requires_grad else value.clone()))
             return

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from torchtap.comparison.adjacent import LayerChange, layer_changes
-from torchtap.comparison.recorded.recordings import FolderRecording, load_tensor
+from torchtap.comparison.recorded.recordings import FolderRecording
+from torchtap.comparison.recorded.torch_files import load_tensor
 from torchtap.errors import RunCorruptError, SelectionError
 from torchtap.names import site_name
 

@@ -31,6 +31,7 @@ from typing import Any, Literal, Self, final
 import torch
 from torch import Tensor, nn
 
+from torchtap._torch import TORCH_VERSION
 from torchtap.comparison.recorded.recordings import is_layer_folder
 from torchtap.errors import OutputError, SessionError
 from torchtap.monitors.layers.copies import BlockCopies
@@ -300,7 +301,7 @@ class LayerRecorder:
             "tokens": tokens,
             "cached_tokens": self._cached,
             "created": datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat(),
-            "torch": str(torch.__version__),
+            "torch": TORCH_VERSION,
         }
 
 

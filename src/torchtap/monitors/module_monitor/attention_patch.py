@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchtap._torch import in_backward
 from torchtap.monitors.module_monitor.attention import monitor_heads
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class AttentionPatch:
     def take(self, frame: FrameType | None, arguments: tuple[Any, ...], output: Tensor | None) -> None:
         """One attention was computed."""
         monitor = self._monitor
-        if not monitor.current_step_monitored or torch._C._current_graph_task_id() != -1:
+        if not monitor.current_step_monitored or in_backward():
             return
         found = self.owner(frame)
         if found is None or not self._pattern.match(found[0]):

@@ -6,19 +6,13 @@ recompilation; in all others the compiled code runs untouched, since it was comp
 
 from __future__ import annotations
 
-import sys
 from typing import Any, final
 
 import torch
 
+from torchtap._torch import compiler_was_used
+
 __all__ = ["EagerStance"]
-
-
-def _compiler_is_used() -> bool:
-    """Whether anything in this process was given to torch.compile. Optimizers load the compiler in any case."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    backends: dict[Any, Any] = getattr(frames, "cached_backends", {})
-    return any(backend is not None for backend in backends.values())
 
 
 @final
@@ -31,7 +25,7 @@ class EagerStance:
     def set(self, eager: bool) -> None:
         """Have compiled code run eagerly, or not."""
         if eager and self._held is None:
-            if _compiler_is_used():
+            if compiler_was_used():
                 self._held = torch.compiler.set_stance("force_eager")
         elif not eager and self._held is not None:
             held, self._held = self._held, None

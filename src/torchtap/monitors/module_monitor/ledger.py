@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtap._torch import version_of
+from torchtap._torch import foreach_norm, version_of
 from torchtap.errors import MetricError
 from torchtap.monitors.module_monitor.expressions import Formula, Reading, l2
 from torchtap.monitors.module_monitor.storage import StorageManager, means
@@ -138,7 +138,7 @@ class Ledger:
                         self.take(bound, value)
                     continue
                 wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-                self._norms.append((some, torch.stack(torch._foreach_norm(their, 2, dtype=wide))))
+                self._norms.append((some, torch.stack(list(foreach_norm(their, 2, wide)))))
 
     def add(self, keys: Sequence[str], totals: Sequence[float], count: int) -> None:
         """Sums over so many numbers, each to be averaged under its key."""

@@ -22,6 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from torchtap._torch import in_backward
 from torchtap.errors import MonitorError
 from torchtap.monitors.module_monitor.coordinate_terms import Measured, Terms
 from torchtap.monitors.module_monitor.hooks import HooksManager, LiveHook
@@ -33,8 +34,6 @@ from torchtap.names import paths_around
 from torchtap.reduce import row_norms
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
-
-_graph_task = torch._C._current_graph_task_id
 
 
 def l2_norm(tensor: Tensor) -> Tensor:
@@ -304,5 +303,5 @@ class _CallHook(LiveHook):
         self._name = name
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if _graph_task() == -1:
+        if not in_backward():
             self._take(self._name, args, kwargs, output)

@@ -14,9 +14,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 from torch.nn.modules import activation, batchnorm, conv, normalization, pooling
-from torch.nn.modules.module import _has_any_global_hook
 
-from torchtap._torch import version_of
+from torchtap._torch import compiled_in_place, has_global_hooks, version_of
 from torchtap.monitors.module_monitor.hooks import LiveHook
 from torchtap.monitors.module_monitor.reference import pooled_copy
 from torchtap.store.write.pool import HostPool
@@ -65,8 +64,8 @@ def has_no_other_hook(part: nn.Module) -> bool:
     return (
         all(isinstance(hook, LiveHook) for hook in part._forward_hooks.values())
         and not part._forward_pre_hooks
-        and not _has_any_global_hook()
-        and part._compiled_call_impl is None
+        and not has_global_hooks()
+        and compiled_in_place(part) is None
     )
 
 

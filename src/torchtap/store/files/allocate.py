@@ -20,7 +20,7 @@ _KEEP_SIZE = 1
 def _find() -> Callable[..., Any] | None:
     try:
         found = ctypes.CDLL(None).fallocate
-    except (OSError, AttributeError):  # not Linux
+    except (OSError, AttributeError, TypeError):  # not Linux; Windows knows no such library
         return None
     found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     return found

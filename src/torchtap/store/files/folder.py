@@ -11,20 +11,15 @@ that shrinks meanwhile is an error, not a crash of the process.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, final
 
 from torchtap.errors import RunCorruptError
+from torchtap.store.files import system
 
 __all__ = ["Folder", "LocalFile", "LocalFolder", "OpenFile"]
-
-_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 
 
 class OpenFile(Protocol):
@@ -71,7 +66,7 @@ class LocalFile:
         self._descriptor = descriptor
         facts = os.fstat(descriptor)
         self.size = facts.st_size
-        self.allocated = facts.st_blocks * 512
+        self.allocated = system.allocated_bytes(facts)
         self.stamp: object = (facts.st_ino, facts.st_mtime_ns, facts.st_size)
 
     def read(self, offset: int, size: int) -> bytes:
@@ -81,7 +76,7 @@ class LocalFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         while len(buffer):
-            count = os.preadv(self._descriptor, [buffer], offset)
+            count = system.read_at(self._descriptor, buffer, offset)
             if count == 0:
                 raise RunCorruptError(f"the file ends before byte {offset + len(buffer)}")
             buffer, offset = buffer[count:], offset + count
@@ -106,28 +101,14 @@ class LocalFolder:
     def child(self, name: str) -> LocalFolder:
         return LocalFolder(self._root, (*self._inside, name))
 
-    @contextmanager
-    def _opened(self) -> Iterator[int]:
-        descriptor = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-        try:
-            for name in self._inside:
-                deeper = os.open(name, _FOLDER, dir_fd=descriptor)
-                os.close(descriptor)
-                descriptor = deeper
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
     def names(self) -> list[str]:
         try:
-            with self._opened() as descriptor:
-                return os.listdir(descriptor)
+            return system.names_below(self._root, self._inside)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def open(self, name: str) -> LocalFile:
-        with self._opened() as folder:
-            descriptor = os.open(name, _FILE, dir_fd=folder)
+        descriptor = system.open_below(self._root, self._inside, name)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(errno.EINVAL, "not a regular file", name)
@@ -135,17 +116,10 @@ class LocalFolder:
 
     def locked(self, name: str) -> bool | None:
         try:
-            with self._opened() as folder:
-                descriptor = os.open(name, _FILE, dir_fd=folder)
+            descriptor = system.open_below(self._root, self._inside, name)
         except OSError:
             return None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None
-        else:
-            return False
+            return system.is_held(descriptor)
         finally:
             os.close(descriptor)

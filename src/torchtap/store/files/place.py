@@ -1,6 +1,6 @@
 """Writing files into one part of a run, so that a file is either whole or not there.
 
-Every file grows under a temporary name and appears by ``rename``. That survives the death of the process at
+Every file grows under a temporary name and appears by being renamed. That survives the death of the process at
 any moment. Against the loss of power only what was synced is safe: `LocalPlace.sync` syncs every file that
 has appeared since the last call, and then their folder.
 
@@ -9,20 +9,19 @@ Not here: what is in the files (`scalars`, `tensors`), object stores (`remote`).
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, final
 
+from torchtap.store.files import system
 from torchtap.store.files.allocate import allocate
 from torchtap.store.files.folder import Folder, LocalFolder
 from torchtap.store.files.layout import LOCK, TEMPORARY, attempt_folder, parse_attempt, rank_folder
 
 __all__ = ["LocalPlace", "LocalStream", "Place", "Stream"]
 
-_BUFFERS_A_CALL = 512  # well below IOV_MAX
 _ROOM = 16 << 20  # asked for at once by a growing file
 
 
@@ -61,16 +60,6 @@ class Place(Protocol):
         """Say that no more will come from this writer."""
 
 
-def _write_all(descriptor: int, buffers: Sequence[bytes | memoryview]) -> None:
-    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-    while views:
-        count = os.writev(descriptor, views[:_BUFFERS_A_CALL])
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if count:
-            views[0] = views[0][count:]
-
-
 @final
 class LocalStream:
     """A growing file on this machine."""
@@ -81,7 +70,7 @@ class LocalStream:
         self._reserve = reserve
         self._end = reserve
         self._allocated = 0  # where the room ends that the file system has set aside
-        self._descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        self._descriptor = system.new_file(temporary)
         try:
             os.lseek(self._descriptor, reserve, os.SEEK_SET)
         except OSError:
@@ -100,7 +89,7 @@ class LocalStream:
     def commit(self, name: str, head: bytes) -> None:
         if len(head) != self._reserve:
             raise ValueError(f"{self._reserve} bytes are reserved for the head, not {len(head)}")
-        if os.pwrite(self._descriptor, head, 0) != len(head):
+        if system.write_at(self._descriptor, head, 0) != len(head):
             raise OSError(f"could not write the head of {name}")
         os.ftruncate(self._descriptor, self._end)  # gives back the room that was not needed
         os.close(self._descriptor)
@@ -141,9 +130,9 @@ class LocalPlace:
         self._rooted = False
         # Held until this process dies in whatever way, so that readers can tell a live run from an
         # interrupted one.
-        self._lock = os.open(os.path.join(self.path, LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        self._lock = system.open_lock(os.path.join(self.path, LOCK))
         with suppress(OSError):  # a file system without locks: readers then cannot tell
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.hold(self._lock)
 
     def _temporary(self) -> str:
         self._count += 1
@@ -151,15 +140,15 @@ class LocalPlace:
 
     def appear(self, temporary: str, name: str) -> None:
         """Give a finished file its name."""
-        os.rename(temporary, os.path.join(self.path, name))
+        os.replace(temporary, os.path.join(self.path, name))
         self._unsynced.append(name)
 
     def put(self, name: str, buffers: Sequence[bytes | memoryview]) -> None:
         temporary = self._temporary()
         try:
-            descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            descriptor = system.new_file(temporary)
             try:
-                _write_all(descriptor, buffers)
+                system.write_all(descriptor, buffers)
             finally:
                 os.close(descriptor)
             self.appear(temporary, name)
@@ -180,27 +169,18 @@ class LocalPlace:
             return
         self._unsynced = [name for name in self._unsynced if only is not None and name not in only]
         try:
+            # One that is gone was merged into a wider segment meanwhile, which was synced first.
             for name in dict.fromkeys(names):
-                self._sync_one(os.path.join(self.path, name))
-            self._sync_one(self.path)
+                system.sync(os.path.join(self.path, name))
+            system.sync(self.path)
             if not self._rooted:  # the folders themselves are entries of their parents
                 rank = os.path.dirname(self.path)
                 for parent in (rank, os.path.dirname(rank)):
-                    self._sync_one(parent)
+                    system.sync(parent)
                 self._rooted = True
         except OSError:
             self._unsynced = names + self._unsynced
             raise
-
-    def _sync_one(self, path: str) -> None:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # merged into a wider segment meanwhile, which was synced first
-            return
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def release(self) -> None:
         os.close(self._lock)

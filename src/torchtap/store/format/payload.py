@@ -49,7 +49,9 @@ def nbytes_of(value: Any) -> int:
         AttributeError,
     ):  # sparse and other layouts have no single size
         try:
-            return int(value._values().nbytes) + int(value._indices().nbytes)
+            from torchtap._torch import sparse_bytes
+
+            return sparse_bytes(value)
         except Exception:
             return int(value.numel()) * int(value.element_size())
 
@@ -97,11 +99,9 @@ def _of_tensor(value: Tensor) -> Payload:
 
 def lies_as_it_reads(value: Tensor) -> bool:
     """Whether the value's bytes, as they lie in the host's memory, are those of its contiguous copy."""
-    from torch._C import DispatchKey, _dispatch_keys
+    from torchtap._torch import has_lazy_bits
 
-    keys = _dispatch_keys(value)  # a conjugation or a negation may be noted and not done yet
-    noted = keys.has(DispatchKey.Conjugate) or keys.has(DispatchKey.Negative)
-    return value.is_cpu and value.is_contiguous() and not noted
+    return value.is_cpu and value.is_contiguous() and not has_lazy_bits(value)
 
 
 def _dense(value: Tensor, notes: dict[str, Any]) -> Payload:

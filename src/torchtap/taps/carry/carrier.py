@@ -16,8 +16,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
+from torchtap._torch import is_traced_by_fx, is_traced_by_script
 from torchtap.names import site_name
 from torchtap.sites import input_names, places
 from torchtap.taps.carry import op
@@ -73,7 +73,7 @@ def _hears(address: str) -> bool:
 
 
 def _traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._is_tracing() or is_fx_symbolic_tracing()
+    return torch.compiler.is_compiling() or is_traced_by_script() or is_traced_by_fx()
 
 
 def emit_leaves(

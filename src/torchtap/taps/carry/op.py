@@ -29,10 +29,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from torchtap._torch import in_backward
+from torchtap._torch import (
+    FakeTensor,
+    FunctionalTensor,
+    below_autograd,
+    in_backward,
+    keep_in_order,
+    leave_to_python,
+    mark_constant,
+)
 from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive import reasons
@@ -107,8 +113,7 @@ def registered() -> bool:
     return True
 
 
-# What torch.compiler.assume_constant_result sets; calling that would load the compiler.
-registered._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(registered)
 
 
 def heard() -> bool:
@@ -133,11 +138,8 @@ def stop_listening(receiver: Receiver) -> None:
 
 
 def _define() -> torch.library.Library:
-    # Only now: a user of eager models never pays for these imports.
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-
     for kernel in (_on_value, _on_awaited, _on_state):
-        _leave_to_python(kernel)
+        leave_to_python(kernel)
     library = torch.library.Library("torchtap", "DEF")
     for name, kernel in (("emit", _on_value), ("emit_grad", _on_awaited)):
         # CONSERVATIVE is what keeps TorchScript from dropping or moving a call that returns nothing.
@@ -146,24 +148,16 @@ def _define() -> torch.library.Library:
         torch.library.register_fake(f"torchtap::{name}", _nothing, lib=library)
         torch.library.register_vmap(f"torchtap::{name}", _batched(name), lib=library)
         op = getattr(torch.ops.torchtap, name).default
-        _register_effectful_op(op, _EffectType.ORDERED)
+        keep_in_order(op)
         torch.fx.node.has_side_effect(op)
     library.define("emit_state(Tensor state, str site, SymInt[] shape) -> ()", alias_analysis="CONSERVATIVE")
     library.impl("emit_state", _on_state, "CompositeExplicitAutograd")
     torch.library.register_fake("torchtap::emit_state", _nothing, lib=library)
-    _register_effectful_op(torch.ops.torchtap.emit_state.default, _EffectType.ORDERED)
+    keep_in_order(torch.ops.torchtap.emit_state.default)
     torch.fx.node.has_side_effect(torch.ops.torchtap.emit_state.default)
     # Above autograd, so that while AOT autograd traces, the tensor that gets the hook is the one it differentiates.
     library.impl("emit_grad", _on_awaited, "Autograd")
     return library
-
-
-def _leave_to_python(function: Callable[..., None]) -> None:
-    """Keep Dynamo from compiling this function and what it calls, where an op is called between two of its graphs."""
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-    skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, skipped)
 
 
 def _nothing(value: Tensor, site: str, shape: Any = None) -> None:
@@ -181,7 +175,6 @@ def _batched(name: str) -> Any:
 
 
 @lru_cache(maxsize=65536)
-@lru_cache(maxsize=8192)
 def address(site: str) -> Address:
     """Channel, module path, kind, leaf and ticket of what an op was called with."""
     found = _ADDRESS.fullmatch(site)
@@ -247,7 +240,7 @@ def _on_awaited(value: Tensor, site: str) -> None:
         if wanted:
             site = f"{site}~{next(_tickets)}"
             ask_while_traced(value, lambda gradient: _emit_gradient(gradient, site))
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             torch.ops.torchtap.emit_grad(value, site)
         return
     if not wanted:

@@ -150,7 +150,7 @@ def _joined_mask(mask: Tensor | None, padding: Tensor | None, queries: Tensor, a
 
 
 def _of_native(bound: dict[str, Any]) -> tuple[Any, ...] | None:
-    """``torch._native_multi_head_attention``: batch first, one packed projection."""
+    """Torch's own whole multi-head attention: batch first, one packed projection."""
     query, key = bound["query"].detach(), bound["key"].detach()
     if query.is_nested or key.is_nested:
         return None
@@ -166,7 +166,7 @@ def _of_native(bound: dict[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _of_encoder_layer(bound: dict[str, Any]) -> tuple[Any, ...] | None:
-    """``torch._transformer_encoder_layer_fwd``: a whole layer in one call; its norm may come first."""
+    """Torch's own whole encoder layer: a whole layer in one call; its norm may come first."""
     source = bound["src"].detach()
     if source.is_nested:
         return None

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from torchtap._torch import pytree
 from torchtap.taps.graph.edit import emit_before, tap_graph
 from torchtap.taps.walk.leaves import leaves
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from torchtap._torch import pytree
 from torchtap.names import (
     WRAPPER_CLASSES,
     is_inside,

@@ -110,6 +110,18 @@ class Folding:
             for fold in entry.folds.get(tally.phase, {}).values():
                 fold.state = None
 
+    def take_back(self, port: LivePort, leaf: str) -> None:
+        """Drop what the tally holds of a leaf's first call: a later value of the same step takes its place."""
+        with self.lock:
+            entry, tally = port.entries.get((leaf, 0)), self.tally
+            while entry is not None:
+                if 0 <= entry.row < len(tally.arrived) and tally.arrived[entry.row]:
+                    tally.block.reset(slice(entry.row, entry.row + 1))
+                    tally.arrived[entry.row] = 0
+                for fold in entry.folds.get(tally.phase, {}).values():
+                    fold.state = None
+                entry = entry.also
+
     def forget_values(self) -> None:
         """Let go of what was remembered to recognise repeats."""
         with self.lock:

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from torchtap._torch import version_of
+from torchtap._torch import base_of, version_of
 
 __all__ = ["ask_at_its_node", "ask_for_gradient", "ask_while_traced"]
 
@@ -40,7 +40,7 @@ def ask_for_gradient(value: Tensor, take: Callable[[Tensor], None]) -> None:
     if node is None:
         value.register_hook(take)
         return
-    base = value._base
+    base = base_of(value)
     if base is None or base.grad_fn is None or not _covers(value, base):
         ask_at_its_node(value, take)
         return
@@ -51,7 +51,7 @@ def ask_for_gradient(value: Tensor, take: Callable[[Tensor], None]) -> None:
 
 def ask_while_traced(value: Tensor, take: Callable[[Tensor], None]) -> None:
     """The same while AOT autograd traces: it takes the gradients of inputs without running their nodes."""
-    base = value._base
+    base = base_of(value)
     if base is None or base.grad_fn is None or not _covers(value, base):
         value.register_hook(take)
         return

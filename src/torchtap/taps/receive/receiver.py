@@ -257,13 +257,15 @@ class Receiver:
         self._fold(entry, gradient)
 
     def take_tensor(self, port: LivePort, tensor: Tensor) -> None:
-        """The value of a port that stands for one tensor: a parameter, its gradient, a buffer."""
+        """The value of a port that stands for one tensor: a parameter, its gradient, a buffer. The last one counts."""
         port.next_call(self._pass_number)
+        self.folding.take_back(port, port.port.site.leaf)
         self._take_leaf(port, port.port.site.leaf, 0, tensor)
 
     def take_part(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
-        """A tensor that belongs to a port's own, such as what an optimizer keeps for a parameter."""
+        """A tensor that belongs to a port's own, such as what an optimizer keeps for it. The last one counts."""
         port.next_leaf_call(self._pass_number, leaf)
+        self.folding.take_back(port, leaf)
         self._take_leaf(port, leaf, 0, tensor)
 
     def take_number(self, port: LivePort, leaf: str, statistic: str, number: float | Tensor) -> None:

@@ -6,7 +6,9 @@ unscaling) and before it was clipped (``param_grad_unclipped``). Where nothing s
 value. What an optimizer did (``update``), what it keeps (``optim_state``) and its learning rates (``lr``) are read
 when it has stepped. What no optimizer brought is read at the end of the step, and so are buffers.
 
-Of several closure calls in one step the first one's gradient counts: it belongs to the parameters that are recorded.
+A step may hold several closure calls (LBFGS) and several updates (a critic's, five for one of the generator). Then
+``param`` is what the first update found, ``param_grad`` and its stages are what the last one used, ``optim_state`` is
+what it left, and ``update`` is what all of them did together. None of these is a mixture.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torchtap.taps.receive.receiver import Receiver
 __all__ = ["StateReader"]
 
 _BEFORE_UPDATE = ("param", "param_grad", "param_grad_unclipped", "param_grad_accumulated")
+_GRADIENTS = ("param_grad", "param_grad_unclipped", "param_grad_accumulated")
 _OF_PARAMETERS = (*_BEFORE_UPDATE, "update", "optim_state")
 
 
@@ -41,13 +44,15 @@ class StateReader:
         self._groups: dict[int, int] = {}  # id of an optimizer -> the number of its first group
         self._next_group = 0
         self._known: set[int] = set()  # the ids of the model's parameters
-        self._taken: set[int] = set()
+        self._taken: set[int] = set()  # the ids of ports that were read in this step
+        self._passed: set[int] = set()  # those of them that are read again if there is another update
         self._before: dict[int, Tensor] = {}  # id of a parameter -> a copy of it before the update
         self._listens = False
 
     def arm(self, live: frozenset[int]) -> None:
         """A step begins in which these taps are live."""
         self._taken.clear()
+        self._passed.clear()
         self._before.clear()
         if live == self._armed:
             return
@@ -75,6 +80,7 @@ class StateReader:
 
     def finish_step(self) -> None:
         """Read what no optimizer step has brought yet."""
+        self._passed.clear()
         if self._parameters or self._buffers:
             self._receiver.turn_to_state()
         for ports in self._parameters.values():
@@ -94,6 +100,16 @@ class StateReader:
         self._parameters, self._buffers, self._rates = {}, (), None
 
     # -- what the training tells --------------------------------------------------------------------------
+
+    def evaluating(self, optimizer: Optimizer) -> None:
+        self._pass(optimizer)
+
+    def _pass(self, optimizer: Optimizer) -> None:
+        """What was read of this optimizer's gradients is not the last of this step if others come."""
+        if self._receiver.hears_this_thread():
+            for parameter in _parameters_of(optimizer):
+                ports = self._parameters.get(id(parameter), ())
+                self._passed.update(id(port) for port in ports if port.kind in _GRADIENTS)
 
     def unscaling(self, optimizer: Optimizer) -> None:
         self._read_of(optimizer, ("param_grad_accumulated",))
@@ -135,6 +151,7 @@ class StateReader:
                     self._take_optimizer_state(port, optimizer.state.get(parameter, {}))
         if self._rates is not None:
             self._take_rates(self._rates, optimizer)
+        self._pass(optimizer)
 
     def skipped(self, optimizer: Optimizer) -> None:
         pass  # its gradients are read when the step ends
@@ -155,19 +172,25 @@ class StateReader:
     def _read(self, ports: tuple[LivePort, ...], kinds: tuple[str, ...], scale: Tensor | None = None) -> None:
         for port in ports:
             parameter = _tensor_of(port)
-            if parameter is None or port.kind not in kinds or id(port) in self._taken:
+            key = id(port)
+            if (
+                parameter is None
+                or port.kind not in kinds
+                or (key in self._taken and key not in self._passed)
+            ):
                 continue
             value: Tensor | None = parameter if port.kind == "param" else parameter.grad
             if value is None:
                 port.note = reasons.NO_PARAMETER_GRADIENT
                 continue
-            self._taken.add(id(port))
+            self._taken.add(key)
+            self._passed.discard(key)
             if scale is not None and port.kind in ("param_grad", "param_grad_unclipped"):
                 value = value / scale
             self._receiver.take_tensor(port, value)
 
     def _take_update(self, port: LivePort, parameter: Tensor) -> None:
-        before = self._before.pop(id(parameter), None)
+        before = self._before.get(id(parameter))
         if before is None:
             return
         with torch.no_grad():

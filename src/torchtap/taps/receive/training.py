@@ -2,6 +2,7 @@
 
 In one update these come in this order, each if it happens:
 
+- ``evaluating``: an optimizer calls its closure once more, for other gradients than it had;
 - ``unscaling``: a gradient scaler is about to divide an optimizer's gradients by its scale;
 - ``clipping``: gradients are about to be clipped;
 - ``ready``: an optimizer is about to change its parameters. Where it was given a closure, that has run;
@@ -15,8 +16,10 @@ Readers are told before clocks, so that what belongs to a step is read before th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +36,9 @@ __all__ = ["TrainingListener", "innermost", "listen", "stop_listening"]
 
 class TrainingListener(Protocol):
     """Who is told. Each method is called in the thread that trains."""
+
+    def evaluating(self, optimizer: Optimizer) -> None:
+        """This optimizer calls its closure again within one update: the gradients that it had are not its last."""
 
     def unscaling(self, optimizer: Optimizer) -> None:
         """Gradients of this optimizer are about to be unscaled."""
@@ -55,6 +61,7 @@ _readers: tuple[TrainingListener, ...] = ()
 _clocks: tuple[TrainingListener, ...] = ()
 _installed: list[Callable[[], None]] = []  # what takes everything off again
 _in_scaler = threading.local()
+_in_step = threading.local()  # the calls of optimizers' steps that are running
 
 
 def listen(listener: TrainingListener, *, clock: bool = False) -> None:
@@ -114,15 +121,52 @@ def _replace(owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Call
     _installed.append(lambda: setattr(owner, name, original))
 
 
+def _enter(optimizer: Optimizer, frame: FrameType) -> bool:
+    """A call of an optimizer's step begins in this frame. Says whether it is one of the user's.
+
+    A subclass that calls ``super().step()`` passes torch's hooks twice, for one update. A call that raised never passed
+    the second hook: it is told by its frame, which is not on the stack any more.
+    """
+    running: list[FrameType] = []
+    calls: list[tuple[int, FrameType]] = getattr(_in_step, "calls", [])
+    if calls:
+        above: FrameType | None = frame
+        while above is not None:
+            running.append(above)
+            above = above.f_back
+        calls = [call for call in calls if any(call[1] is each for each in running)]
+    nested = any(key == id(optimizer) for key, _ in calls)
+    _in_step.calls = [*calls, (id(optimizer), frame)]
+    return not nested
+
+
+def _leave(optimizer: Optimizer) -> bool:
+    """The call that began last is over. Says whether it was one of the user's."""
+    calls: list[tuple[int, FrameType]] = getattr(_in_step, "calls", [])
+    while calls and calls.pop()[0] != id(optimizer):
+        pass  # calls inside of this one that raised, and were caught
+    return all(key != id(optimizer) for key, _ in calls)
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Tell that gradients are ready; where a closure computes them, once it has."""
+    caller = sys._getframe().f_back
+    if caller is not None and not _enter(optimizer, caller):
+        return None
     positional = len(args) > 1 and callable(args[1])
     closure = args[1] if positional else kwargs.get("closure")
     if not callable(closure):
         _tell_ready(optimizer)
         return None
 
+    evaluated = False
+
     def closure_then_tell(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal evaluated
+        if evaluated:
+            for listener in _all():
+                listener.evaluating(optimizer)
+        evaluated = True
         loss = closure(*arguments, **keywords)
         _tell_ready(optimizer)
         return loss
@@ -138,6 +182,8 @@ def _tell_ready(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _leave(optimizer):
+        return
     for stepped in getattr(_in_scaler, "stack", ()):
         stepped.append(id(optimizer))
     for listener in _all():

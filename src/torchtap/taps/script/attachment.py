@@ -11,6 +11,7 @@ from typing import Any, final
 
 from torch import nn
 
+from torchtap._torch import script_core, script_methods
 from torchtap.names import KINDS, last_part
 from torchtap.taps.alike.mapped import mapped_sites
 from torchtap.taps.alike.site_map import SiteMap
@@ -61,7 +62,7 @@ def attach_script(model: Any, receiver: Receiver, site_map: SiteMap | None = Non
     shared = _SharedState(model, copy)
     routes = []
     for path, module in model.named_modules():
-        if module._c._has_method("forward") and path in copies:
+        if "forward" in script_methods(script_core(module)) and path in copies:
             forward = shared.around(copies[path].forward)
             routes.append(ForwardRoute(module, in_pass(receiver, model, forward) if path == "" else forward))
     groups = [] if traced.is_traced else lookalike_paths(model)

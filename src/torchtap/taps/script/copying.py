@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchtap._torch import script_core, script_methods, script_tensor_holders
 from torchtap.errors import FormError
 from torchtap.names import WRAPPER_CLASSES, join_path
 from torchtap.taps.graph.regions import without
@@ -39,12 +40,10 @@ def script_copy(module: Any) -> Any:
 
 
 def _python_calls(module: Any) -> list[Any]:
-    methods = [method for instance in script_modules(module).values() for method in _methods(instance)]
+    methods = [
+        method for instance in script_modules(module).values() for method in script_methods(instance).values()
+    ]
     return [node for method in methods for node in method.graph.findAllNodes("prim::PythonOp")]
-
-
-def _methods(instance: Any) -> list[Any]:
-    return [instance._get_method(name) for name in instance._method_names()]
 
 
 def script_modules(module: Any) -> dict[str, Any]:
@@ -53,11 +52,12 @@ def script_modules(module: Any) -> dict[str, Any]:
     wrapped = [
         join_path(path, "module") for path, each in modules.items() if each.original_name in WRAPPER_CLASSES
     ]
-    return {without(path, wrapped): each._c for path, each in modules.items() if path not in wrapped}
+    return {
+        without(path, wrapped): script_core(each) for path, each in modules.items() if path not in wrapped
+    }
 
 
 def _share_tensors(original: Any, copy: Any) -> None:
-    held: tuple[Any, ...] = (torch._C.ParameterDict, torch._C.BufferDict)
-    for each in held:
+    for each in script_tensor_holders():
         for name, tensor in each(original).items():
             copy.setattr(name, tensor)

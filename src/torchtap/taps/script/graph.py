@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from torchtap._torch import add_script_text, script_methods, script_string_type
 from torchtap.names import kind_of
 from torchtap.taps.carry import op
 from torchtap.taps.script.copying import script_copy, script_modules
@@ -59,7 +60,7 @@ def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str 
             if instance.hasattr(PATH_ATTRIBUTE):
                 instance.setattr(PATH_ATTRIBUTE, prefix + path)
             else:
-                instance._register_attribute(PATH_ATTRIBUTE, torch._C.StringType.get(), prefix + path)
+                add_script_text(instance, PATH_ATTRIBUTE, prefix + path)
         first_path, first = members[0]
         kinds = kinds_by_class[name] - _kinds_in(first)
         if kinds:
@@ -98,8 +99,8 @@ def constant_sites(module: Any) -> dict[str, list[Any]]:
 def assigned_attributes(instance: Any) -> tuple[str, ...]:
     """The attributes that a module's own methods assign to."""
     found: dict[str, None] = {}
-    for name in instance._method_names():
-        graph = instance._get_method(name).graph
+    for method in script_methods(instance).values():
+        graph = method.graph
         itself = next(graph.inputs())
         for node in graph.findAllNodes("prim::SetAttr"):
             if node.inputsAt(0).debugName() == itself.debugName():
@@ -182,10 +183,10 @@ def _insert(graph: Any, before: Any, owner: Any, value: Any, jit_type: Any, endi
     with graph.insert_point_guard(before):
         path = graph.create("prim::GetAttr", [owner], 1)
         path.s_("name", PATH_ATTRIBUTE)
-        path.output().setType(torch._C.StringType.get())
+        path.output().setType(script_string_type())
         graph.insertNode(path)
         text = graph.insertConstant(ending)
         joined = graph.create("aten::add", [path.output(), text], 1)
-        joined.output().setType(torch._C.StringType.get())
+        joined.output().setType(script_string_type())
         graph.insertNode(joined)
         graph.insertGraph(callee, [value, joined.output()])

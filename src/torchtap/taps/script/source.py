@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtap._torch import script_methods
 from torchtap.errors import FormError
 from torchtap.taps.carry.carrier import carried, remove_carriers
 from torchtap.taps.script.copying import script_modules
@@ -47,9 +48,9 @@ def scriptable(model: nn.Module) -> nn.Module:
     for path, module in clean.named_modules():
         kinds = kinds_of.get(path)
         instance = typed.get(path)
-        if not kinds or instance is None or not instance._has_method("forward"):
+        method = None if instance is None else script_methods(instance).get("forward")
+        if not kinds or method is None:
             continue
-        method = instance._get_method("forward")
         key = (type(module), kinds, str(method.schema))
         if key not in written:
             written[key] = _subclass(type(module), kinds, method)

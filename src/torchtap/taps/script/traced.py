@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
+from torchtap._torch import script_methods
 from torchtap.names import join_path, path_parts, paths_around, unplaced
 from torchtap.taps.graph.leaks import can_leak, is_torch_class, returns_structure, takes_one
 
@@ -46,8 +47,8 @@ def forward_methods(instance: Any) -> dict[str, Any]:
     A trace gives a module that is called again a further method: forward, forward1, forward2 … An overloaded forward,
     as recurrent layers have, is compiled as forward__0, forward__1 …
     """
-    names = [name for name in instance._method_names() if re.fullmatch(r"forward(?:__)?\d*", name)]
-    return {name: instance._get_method(name) for name in names}
+    methods = script_methods(instance).items()
+    return {name: method for name, method in methods if re.fullmatch(r"forward(?:__)?\d*", name)}
 
 
 @final
@@ -111,7 +112,7 @@ class TracedNames:
         return any(each.type().kind() != "NoneType" for method in methods for each in method.graph.outputs())
 
     def _method(self, path: str, method: str) -> Any:
-        return self._instances[path]._get_method(method)
+        return script_methods(self._instances[path])[method]
 
     def _class(self, path: str) -> str:
         """The dotted name of the class that a module was traced from."""

@@ -18,8 +18,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from torchtap._torch import pytree
 from torchtap.errors import MissingExtraError, PlanError
 from torchtap.names import site_name
 from torchtap.plan import Plan, Tap, bind

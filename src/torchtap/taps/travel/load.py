@@ -26,6 +26,7 @@ from typing import IO, Any
 
 import torch
 
+from torchtap._torch import archive_reader, load_aoti_package, load_program_archive
 from torchtap.errors import FormError
 from torchtap.taps.carry import op
 from torchtap.taps.carry.emitting import EmittingModel
@@ -63,9 +64,8 @@ def load(path: str | Path, *, unsafe: bool = False) -> Any:
 
 
 def _archive(opened: IO[bytes]) -> Any:
-    """The file as torch sees it: another zip reader could be shown other members."""
     opened.seek(0)
-    return torch._C.PyTorchFileReader(opened)
+    return archive_reader(opened)
 
 
 def _members(opened: IO[bytes]) -> list[str]:
@@ -89,13 +89,11 @@ def _load_package(file: Path, unsafe: bool) -> EmittingModel:
             f"{str(file)!r} is an AOTInductor package: loading it runs the machine code in it. If you trust whoever "
             "made it, say unsafe=True (--unsafe)"
         )
-    return EmittingModel(torch._inductor.aoti_load_package(str(file)), _package_sites(file), about=str(file))
+    return EmittingModel(load_aoti_package(str(file)), _package_sites(file), about=str(file))
 
 
 def _read_program(opened: IO[bytes], names: list[str], file: Path) -> Any:
     """An exported program, after every text of it was looked at."""
-    from torch.export.pt2_archive._package import load_pt2
-
     if "archive_format" not in names:
         raise FormError(
             f"{str(file)!r} is an exported program in torch's first format, whose weights are a pickle: save it again "
@@ -110,7 +108,7 @@ def _read_program(opened: IO[bytes], names: list[str], file: Path) -> Any:
     opened.seek(0)
     try:
         with _tensors_only():
-            programs = load_pt2(opened).exported_programs
+            programs = load_program_archive(opened).exported_programs
             return programs["model"].module()
     except Exception as error:  # torch asserts, looks up and unpacks what the file says, with any error
         raise FormError(

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from torchtap._torch import OPERATORS
 from torchtap.errors import FormError
 
 __all__ = ["check_payloads", "check_program", "check_tree"]
@@ -148,9 +149,7 @@ def _operator(text: str) -> None:
             found: Any = operator.attrgetter(text.removeprefix("torch."))(torch)
         except (AttributeError, RuntimeError):
             return  # torch has no such operator and will say so
-        if isinstance(
-            found, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
-        ):
+        if isinstance(found, OPERATORS):
             return
     raise _refuse("it calls", text)
 

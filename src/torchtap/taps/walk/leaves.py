@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.utils import _pytree as pytree
 
+from torchtap._torch import pytree
 from torchtap.names import join_path
 
 __all__ = ["argument_name", "children", "input_leaves", "is_object", "keyword_name", "leaves"]
@@ -53,7 +53,9 @@ def children(tree: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(tree, Mapping):
         yield from tree.items()
     elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        yield from zip(tree._fields, tree, strict=True)
+        # Not `zip(…, strict=True)`: the compiler of torch 2.15 stumbles over its end.
+        for index, name in enumerate(tree._fields):
+            yield name, tree[index]
     elif isinstance(tree, (list, tuple)):
         yield from enumerate(tree)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from torchtap._torch import pytree
 from torchtap.names import first_part, join_path
 from torchtap.taps.walk.leaves import argument_name, is_object, keyword_name, leaves
 

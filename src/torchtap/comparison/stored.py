@@ -1,0 +1,49 @@
+"""Compare two recordings that were made before: `torchtap compare`, and `torchtap.compare` of anything that is not run.
+
+Imports no torch: where the recordings are runs or folders of plain tensors, none is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.given import recording_of
+from torchtap.comparison.judge.result import Comparison
+from torchtap.comparison.recorded.comparing import compare_recordings
+from torchtap.comparison.recorded.recordings import Recording
+
+__all__ = ["compare_stored", "known_harmless", "listed"]
+
+
+def compare_stored(
+    reference: Any,
+    target: Any,
+    *,
+    rules: Sequence[str | Rule] = (),
+    repeat: Any = None,
+    golden: Any = None,
+    steps: Sequence[int] | None = None,
+) -> Comparison:
+    """Compare two things that are not to be run; the arguments are those of `torchtap.compare`."""
+    left, right = recording_of(reference), recording_of(target)
+    harmless = known_harmless(repeat, golden, lambda thing, _: recording_of(thing))
+    return compare_recordings(left, right, rules=rules, harmless=harmless, only=steps)
+
+
+def listed(things: Any) -> list[Any]:
+    """One thing or several, as a list; none for ``None``."""
+    if things is None:
+        return []
+    return list(things) if isinstance(things, (list, tuple)) else [things]
+
+
+def known_harmless(
+    repeat: Any, golden: Any, take: Callable[[Any, str], Recording]
+) -> list[tuple[str, Recording]]:
+    """The recordings that the user knows to be right."""
+    found = [("repeat", take(each, "repeat")) for each in listed(repeat)]
+    if golden is not None:
+        found.append(("golden", take(golden, "golden")))
+    return found

@@ -1,0 +1,192 @@
+"""What operating systems do differently: locks, opening without following links, reading and writing at a place.
+
+Everything else of the store is the same everywhere. On Linux and macOS the calls are the kernel's own. Where one is
+missing, as on Windows, there is a longer way to the same result, with two things less:
+- links are refused by looking before opening, so that a link planted in between is followed;
+- a disk's promise to have a folder's entries cannot be had; files themselves are synced.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+
+__all__ = [
+    "allocated_bytes",
+    "hold",
+    "is_held",
+    "names_below",
+    "new_file",
+    "open_below",
+    "open_lock",
+    "read_at",
+    "sync",
+    "write_all",
+    "write_at",
+]
+
+_BUFFERS_A_CALL = 512  # well below IOV_MAX
+
+
+def _flags(*names: str) -> int:
+    """Flags of `os.open`, as far as this system has them."""
+    return sum(getattr(os, name, 0) for name in names)
+
+
+# Bytes as they are, and not handed on to programs that are started.
+_PLAIN = _flags("O_CLOEXEC", "O_NOINHERIT", "O_BINARY")
+_READ = os.O_RDONLY | _PLAIN | _flags("O_NOFOLLOW", "O_NONBLOCK")
+_FOLDER = os.O_RDONLY | _PLAIN | _flags("O_DIRECTORY")
+_walks_by_descriptor = os.open in os.supports_dir_fd and os.listdir in os.supports_fd
+_has_flock = find_spec("fcntl") is not None
+_has_locking = find_spec("msvcrt") is not None
+# One place for a file's position is one too few for two threads.
+_positions = threading.Lock()
+
+
+def new_file(path: str) -> int:
+    """A descriptor of a file that was not there."""
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _PLAIN, 0o666)
+
+
+def open_lock(path: str) -> int:
+    """A descriptor of a file that is there to be held."""
+    return os.open(path, os.O_CREAT | os.O_RDWR | _PLAIN, 0o666)
+
+
+def hold(descriptor: int) -> None:
+    """Hold a file until the descriptor is closed or the process dies in whatever way; ``OSError`` where that fails."""
+    if _has_flock:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    elif _has_locking:
+        _lock_first_byte(descriptor)
+
+
+def is_held(descriptor: int) -> bool | None:
+    """Whether a living process holds a file; None where nobody can tell. Forgets the question at once."""
+    try:
+        if _has_flock:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        elif _has_locking:
+            _lock_first_byte(descriptor)
+        else:
+            return None
+    except (BlockingIOError, PermissionError):  # PermissionError is how Windows says it
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def _lock_first_byte(descriptor: int) -> None:
+    """Windows: locks are of bytes, also of some that a file does not have yet."""
+    import msvcrt
+
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+
+
+def open_below(root: str, inside: Sequence[str], name: str) -> int:
+    """A descriptor of a file below a folder, for reading. Below ``root`` no link is followed."""
+    if _walks_by_descriptor:
+        folder = _folder_below(root, inside)
+        try:
+            return os.open(name, _READ, dir_fd=folder)
+        finally:
+            os.close(folder)
+    return os.open(_without_links(root, (*inside, name)), _READ)
+
+
+def names_below(root: str, inside: Sequence[str]) -> list[str]:
+    """What is in a folder below another."""
+    if _walks_by_descriptor:
+        folder = _folder_below(root, inside)
+        try:
+            return os.listdir(folder)
+        finally:
+            os.close(folder)
+    return os.listdir(_without_links(root, inside))
+
+
+def _folder_below(root: str, inside: Sequence[str]) -> int:
+    descriptor = os.open(root, _FOLDER)
+    try:
+        for name in inside:
+            deeper = os.open(name, _FOLDER | _flags("O_NOFOLLOW"), dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = deeper
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _without_links(root: str, inside: Sequence[str]) -> str:
+    path = root
+    for name in inside:
+        path = os.path.join(path, name)
+        facts = os.lstat(path)
+        # A junction is Windows' other link; it is a reparse point as well.
+        reparse = getattr(facts, "st_file_attributes", 0) & getattr(stat, "FILE_ATTRIBUTE_REPARSE_POINT", 0)
+        if stat.S_ISLNK(facts.st_mode) or reparse:
+            raise OSError(f"{path} is a link, which is not followed inside a run")
+    return path
+
+
+def allocated_bytes(facts: os.stat_result) -> int:
+    """How many bytes of a file are really there; all of them where the system does not say."""
+    blocks: int | None = getattr(facts, "st_blocks", None)
+    return facts.st_size if blocks is None else blocks * 512
+
+
+def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Read into a buffer from a place in a file; how much there was."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [buffer], offset)
+    with _positions:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        found = os.read(descriptor, len(buffer))
+    buffer[: len(found)] = found
+    return len(found)
+
+
+def write_at(descriptor: int, content: bytes, offset: int) -> int:
+    """Write at a place in a file; how much was written. The file's position may move."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, content, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    return os.write(descriptor, content)
+
+
+def write_all(descriptor: int, buffers: Sequence[bytes | memoryview]) -> None:
+    """Append buffers to a file, all of them."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    together = getattr(os, "writev", None)
+    while views:
+        count = together(descriptor, views[:_BUFFERS_A_CALL]) if together else os.write(descriptor, views[0])
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
+
+
+def sync(path: str) -> None:
+    """Return when a file, or a folder's entries, are on the disk. What has gone meanwhile needs no sync."""
+    on_windows = os.name == "nt"
+    with suppress(FileNotFoundError):
+        if on_windows and os.path.isdir(path):
+            return  # Windows opens no folders
+        # Windows syncs only what could be written.
+        descriptor = os.open(path, (os.O_RDWR if on_windows else os.O_RDONLY) | _PLAIN)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
