@@ -80,7 +80,7 @@ class FunctionProbe:
         setattr(owner, name, looked_at)
 
     def _wanted(self) -> bool:
-        return self._tell.live or self._modes.evaluating
+        return self._tell.live or self._modes.in_evaluation
 
     def _quietly(self, look: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Whatever is odd about the arguments is the function's own business."""
@@ -145,7 +145,7 @@ class FunctionProbe:
     def _on_dropout(
         self, given: Tensor, p: float = 0.5, training: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        if not (self._modes.evaluating and training and p > 0):
+        if not (self._modes.in_evaluation and training and p > 0):
             return
         owner = self._owner_of_caller()
         if owner is not None and not type(owner).__module__.startswith("torch.nn.modules.dropout"):

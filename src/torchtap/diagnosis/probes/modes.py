@@ -42,7 +42,7 @@ class ModeProbe(Ears):
         self._learned_in_training = self._learned_in_eval = False
         self._evaluations = 0
         self._in_eval_updates = 0
-        self.evaluating = False  # a pass of an evaluation is running, one of the first
+        self.in_evaluation = False  # a pass of an evaluation is running, one of the first
 
     def start(self) -> None:
         if self._patient.called:
@@ -66,11 +66,11 @@ class ModeProbe(Ears):
             self._look_at_silent_pass()
         elif training is False and self._evaluations < _LOOKS:
             self._evaluations += 1
-            self.evaluating = True
+            self.in_evaluation = True
             self._look_at_evaluation()
 
     def end_pass(self) -> None:
-        self.evaluating = False
+        self.in_evaluation = False
 
     def _look_at_silent_pass(self) -> None:
         if self._updates < _SETTLED:
