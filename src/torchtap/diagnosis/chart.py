@@ -85,7 +85,7 @@ class Chart:
         self._chosen: dict[Any, tuple[list[Place], npt.NDArray[np.intp]]] = {}
         self._places: tuple[int, list[Place]] = (-1, [])
         self.structure = Structure()
-        self.others: dict[int, Chart] = {}  # of the other ranks of a finished run
+        self.ranks: dict[int, Chart] = {}  # of a finished run of several ranks, a chart of each
         self._facts: dict[tuple[str, str], Fact] = {}
         self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
         self.seen = 0  # columns that were ever added

@@ -41,10 +41,8 @@ def diagnose(run: Run | str | os.PathLike[str], *, rules: Sequence[Rule] | None 
     ward = Ward(chart_of(run), rules)
     for _ in fill(ward.chart, run):
         ward.look()
-    for rank in run.ranks:
-        if rank != run.rank:
-            ward.chart.others[rank] = _whole_chart(run.of_rank(rank))
-    if ward.chart.others:
+    if len(run.ranks) > 1 and run.shown_rank is None:
+        ward.chart.ranks = {rank: _whole_chart(run.rank(rank)) for rank in run.ranks}
         ward.look()
     found = ward.findings()
     return Findings(found, (*found.unjudged, *(Unjudged(name, why) for name, why in failed.items())))

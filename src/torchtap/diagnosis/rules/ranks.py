@@ -39,12 +39,14 @@ class Agreement:
 
 def agreement(chart: Chart, kind: str) -> Agreement | None:
     """How the ranks agree on the sites of a kind; None where they have no step or no site in common."""
-    charts = [chart, *chart.others.values()]
+    charts = list(chart.ranks.values())
     steps = charts[0].steps
     for other in charts[1:]:
         steps = np.intersect1d(steps, other.steps)
     names = [{place.name for place in each.grid("l2", kind).places} for each in charts]
-    places = [place for place in chart.grid("l2", kind).places if all(place.name in each for each in names)]
+    places = [
+        place for place in charts[0].grid("l2", kind).places if all(place.name in each for each in names)
+    ]
     if not len(steps) or not places:
         return None
     prints = np.stack([_prints(each, kind, [place.name for place in places], steps) for each in charts])
@@ -71,7 +73,7 @@ class _RankRule(Rule):
     needs: ClassVar[tuple[Need, ...]] = (Need("param", "l2"),)
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
-        if chart.others:
+        if len(chart.ranks) > 1:
             yield from self.compare(chart)
 
     def compare(self, chart: Chart) -> Iterable[Finding]:
@@ -82,7 +84,7 @@ class _RankRule(Rule):
         self, chart: Chart, hits: list[Hit], message: str, severity: Severity = "error"
     ) -> Iterable[Finding]:
         """A finding that names the number of ranks."""
-        evidence = [Evidence("ranks", float(1 + len(chart.others)))]
+        evidence = [Evidence("ranks", float(len(chart.ranks)))]
         evidence += [
             Evidence("l2 on the first rank", hit.value, hit.site, "l2", hit.step) for hit in hits[:1]
         ]
