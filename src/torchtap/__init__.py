@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
     from torchtap.plan import Plan as Plan
     from torchtap.plan import Tap as Tap
-    from torchtap.plan import bind as bind
+    from torchtap.plan import make_plan as make_plan
     from torchtap.plan import tap as tap
     from torchtap.reduce import Entropy as Entropy
     from torchtap.reduce import Full as Full
@@ -198,7 +198,7 @@ _HOME = {
     "Watch": "torchtap.watching",
     "When": "torchtap.schedule",
     "attribute": "torchtap.integrations.captum",
-    "bind": "torchtap.plan",
+    "make_plan": "torchtap.plan",
     "bisect": "torchtap.comparison.bisection",
     "capture": "torchtap.session",
     "compare": "torchtap.comparison.front",

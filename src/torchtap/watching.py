@@ -47,7 +47,7 @@ class Watch:
         *,
         models: Mapping[str, Any] | None = None,
         strict: bool = False,
-        via: WayName = "hook",
+        way: WayName = "hook",
         recorded: range = range(0),
         placing: Placing | None = None,
         follow_model: bool = False,
@@ -65,7 +65,7 @@ class Watch:
                 strict=strict,
                 copy=HostPool().copy,
                 on_lost=outlets.note_loss,
-                via=via,
+                way=way,
                 clock=steps,
                 placing=placing,
             )
