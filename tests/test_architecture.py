@@ -61,6 +61,7 @@ LAYERS = [
         "seen",
         "summary",
         "watching",
+        "manifest",
         "session",
         "verification",
     ],

@@ -18,6 +18,7 @@ PROGRAMS = [
     ROOT / "docs" / "compare.md",
     ROOT / "docs" / "diagnosis.md",
     ROOT / "docs" / "editing.md",
+    ROOT / "docs" / "flight.md",
     ROOT / "docs" / "forms.md",
     ROOT / "docs" / "module-monitor.md",
     ROOT / "docs" / "monitor.md",

@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from torchtap.comparison.front import compare as compare
     from torchtap.comparison.judge.result import Comparison as Comparison
     from torchtap.coverage import Missing as Missing
+    from torchtap.diagnosis.birth import Birth as Birth
+    from torchtap.diagnosis.birth import find_nan as find_nan
     from torchtap.diagnosis.doctor import Doctor as Doctor
     from torchtap.diagnosis.doctor import doctor as doctor
     from torchtap.diagnosis.finding import Finding as Finding
     from torchtap.diagnosis.finding import Findings as Findings
+    from torchtap.diagnosis.flight.recorder import FlightRecorder as FlightRecorder
+    from torchtap.diagnosis.flight.recorder import flight_recorder as flight_recorder
     from torchtap.diagnosis.rules.base import Rule as Rule
     from torchtap.diagnosis.run import diagnose as diagnose
     from torchtap.editing.catcher import Catcher as Catcher
@@ -124,6 +128,7 @@ __version__ = "0.1.0"
 # Where each public name lives. A test holds that this, the imports above and the documentation agree.
 _HOME = {
     "Always": "torchtap.schedule",
+    "Birth": "torchtap.diagnosis.birth",
     "Bisection": "torchtap.comparison.bisection",
     "Budget": "torchtap.budget",
     "CallbackSink": "torchtap.sinks",
@@ -141,6 +146,7 @@ _HOME = {
     "Finding": "torchtap.diagnosis.finding",
     "Findings": "torchtap.diagnosis.finding",
     "First": "torchtap.schedule",
+    "FlightRecorder": "torchtap.diagnosis.flight.recorder",
     "FormError": "torchtap.errors",
     "Full": "torchtap.reduce",
     "Gram": "torchtap.reduce",
@@ -209,6 +215,8 @@ _HOME = {
     "emit": "torchtap.taps.receive.active",
     "extra_outputs": "torchtap.taps.travel.extra",
     "features": "torchtap.editing.features",
+    "find_nan": "torchtap.diagnosis.birth",
+    "flight_recorder": "torchtap.diagnosis.flight.recorder",
     "hand_over": "torchtap.editing.handlers",
     "get_layer_hidden_states": "torchtap.monitors.layers.recorder",
     "instrument": "torchtap.taps.travel.instrument",
@@ -265,6 +273,8 @@ __all__ = [
     "errors",
     "extra_outputs",
     "features",
+    "find_nan",
+    "flight_recorder",
     "get_layer_hidden_states",
     "hand_over",
     "instrument",

@@ -382,6 +382,13 @@ class Watch:
                 return float(block.values[sites.index(site), block.statistics.index(statistic)])
         raise SessionError(f"no {statistic!r} of {site!r} has arrived yet")
 
+    def so_far(self) -> StepRecord | None:
+        """The open step's statistics as they are now, of the passes that train; None if there are none yet.
+
+        For whoever decides something before the step is over. The step goes on and is recorded as a whole.
+        """
+        return self._steps.so_far()
+
     def flush(self) -> None:
         """Have everything so far on disk and visible to readers."""
         self._steps.settle()

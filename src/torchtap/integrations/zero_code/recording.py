@@ -13,7 +13,7 @@ import atexit
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -29,7 +29,7 @@ from torchtap.plan import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.session import watch
 from torchtap.sinks.registry import make_sink
-from torchtap.taps.receive import backward
+from torchtap.taps.receive.losses import LossCatcher
 from torchtap.watching import Watch
 
 __all__ = ["Recording", "begin", "taps_of"]
@@ -52,6 +52,7 @@ class Recording:
         self._failed = False
         self._folder = ""
         self._losses = LossCatcher(self._on_backward)
+        self._loss = StepLoss()
         self._discovery = Discovery(self._on_found)
         atexit.register(self._at_exit)
 
@@ -90,7 +91,7 @@ class Recording:
         if self._watch is None or os.getpid() != self._process:
             return
         try:
-            self._losses.add(self._watch, loss)
+            self._loss.add(self._watch, loss)
         except Exception as error:
             self._losses.stop()
             _say(f"the loss is not recorded: {error}")
@@ -118,27 +119,12 @@ class Recording:
 
 
 @final
-class LossCatcher:
-    """Hears each ``backward()`` of the process.
+class StepLoss:
+    """The loss of a step is the sum of what ``backward()`` was called on in it: the optimizer uses its gradient."""
 
-    The loss of a step is the sum of what ``backward()`` was called on in it: the optimizer uses the gradient of that.
-    """
-
-    def __init__(self, tell: Callable[[Tensor], None]) -> None:
-        self._tell = tell
+    def __init__(self) -> None:
         self._step = -1
         self._sum: Tensor | None = None
-
-    def start(self) -> None:
-        """Hear from now on."""
-        backward.listen(self)
-
-    def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
-        if loss is not None:
-            self._tell(loss)
-
-    def backward_ends(self) -> None:
-        pass
 
     def add(self, watch: Watch, loss: Tensor) -> None:
         """Log the sum of this step's losses so far."""
@@ -146,10 +132,6 @@ class LossCatcher:
         self._sum = loss.float() if step != self._step or self._sum is None else self._sum + loss.float()
         self._step = step
         watch.log(loss=self._sum)
-
-    def stop(self) -> None:
-        """Leave torch as it was."""
-        backward.stop_listening(self)
 
 
 def taps_of(settings: Settings) -> list[Tap]:
