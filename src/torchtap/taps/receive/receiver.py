@@ -254,10 +254,7 @@ class Receiver:
         try:
             for leaf, tensor in found:
                 if not tensor.requires_grad:
-                    port.note = reasons.NO_GRADIENT
-                    known = port.entries.get((leaf, call))
-                    if known is not None:
-                        known.asked = False
+                    self._note_no_gradient(port, leaf, call)
                     continue
                 entry = self._entry(port, leaf, call)
                 if entry is not None and not (recomputed and entry.asked):
@@ -265,6 +262,13 @@ class Receiver:
                     self._ask(entry, tensor, ask)
         except Exception as error:
             self.folding.lose(port.port.site.name, error)
+
+    @staticmethod
+    def _note_no_gradient(port: LivePort, leaf: str, call: int) -> None:
+        port.note = reasons.NO_GRADIENT
+        known = port.entries.get((leaf, call))
+        if known is not None:
+            known.asked = False
 
     def _ask(
         self, entry: Entry, tensor: Tensor, ask: Callable[[Tensor, Callable[[Tensor], None]], None]

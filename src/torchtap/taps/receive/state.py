@@ -62,22 +62,17 @@ class StateReader:
         self._armed = live
         if self._receiver.placing is not None:
             self._sharded = fsdp_sharded(self._receiver.plan.places[0].module)
+        ports = [port for port in self._receiver.ports.values() if not live.isdisjoint(port.port.taps)]
         by_parameter: dict[int, list[LivePort]] = {}
-        buffers: list[LivePort] = []
-        for port in self._receiver.ports.values():
-            if live.isdisjoint(port.port.taps):
-                continue
-            if port.kind == "buffer":
-                buffers.append(port)
-            elif port.kind in _OF_PARAMETERS:
+        for port in ports:
+            if port.kind in _OF_PARAMETERS:
                 by_parameter.setdefault(id(self._parameter_of(port)), []).append(port)
-            elif port.kind == "lr":
-                self._rates = port
+        self._rates = next((port for port in ports if port.kind == "lr"), None)
         if self._rates is not None:
             places = self._receiver.plan.places
             self._known = {id(each) for place in places for each in place.module._parameters.values()}
-        self._parameters = {key: tuple(ports) for key, ports in by_parameter.items()}
-        self._buffers = tuple(buffers)
+        self._parameters = {key: tuple(of_it) for key, of_it in by_parameter.items()}
+        self._buffers = tuple(port for port in ports if port.kind == "buffer")
         if by_parameter or self._rates is not None:
             training.listen(self)
             self._listens = True
