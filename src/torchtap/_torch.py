@@ -11,6 +11,7 @@ Importing this file imports nothing that ``import torch`` has not imported alrea
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,12 +24,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from torchtap.errors import FormError
 
 __all__ = [
     "OPERATORS",
     "TORCH_VERSION",
+    "DispatchMode",
     "FakeTensor",
     "FunctionalTensor",
     "archive_reader",
@@ -38,6 +41,7 @@ __all__ = [
     "compiler_was_used",
     "foreach_norm",
     "graph_task",
+    "graphs_being_traced",
     "has_global_hooks",
     "has_lazy_bits",
     "in_backward",
@@ -47,14 +51,18 @@ __all__ = [
     "is_traced_by_fx",
     "is_traced_by_script",
     "keep_in_order",
+    "kept_by_inductor",
     "leave_to_python",
     "load_aoti_package",
     "load_program_archive",
     "mark_constant",
+    "node_that_runs",
     "outside_of_transforms",
+    "patch_script_compiler",
     "pytree",
     "script_string_type",
     "script_tensor_holders",
+    "sequence_number",
     "skip_alone",
     "something_was_compiled",
     "user_backend",
@@ -96,6 +104,20 @@ def version_of(tensor: Tensor) -> int:
     Inference tensors keep no version.
     """
     return -1 if tensor.is_inference() else tensor._version
+
+
+def node_that_runs() -> tuple[str, int] | None:
+    """The name and the number of autograd's node that runs in this thread. Where torch cannot say, none does."""
+    asked = getattr(torch._C, "_current_autograd_node", None)
+    node = None if asked is None else asked()
+    number = getattr(node, "_sequence_nr", None)
+    return None if node is None or number is None else (node.name(), number())
+
+
+def sequence_number() -> int:
+    """The number that autograd's next node will have; -1 where torch does not tell, so that no node is known by it."""
+    asked = getattr(torch.autograd, "_get_sequence_nr", None)
+    return -1 if asked is None else asked()
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -178,6 +200,23 @@ def is_traced_by_fx() -> bool:
     return asked is not None and bool(asked())
 
 
+def patch_script_compiler(around: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Have TorchScript make script modules inside of ``around(module)``: it compiles every hook that it finds.
+
+    Where the function is gone, a module with hooks of ours cannot be scripted.
+    """
+    compiler = torch.jit._recursive
+    create = getattr(compiler, "create_script_module", None)
+    if create is None:
+        return
+
+    def create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
+        with around(nn_module):
+            return create(nn_module, *args, **kwargs)
+
+    compiler.create_script_module = create_script_module
+
+
 # ---- Compiled models. Nothing here imports the compiler before a model asks for it.
 
 
@@ -185,6 +224,42 @@ def is_compiled_module(module: object) -> bool:
     """Whether this is what ``torch.compile(module)`` returned: there is none where the compiler was never imported."""
     loaded = sys.modules.get("torch._dynamo.eval_frame")
     return loaded is not None and isinstance(module, getattr(loaded, "OptimizedModule", ()))
+
+
+def graphs_being_traced() -> list[str]:
+    """The names of the operators whose inner graphs Dynamo is tracing in this thread, the innermost first.
+
+    Where torch cannot say, there are none.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    found: list[str] = []
+    try:
+        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+        while tracer.parent is not None:
+            found.append(str(getattr(tracer.source_target, "__name__", tracer.source_target)))
+            tracer = tracer.parent
+    except AttributeError:
+        return []
+    return found
+
+
+def kept_by_inductor(backend: Any) -> dict[str, Any]:
+    """What to call Inductor's backend with, so that it keeps graphs with effects on disk as it does all others.
+
+    Inductor does not know of ``with_effects`` that nothing but its arguments tells what it does; it does not for our
+    ops, whose arguments are a tensor and a name. Other backends, and a torch that does not take the setting, get
+    nothing: the graph is compiled in each process.
+    """
+    if type(backend).__name__ != "_TorchCompileInductorWrapper":
+        return {}
+    if "config_patches" not in inspect.signature(backend).parameters:
+        return {}
+    known = getattr(torch._inductor.config, "unsafe_marked_cacheable_functions", None)
+    if known is None:
+        return {}
+    marked = {**known, "torch.ops.higher_order.with_effects": torch.__version__}
+    return {"config_patches": {"unsafe_marked_cacheable_functions": marked}}
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:
@@ -243,7 +318,7 @@ def leave_to_python(function: Callable[..., Any]) -> None:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
-def mark_constant(function: Callable[[], Any]) -> None:
+def mark_constant(function: Callable[..., Any]) -> None:
     """What ``torch.compiler.assume_constant_result`` does, without loading the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

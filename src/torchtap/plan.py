@@ -22,7 +22,7 @@ from torchtap.reduce import Full, Reduction, Stats, reduction_from_spec
 from torchtap.schedule import Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
-__all__ = ["Plan", "Port", "Tap", "bind", "candidates", "tap"]
+__all__ = ["Plan", "Port", "Tap", "candidates", "make_plan", "tap"]
 
 # Kinds whose leaves are known before the model runs.
 _LISTED: dict[Kind, str] = {
@@ -264,7 +264,7 @@ class Plan:
                 raise
             said = shown(f"{type(error).__name__}: {error}")
             raise PlanError(f"this is not the JSON of a plan: {said}") from None
-        return bind(model, taps)
+        return make_plan(model, taps)
 
     def to_json(self) -> str:
         """The plan as JSON text: taps with their schedules and reductions, and the places they are bound to."""
@@ -304,7 +304,7 @@ def _taps_of(asked: Any, keep: Any) -> Iterator[Tap]:
         yield from _taps_of(tap(asked, keep), keep)
 
 
-def bind(
+def make_plan(
     model: nn.Module,
     taps: Plan | Iterable[Plan | Tap | Selectable | Sequence[Tap]],
     keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
@@ -324,26 +324,34 @@ def bind(
     below, fallbacks = _fallbacks(bound)
     wanted_by: dict[tuple[Site, ...], list[int]] = {}
     for index, each in enumerate(bound):
-        kinds = frozenset().union(*(s.kinds for s in each.selectors))
-        matched = [names for names in candidates(found_places, kinds) if each.may_want(names)]
-        for selector in each.selectors:
-            if all_match and not any(selector.picks_port(site) for names in matched for site in names):
-                raise _picks_nothing(selector, found_places)
-        if each.alias and len(matched) > 1:
-            some = ", ".join(names[0].name for names in matched[:3])
-            raise PlanError(
-                f"alias {each.alias!r} stands for one place, but {each.selectors[0].text!r} picks {len(matched)}: "
-                f"{some} …; use a narrower selector or no alias"
-            )
-        for names in matched:
+        for names in _matched(each, found_places, all_match):
             wanted_by.setdefault(names, []).extend((index, *fallbacks.get(index, ())))
-    aliases = [each.alias for each in bound if each.alias]
+    _check_aliases([each.alias for each in bound if each.alias])
+    ports = tuple(Port(names, tuple(taps)) for names, taps in wanted_by.items())
+    return Plan((*bound, *below), ports, found_places, fallbacks)
+
+
+def _matched(asked: Tap, found_places: tuple[Place, ...], all_match: bool) -> list[tuple[Site, ...]]:
+    """The ports that a tap wants, each with its names. With ``all_match`` every selector has to pick one."""
+    kinds = frozenset().union(*(s.kinds for s in asked.selectors))
+    matched = [names for names in candidates(found_places, kinds) if asked.may_want(names)]
+    for selector in asked.selectors:
+        if all_match and not any(selector.picks_port(site) for names in matched for site in names):
+            raise _picks_nothing(selector, found_places)
+    if asked.alias and len(matched) > 1:
+        some = ", ".join(names[0].name for names in matched[:3])
+        raise PlanError(
+            f"alias {asked.alias!r} stands for one place, but {asked.selectors[0].text!r} picks {len(matched)}: "
+            f"{some} …; use a narrower selector or no alias"
+        )
+    return matched
+
+
+def _check_aliases(aliases: list[str]) -> None:
     if repeated := {alias for alias in aliases if aliases.count(alias) > 1}:
         raise PlanError(
             f"alias {sorted(repeated)[0]!r} is used by more than one tap; an alias has to be unique"
         )
-    ports = tuple(Port(names, tuple(taps)) for names, taps in wanted_by.items())
-    return Plan((*bound, *below), ports, found_places, fallbacks)
 
 
 def _picks_nothing(selector: Selector, found: Sequence[Place]) -> SelectionError:

@@ -81,7 +81,8 @@ class Seen(Mapping[str, Any]):
         lines = [f"Seen({len(self)} sites)"]
         for entry in self._receiver.entries:
             if entry.shape is not None:
-                dtype = str(entry.dtype).removeprefix("torch.")
+                # Statistics that a compiled graph makes come without the value's own dtype.
+                dtype = "" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
                 result = result_of(self._receiver.folding, entry)
                 # Two backward passes of one forward, for instance, are joined: what is given counts.
                 shape = result.shape if isinstance(result, Tensor) else entry.shape
@@ -129,13 +130,13 @@ class Seen(Mapping[str, Any]):
             return
         if leaf == "0" and (self._receiver.knows_positions or not path):
             yield site_name(path, kind, "", call)
-        if kind in ("input", "grad_input"):
-            for place in self._receiver.plan.places:
-                if place.path == path:
-                    names = input_names(place.module) or ()
-                    if int(first) < len(names):
-                        named = names[int(first)]
-                        yield site_name(path, kind, f"{named}.{more}" if more else named, call)
+        if kind not in ("input", "grad_input"):
+            return
+        for place in self._receiver.plan.places:
+            names = input_names(place.module) or () if place.path == path else ()
+            if int(first) < len(names):
+                named = names[int(first)]
+                yield site_name(path, kind, f"{named}.{more}" if more else named, call)
 
     def _why_not(self, name: str) -> str:
         bare = read_name(name).bare

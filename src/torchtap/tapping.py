@@ -14,6 +14,7 @@ from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.eager import EagerAttachment
+from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.collect import Collector, Coming
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.receiver import PassClock, Receiver
@@ -37,15 +38,18 @@ class Tapping:
         copy: Callable[[Tensor], Tensor],
         on_lost: Callable[[str], None],
         models: Mapping[str, Any] | None = None,
-        via: WayName = "hook",
+        way: WayName = "hook",
         apart: frozenset[int] = frozenset(),
         clock: PassClock | None = None,
         site_map: SiteMap | None = None,
+        placing: Placing | None = None,
     ) -> None:
         self.plan = plan
-        self.receiver = Receiver(plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock)
+        self.receiver = Receiver(
+            plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock, placing=placing
+        )
         self._collector = Collector(self.receiver.folding)
-        self._attachment = attach(model, self.receiver, via, site_map)
+        self._attachment = attach(model, self.receiver, way, site_map)
         # Of several models each call is a pass; what holds them together is never called.
         self._members = [PassHooks(each, self.receiver) for each in (models or {}).values()]
         self._hears_members = False
@@ -99,6 +103,10 @@ class Tapping:
     def collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         """Everything that a phase holds; afterwards it holds nothing."""
         return self._collector.collect(tally)
+
+    def peek(self, tally: Tally) -> ScalarBlock | None:
+        """The statistics that a phase holds so far."""
+        return self._collector.peek(tally)
 
     def detach(self) -> None:
         """Leave the model as it was found."""

@@ -28,6 +28,7 @@ from torchtap.steps import Steps
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.tapping import Tapping
+from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
 
@@ -46,11 +47,13 @@ class Watch:
         *,
         models: Mapping[str, Any] | None = None,
         strict: bool = False,
-        via: WayName = "hook",
+        way: WayName = "hook",
         recorded: range = range(0),
+        placing: Placing | None = None,
         follow_model: bool = False,
     ) -> None:
         self._model = model
+        self._placing = placing
         self._outlets = outlets = Outlets(consumers, strict=strict)
         self._recorded = recorded  # steps that earlier attempts left in the folder
 
@@ -62,8 +65,9 @@ class Watch:
                 strict=strict,
                 copy=HostPool().copy,
                 on_lost=outlets.note_loss,
-                via=via,
+                way=way,
                 clock=steps,
+                placing=placing,
             )
 
         self._steps = Steps(
@@ -326,6 +330,10 @@ class Watch:
         if len(entries) >= 2 * self._sites_told and entries:
             self._sites_told = len(entries)
             self._outlets.tell("sites", sites=self._describe_sites())
+        if self._placing is not None:
+            changes = self._placing.changes(entries, record.phase)
+            if changes is not None:
+                self._outlets.tell("placements", step=record.step, **changes)
         self._outlets.write(record)
 
     def _describe_sites(self) -> list[dict[str, Any]]:
@@ -358,6 +366,13 @@ class Watch:
             if site in sites and statistic in block.statistics and phase in (None, of_phase):
                 return float(block.values[sites.index(site), block.statistics.index(statistic)])
         raise SessionError(f"no {statistic!r} of {site!r} has arrived yet")
+
+    def so_far(self) -> StepRecord | None:
+        """The open step's statistics as they are now, of the passes that train; None if there are none yet.
+
+        For whoever decides something before the step is over. The step goes on and is recorded as a whole.
+        """
+        return self._steps.so_far()
 
     def flush(self) -> None:
         """Have everything so far on disk and visible to readers."""

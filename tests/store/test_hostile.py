@@ -350,7 +350,7 @@ def test_nothing_outside_the_folder_is_read_and_nothing_blocks(
     read_everything(run)
     if 1 in run.ranks:
         with pytest.raises((RunError, OSError)):
-            run.of_rank(1)
+            run.rank(1)
 
 
 def test_names_with_path_components_are_only_names(tmp_path: Path) -> None:

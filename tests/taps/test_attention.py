@@ -12,7 +12,7 @@ from tests.models import GPT, make
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.taps.eager import attention
+from torchtap.taps.eager import attention_maps
 
 
 class Fused(nn.Module):
@@ -153,7 +153,7 @@ def test_attention_of_library_models_sums_to_one(name: str) -> None:
 def test_statistics_of_pieces_equal_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind(0)
     whole = plain(q, k)
-    monkeypatch.setattr(attention, "_PIECE_ELEMENTS", 1)
+    monkeypatch.setattr(attention_maps, "_PIECE_ELEMENTS", 1)
     with tt.capture(Fused(), ":attention", keep=tt.Stats()) as seen:
         pass
     model = Fused()
@@ -183,3 +183,12 @@ def test_two_sessions_share_the_wrappers_and_the_last_takes_them_off() -> None:
     assert F.scaled_dot_product_attention is wrapped
     second.__exit__(None, None, None)
     assert F.scaled_dot_product_attention is before
+
+
+def test_what_was_seen_is_printed_with_the_dtype_of_attention_maps() -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 5, 8)
+    with tt.capture(model, "*:attention") as seen:
+        model(x, x, x)
+    assert "float32[1, 2, 5, 5]" in repr(seen)
+    assert "None" not in repr(seen)

@@ -86,6 +86,12 @@ class Part:
         return self._documents.manifest
 
     @property
+    def launch(self) -> dict[str, Any]:
+        """Which process wrote it; empty where it does not say."""
+        launch = self.manifest.get("launch")
+        return launch if isinstance(launch, dict) else {}
+
+    @property
     def closing(self) -> dict[str, Any] | None:
         """What the writer said when it closed the run."""
         return self._documents.closing

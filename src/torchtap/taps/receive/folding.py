@@ -13,7 +13,7 @@ Not here: which values are meant for us (`receiver`), arithmetic (`reduce`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import final
 
@@ -24,6 +24,7 @@ from torchtap.plan import Plan
 from torchtap.reduce import StatsBlock
 from torchtap.reduce.base import RowBlock
 from torchtap.sites import Site
+from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
 
 __all__ = ["Folding"]
@@ -42,8 +43,10 @@ class Folding:
         strict: bool,
         copy: Callable[[Tensor], Tensor],
         on_lost: Callable[[str], None],
+        placing: Placing | None = None,
     ) -> None:
         self._taps = plan.taps
+        self._placing = placing  # None where this process is alone
         self._strict = strict
         self._copy = copy  # of whole tensors on the host
         self._on_lost = on_lost
@@ -142,6 +145,12 @@ class Folding:
                 self.refresh(entry)
         return entry if entry.measured or entry.live_folds or entry.also is not None else None
 
+    def fold_placed(self, entry: Entry, tensor: Tensor) -> None:
+        """`fold`, and note which part of the whole the value is."""
+        self.fold(entry, tensor)
+        if self._placing is not None:
+            self._placing.note(entry, tensor, self.tally.phase)
+
     def fold(self, entry: Entry, tensor: Tensor) -> None:
         """Fold a value into whatever of the entry is live."""
         self.lock.acquire()
@@ -199,11 +208,11 @@ class Folding:
         self.lock.acquire()
         try:
             if entry.measured:
-                for piece in pieces():
+                for piece in _noting_dtype(entry, pieces()):
                     self._measure(entry, piece)
             for fold in entry.live_folds:
                 began = perf_counter()
-                fold.state = fold.reduction.update_pieces(fold.state, pieces())
+                fold.state = fold.reduction.update_pieces(fold.state, _noting_dtype(entry, pieces()))
                 fold.seconds += perf_counter() - began
             if entry.also is not None:
                 self.fold_pieces(entry.also, shape, pieces)
@@ -305,3 +314,10 @@ class Folding:
                 raise error
             raise ReductionError(f"{site}: {type(error).__name__}: {error}") from error
         self._on_lost(f"{site}: {type(error).__name__}: {error}")
+
+
+def _noting_dtype(entry: Entry, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The pieces, of which the first tells the dtype of the whole."""
+    for piece in pieces:
+        entry.dtype = entry.dtype or piece.dtype
+        yield piece

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import is_traced_by_script
+from torchtap._torch_distributed import infers_shapes
 from torchtap.names import paths_around
 from torchtap.plan import Plan
+from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
@@ -63,13 +65,17 @@ class Receiver:
         copy: Callable[[Tensor], Tensor] = torch.clone,
         on_lost: Callable[[str], None] = lambda _: None,
         clock: PassClock | None = None,
+        placing: Placing | None = None,
     ) -> None:
         self.plan = plan
         self.ports: dict[tuple[str, str, str], LivePort] = {}
         for port in plan.ports:
             self.ports[port.site.path, port.site.kind, port.site.leaf] = LivePort(port, apart)
-        self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost)
-        self._entry, self._fold = folding.entry, folding.fold  # bound once: they are called for every value
+        self.placing = placing  # None where this process is alone
+        self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing)
+        # Bound once: they are called for every value.
+        self._entry = folding.entry
+        self._fold = folding.fold if placing is None else folding.fold_placed
         self.thread: int | None = _NO_THREAD  # the one that is heard; None hears every thread
         self._open = False
         self.phase: str | None = None  # that the user named, for all passes until it is taken back
@@ -184,6 +190,8 @@ class Receiver:
 
     def _is_taken(self, training: bool | None, learning: bool | None) -> bool:
         """Whether a pass is to be heard; it is then of its phase. TorchScript's tracer must not find us in its own."""
+        if self.placing is not None and infers_shapes():
+            return False
         if self._clock is not None:
             learning = torch.is_grad_enabled() if learning is None else learning
             phase = self.phase or ("train" if training is not False and learning else "eval")
@@ -246,10 +254,7 @@ class Receiver:
         try:
             for leaf, tensor in found:
                 if not tensor.requires_grad:
-                    port.note = reasons.NO_GRADIENT
-                    known = port.entries.get((leaf, call))
-                    if known is not None:
-                        known.asked = False
+                    self._note_no_gradient(port, leaf, call)
                     continue
                 entry = self._entry(port, leaf, call)
                 if entry is not None and not (recomputed and entry.asked):
@@ -257,6 +262,13 @@ class Receiver:
                     self._ask(entry, tensor, ask)
         except Exception as error:
             self.folding.lose(port.port.site.name, error)
+
+    @staticmethod
+    def _note_no_gradient(port: LivePort, leaf: str, call: int) -> None:
+        port.note = reasons.NO_GRADIENT
+        known = port.entries.get((leaf, call))
+        if known is not None:
+            known.asked = False
 
     def _ask(
         self, entry: Entry, tensor: Tensor, ask: Callable[[Tensor, Callable[[Tensor], None]], None]
