@@ -64,7 +64,7 @@ format: $(VENV)/.dev
 
 # Every architecture in every form, beside hand-written hooks: the table of docs/forms.md.
 forms: $(VENV)/.bench
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.architectures --compare
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.every_form
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks

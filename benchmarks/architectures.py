@@ -1,33 +1,29 @@
-"""Every architecture in every form, site by site, beside hand-written hooks on the eager model.
+"""One architecture in one form, site by site, beside hand-written hooks on the eager model.
 
-``python -m benchmarks.architectures`` prints the table of docs/forms.md. For each eager site:
+For each eager site:
 - clean: the form has this name, and the value is the eager one;
 - wrong: the form has this name on another value;
 - renamed: the form has the value, under another name;
 - missing: the form does not have the value; ``unexplained`` are those of which coverage says nothing.
+
+`every_form` runs them all and prints the table of docs/forms.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import io
-import json
-import sys
 import tempfile
-import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 import torchtap as tt
-from benchmarks.zoo import ARCHITECTURES, build
+from benchmarks.zoo import build
 
-__all__ = ["FAST", "FORMS", "NAMELESS", "Count", "count", "main", "reference", "table"]
+__all__ = ["FAST", "FEW", "FORMS", "NAMELESS", "OTHER", "SLOW", "Count", "count", "judge", "reference"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -147,27 +143,41 @@ FEW = ("mlp", "vgg", "unet", "gru", "gpt", "experts", "siamese", "rms norm", "be
 FAST = ("resnet, by hand", "gpt, LoRA", "gpt, no_grad", "experts", "shared", "lstm", "llama", "t5")
 
 
-def count(name: str, form: str, like: bool = False, compare: bool = False) -> Count:
-    """One architecture in one form."""
+OTHER = "the form computes something else"  # the verdict on a form that torch made unfaithfully
+
+
+def count(name: str, form: str, compare: bool = True) -> dict[str, Count]:
+    """One architecture in one form, by how it was asked: as it is and, if it does not tell names, like the model."""
     model, args, kwargs = build(name)
     expected = reference(model, args, kwargs)
     made = FORMS[form](model, (args, kwargs))
-    more: dict[str, Any] = {"like": model, "inputs": kwargs or args} if like else {}
-    with tt.capture(made, "*:output", **more) as seen:
-        returned = made(*args, **kwargs)
-    if not _faithful(expected, returned, form in CLOSE):
-        return Count(sites=len(expected), verdict="the form computes something else")
-    result = judge(expected, dict(seen.items()), close=form in CLOSE)
-    reasons = {missing.site for missing in seen.coverage()}
+    given = kwargs or args
+    counts: dict[str, Count] = {}
+    hints: dict[str, dict[str, Any]] = {form: {}}
+    if form in NAMELESS:
+        hints[f"{form}, like the model"] = {"like": model, "inputs": given}
+    for label, hint in hints.items():
+        with tt.capture(made, "*:output", **hint) as seen:
+            returned = made(*args, **kwargs)
+        if not _faithful(expected, returned, form in CLOSE):
+            return {label: Count(sites=len(expected), verdict=OTHER) for label in hints}
+        counts[label] = judge(expected, dict(seen.items()), close=form in CLOSE)
+        _explain(counts[label], {missing.site for missing in seen.coverage()})
+    if compare:
+        comparison = tt.compare(model, made, inputs=given)
+        last = counts[list(hints)[-1]]
+        last.verdict = comparison.outcome
+        last.details += [] if comparison.outcome == "same" else [f"compared {comparison.verdict}"]
+    return counts
+
+
+def _explain(result: Count, reasons: set[str]) -> None:
+    """Count the missing sites of which coverage says nothing."""
     for line in list(result.details):
         kind, _, site = line.partition(" ")
         if kind == "missing" and not _is_explained(site, reasons):
             result.unexplained += 1
             result.details.append(f"unexplained {site}")
-    if compare:
-        comparison = tt.compare(model, made, inputs=kwargs or args)
-        result.verdict = "same" if comparison.first is None else comparison.verdict
-    return result
 
 
 def _faithful(expected: dict[str, Tensor], returned: Any, close: bool) -> bool:
@@ -207,73 +217,3 @@ def _same(one: Tensor, other: Tensor, close: bool) -> bool:
     if close and one.is_floating_point():
         return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-3, equal_nan=True)
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The counts of every form, as docs/forms.md has them."""
-    lines = [
-        "| form | architectures | sites | clean | wrong | renamed | missing | not explained | compared: same |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    forms: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        forms.setdefault(row["form"], []).append(row)
-    for form, counted in forms.items():
-        held = [
-            row
-            for row in counted
-            if "problem" not in row and row["verdict"] != "the form computes something else"
-        ]
-        sums = {
-            key: sum(row[key] for row in held) for key in ("sites", "clean", "wrong", "renamed", "missing")
-        }
-        share = 100 * sums["clean"] / max(1, sums["sites"])
-        compared = [row for row in held if row["verdict"]]
-        same = sum(row["verdict"] == "same" for row in compared)
-        lines.append(
-            f"| {form} | {len(held)} | {sums['sites']} | {sums['clean']} ({share:.1f} %) | {sums['wrong']} | "
-            f"{sums['renamed']} | {sums['missing']} | {sum(row['unexplained'] for row in held)} | "
-            f"{f'{same} of {len(compared)}' if compared else '–'} |"
-        )
-    return "\n".join(lines)
-
-
-def _row(name: str, form: str, like: bool, compare: bool) -> dict[str, Any]:
-    label = f"{form}, like the model" if like else form
-    try:
-        return {"form": label, "name": name, **dataclasses.asdict(count(name, form, like, compare))}
-    except Exception as error:  # the form cannot be made of this architecture: torch's own message says why
-        return {"form": label, "name": name, "problem": f"{type(error).__name__}: {error}"[:300]}
-    finally:
-        torch._dynamo.reset()
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Count, print a line for each pair and the table, and keep everything as JSON."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--names", nargs="*", default=list(ARCHITECTURES))
-    parser.add_argument("--forms", nargs="*", default=list(FORMS))
-    parser.add_argument("--compare", action="store_true", help="also tt.compare(model, form)")
-    parser.add_argument("--details", type=int, default=0, help="lines to print for each pair")
-    parser.add_argument("--out", type=Path, default=Path("architectures.json"))
-    options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    rows = []
-    for form in options.forms:
-        for like in (False, True) if form in NAMELESS else (False,):
-            for name in options.names:
-                if form in SLOW and name not in FEW:
-                    continue
-                began = time.perf_counter()
-                row = _row(name, form, like, options.compare and (like or form not in NAMELESS))
-                rows.append(row)
-                told = {key: value for key, value in row.items() if key not in ("form", "name", "details")}
-                print(f"{row['form']:32} {name:26} {told} {time.perf_counter() - began:.1f}s", flush=True)
-                for line in row.get("details", ())[: options.details]:
-                    print("      ", line)
-                options.out.write_text(json.dumps(rows, indent=1))
-    print(table(rows))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -16,10 +16,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 LAYERS = [
     ["foreign_text"],
     ["errors", "_torch"],
+    ["placement"],
+    ["_torch_distributed", "ranks"],
     ["names"],
     ["registry"],
     ["display"],
-    ["sites"],
+    ["sites", "staged"],
     ["schedule"],
     ["reduce"],
     ["budget"],
@@ -27,6 +29,7 @@ LAYERS = [
     ["store.record"],
     # how a value leaves a running model
     ["taps.walk"],
+    ["taps.place"],
     ["taps.receive"],
     ["taps.carry", "op"],
     ["taps.eager"],
@@ -49,6 +52,7 @@ LAYERS = [
     [
         "matching",
         "outlets",
+        "compiled_parts",
         "logged",
         "steps",
         "following",

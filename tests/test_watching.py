@@ -379,3 +379,26 @@ def test_an_output_is_gone_as_soon_as_the_model_lets_go_of_it() -> None:
     with tt.watch(model, None, "*:output") as watch, watch.step(), torch.no_grad():
         model(torch.ones(2, 3))
     assert gone == [True]
+
+
+def test_the_first_watch_without_compiled_parts_warns_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr("torchtap.compiled_parts._told", False)
+    monkeypatch.setattr("torchtap.reduce.kernel.native", None)
+    for _ in range(3):
+        tt.watch(nn.Linear(2, 2), None, [":output"]).close()
+    told = [str(each.message) for each in recwarn if "compiled parts" in str(each.message)]
+    assert len(told) == 1
+    assert "statistics" in told[0]
+    assert "checksums" not in told[0]
+
+
+def test_a_platform_without_wheels_is_not_warned(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr("torchtap.compiled_parts._told", False)
+    monkeypatch.setattr("torchtap.reduce.kernel.native", None)
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    tt.watch(nn.Linear(2, 2), None, [":output"]).close()
+    assert not [each for each in recwarn if "compiled parts" in str(each.message)]

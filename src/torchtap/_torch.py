@@ -11,6 +11,7 @@ Importing this file imports nothing that ``import torch`` has not imported alrea
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -38,6 +39,7 @@ __all__ = [
     "compiler_was_used",
     "foreach_norm",
     "graph_task",
+    "graphs_being_traced",
     "has_global_hooks",
     "has_lazy_bits",
     "in_backward",
@@ -47,6 +49,7 @@ __all__ = [
     "is_traced_by_fx",
     "is_traced_by_script",
     "keep_in_order",
+    "kept_by_inductor",
     "leave_to_python",
     "load_aoti_package",
     "load_program_archive",
@@ -187,6 +190,42 @@ def is_compiled_module(module: object) -> bool:
     return loaded is not None and isinstance(module, getattr(loaded, "OptimizedModule", ()))
 
 
+def graphs_being_traced() -> list[str]:
+    """The names of the operators whose inner graphs Dynamo is tracing in this thread, the innermost first.
+
+    Where torch cannot say, there are none.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    found: list[str] = []
+    try:
+        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+        while tracer.parent is not None:
+            found.append(str(getattr(tracer.source_target, "__name__", tracer.source_target)))
+            tracer = tracer.parent
+    except AttributeError:
+        return []
+    return found
+
+
+def kept_by_inductor(backend: Any) -> dict[str, Any]:
+    """What to call Inductor's backend with, so that it keeps graphs with effects on disk as it does all others.
+
+    Inductor does not know of ``with_effects`` that nothing but its arguments tells what it does; it does not for our
+    ops, whose arguments are a tensor and a name. Other backends, and a torch that does not take the setting, get
+    nothing: the graph is compiled in each process.
+    """
+    if type(backend).__name__ != "_TorchCompileInductorWrapper":
+        return {}
+    if "config_patches" not in inspect.signature(backend).parameters:
+        return {}
+    known = getattr(torch._inductor.config, "unsafe_marked_cacheable_functions", None)
+    if known is None:
+        return {}
+    marked = {**known, "torch.ops.higher_order.with_effects": torch.__version__}
+    return {"config_patches": {"unsafe_marked_cacheable_functions": marked}}
+
+
 def inside_compiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` was given, of what it returned."""
     inner: nn.Module = module._orig_mod  # type: ignore[assignment]
@@ -243,7 +282,7 @@ def leave_to_python(function: Callable[..., Any]) -> None:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
-def mark_constant(function: Callable[[], Any]) -> None:
+def mark_constant(function: Callable[..., Any]) -> None:
     """What ``torch.compiler.assume_constant_result`` does, without loading the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

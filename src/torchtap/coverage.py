@@ -41,33 +41,37 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
     replaced = replaced_paths(receiver)
     for port in receiver.ports.values():
         site = port.port.site.name
-        if any(belongs_to(each, site) for each in receiver.missing) and not _arrived(port):
+        if _came_before(receiver, port):
+            continue
+        if any(belongs_to(each, site) for each in receiver.missing) and not port.arrived:
             continue  # it was told already, leaf by leaf
         if port.port.site.path in replaced:
             yield Missing(site, reasons.REPLACED)
             continue
         if port.kind in ("attention", "value"):
             continue
-        if _arrived(port):
-            if numbered := _only_numbered(port):
-                yield Missing(site, reasons.UNPLACED.format(names=", ".join(numbered)))
-            continue
-        if ever_live.isdisjoint(port.port.taps):
-            yield Missing(site, reasons.OFF_SCHEDULE)
-        elif any(entry is not None for entry in port.entries.values()) and port.kind.startswith("grad"):
-            yield Missing(site, port.note or reasons.NO_BACKWARD)
-        elif port.note:
-            yield Missing(site, port.note)
-        elif port.kind in ("update", "optim_state", "lr"):
-            yield Missing(site, reasons.NO_OPTIMIZER_STEP)
-        elif port.kind.startswith("param") or port.kind == "buffer":
-            yield Missing(site, reasons.NO_STEP_ENDED)
-        elif not port.called:
-            yield Missing(site, _why_not_called(receiver, port))
-        elif port.kind.startswith("grad"):
-            yield Missing(site, reasons.NO_BACKWARD)
-        else:
-            yield Missing(site, reasons.NO_LEAF)
+        if not port.arrived:
+            yield Missing(site, _why_silent(receiver, port, ever_live))
+        elif numbered := _only_numbered(port):
+            yield Missing(site, reasons.UNPLACED.format(names=", ".join(numbered)))
+
+
+def _why_silent(receiver: Receiver, port: LivePort, ever_live: frozenset[int]) -> str:
+    """Why nothing came from a place that the model has."""
+    if ever_live.isdisjoint(port.port.taps):
+        return reasons.OFF_SCHEDULE
+    is_gradient = port.kind.startswith("grad")
+    if is_gradient and any(entry is not None for entry in port.entries.values()):
+        return port.note or reasons.NO_BACKWARD
+    if port.note:
+        return port.note
+    if port.kind in ("update", "optim_state", "lr"):
+        return reasons.NO_OPTIMIZER_STEP
+    if port.kind.startswith("param") or port.kind == "buffer":
+        return reasons.NO_STEP_ENDED
+    if not port.called:
+        return _why_not_called(receiver, port)
+    return reasons.NO_BACKWARD if is_gradient else reasons.NO_LEAF
 
 
 def replaced_paths(receiver: Receiver) -> set[str]:
@@ -95,30 +99,21 @@ def _why_not_called(receiver: Receiver, port: LivePort) -> str:
 
 def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
     """Attention maps and named values come from somewhere inside: a tap is content with any of its modules."""
+    never_seen = {"attention": reasons.NO_ATTENTION, "value": reasons.NO_VALUE}
     for index, tap in enumerate(receiver.plan.asked):
-        ports = [
-            port
-            for port in receiver.ports.values()
-            if index in port.port.taps and port.kind in ("attention", "value")
-        ]
-        for kind in ("attention", "value"):
-            asked = [port for port in ports if port.kind == kind]
-            if not asked or any(_arrived(port) for port in asked):
+        for kind, reason in never_seen.items():
+            ports = receiver.ports.values()
+            asked = [port for port in ports if index in port.port.taps and port.kind == kind]
+            if not asked or any(port.arrived or _came_before(receiver, port) for port in asked):
                 continue
             name = next((s.text for s in tap.selectors if kind in s.kinds), kind)
-            notes = [port.note for port in asked if port.note]
-            if index not in ever_live:
-                yield Missing(name, reasons.OFF_SCHEDULE)
-            elif notes:
-                yield Missing(name, notes[0])
-            elif kind == "attention":
-                yield Missing(name, reasons.NO_ATTENTION)
-            else:
-                yield Missing(name, reasons.NO_VALUE)
+            note = next((port.note for port in asked if port.note), reason)
+            yield Missing(name, note if index in ever_live else reasons.OFF_SCHEDULE)
 
 
-def _arrived(port: LivePort) -> bool:
-    return any(entry is not None and entry.shape is not None for entry in port.entries.values())
+def _came_before(receiver: Receiver, port: LivePort) -> bool:
+    """Whether it came before the model was changed."""
+    return port.port.site.name in receiver.arrived_before
 
 
 def _only_numbered(port: LivePort) -> list[str]:

@@ -1,17 +1,20 @@
-"""Notice what would stay silent: modules that come, go or are replaced under a watch, and hooks that others took off.
+"""Notice what would stay silent: modules and parameters that come, go or are replaced under a watch, hooks that others
+took off, and calls by threads that are not heard.
 
-One look at the start of a step: children are compared by identity, a hook by its number in torch's own table. Only when
-something differs, the plan is bound again to see which sites it concerns.
+One look at the start of a step: children and parameters are compared by identity, a hook by its number in torch's own
+table. Only when something differs, the plan is bound again to see which sites it concerns. With ``retap``, the taps
+then move to the model as it is now; without, what is missing is told, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
-from torchtap.errors import TorchtapError
+from torchtap.errors import PlanError
 from torchtap.foreign_text import shown
 from torchtap.plan import Plan, bind
 from torchtap.sites import unwrap
@@ -21,6 +24,7 @@ from torchtap.taps.attach import tree_of
 __all__ = ["Gaps"]
 
 _NAMED = 3
+_OF_STATE = ("param", "buffer", "update", "optim_state")  # what these kinds begin with
 
 
 @final
@@ -28,14 +32,21 @@ class Gaps:
     """Looks after the modules of a model and the hooks on them, and tells each change once."""
 
     def __init__(
-        self, model: Any, members: Iterable[Any], plan: Plan, taps: Tapping, tell: Callable[[str], None]
+        self,
+        model: Any,
+        members: Iterable[Any],
+        taps: Tapping,
+        tell: Callable[[str], None],
+        retap: Callable[[Plan], Tapping] | None = None,
     ) -> None:
         self._model = model
         self._members = [member for member in members if isinstance(member, nn.Module)]
         self._taps = taps
         self._tell = tell
-        self._asked = plan.asked
-        self._sites = {port.site.name for port in plan.ports}
+        self._retap = retap
+        self._overheard = 0
+        self._sites = {port.site.name for port in taps.plan.ports}
+        self._state_asked = any(port.site.kind.startswith(_OF_STATE) for port in taps.plan.ports)
         self._survey()
 
     def _survey(self) -> None:
@@ -44,9 +55,36 @@ class Gaps:
             (module._modules, list(module._modules.values())) for module in modules if module._modules
         ]
         self._childless = [module._modules for module in modules if not module._modules]
+        held = [each for each in modules if each._parameters or each._buffers] if self._state_asked else []
+        self._parameters = [(each._parameters, list(each._parameters.values())) for each in held]
+        self._leaves = [
+            (table, _leaves(table)) for each in held for table in (each._parameters, each._buffers)
+        ]
 
     def look(self) -> None:
         """Call it before a step begins."""
+        if self._tree_changed() or any(_leaves(table) != before for table, before in self._leaves):
+            self._modules_changed()
+        elif self._parameters_replaced():
+            self._survey()
+            self._put_on_again()  # an optimizer's parameters are known by their identity
+        gone = self._taps.hooks_gone()
+        if gone:
+            self._put_on_again()
+            names = sorted({type(module).__name__ for module in gone})
+            self._tell(
+                f"other code has removed the hooks of torchtap from {len(gone)} modules ({_some(names)}): they are on "
+                "again, what passed in between is missing"
+            )
+        overheard = self._taps.receiver.overheard
+        if overheard and not self._overheard:
+            self._tell(
+                "other threads have called the model while a step was open: what passed there is in no record. A watch "
+                "hears the thread that moves its clock"
+            )
+        self._overheard = overheard
+
+    def _tree_changed(self) -> bool:
         changed = any(self._childless)
         for position, (children, before) in enumerate(self._parents):
             now = list(children.values())
@@ -54,46 +92,52 @@ class Gaps:
                 if _faces(now) != _faces(before):
                     changed = True
                 self._parents[position] = children, now
-        if changed:
-            self._modules_changed()
-        gone = self._taps.hooks_gone()
-        if gone:
-            self._put_on_again(gone)
+        return changed
+
+    def _parameters_replaced(self) -> bool:
+        # By identity: tensors that are compared are computed with.
+        return any(not all(map(is_, table.values(), before)) for table, before in self._parameters)
 
     def _modules_changed(self) -> None:
+        replaced = self._taps.places_replaced()
         self._survey()
         try:
-            now = {port.site.name for port in bind(tree_of(self._model), self._asked).ports}
-        except TorchtapError:  # nothing that was asked for is left
-            now = set()
+            plan = bind(tree_of(self._model), self._taps.plan.asked, all_match=False)
+        except PlanError as error:  # an alias that stands for several places now
+            self._tell(f"the model has changed and the taps do not fit it any more: {error}")
+            return
+        now = {port.site.name for port in plan.ports}
         added, removed = sorted(now - self._sites), sorted(self._sites - now)
-        replaced = self._taps.receiver_places_replaced()
-        self._sites = now | self._sites
+        if self._retap is not None and (added or removed or replaced):
+            self._sites = now
+            self._taps = self._retap(plan)
+            return
+        self._sites |= now
         if added:
             self._tell(
                 f"the model has {len(added)} more sites that the taps ask for ({_some(added)}): they came after the "
-                "watch was made and are not recorded; make a new watch to have them"
+                "watch was made and are not recorded; watch(follow_model=True) takes them in, or make a new watch"
             )
         if removed or replaced:
             self._tell(
                 f"modules that were under watch are gone or were replaced ({_some(removed or replaced)}): nothing "
-                "comes from them any more; make a new watch to have what took their place"
+                "comes from them any more; watch(follow_model=True) goes over to what took their place, or make a new "
+                "watch"
             )
 
-    def _put_on_again(self, gone: Sequence[nn.Module]) -> None:
+    def _put_on_again(self) -> None:
         armed = self._taps.armed
         self._taps.arm(frozenset())
         self._taps.arm(armed)
-        names = sorted({type(module).__name__ for module in gone})
-        self._tell(
-            f"other code has removed the hooks of torchtap from {len(gone)} modules ({_some(names)}): they are on "
-            "again, what passed in between is missing"
-        )
 
 
 def _faces(modules: Sequence[nn.Module | None]) -> list[int]:
     """Modules by their state: a wrapper of ours is a second face of the same module."""
     return [id(unwrap(module).__dict__) if module is not None else 0 for module in modules]
+
+
+def _leaves(table: Mapping[str, Tensor | None]) -> list[str]:
+    return [name for name, tensor in table.items() if tensor is not None]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchtap._torch import TORCH_VERSION
+from torchtap.ranks import identity
 from torchtap.sites import source_of, unwrap
 
 __all__ = ["environment", "model_tree"]
@@ -49,13 +49,14 @@ def model_tree(model: nn.Module) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Versions and machine, as far as a reader of the run would want to know them."""
+    here = identity()
     return {
         "python": sys.version.split()[0],
         "torch": TORCH_VERSION,
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "rank": int(os.environ.get("RANK", 0)),
-        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
-        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        "rank": here.rank,
+        "world_size": here.world,
+        "rank_told_by": here.told_by,
     }

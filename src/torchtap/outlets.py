@@ -66,7 +66,8 @@ class Outlets:
         except Exception as error:
             if self._strict:
                 raise
-            self.note_loss(f"{type(consumer).__name__}.{what} failed: {type(error).__name__}: {error}")
+            name = getattr(consumer, "name", type(consumer).__name__)
+            self.note_loss(f"{name}.{what} failed: {type(error).__name__}: {error}")
 
     def note_loss(self, message: str) -> None:
         """Something could not be kept."""

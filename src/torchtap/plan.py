@@ -306,8 +306,13 @@ def bind(
     model: nn.Module,
     taps: Plan | Iterable[Plan | Tap | Selectable | Sequence[Tap]],
     keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    *,
+    all_match: bool = True,
 ) -> Plan:
-    """Bind taps, or another model's plan, to a model. A bare selector keeps what ``keep`` says, else whole tensors."""
+    """Bind taps, or another model's plan, to a model. A bare selector keeps what ``keep`` says, else whole tensors.
+
+    A selector that picks nothing is an error, unless not ``all_match``.
+    """
     asked = list(_taps_of(taps, Full() if keep is None else keep))
     if not asked:
         raise PlanError("a plan needs at least one tap, e.g. tap('*:output')")
@@ -317,26 +322,34 @@ def bind(
     below, fallbacks = _fallbacks(bound)
     wanted_by: dict[tuple[Site, ...], list[int]] = {}
     for index, each in enumerate(bound):
-        kinds = frozenset().union(*(s.kinds for s in each.selectors))
-        matched = [names for names in candidates(found_places, kinds) if each.may_want(names)]
-        for selector in each.selectors:
-            if not any(selector.picks_port(site) for names in matched for site in names):
-                raise _picks_nothing(selector, found_places)
-        if each.alias and len(matched) > 1:
-            shown = ", ".join(names[0].name for names in matched[:3])
-            raise PlanError(
-                f"alias {each.alias!r} stands for one place, but {each.selectors[0].text!r} picks {len(matched)}: "
-                f"{shown} …; use a narrower selector or no alias"
-            )
-        for names in matched:
+        for names in _matched(each, found_places, all_match):
             wanted_by.setdefault(names, []).extend((index, *fallbacks.get(index, ())))
-    aliases = [each.alias for each in bound if each.alias]
+    _check_aliases([each.alias for each in bound if each.alias])
+    ports = tuple(Port(names, tuple(taps)) for names, taps in wanted_by.items())
+    return Plan((*bound, *below), ports, found_places, fallbacks)
+
+
+def _matched(asked: Tap, found_places: tuple[Place, ...], all_match: bool) -> list[tuple[Site, ...]]:
+    """The ports that a tap wants, each with its names. With ``all_match`` every selector has to pick one."""
+    kinds = frozenset().union(*(s.kinds for s in asked.selectors))
+    matched = [names for names in candidates(found_places, kinds) if asked.may_want(names)]
+    for selector in asked.selectors:
+        if all_match and not any(selector.picks_port(site) for names in matched for site in names):
+            raise _picks_nothing(selector, found_places)
+    if asked.alias and len(matched) > 1:
+        shown = ", ".join(names[0].name for names in matched[:3])
+        raise PlanError(
+            f"alias {asked.alias!r} stands for one place, but {asked.selectors[0].text!r} picks {len(matched)}: "
+            f"{shown} …; use a narrower selector or no alias"
+        )
+    return matched
+
+
+def _check_aliases(aliases: list[str]) -> None:
     if repeated := {alias for alias in aliases if aliases.count(alias) > 1}:
         raise PlanError(
             f"alias {sorted(repeated)[0]!r} is used by more than one tap; an alias has to be unique"
         )
-    ports = tuple(Port(names, tuple(taps)) for names, taps in wanted_by.items())
-    return Plan((*bound, *below), ports, found_places, fallbacks)
 
 
 def _picks_nothing(selector: Selector, found: Sequence[Place]) -> SelectionError:

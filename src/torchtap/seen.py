@@ -130,13 +130,13 @@ class Seen(Mapping[str, Any]):
             return
         if leaf == "0" and (self._receiver.knows_positions or not path):
             yield site_name(path, kind, "", call)
-        if kind in ("input", "grad_input"):
-            for place in self._receiver.plan.places:
-                if place.path == path:
-                    names = input_names(place.module) or ()
-                    if int(first) < len(names):
-                        named = names[int(first)]
-                        yield site_name(path, kind, f"{named}.{more}" if more else named, call)
+        if kind not in ("input", "grad_input"):
+            return
+        for place in self._receiver.plan.places:
+            names = input_names(place.module) or () if place.path == path else ()
+            if int(first) < len(names):
+                named = names[int(first)]
+                yield site_name(path, kind, f"{named}.{more}" if more else named, call)
 
     def _why_not(self, name: str) -> str:
         bare = read_name(name).bare

@@ -8,13 +8,14 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, final
 
 from torch import Tensor, nn
 
+from torchtap.compiled_parts import warn_of_missing_parts
 from torchtap.errors import PlanError, SessionError
 from torchtap.matching import site_map_of
 from torchtap.model_tree import environment, model_tree
@@ -25,6 +26,7 @@ from torchtap.reduce import Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Selectable, places, source_of
+from torchtap.staged import joined
 from torchtap.store.read.earlier import recorded_steps
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
@@ -33,6 +35,8 @@ from torchtap.tapping import Tapping
 from torchtap.taps.alike.mapped import with_paths
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import tree_of
+from torchtap.taps.place.mesh import process_mesh
+from torchtap.taps.place.placing import Placing, layouts_of
 from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
 
@@ -89,6 +93,11 @@ class Capture:
             self._taps.detach()
         if error is None:
             self._warn_of_silence()
+            if self._taps.receiver.overheard:
+                warn(
+                    "torchtap: other threads called the model inside this capture; their values were not taken. "
+                    "capture(..., any_thread=True) takes those of every thread"
+                )
 
     def _warn_of_silence(self) -> None:
         """One warning for the selectors that brought nothing at all."""
@@ -166,6 +175,8 @@ def watch(
     strict: bool = False,
     via: WayName = "hook",
     labels: dict[str, Any] | None = None,
+    layout: Mapping[Selectable, str] | None = None,
+    follow_model: bool = False,
     **writer_options: Any,
 ) -> Watch:
     """Accompany a training: take what the taps ask for at each live step, into a run folder and to sinks.
@@ -175,22 +186,28 @@ def watch(
     manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer; ``via`` is as in
     `capture`. Passes in training and in evaluation are recorded apart, each under its phase. Several models of one
     training, as ``{"G": generator, "D": discriminator}``, share the clock and the run; their sites begin with their
-    names. A folder that holds steps already is continued after them.
+    names. Parts of one model, such as the pipeline stages of a rank, are given as a list and keep their names. A folder
+    that holds steps already is continued after them.
+
+    Of several processes each writes its own part of the run, with which part of the whole each value is. DTensors,
+    wrappers and parallel plans tell. ``layout`` tells what they do not know, by selector: ``"batch"``,
+    ``"replicated"``, or ``"shard(-1, tp)"`` for a dimension and an axis of the mesh.
+
+    Where modules are added, removed or replaced meanwhile, the run says so; with ``follow_model`` the taps go over to
+    the model as it is then, from the next step on.
     """
-    if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
-        raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
-    if not isinstance(sinks, Sequence) or not all(hasattr(each, "write") for each in sinks):
-        raise PlanError(
-            f"sinks={sinks!r}: give a list of things with write(record) and close(); CallbackSink makes one of a "
-            "function, make_sink of a text"
-        )
+    _check_destinations(run, sinks)
+    warn_of_missing_parts()
     several = isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module))
     asked: list[Any] = list(taps) if several else [taps]  # type: ignore[arg-type]
     models = _models(model)
-    if models is not None:
+    if isinstance(model, (list, tuple)):
+        model = joined(model)
+    elif models is not None:
         model = nn.ModuleDict(models)
     tree = tree_of(model)
     bound = bind(tree, [_tapped(each, keep, every=every, phase=phase) for each in asked])
+    placing = _placing(model, layout or {})
     consumers = list(sinks)
     recorded = range(0)
     if run is not None:
@@ -209,7 +226,34 @@ def watch(
         raise PlanError(
             f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
         )
-    return Watch(model, bound, consumers, models=models, strict=strict, via=via, recorded=recorded)
+    return Watch(
+        model,
+        bound,
+        consumers,
+        models=models,
+        strict=strict,
+        via=via,
+        recorded=recorded,
+        follow_model=follow_model,
+        placing=placing,
+    )
+
+
+def _check_destinations(run: object, sinks: object) -> None:
+    if run is not None and not (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
+        raise PlanError(f"run={run!r} names no folder: it comes second, None keeps none; taps come third")
+    if not isinstance(sinks, Sequence) or not all(hasattr(each, "write") for each in sinks):
+        raise PlanError(
+            f"sinks={sinks!r}: give a list of things with write(record) and close(); CallbackSink makes one of a "
+            "function, make_sink of a text"
+        )
+
+
+def _placing(model: Any, layout: Mapping[Selectable, str]) -> Placing | None:
+    """What knows the placements of values; None where this process is alone."""
+    layouts = layouts_of(layout)
+    mesh = process_mesh(model) if isinstance(model, nn.Module) else None
+    return None if mesh is None else Placing(mesh, layouts)
 
 
 def _tapped(asked: Any, keep: Any, **when: Any) -> Any:
@@ -223,7 +267,13 @@ def _tapped(asked: Any, keep: Any, **when: Any) -> Any:
 
 
 def _models(model: Any) -> dict[str, nn.Module] | None:
-    """Several models by name, or None where one was given."""
+    """Several models by name, parts of one by number, or None where one was given."""
+    if isinstance(model, (list, tuple)):
+        if not model or not all(isinstance(each, nn.Module) for each in model):
+            raise PlanError(
+                "parts of one model are given as a list of nn.Modules, such as a rank's pipeline stages"
+            )
+        return {str(number): each for number, each in enumerate(model)}
     if not isinstance(model, dict) or not model:
         return None
     for name, each in model.items():

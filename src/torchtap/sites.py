@@ -14,6 +14,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, cast, final
 
 from torch import nn
@@ -92,10 +93,12 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    children = module._modules
+    children: Any = module._modules
+    if not isinstance(children, dict):
+        return None  # TorchScript's, which wraps nothing
     for name in WRAPPED_ATTRIBUTES:
         if (child := children.get(name)) is not None:
-            return child
+            return child  # type: ignore[no-any-return]
     if type(module).__name__ in WRAPPER_CLASSES:
         return children.get("module")
     return None
@@ -291,13 +294,7 @@ def _from_glob(text: str, default_kind: Kind) -> Selector:
         )
     path_matches = _path_pattern(path_text)
 
-    def picks_leaf(site: Site) -> bool:
-        if leaf_glob and not any(
-            fnmatch.fnmatchcase(leaf, leaf_glob) or leaf.startswith(leaf_glob + ".")
-            for leaf in _spellings(site)
-        ):
-            return False
-        return not call_text or fnmatch.fnmatchcase(str(site.call), call_text)
+    picks_leaf = partial(_is_leaf, leaf_glob, call_text)
 
     def picks_port(site: Site) -> bool:
         # Parameters and buffers are listed leaf by leaf; inputs and outputs are not known yet.
@@ -319,6 +316,15 @@ def _spellings(site: Site) -> Iterator[str]:
         names = input_names(site.module) or ()
         if first in names:
             yield join_path(str(names.index(first)), rest) if rest else str(names.index(first))
+
+
+def _is_leaf(leaf_glob: str, call_text: str, site: Site) -> bool:
+    """Whether a site is of the leaves and calls that a selector asks for; no text asks for all."""
+    if leaf_glob and not any(
+        fnmatch.fnmatchcase(leaf, leaf_glob) or leaf.startswith(leaf_glob + ".") for leaf in _spellings(site)
+    ):
+        return False
+    return not call_text or fnmatch.fnmatchcase(str(site.call), call_text)
 
 
 def _path_pattern(text: str) -> Callable[[str], bool]:

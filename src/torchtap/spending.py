@@ -33,13 +33,17 @@ class Spending:
     """What the taps with a budget spend, step by step."""
 
     def __init__(self, plan: Plan, receiver: Receiver, tell: Callable[[str], None]) -> None:
-        self._plan = plan
-        self._receiver = receiver
         self._tell = tell
         self._accounts = {
             index: _Account(plan.taps[index], (index, *below)) for index, below in plan.fallbacks.items()
         }
         self._began = 0.0
+        self.turn_to(plan, receiver)
+
+    def turn_to(self, plan: Plan, receiver: Receiver) -> None:
+        """The same taps, bound anew: what they have spent stays."""
+        self._plan = plan
+        self._receiver = receiver
         self._keys = receiver.folding.keys
         receiver.folding.timed = any(account.budget.share is not None for account in self._accounts.values())
 

@@ -202,6 +202,22 @@ class Steps:
         self._collect(moment)
         self._release()
 
+    def change_taps(self, tap: Callable[[Steps], Tapping]) -> Tapping:
+        """The model has other modules now: what the taps hold is collected, and others take their place."""
+        if self.last is not None:
+            self._collect(self.last)
+        else:
+            self._sort_early(self._coming_first())
+        before = self.taps
+        before.receiver.end_step()
+        before.detach()
+        self.taps = tap(self)
+        self.taps.receiver.follow(before.receiver)
+        self._plan = self.taps.plan
+        if self._spending is not None:
+            self._spending.turn_to(self._plan, self.taps.receiver)
+        return self.taps
+
     def adopt_early(self, thread: int) -> None:
         """The first step is open already: passes that came before the clock was set belong to it."""
         self.clock.next_step()

@@ -25,6 +25,18 @@ def print_summary(
 ) -> None:
     """Print a row for each site, then other numbers, what is missing and what was lost."""
     console = Console(file=file)
+    for table in _tables(blocks):
+        if table.row_count:
+            console.print(table)
+    if missing:
+        console.print(f"{len(missing)} {'site' if len(missing) == 1 else 'sites'} did not arrive:")
+        for entry in missing[:10]:
+            console.print(f"  {entry}", markup=False)
+    if lost:
+        console.print(f"{len(lost)} losses; the first: {lost[0]}", markup=False)
+
+
+def _tables(blocks: Iterable[ScalarBlock]) -> tuple[Table, Table]:
     table = Table(title="newest statistics", title_justify="left")
     table.add_column("site", no_wrap=True, overflow="ellipsis")
     for name in (*_COLUMNS, "nan/inf"):
@@ -38,15 +50,7 @@ def print_summary(
         else:
             for name, value in numbers.items():
                 others.add_row(site, name, f"{value:.6g}")
-    for each in (table, others):
-        if each.row_count:
-            console.print(each)
-    if missing:
-        console.print(f"{len(missing)} {'site' if len(missing) == 1 else 'sites'} did not arrive:")
-        for entry in missing[:10]:
-            console.print(f"  {entry}", markup=False)
-    if lost:
-        console.print(f"{len(lost)} losses; the first: {lost[0]}", markup=False)
+    return table, others
 
 
 def _newest(blocks: Iterable[ScalarBlock]) -> dict[str, dict[str, float]]:

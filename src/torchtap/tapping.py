@@ -14,6 +14,7 @@ from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.eager import EagerAttachment
+from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.collect import Collector, Coming
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.receiver import PassClock, Receiver
@@ -41,9 +42,12 @@ class Tapping:
         apart: frozenset[int] = frozenset(),
         clock: PassClock | None = None,
         site_map: SiteMap | None = None,
+        placing: Placing | None = None,
     ) -> None:
         self.plan = plan
-        self.receiver = Receiver(plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock)
+        self.receiver = Receiver(
+            plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock, placing=placing
+        )
         self._collector = Collector(self.receiver.folding)
         self._attachment = attach(model, self.receiver, via, site_map)
         # Of several models each call is a pass; what holds them together is never called.
@@ -71,7 +75,7 @@ class Tapping:
         """The modules from which somebody else has taken our hooks off."""
         return self._attachment.hooks_gone() if isinstance(self._attachment, EagerAttachment) else []
 
-    def receiver_places_replaced(self) -> list[str]:
+    def places_replaced(self) -> list[str]:
         """Where the model has another module than the one that taps were put on, or none."""
         return sorted(replaced_paths(self.receiver))
 

@@ -28,6 +28,8 @@ from torchtap.steps import Steps
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.tapping import Tapping
+from torchtap.taps.place.placing import Placing
+from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
 
 __all__ = ["Watch"]
@@ -47,13 +49,15 @@ class Watch:
         strict: bool = False,
         via: WayName = "hook",
         recorded: range = range(0),
+        placing: Placing | None = None,
+        follow_model: bool = False,
     ) -> None:
-        self.plan = plan
         self._model = model
+        self._placing = placing
         self._outlets = outlets = Outlets(consumers, strict=strict)
         self._recorded = recorded  # steps that earlier attempts left in the folder
 
-        def tap(steps: Steps) -> Tapping:
+        def tap(steps: Steps, plan: Plan = plan) -> Tapping:
             return Tapping(
                 model,
                 plan,
@@ -63,6 +67,7 @@ class Watch:
                 on_lost=outlets.note_loss,
                 via=via,
                 clock=steps,
+                placing=placing,
             )
 
         self._steps = Steps(
@@ -74,19 +79,39 @@ class Watch:
             on_no_clock=self._hint_no_clock,
             first=recorded.stop,
         )
-        self._receiver = self._steps.taps.receiver
         self._members = [model] if models is None else list(models.values())
-        self._following = Following(self._update_is_done, self._receiver.hears_this_thread)
+        self._following = Following(self._update_is_done, lambda: self._receiver.hears_this_thread())
         self._sentry = Sentry(self._members, self._steps.pass_begins, self._mode_changed)
         self._logs = False  # whether the training logs numbers of its own
         self._latest: dict[tuple[str, tuple[str, ...]], ScalarBlock] = {}
         self._handed_on = 0
         self._sites_told = 0
+        self._described: dict[str, dict[str, Any]] = {}  # sites of modules that the model had before
         self._in_block = False
         self._skipped = False
         self._closed = False
-        self._gaps = Gaps(model, self._members, plan, self._steps.taps, outlets.note_loss)
+        self._tap = tap
+        retap = self._go_over_to if follow_model else None
+        self._gaps = Gaps(model, self._members, self._steps.taps, outlets.note_loss, retap)
         self._steps.listen_before()
+
+    @property
+    def plan(self) -> Plan:
+        """The taps and the places that they are bound to; with ``follow_model``, those of the model as it is now."""
+        return self._steps.taps.plan
+
+    @property
+    def _receiver(self) -> Receiver:
+        return self._steps.taps.receiver
+
+    def _go_over_to(self, plan: Plan) -> Tapping:
+        """The model has changed: the taps are put on what it consists of now."""
+        before = {port.site.name for port in self.plan.ports}
+        self._described = {site["name"]: site for site in self._describe_sites()}
+        taps = self._steps.change_taps(lambda steps: self._tap(steps, plan))
+        now = {port.site.name for port in plan.ports}
+        self._outlets.tell("model", came=sorted(now - before), gone=sorted(before - now))
+        return taps
 
     def _is_training(self) -> bool:
         return any(getattr(model, "training", True) for model in self._members)
@@ -305,18 +330,23 @@ class Watch:
         if len(entries) >= 2 * self._sites_told and entries:
             self._sites_told = len(entries)
             self._outlets.tell("sites", sites=self._describe_sites())
+        if self._placing is not None:
+            changes = self._placing.changes(entries, record.phase)
+            if changes is not None:
+                self._outlets.tell("placements", step=record.step, **changes)
         self._outlets.write(record)
 
     def _describe_sites(self) -> list[dict[str, Any]]:
         """What was found out about the sites since the plan was made, in the order of execution."""
-        return [
-            {
+        now: dict[str, dict[str, Any]] = {
+            entry.name: {
                 "name": entry.name,
                 "shape": None if entry.shape is None else list(entry.shape),
                 "dtype": None if entry.dtype is None else str(entry.dtype).removeprefix("torch."),
             }
             for entry in self._receiver.entries
-        ]
+        }
+        return list((self._described | now).values())
 
     def coverage(self) -> list[Missing]:
         """Each site that the plan expects and that did not arrive so far, with the reason."""

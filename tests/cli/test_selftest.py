@@ -14,7 +14,7 @@ def test_the_parts_are_named_and_what_holds_is_said(
     with pytest.raises(SystemExit, match="0"):
         main(["selftest", "--device", "cpu"])
     said = capsys.readouterr().out
-    for part in ("torch:", "native kernel:", "page:", "limits:", "cpu      kernels", "everything held"):
+    for part in ("torch:", "compiled parts:", "page:", "limits:", "cpu      kernels", "everything held"):
         assert part in said
 
 

@@ -16,6 +16,7 @@ import torchtap as tt
 from torchtap import ModuleMonitor, MonitorMixin, monitor_scaled_dot_product_attention
 from torchtap.monitors.module_monitor import attention
 from torchtap.monitors.module_monitor.attention import head_entropy
+from torchtap.taps.eager.attention_calls import AttentionCall, listen
 
 
 def watching(model: nn.Module, **options: Any) -> ModuleMonitor:
@@ -236,32 +237,92 @@ def test_a_capture_of_attention_in_the_same_step_disturbs_nothing() -> None:
         assert "attention_entropy/blocks.0.attn.head_3" in monitor.get_step_metrics()
 
 
-@pytest.mark.parametrize("first_to_end", [0, 1])
-@pytest.mark.parametrize("was", [True, False])
-def test_two_monitors_give_torch_s_fast_path_back_as_it_was(first_to_end: int, was: bool) -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_torch_s_fast_path_is_left_as_it_is_and_its_attention_is_seen(enabled: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True).eval()
+    model, x = nn.Sequential(layer), torch.randn(3, 5, 8)
+    monitor = watching(model, attention=True)
     before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(was)
+    torch.backends.mha.set_fastpath_enabled(enabled)
     try:
-        monitors = [watching(Attending(), attention=True) for _ in range(2)]
-        for monitor in monitors:
-            monitor.begin_step(0)
-        assert not torch.backends.mha.get_fastpath_enabled()
-        monitors[first_to_end].end_step()
-        assert not torch.backends.mha.get_fastpath_enabled(), "the other monitor still needs it off"
-        monitors[1 - first_to_end].end_step()
-        assert torch.backends.mha.get_fastpath_enabled() == was
+        monitor.begin_step(0)
+        with torch.no_grad():
+            model(x)
+        assert torch.backends.mha.get_fastpath_enabled() == enabled
+        monitor.end_step()
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+    source = layer.norm1(x)
+    weights = layer.self_attn(source, source, source, average_attn_weights=False)[1]
+    got = {key: value for key, value in monitor.get_step_metrics().items() if "entropy" in key}
+    assert list(got.values()) == pytest.approx(
+        [entropy(weights[:, head].double()).mean().item() for head in range(2)], rel=1e-4
+    )
 
 
-def test_a_monitor_that_is_dropped_in_a_step_leaves_torch_s_fast_path_on() -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_every_way_into_attention_gives_the_heads_the_same_values(training: bool) -> None:
+    """The four entry points, with nothing on the model that would keep torch from its fast paths."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train(training)
+    model, x = nn.Sequential(layer), torch.randn(3, 5, 8)
+    calls: list[AttentionCall] = []
+    listening = listen(calls.append)
+    try:
+        with torch.set_grad_enabled(training):
+            model(x)
+            layer.self_attn(x, x, x, need_weights=False)
+    finally:
+        listening.remove()
+    q, k, v = (
+        part.unflatten(-1, (2, 4)).transpose(1, 2)
+        for part in functional.linear(x, layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias).chunk(
+            3, -1
+        )
+    )
+    assert len(calls) == 2
+    for call in calls:
+        assert call.arguments is not None
+        assert torch.allclose(call.arguments[0], q, atol=1e-6)
+        assert torch.allclose(call.arguments[1], k, atol=1e-6)
+        assert torch.allclose(call.value, v, atol=1e-6)
+        assert torch.allclose(call.by_head(), functional.scaled_dot_product_attention(q, k, v), atol=1e-6)
+
+
+def test_a_monitor_that_is_dropped_in_a_step_takes_its_wrappers_along() -> None:
     import gc
 
-    assert torch.backends.mha.get_fastpath_enabled()
+    original = functional.scaled_dot_product_attention
     monitor = ModuleMonitor(None, attention=True)
     monitor.set_module(nn.Linear(2, 2))
     monitor.begin_step(0)
-    assert not torch.backends.mha.get_fastpath_enabled()
+    assert functional.scaled_dot_product_attention is not original
     del monitor
     gc.collect()
-    assert torch.backends.mha.get_fastpath_enabled()
+    assert functional.scaled_dot_product_attention is original
+
+
+def test_whoever_wraps_attention_in_a_monitored_step_keeps_it_and_nothing_is_counted_twice() -> None:
+    original = functional.scaled_dot_product_attention
+    model = GPT(layers=1)
+    monitor = watching(model, attention=True)
+    monitor.begin_step(0)
+    ours = functional.scaled_dot_product_attention
+    calls = []
+
+    def theirs(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return ours(*args, **kwargs)
+
+    functional.scaled_dot_product_attention = theirs
+    try:
+        monitor.end_step()
+        assert functional.scaled_dot_product_attention is theirs
+        heard: list[AttentionCall] = []
+        listening = listen(heard.append)
+        model(torch.randint(0, 11, (2, 6)))
+        listening.remove()
+        assert functional.scaled_dot_product_attention is theirs
+        assert (len(calls), len(heard)) == (1, 1)
+    finally:
+        functional.scaled_dot_product_attention = original

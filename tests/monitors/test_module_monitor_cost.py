@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import weakref
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from torchtap import ModuleMonitor, RefinedCoordinateCheck
 from torchtap.monitors.module_monitor import ledger
-from torchtap.monitors.module_monitor.expressions import recognise
 
 
 def test_a_step_that_is_not_monitored_carries_no_hook() -> None:
@@ -90,21 +88,6 @@ def test_no_value_is_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert monitor.get_step_metrics()["parameter/0.weight/norm"] == pytest.approx(
         model[0].weight.norm().item()
     )
-
-
-def test_a_metric_with_effects_is_called_and_not_read() -> None:
-    seen: list[Any] = []
-
-    def noting(x: Tensor) -> Tensor:
-        seen.append(x.shape)
-        return x.mean()
-
-    order = 2
-    assert recognise(noting).formula is None
-    assert recognise(lambda x: x.norm(order)).formula is None
-    assert seen == []
-    assert recognise(lambda x: x.norm(2)).formula is not None
-    assert recognise(functools.partial(torch.norm, p=1)).formula is not None
 
 
 @pytest.mark.parametrize(

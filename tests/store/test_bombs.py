@@ -181,7 +181,7 @@ def test_a_large_tensor_with_a_wrong_checksum_is_refused_before_memory_is_taken_
 def crafted_note(name: SegmentName) -> str:
     from torchtap.store.format.notes import segment_note
 
-    return segment_note(name)
+    return segment_note(name, (0, 0))
 
 
 @pytest.mark.parametrize("text", ["{},", "[],", '{"a":1},', "1,", '"ab",', "[[]],", "1.5,", '{"a":{}},'])

@@ -43,11 +43,11 @@ for index in range(count):
     if child == 0:
         record_until_killed(folder, mouth)
     os.close(mouth)
-    os.read(ear, 4)  # the first flush
-    time.sleep(chance.random() * 0.06)
+    for _ in range(chance.randrange(1, 12)):
+        last = int.from_bytes(os.read(ear, 4), "little")  # a flush
+    time.sleep(chance.random() * 0.01)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    last = 4
     while answer := os.read(ear, 4):
         last = int.from_bytes(answer, "little")
     os.close(ear)

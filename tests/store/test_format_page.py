@@ -78,6 +78,7 @@ def test_scalar_segments_have_the_entries_of_the_page(part: Path) -> None:
             "format",
             "check",
             "kind",
+            "part",
             "flushes",
             "steps",
             "phases",

@@ -167,7 +167,7 @@ def craft(head: object, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-NOTE = {"torchtap": segment_note(SegmentName("tensors", 1, 1, 1, 1))}
+NOTE = {"torchtap": segment_note(SegmentName("tensors", 1, 1, 1, 1), (0, 0))}
 
 BAD_SEGMENTS: dict[str, bytes] = {
     "a head longer than any": (MAX_HEADER + 1).to_bytes(8, "little") + b"{}",
@@ -255,7 +255,9 @@ def test_a_grid_that_points_outside_the_clock_is_refused(folder: Path) -> None:
     import zlib
 
     head["__metadata__"]["grid0.rows"] = json.dumps({"crc32": f"{zlib.crc32(data[start:stop]):08x}"})
-    head["__metadata__"]["torchtap"] = segment_note(SegmentName("scalars", 0, 0, 0, 0), phases=["train"])
+    head["__metadata__"]["torchtap"] = segment_note(
+        SegmentName("scalars", 0, 0, 0, 0), (0, 0), phases=["train"]
+    )
     path.write_bytes(craft(head, bytes(data)))
     run = open_run(folder)
     assert any("not rows of the clock" in problem for problem in run.problems)
@@ -348,7 +350,7 @@ def test_nothing_outside_the_folder_is_read_and_nothing_blocks(
     read_everything(run)
     if 1 in run.ranks:
         with pytest.raises((RunError, OSError)):
-            run.of_rank(1)
+            run.rank(1)
 
 
 def test_names_with_path_components_are_only_names(tmp_path: Path) -> None:

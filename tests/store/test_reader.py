@@ -166,10 +166,11 @@ def test_each_rank_has_its_own_part(tmp_path: Path) -> None:
             writer.write(record(rank))
     run = open_run(tmp_path)
     assert run.ranks == [0, 1]
-    assert run.steps().tolist() == [0]
-    assert run.of_rank(1).steps().tolist() == [1]
+    assert run.steps().tolist() == [0, 1]
+    assert run.rank(0).steps().tolist() == [0]
+    assert run.rank(1).steps().tolist() == [1]
     with pytest.raises(SelectionError, match="no rank 7"):
-        run.of_rank(7)
+        run.rank(7)
 
 
 def test_a_folder_without_a_run_is_said_to_be_none(tmp_path: Path) -> None:

@@ -46,8 +46,10 @@ def test_a_disk_that_fails_at_random_costs_only_what_is_told() -> None:
     assert failing_disk(25, seed=3)["failed calls"] > 5
 
 
-def test_a_killed_rank_leaves_the_other_ranks_whole() -> None:
-    assert killed_recordings(8, seed=21)["recordings killed"] == 10
+def test_recordings_that_die_in_a_merge_or_in_closing_have_all_that_was_flushed() -> None:
+    died = killed_recordings(12, seed=21)
+    assert sum(count for way, count in died.items() if way.startswith("recordings")) == 15
+    assert died["recordings, in a merge"] >= 3
 
 
 def test_a_reader_beside_a_writer_sees_whole_steps_and_loses_none() -> None:

@@ -188,3 +188,41 @@ def test_a_text_is_sealed_and_any_change_of_it_is_seen() -> None:
                 assert not is_sealed(bytes(changed))
     with pytest.raises(ValueError, match="no room"):
         seal(b'{"kind":"x"}')
+
+
+@pytest.mark.parametrize("kind", ["scalars", "tensors"])
+@pytest.mark.parametrize("source", ["rank-00001/attempt-0001", "rank-00000/attempt-0000"])
+@pytest.mark.parametrize("keeps_name", [True, False])
+def test_a_file_of_another_rank_or_attempt_is_never_taken_for_ones_own(
+    tmp_path: Path, kind: str, source: str, keeps_name: bool
+) -> None:
+    """Somebody sorts files by hand, or copies two parts into one folder."""
+    for rank in (0, 1):
+        for _ in range(2):
+            with RunWriter(tmp_path / "run", manifest={}, rank=rank, world=2) as writer:
+                writer.write(record(4, tensors=1))
+    stranger = next((tmp_path / "run" / source).glob(f"{kind}-*"))
+    own = next((tmp_path / "run" / "rank-00000" / "attempt-0001").glob(f"{kind}-*"))
+    content = stranger.read_bytes()
+    stranger.unlink()
+    own.unlink() if not keeps_name else None
+    (own if keeps_name else own.with_name(stranger.name)).write_bytes(content)
+    run = open_run(tmp_path / "run")
+    assert not list(run.tensors()) or kind == "scalars"
+    assert any("moved here" in problem for problem in run.problems), run.problems
+    if kind == "scalars":
+        with pytest.raises(TorchtapError):
+            run.series(SITES[0], "mean")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "closed.json"])
+def test_a_document_of_another_attempt_is_told(tmp_path: Path, file: str) -> None:
+    for labels in ("first", "second"):
+        with RunWriter(tmp_path / "run", manifest={"labels": labels}) as writer:
+            writer.write(record(4))
+    part = tmp_path / "run" / "rank-00000"
+    shutil.copy(part / "attempt-0000" / file, part / "attempt-0001" / file)
+    run = open_run(tmp_path / "run", attempt=1)
+    assert any(file in problem and "attempt 0" in problem for problem in run.problems)
+    assert run.manifest.get("labels") != "first"
+    assert run.series(SITES[0], "mean").values.tolist() == [number(4, 0, 0)]

@@ -27,7 +27,7 @@ def crafted(
     **facts: Any,
 ) -> bytes:
     """A segment's bytes. ``notes`` add to what is noted of an entry."""
-    metadata = {"torchtap": segment_note(name, **facts)}
+    metadata = {"torchtap": segment_note(name, (0, 0), **facts)}
     head: dict[str, Any] = {"__metadata__": metadata}
     body, offset = [], 0
     for key, array in arrays.items():

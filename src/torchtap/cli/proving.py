@@ -26,20 +26,16 @@ _EXTRAS = ("zstandard", "h5py", "pyarrow", "onnxruntime", "starlette", "matplotl
 def facts() -> Iterator[tuple[str, str]]:
     """Versions, native parts, the page and the limits."""
     from torchtap._torch import TORCH_VERSION
-    from torchtap.reduce.kernel import native
+    from torchtap.compiled_parts import missing_parts
     from torchtap.store.files.layout import FORMAT_VERSION
-    from torchtap.store.format.checksum import copy_bytes
     from torchtap.store.format.seal import JSON_LIMIT
     from torchtap.viewer.assets import built
 
     yield "torchtap", f"{_version('torchtap')}, run format {FORMAT_VERSION}"
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield "torch", f"{TORCH_VERSION}, {torch.get_num_threads()} threads"
-    yield (
-        "native kernel",
-        "built" if native is not None else "MISSING: statistics are computed by torch, more slowly",
-    )
-    yield "native checksum", "built" if copy_bytes is not None else "MISSING: zlib is used"
+    missing = [f"{part} ({instead})" for part, instead in missing_parts().items()]
+    yield "compiled parts", f"MISSING: {', '.join(missing)}" if missing else "all here"
     yield "page", "built" if built() else "MISSING: torchtap view and report need it"
     yield "extras", ", ".join(name for name in _EXTRAS if find_spec(name) is not None) or "none"
     yield "limits", f"JSON {JSON_LIMIT >> 20} MiB, tensors on the page 256 MiB"

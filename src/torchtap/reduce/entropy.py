@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
+from torchtap.reduce.readable import readable
 
 __all__ = ["Entropy"]
 
@@ -53,7 +54,7 @@ def _by_head(value: Tensor) -> tuple[Tensor, int]:
         raise ReductionError(
             f"Entropy needs (batch, heads, ..., outcomes); got the shape {tuple(value.shape)}"
         )
-    each = torch.special.entr(value.detach().float()).sum(-1)
+    each = torch.special.entr(readable(value).float()).sum(-1)
     if each.dim() == 1:  # (batch, outcomes): one head
         each = each.unsqueeze(1)
     others = [dim for dim in range(each.dim()) if dim != 1]

@@ -2,6 +2,7 @@
 
 It guarantees:
 - the function sees the value detached and without autograd, and a function that changes it is refused;
+- of a value that is spread over ranks it sees this rank's part, so that no rank waits for another;
 - an answer that shares the value's memory is copied;
 - whatever goes wrong in the function is a ReductionError that names the metric.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchtap._torch import version_of
+from torchtap._torch_distributed import local_part
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.memory import PLAIN_TYPES
@@ -43,6 +45,8 @@ class Metric(Reduction[_Fold]):
     aggregate: how the answers of several values combine: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``
         (element by element for tensors), ``"last"``, or a function of the list of all answers.
     name: what the result is called; the function's own name if it is not given.
+    whole: give the function the DTensor itself, not this rank's part of it. What it computes may then be a collective:
+        every rank has to be watched, at the same steps, or the training waits for ever.
     """
 
     name: ClassVar[str] = "metric"
@@ -50,9 +54,15 @@ class Metric(Reduction[_Fold]):
     fn: Callable[[Tensor], Any]
     aggregate: _Aggregate = "mean"
     label: str = field(default="")
+    of_whole: bool = False
 
     def __init__(
-        self, fn: Callable[[Tensor], Any], aggregate: _Aggregate = "mean", *, name: str | None = None
+        self,
+        fn: Callable[[Tensor], Any],
+        aggregate: _Aggregate = "mean",
+        *,
+        name: str | None = None,
+        whole: bool = False,
     ) -> None:
         label = name or getattr(fn, "__name__", type(fn).__name__)
         if not callable(fn):
@@ -64,6 +74,7 @@ class Metric(Reduction[_Fold]):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "aggregate", aggregate)
         object.__setattr__(self, "label", label)
+        object.__setattr__(self, "of_whole", whole)
 
     @outside_transforms
     def update(self, state: _Fold | None, value: Tensor) -> _Fold:
@@ -111,7 +122,8 @@ class Metric(Reduction[_Fold]):
         place = getattr(self.fn, "__module__", "?")
         function = f"{place}:{getattr(self.fn, '__qualname__', type(self.fn).__name__)}"
         way = self.aggregate if isinstance(self.aggregate, str) else "function"
-        return {"reduction": self.name, "name": self.label, "function": function, "aggregate": way}
+        spec = {"reduction": self.name, "name": self.label, "function": function, "aggregate": way}
+        return {**spec, "whole": True} if self.of_whole else spec
 
     @classmethod
     def from_spec(cls, parameters: Mapping[str, Any]) -> Metric:
@@ -122,6 +134,8 @@ class Metric(Reduction[_Fold]):
         )
 
     def _ask(self, value: Tensor) -> _Answer:
+        if not self.of_whole:
+            value = local_part(value)
         # A subclass may be just what the function is for; what has no values is refused as everywhere.
         special = type(value) not in PLAIN_TYPES and holds_values(value)
         given = value.detach() if special else readable(value)

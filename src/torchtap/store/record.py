@@ -6,7 +6,7 @@ This is the seam between a session, which makes records, and everything that kee
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,7 @@ class StepRecord:
     skipped: bool = False  # a gradient scaler left the update out
 
 
+@runtime_checkable
 class Consumer(Protocol):
     """Whatever takes records: the run's writer and every sink."""
 

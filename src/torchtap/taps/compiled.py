@@ -29,12 +29,15 @@ from torchtap._torch import (
     in_backward,
     inside_compiled,
     is_compiled_module,
+    kept_by_inductor,
     runs_compiled,
     skip_alone,
     user_backend,
 )
 from torchtap.errors import FormError
+from torchtap.names import site_name
 from torchtap.sites import unwrap
+from torchtap.taps.carry.branches import is_silent
 from torchtap.taps.carry.carrier import (
     Carriers,
     EnterCarrier,
@@ -46,12 +49,13 @@ from torchtap.taps.carry.carrier import (
 from torchtap.taps.carry.forms import CarriedAttachment
 from torchtap.taps.carry.fused import emit_measured
 from torchtap.taps.carry.passes import PassHooks
-from torchtap.taps.eager import attention
-from torchtap.taps.receive import inside
+from torchtap.taps.eager.attention import report_attention
+from torchtap.taps.receive import inside, reasons
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.ways import Handle
 
 __all__ = ["attach_compiled", "compiled_regions"]
 
@@ -113,11 +117,11 @@ class Region:
         # Dynamo keeps compiled code with the code object; its own one makes this a separate compilation.
         tapped.__code__ = tapped.__code__.replace(co_name=f"tapped_{type(inner).__name__}")
         settings = _settings_of(module, self._forward)
-        if settings.fullgraph:
-            return settings(tapped)  # type: ignore[no-any-return]
-        backend = _OwnBackend(user_backend(settings.callback))
         compiled: Callable[..., Any] = torch.compile(
-            tapped, backend=backend, dynamic=dynamic_setting(settings)
+            tapped,
+            backend=_OwnBackend(user_backend(settings.callback)),
+            dynamic=dynamic_setting(settings),
+            fullgraph=settings.fullgraph,
         )
         return compiled
 
@@ -134,7 +138,7 @@ class _OwnBackend:
         self._backend = backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._backend(*args, **kwargs)
+        return self._backend(*args, **kept_by_inductor(self._backend), **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_backend":  # asked for before it is set: by copying
@@ -212,7 +216,11 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
             ),
             ((place.path, place.module) for place in receiver.plan.places) if looks_inside else (),
             measured,
+            purpose=f"{type(root).__qualname__} {sorted(sites)}",
         )
+    for port in receiver.ports.values():
+        if is_silent(carriers.channel.prefix + site_name(port.port.site.path, port.kind)):
+            port.note = reasons.IN_A_BRANCH
     number = carriers.channel.number
     switches = [Switch(region, number) for region in compiled_regions(model)]
     looking = [_LookInside(receiver)] if looks_inside else []
@@ -266,17 +274,17 @@ class _LookInside:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._patch: Any = None
+        self._attention: Handle | None = None
 
     def switch_on(self) -> None:
         activate(self._receiver)
         if self._receiver.listens_to("attention"):
-            self._patch = attention.patch()
+            self._attention = report_attention(self._receiver)
 
     def switch_off(self) -> None:
         deactivate(self._receiver)
         inside.paths.clear()
         inside.busy.clear()
-        if self._patch is not None:
-            self._patch.remove()
-            self._patch = None
+        if self._attention is not None:
+            self._attention.remove()
+            self._attention = None

@@ -21,7 +21,7 @@ def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> b
             raise Refused("one rank wrote this run", 404)
         found = {}
         for rank in ranks:
-            run = shown.remember(("rank", str(rank)), lambda rank=rank: shown.run.of_rank(rank))  # type: ignore[misc]
+            run = shown.remember(("rank", str(rank)), lambda rank=rank: shown.run.rank(rank))  # type: ignore[misc]
             if site in run.sites() and statistic in run.statistics(site):
                 found[rank] = run.series(site, statistic)
         revision = shown.revision

@@ -410,3 +410,22 @@ def test_a_form_with_other_weights_still_has_its_names() -> None:
     result = tt.compare(model, call, inputs=args)
     assert result.first is not None
     assert result.first.site.startswith("n:output")
+
+
+def test_comparing_with_an_instrumented_trace_counts_the_calls_of_a_module_once() -> None:
+    """Its own sites and those of the map are the same values: a call must not be counted twice."""
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared).eval()
+    x = torch.randn(3, 4)
+    trace = torch.jit.trace(tt.instrument(model, "*:output"), (x,))
+    assert tt.compare(model, trace, inputs=(x,)).outcome == "same"
+
+
+def test_a_scripted_model_that_differs_is_told_by_its_site() -> None:
+    torch.manual_seed(0)
+    model, other = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    found = tt.compare(model, torch.jit.script(other), inputs=(torch.randn(3, 4),))
+    assert found.outcome == "differs"
+    assert found.first is not None
+    assert found.first.module == "0"

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchtap.comparison.judge.result import Comparison
@@ -20,6 +21,8 @@ def located(result: Comparison, target: Any) -> Comparison:
     """The same result, its first divergence with the source of the target's module where that is known."""
     if result.first is None or result.first.source or not isinstance(target, nn.Module):
         return result
+    if isinstance(target, torch.jit.ScriptModule):
+        return result  # its classes are TorchScript's own
     source = source_of(unwrap(target), result.first.module)
     if not source:
         return result

@@ -12,7 +12,6 @@ Not here: recognising formulas (`expressions`), keys and steps (`storage`).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,14 +21,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtap._torch import foreach_norm, version_of
+from torchtap._torch import foreach_norm
 from torchtap.errors import MetricError
-from torchtap.monitors.module_monitor.expressions import Formula, Reading, l2
+from torchtap.monitors.module_monitor.expressions import Reading
+from torchtap.monitors.module_monitor.stand_ins import Formula, l2
 from torchtap.monitors.module_monitor.storage import StorageManager, means
 from torchtap.reduce import kernel
 from torchtap.reduce.memory import PLAIN_TYPES
 from torchtap.reduce.moments import WIDTH
-from torchtap.taps.receive.entries import gone
+from torchtap.taps.receive.entries import RecentValues
 
 __all__ = ["BoundMetrics", "Ledger", "Metric"]
 
@@ -82,10 +82,8 @@ class Ledger:
         self._results: list[tuple[BoundMetrics, Metric, Tensor]] = []
         self._norms: list[tuple[list[BoundMetrics], Tensor]] = []
         self._added: dict[str, tuple[float, int]] = {}  # sum and count of what was added under a key
-        # The value measured last, its version and its row. Not held: an output would keep all of autograd's graph.
-        self._last: Callable[[], Tensor | None] = gone
-        self._last_version = -1
-        self._last_row = -1
+        self._recent = RecentValues()
+        self._recent_rows = [-1] * RecentValues.SLOTS  # the row of what is in each slot; -1: not measured
         self._layout: _Layout | None = None
 
     def _note_address(self) -> None:
@@ -97,14 +95,11 @@ class Ledger:
     def take(self, bound: BoundMetrics, value: Tensor) -> None:
         """All metrics of a place on one value."""
         if bound.read:
-            # The same tensor again, and nobody has written to it: a container returns what its last child did.
-            if self._last() is value and version_of(value) == self._last_version:
-                row = self._last_row
+            slot, known = self._recent.slot_of(value)
+            if known:
+                row = self._recent_rows[slot]
             else:
-                row = self._measure(value)
-                version = version_of(value)
-                self._last = weakref.ref(value) if version >= 0 else gone
-                self._last_version, self._last_row = version, row
+                row = self._recent_rows[slot] = self._measure(value)
             if row >= 0:
                 self._bounds.append(bound)
                 self._bound_rows.append(row)
@@ -287,22 +282,12 @@ class Ledger:
         return layout
 
     def _needs_care(self, layout: _Layout, into: dict[str, Any], norms: dict[str, float]) -> bool:
-        if not layout.plain or not into.keys().isdisjoint(layout.keys):
+        """Whether a key has several sources, or an aggregation of its own."""
+        metrics = [metric for _, metric, _ in self._results]
+        if not layout.plain or any(metric.aggregate is not None for metric in metrics):
             return True
-        for found in (norms, self._added):
-            if found and not (found.keys().isdisjoint(into) and found.keys().isdisjoint(layout.keys)):
-                return True
-        if not self._results:
-            return False
-        keys = [metric.key for _, metric, _ in self._results]
-        together = set(keys)
-        return (
-            any(metric.aggregate is not None for _, metric, _ in self._results)
-            or len(together) < len(keys)
-            or not together.isdisjoint(layout.keys)
-            or not together.isdisjoint(into)
-            or not together.isdisjoint(norms)
-        )
+        sources = [into, layout.keys, norms, self._added, [metric.key for metric in metrics]]
+        return len(set().union(*sources)) < sum(map(len, sources))
 
     def _evaluate(self, layout: _Layout) -> npt.NDArray[np.float64]:
         """The number of each metric of the layout."""
@@ -320,7 +305,7 @@ class Ledger:
         self._norms.clear()
         self._added = {}
         self._used = 0
-        self._last = gone
+        self._recent.forget()
 
 
 @final

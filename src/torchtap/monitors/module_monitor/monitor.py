@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtap._torch import graph_task
 from torchtap.errors import MetricError, MonitorError
 from torchtap.monitors.module_monitor.attention_patch import AttentionPatch
 from torchtap.monitors.module_monitor.eager_stance import EagerStance
-from torchtap.monitors.module_monitor.hooks import HooksManager, LiveHook
+from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.ledger import Ledger
 from torchtap.monitors.module_monitor.metrics import MetricRegistry
 from torchtap.monitors.module_monitor.mixin import MonitorMixin
@@ -37,7 +36,7 @@ from torchtap.monitors.module_monitor.naming import (
     leaf_name,
     named_modules,
 )
-from torchtap.monitors.module_monitor.output_hooks import OutputHook, ReferenceHook
+from torchtap.monitors.module_monitor.output_hooks import Visited, take_output, take_reference_output
 from torchtap.monitors.module_monitor.parameters import ParameterList
 from torchtap.monitors.module_monitor.records import StepKeeper
 from torchtap.monitors.module_monitor.reference import ReferenceActivations
@@ -45,7 +44,7 @@ from torchtap.monitors.module_monitor.storage import StorageManager
 from torchtap.sites import unwrap
 from torchtap.store.record import Consumer
 from torchtap.taps.walk.leaves import leaves
-from torchtap.taps.walk.ways import HookWay
+from torchtap.taps.walk.walker import Walker, shown_output
 
 __all__ = ["ModuleMonitor"]
 
@@ -95,12 +94,13 @@ class ModuleMonitor(MetricRegistry):
 
         self.activation_hooks = HooksManager()
         self.reference_activation_hooks = HooksManager()
+        self._own_hooks = [self.activation_hooks, self.reference_activation_hooks]
         self.storage = StorageManager(self.logger)
         self.storage._settle = self._settle
         self._ledger = Ledger()
         self._reference = ReferenceActivations()
         self._calls: dict[str, int] = {}  # of the monitored module's parts, in the current pass
-        self._pass_hooks: list[Any] = []
+        self._walkers: list[Walker] = []  # that tell of passes, where there is a reference
         # Told whether the step that begins is monitored.
         self._companions: list[Callable[[bool], None]] = [self._reference.arm]
         self._own_parameters: ParameterList | None = None
@@ -125,7 +125,9 @@ class ModuleMonitor(MetricRegistry):
                 self.logger.debug("Module %s is excluded", name)
                 continue
             if not is_wrapper:  # a wrapper gives what the module inside it gave
-                self.activation_hooks.register_forward_hook(part, OutputHook(self, formatted))
+                self.activation_hooks.register_forward_hook(
+                    part, shown_output(Visited(self, formatted), take_output)
+                )
                 self.logger.debug("Registered forward hook for module %s", name)
             if isinstance(part, MonitorMixin):
                 part.set_module_monitor(self, False)
@@ -143,24 +145,22 @@ class ModuleMonitor(MetricRegistry):
         ]
         check_same_structure(set(self.module_names.values()), {name for name, _, _ in parts})
         self.reference_module = module
-        self.reference_activation_hooks = HooksManager()
         for name, part, is_wrapper in parts:
             self.reference_module_names[part] = name
             if self._is_excluded(name):
                 self.logger.debug("Excluding reference module %s from monitoring.", name)
                 continue
             if not is_wrapper:
-                self.reference_activation_hooks.register_forward_hook(part, ReferenceHook(self, name))
+                self.reference_activation_hooks.register_forward_hook(
+                    part, shown_output(Visited(self, name), take_reference_output)
+                )
                 self.logger.debug("Registered forward hook for reference module %s", name)
             if isinstance(part, MonitorMixin):
                 part.set_module_monitor(self, True)
-        reference, model = unwrap(module), unwrap(self.module)
-        hooks = HookWay(travelling=True)
-        self._pass_hooks = [
-            hooks.before(reference, LiveHook(self._on_reference_pass), first=True),
-            hooks.after(reference, LiveHook(self._on_reference_pass_end), always=True),
-            hooks.before(model, LiveHook(self._on_pass), first=True),
-        ]
+        of_reference, of_module = Walker(unwrap(module)), Walker(unwrap(self.module))
+        of_reference.passes(self._reference.begin_pass, self._reference.end_pass)
+        of_module.passes(self._calls.clear)
+        self._walkers = [of_reference, of_module]
 
     def has_reference_module(self) -> bool:
         """Whether there is a reference."""
@@ -175,9 +175,9 @@ class ModuleMonitor(MetricRegistry):
                 part.set_module_monitor(None, False)
         self.reference_module = None
         self.reference_activation_hooks.remove_all_hooks()
-        for handle in self._pass_hooks:
-            handle.remove()
-        self._pass_hooks = []
+        for walker in self._walkers:
+            walker.leave()
+        self._walkers = []
         self.reference_module_names = {}
         self._reference.forget()
 
@@ -411,17 +411,6 @@ class ModuleMonitor(MetricRegistry):
                 )
             except MonitorError as error:
                 raise MetricError(f"Failed to monitor activations of module {name}. {error}") from error
-
-    def _on_reference_pass(self, *_: Any) -> None:
-        if graph_task() == -1:
-            self._reference.begin_pass()
-
-    def _on_reference_pass_end(self, *_: Any) -> None:
-        self._reference.end_pass()
-
-    def _on_pass(self, *_: Any) -> None:
-        if self._calls and graph_task() == -1:
-            self._calls.clear()
 
     # -- gradients and parameters -------------------------------------------------------------------------
 

@@ -1,60 +1,53 @@
-"""The hooks that hand outputs of the module and of its reference to a `ModuleMonitor`."""
+"""What a `ModuleMonitor` does with each output that the walker shows it: the hot path of a monitored step."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchtap._torch import graph_task
-from torchtap.monitors.module_monitor.hooks import LiveHook
 from torchtap.monitors.module_monitor.ledger import BoundMetrics
 
 if TYPE_CHECKING:
     from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 
-__all__ = ["OutputHook", "ReferenceHook"]
+__all__ = ["Visited", "take_output", "take_reference_output"]
 
 
 @final
-class OutputHook(LiveHook):
-    """Hands a module's output to the monitor."""
+class Visited:
+    """A module of a monitored model, and the metrics that were found for it."""
+
+    __slots__ = ("bound", "edition", "monitor", "name")
 
     def __init__(self, monitor: ModuleMonitor, name: str) -> None:
-        self._monitor = monitor
-        self._name = name
-        self._bound: BoundMetrics | None = None
-        self._edition = -1
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        monitor = self._monitor
-        if not monitor.within_monitoring_window or graph_task() != -1:
-            return
-        if not (monitor._activations.listed or monitor._activation_differences.listed):
-            return
-        if monitor.reference_module is not None or monitor._given is not None or type(output) is not Tensor:
-            monitor._take_output(self._name, output)
-            return
-        table = monitor._activations
-        if self._edition != table.edition:
-            self._bound = table.at("activation", self._name)
-            self._edition = table.edition
-        bound = self._bound
-        if bound is not None and bound.metrics:
-            monitor._ledger.take(bound, output)
+        self.monitor = monitor
+        self.name = name
+        self.bound: BoundMetrics | None = None
+        self.edition = -1  # of the metrics, when they were looked up
 
 
-@final
-class ReferenceHook(LiveHook):
-    """Hands an output of the reference to the monitor."""
+def take_output(visited: Visited, output: Any) -> None:
+    """A module has returned this."""
+    monitor = visited.monitor
+    if not monitor.within_monitoring_window:
+        return
+    if not (monitor._activations.listed or monitor._activation_differences.listed):
+        return
+    if monitor.reference_module is not None or monitor._given is not None or type(output) is not Tensor:
+        monitor._take_output(visited.name, output)
+        return
+    table = monitor._activations
+    if visited.edition != table.edition:
+        visited.bound = table.at("activation", visited.name)
+        visited.edition = table.edition
+    bound = visited.bound
+    if bound is not None and bound.metrics:
+        monitor._ledger.take(bound, output)
 
-    def __init__(self, monitor: ModuleMonitor, name: str) -> None:
-        self._monitor = monitor
-        self._name = name
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        monitor = self._monitor
-        # Under no_monitor, too: that is where a reference is run.
-        wanted = monitor.current_step_monitored and not monitor.ignore_reference_module_activations
-        if wanted and graph_task() == -1:
-            monitor._take_reference_output(self._name, output)
+def take_reference_output(visited: Visited, output: Any) -> None:
+    """A module of the reference has returned this. Under no_monitor, too: that is where a reference is run."""
+    monitor = visited.monitor
+    if monitor.current_step_monitored and not monitor.ignore_reference_module_activations:
+        monitor._take_reference_output(visited.name, output)

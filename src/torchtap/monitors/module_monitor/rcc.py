@@ -22,16 +22,16 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap._torch import in_backward
 from torchtap.errors import MonitorError
 from torchtap.monitors.module_monitor.coordinate_terms import Measured, Terms
-from torchtap.monitors.module_monitor.hooks import HooksManager, LiveHook
+from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 from torchtap.monitors.module_monitor.naming import ROOT, named_modules
 from torchtap.monitors.module_monitor.reference import Copies
-from torchtap.monitors.module_monitor.replay import Replay, has_no_other_hook, is_function
+from torchtap.monitors.module_monitor.replay import Replay, is_function
 from torchtap.names import paths_around
 from torchtap.reduce import row_norms
+from torchtap.taps.walk.walker import shown_call
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
 
@@ -82,7 +82,6 @@ class RefinedCoordinateCheck:
         self._was_asked = False
         self._awaited: set[str] = set()
 
-        self._replay = Replay()
         generators = [torch.default_generator]
         devices = {p.device.index or 0 for p in self.module.parameters() if p.is_cuda}
         generators += [torch.cuda.default_generators[device] for device in sorted(devices)]
@@ -94,8 +93,10 @@ class RefinedCoordinateCheck:
         references = self._listed(
             self.reference_module, self.rcc_reference_forward_hooks, self._on_reference_forward
         )
+        monitor._own_hooks += (self.rcc_forward_hooks, self.rcc_reference_forward_hooks)
+        self._replay = Replay(monitor._own_hooks)
         self._places = {
-            name: _Place(name, module, references[name])
+            name: _Place(name, module, references[name], self._replay)
             for name, module in modules.items()
             if name in references
         }
@@ -110,7 +111,7 @@ class RefinedCoordinateCheck:
                 self.logger.debug("Module %s is excluded", name)
                 continue
             found[name] = module
-            hooks.register_forward_hook(module, _CallHook(take, name), with_kwargs=True)
+            hooks.register_forward_hook(module, shown_call(name, take), with_kwargs=True)
         return found
 
     def _arm(self, monitored: bool) -> None:
@@ -183,16 +184,20 @@ class RefinedCoordinateCheck:
         if self.cpu_offload:
             self._bring_back(next(self.module.parameters()).device)
         self._take_kept()
+        self._log_measured()
+
+    def _log_measured(self) -> None:
         found = [each for name in self._places for each in self._measured.get(name, ())]
         self._forget()
+        ledger = self.monitor._ledger
         for (keys, indices, _, rows, width), sums in zip(
             found, row_norms.read([norms for _, _, norms, _, _ in found]), strict=True
         ):
             if rows:
                 chosen = [sums[index] for index in indices]
-                monitor._ledger.add(keys, chosen, rows)
+                ledger.add(keys, chosen, rows)
                 if self._rms_norms:
-                    monitor._ledger.add(_rms_keys(keys), [each / width**0.5 for each in chosen], rows)
+                    ledger.add(_rms_keys(keys), [each / width**0.5 for each in chosen], rows)
 
     def _take_kept(self) -> None:
         """The terms of the calls that were kept: from the inside out, as the hooks were called."""
@@ -270,10 +275,11 @@ class RefinedCoordinateCheck:
 class _Place:
     """A module and its counterpart in the reference."""
 
-    def __init__(self, name: str, module: nn.Module, reference: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, reference: nn.Module, replay: Replay) -> None:
         self.name = name
         self.reference = reference
         self._module = module
+        self._replay = replay
         self._is_function = is_function(module, reference)
         self.terms = Terms(name, module, reference)
         self.containers = [path for path in reversed(tuple(paths_around(name))) if path]
@@ -281,7 +287,7 @@ class _Place:
 
     def is_same_function(self) -> bool:
         """Whether the reference would answer what the module has answered, whatever was learned."""
-        return self._is_function and has_no_other_hook(self._module) and has_no_other_hook(self.reference)
+        return self._is_function and not any(map(self._replay.has_other_hook, (self._module, self.reference)))
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -292,16 +298,3 @@ def _to(value: Any, device: torch.device) -> Any:
     if type(value) is dict:
         return {key: _to(each, device) for key, each in value.items()}
     return value
-
-
-@final
-class _CallHook(LiveHook):
-    """Hands a module's call to the check."""
-
-    def __init__(self, take: Any, name: str) -> None:
-        self._take = take
-        self._name = name
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not in_backward():
-            self._take(self._name, args, kwargs, output)

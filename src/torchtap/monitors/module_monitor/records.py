@@ -10,16 +10,18 @@ from __future__ import annotations
 import datetime
 import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, final
 
 import numpy as np
 
+from torchtap.model_tree import environment
 from torchtap.monitors.module_monitor.naming import ROOT
 from torchtap.names import last_part, parent_path, read_name, site_name
+from torchtap.outlets import Outlets
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
+from torchtap.store.write.writer import RunWriter
 
 __all__ = ["StepKeeper", "key_of", "site_of"]
 
@@ -65,6 +67,22 @@ def _label(site: str, statistic: str, phase: str) -> str:
 
 
 @final
+class _Told:
+    """A function that is called with ``(step, metrics)``, as a consumer of records."""
+
+    def __init__(self, function: Callable[[int, dict[str, Any]], None]) -> None:
+        self._function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.metrics: dict[str, Any] = {}  # of the newest step; a record has only those that are numbers
+
+    def write(self, record: StepRecord) -> None:
+        self._function(record.step, dict(self.metrics))
+
+    def close(self) -> None:
+        pass
+
+
+@final
 class StepKeeper:
     """Hands each finished step on. A sink that fails costs its own numbers, not the training."""
 
@@ -73,32 +91,16 @@ class StepKeeper:
         run: str | os.PathLike[str] | None,
         sinks: Sequence[Consumer | Callable[[int, dict[str, Any]], None]],
     ) -> None:
-        self._folder = run
-        self._writer: Any = None
-        self._sinks = list(sinks)
-        self._grids: dict[tuple[str, ...], tuple[tuple[tuple[str, ...], str, list[int]], ...]] = {}
-        self._failed: set[str] = set()
-        for sink in sinks:
+        self._writer = None if run is None else _writer_of(run)
+        self._told = [_Told(sink) for sink in sinks if not isinstance(sink, Consumer)]
+        consumers = [sink for sink in sinks if isinstance(sink, Consumer)]
+        for sink in consumers:
             name_by = getattr(sink, "name_by", None)
             if name_by is not None:
                 name_by(_label)
-        if run is not None:
-            from torchtap.model_tree import environment
-            from torchtap.store.write.writer import RunWriter
-
-            described = environment()
-            self._writer = RunWriter(
-                run,
-                manifest={
-                    "created": datetime.datetime.now(datetime.UTC).isoformat(),
-                    "sites": [],
-                    "plan": {"monitor": "ModuleMonitor"},
-                    "environment": described,
-                },
-                rank=described["rank"],
-                world=described["world_size"],
-            )
-            self._sinks.insert(0, self._writer)
+        writers = [] if self._writer is None else [self._writer]
+        self._outlets = Outlets([*writers, *consumers, *self._told], strict=False)
+        self._grids: dict[tuple[str, ...], tuple[tuple[tuple[str, ...], str, list[int]], ...]] = {}
 
     @property
     def has_run(self) -> bool:
@@ -107,25 +109,9 @@ class StepKeeper:
 
     def keep(self, step: int, metrics: dict[str, Any], *, training: bool) -> None:
         """Hand one step's numbers on."""
-        record: StepRecord | None = None
-        for sink in self._sinks:
-            try:
-                if hasattr(sink, "write"):
-                    if record is None:
-                        record = self._record(step, metrics, "train" if training else "eval")
-                    sink.write(record)
-                else:
-                    sink(step, dict(metrics))
-            except Exception as error:
-                self._note(sink, error)
-
-    def _note(self, sink: Any, error: Exception) -> None:
-        name = getattr(sink, "__name__", type(sink).__name__)
-        if name not in self._failed:  # a failure tends to repeat with every step: it is told once
-            self._failed.add(name)
-            warnings.warn(
-                f"the sink {name} failed and the training goes on: {error}", RuntimeWarning, stacklevel=4
-            )
+        for each in self._told:
+            each.metrics = metrics
+        self._outlets.write(self._record(step, metrics, "train" if training else "eval"))
 
     def _record(self, step: int, metrics: dict[str, Any], phase: str) -> StepRecord:
         numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float, np.number))}
@@ -144,6 +130,7 @@ class StepKeeper:
         """Every step that is in the run, ``{step: {key: value}}``."""
         from torchtap.store.read.reader import open_run
 
+        assert self._writer is not None
         self._writer.flush()
         run = open_run(self._writer.folder, attempt=self._writer.attempt)
         found: dict[int, dict[str, float]] = {}
@@ -155,14 +142,19 @@ class StepKeeper:
         return dict(sorted(found.items()))
 
     def close(self) -> None:
-        """Close the run and every sink that can be closed."""
-        for sink in self._sinks:
-            close = getattr(sink, "close", None)
-            if close is not None:
-                try:
-                    close()
-                except Exception as error:
-                    self._note(sink, error)
+        """Close the run and every sink."""
+        self._outlets.close()
+
+
+def _writer_of(run: str | os.PathLike[str]) -> RunWriter:
+    described = environment()
+    manifest = {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(),
+        "sites": [],
+        "plan": {"monitor": "ModuleMonitor"},
+        "environment": described,
+    }
+    return RunWriter(run, manifest=manifest, rank=described["rank"], world=described["world_size"])
 
 
 def _grids(keys: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], str, list[int]], ...]:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules import activation, batchnorm, conv, normalization, pooling
 
 from torchtap._torch import compiled_in_place, has_global_hooks, version_of
-from torchtap.monitors.module_monitor.hooks import LiveHook
+from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.reference import pooled_copy
 from torchtap.store.write.pool import HostPool
 
-__all__ = ["Replay", "has_no_other_hook", "is_function"]
+__all__ = ["Replay", "is_function"]
 
 # Modules of torch that answer with the same function of their input whatever was learned ...
 _FUNCTIONS = frozenset(
@@ -59,16 +59,6 @@ def is_function(module: nn.Module, reference: nn.Module) -> bool:
     )
 
 
-def has_no_other_hook(part: nn.Module) -> bool:
-    """Whether calling a part does nothing besides its forward, but for the monitor's own hooks."""
-    return (
-        all(isinstance(hook, LiveHook) for hook in part._forward_hooks.values())
-        and not part._forward_pre_hooks
-        and not has_global_hooks()
-        and compiled_in_place(part) is None
-    )
-
-
 def _is_calm(module: nn.Module) -> bool:
     if "forward" in module.__dict__ or getattr(module, "inplace", False):
         return False
@@ -101,14 +91,29 @@ class _Answer:
 
 @final
 class Replay:
-    """Runs parts of a reference, and keeps the answers that a container is going to ask for."""
+    """Runs parts of a reference, and keeps the answers that a container is going to ask for.
 
-    def __init__(self) -> None:
+    ``own`` has the hooks of the monitor and its checks, which hear nothing while a part is run here.
+    """
+
+    def __init__(self, own: list[HooksManager]) -> None:
+        self._own = own
         self._answers: dict[nn.Module, _Answer] = {}
         self._calm: dict[nn.Module, bool] = {}
         # By id: a copy that is given in place of a value, its version when it was made, and the value.
         self._stand_ins: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._pool = HostPool(limit=64 << 20)
+
+    def has_other_hook(self, part: nn.Module) -> bool:
+        """Whether calling a part does anything besides its forward, but for the monitor's own hooks."""
+        return (
+            bool(part._forward_pre_hooks)
+            or not all(
+                any(own.owns(part, hook) for own in self._own) for hook in part._forward_hooks.values()
+            )
+            or has_global_hooks()
+            or compiled_in_place(part) is not None
+        )
 
     def is_calm(self, part: nn.Module) -> bool:
         """Whether a part writes into no input and draws no random number, as far as its code is known."""
@@ -136,7 +141,7 @@ class Replay:
     def _run_calm(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a part whose code is known past the monitor's hooks, which would hear nothing now."""
         is_sequence = bool(part._modules)
-        if not has_no_other_hook(part) or (is_sequence and (kwargs or len(args) != 1)):
+        if self.has_other_hook(part) or (is_sequence and (kwargs or len(args) != 1)):
             return self._run(part, args, kwargs)
         if not is_sequence:
             return part.forward(*args, **kwargs)

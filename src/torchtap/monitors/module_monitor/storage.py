@@ -224,16 +224,20 @@ def means(groups: list[list[Tensor]]) -> list[float]:
         if all(each.is_cpu for each in group):
             on_host.append(index)
             continue
-        device = group[0].device
-        joined = group[0] if len(group) == 1 else torch.cat([each.to(device).flatten() for each in group])
-        wide = joined.to(torch.float32 if device.type == "mps" else torch.float64)
-        waiting.setdefault(device, []).append((index, wide.mean()))
+        mean = _mean_on_device(group)
+        waiting.setdefault(mean.device, []).append((index, mean))
     for pairs in waiting.values():
         for (index, _), number in zip(pairs, torch.stack([mean for _, mean in pairs]).tolist(), strict=True):
             answers[index] = number
     for index, number in zip(on_host, _host_means([groups[index] for index in on_host]), strict=True):
         answers[index] = number
     return answers
+
+
+def _mean_on_device(group: list[Tensor]) -> Tensor:
+    device = group[0].device
+    joined = group[0] if len(group) == 1 else torch.cat([each.to(device).flatten() for each in group])
+    return joined.to(torch.float32 if device.type == "mps" else torch.float64).mean()  # MPS has no float64
 
 
 def _host_means(groups: list[list[Tensor]]) -> list[float]:

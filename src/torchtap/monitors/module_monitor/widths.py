@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from torch.optim import Optimizer
 from torchtap.errors import MissingExtraError, MonitorError
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 from torchtap.monitors.module_monitor.rcc import RefinedCoordinateCheck
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["TERMS", "Setup", "WidthCheck", "check_widths", "plot_widths"]
 
@@ -143,6 +146,21 @@ def _slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
     return float(np.polyfit(x, y, 1)[0])
 
 
+def _draw(axis: Axes, check: WidthCheck, term: str, colors: dict[str, str]) -> None:
+    """One term of one check, a line for each layer."""
+    slopes = check.exponents(term)
+    for layer, sizes in check.sizes[term].items():
+        if max(sizes) > 0:
+            label = f"{layer}   width$^{{{slopes[layer]:+.2f}}}$"
+            axis.plot(check.widths, sizes, marker="o", color=colors.get(layer), label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(check.widths, [str(width) for width in check.widths])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
+
+
 def plot_widths(checks: Sequence[WidthCheck], path: str | os.PathLike[str]) -> None:
     """Draw the checks side by side, on shared axes: flat lines are right, rising ones are not."""
     try:
@@ -162,17 +180,7 @@ def plot_widths(checks: Sequence[WidthCheck], path: str | os.PathLike[str]) -> N
     for column, check in enumerate(checks):
         for row, term in enumerate(TERMS):
             axis = axes[row][column]
-            slopes = check.exponents(term)
-            for layer, sizes in check.sizes[term].items():
-                if max(sizes) > 0:
-                    label = f"{layer}   width$^{{{slopes[layer]:+.2f}}}$"
-                    axis.plot(check.widths, sizes, marker="o", color=colors.get(layer), label=label)
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.set_xticks(check.widths, [str(width) for width in check.widths])
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-            axis.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
+            _draw(axis, check, term, colors)
             if row == 0:
                 axis.set_title(check.name)
             if row == len(TERMS) - 1:

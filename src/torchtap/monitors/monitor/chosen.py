@@ -57,7 +57,18 @@ def monitored_layers(model: nn.Module, asked: LayerConfig) -> tuple[MonitoredLay
         raise PlanError("layers_to_monitor is empty: name at least one layer")
     found = places(model)
     paths = {path: place.path for place in found for path in (place.path, *place.other_paths)}
+    _check_known(names, paths)
+    layers = tuple(
+        _layer(name, (options or {}).get(name) or {}, paths[_clean(name, paths)]) for name in names
+    )
+    _check_apart([layer.alias for layer in layers])
     modules = {place.path: place.module for place in found}
+    for layer in layers:
+        _warn_of_containers(layer, modules[layer.path])
+    return layers
+
+
+def _check_known(names: list[Any], paths: dict[str, str]) -> None:
     unknown = [name for name in names if not isinstance(name, str) or _clean(name, paths) not in paths]
     if unknown:
         near = nearest_names(str(unknown[0]), [path for path in paths if path], 1)
@@ -66,16 +77,12 @@ def monitored_layers(model: nn.Module, asked: LayerConfig) -> tuple[MonitoredLay
             f"The following layers specified in 'layers_to_monitor' do not exist in the model: {unknown}.{hint} "
             f"Available layers: {[path for path in paths if path]}"
         )
-    layers = tuple(
-        _layer(name, (options or {}).get(name) or {}, paths[_clean(name, paths)]) for name in names
-    )
-    taken: set[str] = set()
-    for layer in layers:
-        if layer.alias in taken:
-            raise PlanError(f"Duplicate alias '{layer.alias}' in layers_to_monitor.")
-        taken.add(layer.alias)
-        _warn_of_containers(layer, modules[layer.path])
-    return layers
+
+
+def _check_apart(aliases: list[str]) -> None:
+    for place, alias in enumerate(aliases):
+        if alias in aliases[:place]:
+            raise PlanError(f"Duplicate alias '{alias}' in layers_to_monitor.")
 
 
 def _clean(name: str, paths: Mapping[str, str]) -> str:

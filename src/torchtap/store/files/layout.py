@@ -5,6 +5,7 @@
                                   tensors-00000000-00000000_0-9.safetensors
                                   events-00000000-00000000.jsonl
                                   closed.json
+                                  launch.json, where several ranks write
 
 A segment's name says which flushes it holds (first and last number) and between which steps they lie.
 Merging writes one segment for a range of flushes and then removes the ones it covers, so at every moment
@@ -24,10 +25,12 @@ __all__ = [
     "CLOSED",
     "FORMAT_NAME",
     "FORMAT_VERSION",
+    "LAUNCH",
     "LOCK",
     "MANIFEST",
     "TEMPORARY",
     "Kind",
+    "PartOf",
     "SegmentName",
     "attempt_folder",
     "parse_attempt",
@@ -42,10 +45,12 @@ FORMAT_VERSION = 2
 
 MANIFEST = "manifest.json"
 CLOSED = "closed.json"
+LAUNCH = "launch.json"
 LOCK = "writer.lock"
 TEMPORARY = ".tmp-"  # what a file is called before it is whole
 
 Kind = Literal["scalars", "tensors", "events"]
+PartOf = tuple[int, int]  # rank and attempt
 
 _RANK = re.compile(r"rank-(\d{5,9})")
 _ATTEMPT = re.compile(r"attempt-(\d{4,9})")

@@ -18,7 +18,7 @@ from typing import Protocol, final
 from torchtap.store.files import system
 from torchtap.store.files.allocate import allocate
 from torchtap.store.files.folder import Folder, LocalFolder
-from torchtap.store.files.layout import LOCK, TEMPORARY, attempt_folder, parse_attempt, rank_folder
+from torchtap.store.files.layout import LOCK, TEMPORARY, PartOf, attempt_folder, parse_attempt, rank_folder
 
 __all__ = ["LocalPlace", "LocalStream", "Place", "Stream"]
 
@@ -41,7 +41,7 @@ class Stream(Protocol):
 class Place(Protocol):
     """Where one part of a run is written."""
 
-    attempt: int
+    part: PartOf
     folder: Folder
 
     def put(self, name: str, buffers: Sequence[bytes | memoryview]) -> None:
@@ -122,7 +122,7 @@ class LocalPlace:
                 break
             except FileExistsError:
                 continue
-        self.attempt = attempt
+        self.part: PartOf = rank, attempt
         self.path = os.path.join(parent, attempt_folder(attempt))
         self.folder: Folder = LocalFolder(run, (rank_folder(rank), attempt_folder(attempt)))
         self._count = 0

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from torchtap.errors import MissingExtraError, RunCorruptError
 from torchtap.store.files.folder import Folder
-from torchtap.store.files.layout import attempt_folder, parse_attempt, rank_folder
+from torchtap.store.files.layout import PartOf, attempt_folder, parse_attempt, rank_folder
 
 __all__ = ["RemoteFile", "RemoteFolder", "RemotePlace", "RemoteStream"]
 
@@ -143,8 +143,9 @@ class RemotePlace:
         parent = RemoteFolder(f"{root}/{rank_folder(rank)}", system=self._system)
         with _as_os_error():
             taken = [found for name in parent.names() if (found := parse_attempt(name)) is not None]
-        self.attempt = max(taken, default=-1) + 1
-        self._path = f"{root}/{rank_folder(rank)}/{attempt_folder(self.attempt)}"
+        attempt = max(taken, default=-1) + 1
+        self.part: PartOf = rank, attempt
+        self._path = f"{root}/{rank_folder(rank)}/{attempt_folder(attempt)}"
         self.folder: Folder = RemoteFolder(self._path, system=self._system)
         with _as_os_error():
             self._system.makedirs(self._path, exist_ok=True)

@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.store.files.layout import SegmentName
+from torchtap.store.files.layout import PartOf, SegmentName
 from torchtap.store.format.checksum import CHUNK, checksum, checksums
 from torchtap.store.format.header import Entry, encode_header
 from torchtap.store.format.notes import segment_note
@@ -117,7 +117,7 @@ class ScalarBuffer:
             grid = self._grids.setdefault((block.sites, block.statistics), grid)
         return grid
 
-    def encode(self, name: SegmentName) -> list[bytes | memoryview]:
+    def encode(self, name: SegmentName, part: PartOf) -> list[bytes | memoryview]:
         """The bytes of the segment of this name."""
         columns = np.array(self._clock, dtype=[(name, kind) for name, (_, kind) in CLOCK.items()])
         clock = {name: np.ascontiguousarray(columns[name]) for name in CLOCK}
@@ -130,11 +130,12 @@ class ScalarBuffer:
                 present = np.stack([everyone if mask is None else mask for mask in grid.present], axis=-1)
             grid.note = grid.note or grid_note(grid.sites, grid.statistics)
             grids.append((grid.note, np.asarray(grid.rows, "<i8"), values, present))
-        return encode_scalars(name, clock, list(self._phases), grids)
+        return encode_scalars(name, part, clock, list(self._phases), grids)
 
 
 def encode_scalars(
     name: SegmentName,
+    part: PartOf,
     clock: dict[str, npt.NDArray[Any]],
     phases: list[str],
     grids: Iterable[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_] | None]],
@@ -143,7 +144,7 @@ def encode_scalars(
     arrays: list[tuple[str, str, npt.NDArray[Any]]] = [
         (f"clock.{column}", CLOCK[column][0], clock[column]) for column in CLOCK
     ]
-    metadata: dict[str, str] = {"torchtap": segment_note(name, phases=phases)}
+    metadata: dict[str, str] = {"torchtap": segment_note(name, part, phases=phases)}
     for number, (note, rows, values, present) in enumerate(grids):
         metadata[f"grid{number}"] = note
         arrays.append((f"grid{number}.rows", "I64", rows))

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError, RunError, RunFormatError
 from torchtap.store.files.folder import Folder, OpenFile
-from torchtap.store.files.layout import FORMAT_VERSION, SegmentName
+from torchtap.store.files.layout import FORMAT_VERSION, PartOf, SegmentName
 from torchtap.store.format.checksum import checksum, parse_checksums, verify
 from torchtap.store.format.header import Entry, Header, parse_header
-from torchtap.store.format.notes import named_by
+from torchtap.store.format.notes import check_part, named_by
 
 __all__ = ["Segment"]
 
@@ -28,10 +28,13 @@ _PIECE = 4 << 20
 class Segment:
     """A safetensors file of a run. The head is read when it is made; data only when asked for.
 
-    ``name`` is what the segment holds by its own note; ``file`` is where it is, which may say something else.
+    ``name`` is what the segment holds by its own note; ``file`` is where it is, which may say something else. A segment
+    of another ``part`` is refused.
     """
 
-    def __init__(self, folder: Folder, file: SegmentName, *, least_format: int = 1) -> None:
+    def __init__(
+        self, folder: Folder, file: SegmentName, *, least_format: int = 1, part: PartOf | None = None
+    ) -> None:
         self.file = file.file
         self._folder = folder
         with folder.open(self.file) as opened:
@@ -52,6 +55,8 @@ class Segment:
             raise RunCorruptError(
                 f"it holds {str(self.note.get('kind'))[:20]!r}, its name says {file.kind!r}"
             )
+        if part is not None:
+            check_part(self.note.get("part"), part)
         self.name = named_by(self.note, file)
 
     def open(self) -> OpenFile:

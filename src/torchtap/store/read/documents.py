@@ -1,7 +1,7 @@
 """The JSON files of a part: its manifest, its events, and what the writer said when it closed the run.
 
 Each is bounded in size before it is read and parsed, and verified where it has a checksum (`seal`). A large manifest is
-parsed when somebody asks for it. A damaged file is noted in ``bad`` and left out.
+parsed when somebody asks for it. A damaged file, or one of another part, is noted in ``bad`` and left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any, final
 
 from torchtap.errors import RunCorruptError, RunError, RunFormatError
 from torchtap.store.files.folder import Folder
-from torchtap.store.files.layout import CLOSED, FORMAT_NAME, FORMAT_VERSION, MANIFEST, SegmentName
+from torchtap.store.files.layout import CLOSED, FORMAT_NAME, FORMAT_VERSION, MANIFEST, PartOf, SegmentName
+from torchtap.store.format.notes import check_part
 from torchtap.store.format.seal import JSON_LIMIT, is_sealed, load_json
 
 __all__ = ["Documents"]
@@ -23,9 +24,10 @@ _NO_CHECKSUM = "it has no checksum, which its format asks for"
 class Documents:
     """``bad`` is shared with the part: damaged files and what is wrong with them."""
 
-    def __init__(self, folder: Folder, label: str, bad: dict[str, str]) -> None:
+    def __init__(self, folder: Folder, part: PartOf, bad: dict[str, str]) -> None:
         self._folder = folder
-        self._label = label
+        self._part = part
+        self._label = f"rank {part[0]}, attempt {part[1]}"
         self._bad = bad
         self._stamp: object = None
         self._unread = False  # the manifest is there, and large
@@ -106,6 +108,8 @@ class Documents:
             found = load_json(content)
             if not isinstance(found, dict):
                 raise RunCorruptError("it is not a JSON object")
+            if sealed and "attempt" in found:
+                check_part([found.get("rank"), found["attempt"]], self._part)
         except FileNotFoundError:
             return None, False
         except (RunError, OSError) as error:

@@ -70,7 +70,7 @@ class Part:
         self._places: dict[Kind, dict[SegmentName, SegmentName]] = {}  # where a segment is, by what it holds
         self._covering: set[SegmentName] = set()  # tensor segments that others lie behind
         self._examined: set[str] = set()
-        self._documents = Documents(folder, self.label, self._bad)
+        self._documents = Documents(folder, (rank, attempt), self._bad)
         self._read: dict[SegmentName, tuple[ClockRows, list[Grid]]] = {}
         self._tensor_heads: dict[SegmentName, list[StoredTensor]] = {}
         self._notes: list[str] = []
@@ -84,6 +84,12 @@ class Part:
     @property
     def manifest(self) -> dict[str, Any]:
         return self._documents.manifest
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """Which process wrote it; empty where it does not say."""
+        launch = self.manifest.get("launch")
+        return launch if isinstance(launch, dict) else {}
 
     @property
     def closing(self) -> dict[str, Any] | None:
@@ -173,7 +179,8 @@ class Part:
     def _segment(self, name: SegmentName, file: SegmentName) -> Segment | None:
         """A segment whose head is right and says what was expected of it; else the trouble is noted."""
         try:
-            segment = Segment(self._folder, file, least_format=self._documents.version or 1)
+            least = self._documents.version or 1
+            segment = Segment(self._folder, file, least_format=least, part=(self.rank, self.attempt))
         except FileNotFoundError:
             raise
         except (RunError, OSError) as error:

@@ -6,42 +6,37 @@ It guarantees:
 - damaged, missing and lost things are listed in ``problems``, everything else stays readable;
 - a step is seen whole or not at all; what was seen once stays seen.
 
-A run that several ranks wrote shows the lowest one; `Run.of_rank` shows another.
+A run that several ranks wrote is one: numbers are folded over ranks, tensors put together, replicas taken once.
+`Run.rank` shows one rank. What finds the numbers is a `View`: `strand` for one rank, `world` for all.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap.display import drawn
 from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
-from torchtap.store.files.layout import attempt_folder, parse_attempt, parse_rank, rank_folder
+from torchtap.placement import Placement
+from torchtap.store.files.layout import parse_rank
 from torchtap.store.files.opening import folder_of, is_run, run_inside
-from torchtap.store.format.scalars import CLOCK
-from torchtap.store.read.assemble import matrix_of, phases_of, series_of, steps_of, table_of
-from torchtap.store.read.clock import Timeline
-from torchtap.store.read.grids import Axes, AxesCache
 from torchtap.store.read.lookup import (
-    described_sites,
-    find_tensor,
     no_such_site,
     no_such_statistic,
     no_such_tensor,
     only_statistic,
     spelled_out,
 )
-from torchtap.store.read.part import Part
-from torchtap.store.read.phases import TRAINING, first_phase, in_order, no_such_phase, of_one_phase
+from torchtap.store.read.phases import in_order, no_such_phase, of_one_phase
 from torchtap.store.read.results import HistogramResult, Matrix, Series, Table, TensorRef
 from torchtap.store.read.show import run_text
-from torchtap.store.read.stored_tensors import StoredTensor
+from torchtap.store.read.strand import Strand
+from torchtap.store.read.view import Found, Status, View
+from torchtap.store.read.world.world import World
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,9 +56,10 @@ def open_run(
     phase: str | None = None,
     partial: bool = False,
 ) -> Run:
-    """Open a run folder, on this machine or remote (``s3://...``); one rank and, if asked, one attempt or phase.
+    """Open a run folder, on this machine or remote (``s3://...``): of all ranks, or one; one attempt or phase if asked.
 
-    ``partial`` gives what there is of a damaged run where the default is an error.
+    An attempt is one rank's own: without ``rank``, the lowest one's. ``partial`` gives what there is of a damaged run
+    where the default is an error.
     """
     return Run(os.fspath(path), rank=rank, attempt=attempt, phase=phase, partial=partial)
 
@@ -85,11 +81,11 @@ class Run:
         partial: bool = False,
     ) -> None:
         self.path = path
-        self._only = attempt
-        self._only_phase = phase
+        self._attempt = attempt
+        self._phase = phase
         self._partial = partial
-        self._root = folder_of(path)
-        names = self._root.names()
+        root = folder_of(path)
+        names = root.names()
         self._ranks = sorted(found for name in names if (found := parse_rank(name)) is not None)
         if not self._ranks:
             if not names and ("://" in path or not os.path.isdir(path)):
@@ -97,16 +93,17 @@ class Run:
             raise RunFormatError(
                 f"{path} is not a run: it has no folder 'rank-00000'{run_inside(path, names)}"
             )
-        self.rank = self._ranks[0] if rank is None else rank
-        if self.rank not in self._ranks:
+        if rank is not None and rank not in self._ranks:
             raise SelectionError(f"the run at {path} has no rank {rank}; its ranks are {self._ranks}")
-        self._axes: AxesCache = {}
-        self._parts: dict[int, Part] = {}
-        self._timeline = Timeline([])
-        self._names: dict[str, None] | None = None
-        self._distinct: list[Axes] | None = None
-        self._site_phases: dict[str, set[str]] | None = None
-        self.refresh()
+        one = len(self._ranks) == 1 or rank is not None or attempt is not None
+        # Whose recording is shown; None for that of all.
+        self.shown_rank = (self._ranks[0] if rank is None else rank) if one else None
+        self._view: View
+        if self.shown_rank is None:
+            self._view = World(root, path, self._ranks, phase=phase, partial=partial)
+        else:
+            only = None if attempt is None else [attempt]
+            self._view = Strand(root, path, self.shown_rank, axes={}, only=only, phase=phase, partial=partial)
         if phase is not None and phase not in self.phases:
             raise no_such_phase(path, phase, Run(path, rank=rank, attempt=attempt).phases)
 
@@ -114,47 +111,14 @@ class Run:
 
     def refresh(self) -> None:
         """See what was written since the run was opened or refreshed."""
-        folder = self._root.child(rank_folder(self.rank))
-        for name in folder.names():
-            attempt = parse_attempt(name)
-            if attempt is not None and attempt not in self._parts and self._only in (None, attempt):
-                self._parts[attempt] = Part(
-                    folder.child(attempt_folder(attempt)), self.rank, attempt, self._axes
-                )
-        self._parts = dict(sorted(self._parts.items()))
-        if not self._parts:
-            wanted = f"attempt {self._only}" if self._only is not None else "attempt"
-            raise RunFormatError(f"{self.path}: rank {self.rank} has no {wanted}")
-        for part in self._parts.values():
-            part.refresh()
-        parts = self._parts.values()
-        self._timeline = Timeline(
-            [part.clock for part in parts],
-            self._only_phase,
-            [part.lost_steps for part in parts],
-            partial=self._partial,
-        )
-        self._names = None
-        self._site_phases = None
-        self._distinct = None
+        self._view.refresh()
 
     def follow(self, poll: float = 0.5) -> Iterator[int]:
-        """Each step as it becomes visible, those already there first; ends when the recording has ended."""
-        seen: dict[int, int] = {}
-        while True:
-            ended = not self.recording  # asked before looking, so that nothing written until then is missed
-            self.refresh()
-            previous = None
-            for attempt, part in self._parts.items():
-                steps = part.clock.step[seen.get(attempt, 0) :]
-                seen[attempt] = len(part.clock)
-                for step in steps.tolist():
-                    if step != previous:
-                        yield step
-                    previous = step
-            if ended:
-                return
-            time.sleep(poll)
+        """Each step as it becomes visible, those already there first; ends when the recording has ended.
+
+        Of several ranks the lowest one's steps.
+        """
+        return self._view.follow(poll)
 
     def _steady(self, read: Callable[[], T]) -> T:
         """Read; again with a fresh look if merging has replaced a file in between."""
@@ -165,47 +129,32 @@ class Run:
                 self.refresh()
         return read()
 
-    def _line(self, partial: bool) -> Timeline:
-        """The timeline, which gives NaN for values in doubt where the caller wants what there is."""
-        if not partial or self._timeline.partial:
-            return self._timeline
-        lenient = copy(self._timeline)
-        lenient.partial = True
-        return lenient
-
-    def _all_parts(self) -> list[Part]:
-        return list(self._parts.values())
-
-    @property
-    def _last(self) -> Part:
-        return next(reversed(self._parts.values()))
-
     @property
     def closed(self) -> bool:
-        """Whether the last attempt was closed in good order."""
-        return self._last.closing is not None
+        """Whether the last attempt was closed in good order, on every rank."""
+        return self.status == "closed"
 
     @property
     def recording(self) -> bool:
         """Whether the last attempt's writer is alive; where nobody can tell, until the run is closed."""
-        return self._last.recording is not False
+        return self.status == "recording"
 
     @property
-    def status(self) -> Literal["closed", "recording", "interrupted"]:
-        """How the last attempt stands."""
-        if self.closed:
-            return "closed"
-        return "recording" if self.recording else "interrupted"
+    def status(self) -> Status:
+        """How the last attempt stands: recording as long as any rank is, closed once every one is."""
+        return self._view.status
+
+    @property
+    def statuses(self) -> dict[int, Status]:
+        """How each rank of the last launch stands."""
+        return self._view.statuses
 
     # --- what the run is ----------------------------------------------------------------------------------
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What the last attempt said of itself: sites, plan, model, environment."""
-        for part in reversed(self._parts.values()):
-            if part.manifest:
-                return part.manifest
-        return {}
+        """What the last attempt said of itself: sites, plan, model, environment. Of several ranks the lowest one's."""
+        return self._view.manifest
 
     @property
     def model_tree(self) -> dict[str, Any]:
@@ -220,39 +169,34 @@ class Run:
 
     @property
     def attempts(self) -> list[int]:
-        """The attempts of this rank."""
-        return list(self._parts)
+        """The attempts of this rank, or of any."""
+        return self._view.attempts
 
-    def of_rank(self, rank: int) -> Run:
-        """The same run as another rank saw it."""
-        return Run(self.path, rank=rank, attempt=self._only, phase=self._only_phase, partial=self._partial)
+    def rank(self, rank: int) -> Run:
+        """The same run as one rank saw it."""
+        return Run(self.path, rank=rank, attempt=self._attempt, phase=self._phase, partial=self._partial)
 
     @property
     def phases(self) -> list[str]:
         """The phases that anything was recorded in: ``train``, ``eval``, and those that the user named."""
-        return list(self._timeline.phases)
+        return self._view.phases
 
     def of_phase(self, phase: str) -> Run:
         """The same run with the records of one phase alone."""
-        return Run(self.path, rank=self.rank, attempt=self._only, phase=phase, partial=self._partial)
+        return Run(self.path, rank=self.shown_rank, attempt=self._attempt, phase=phase, partial=self._partial)
 
     def phase_of(self, site: str) -> str:
         """The phase that a site is shown in where none is asked for: training where it was recorded then."""
-        phases = self.phases
-        if len(phases) <= 1:
-            return phases[0] if phases else TRAINING
-        if self._site_phases is None:
-            self._site_phases = self._steady(lambda: phases_of(self._all_parts(), self._timeline))
-        return first_phase(phases, self._site_phases.get(site, ()))
+        return self._view.phase_of(site)
 
     @property
     def problems(self) -> list[str]:
         """What is damaged, missing, lost or torn, in sentences; empty when all is well."""
-        return [problem for part in self._parts.values() for problem in part.problems()]
+        return self._view.problems
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Everything noted beside the values, in order; ``kind`` is one of lost, warning, coverage ..."""
-        found = [event for part in self._parts.values() for event in part.events()]
+        found = self._view.events()
         return [event for event in found if kind is None or event.get("kind") == kind]
 
     def coverage(self) -> dict[str, Any]:
@@ -265,74 +209,42 @@ class Run:
 
     def sites(self) -> list[str]:
         """The sites that something was recorded of, in the order of execution as far as the session noted it."""
-        return list(self._site_names())
-
-    def _site_names(self) -> dict[str, None]:
-        if self._names is None:
-            self._names = self._steady(self._find_sites)
-        return self._names
-
-    def _find_sites(self) -> dict[str, None]:
-        found: dict[str, None] = {}
-        for axes in self._all_axes():
-            found.update(dict.fromkeys(axes.sites))
-        for part in self._parts.values():
-            for name in part.tensor_names:
-                found.update((tensor.name.site, None) for tensor in part.tensors_in(name))
-        return dict.fromkeys([name for name in self.site_facts() if name in found] + list(found))
-
-    def _all_axes(self) -> list[Axes]:
-        """The axes of every grid, equal ones once: a long run has thousands of grids of the same."""
-        if self._distinct is None:
-            parts = self._parts.values()
-            grids = (grid for part in parts for segment in part.scalars for grid in segment.grids)
-            self._distinct = list({id(grid.axes): grid.axes for grid in grids}.values())
-        return self._distinct
+        return list(self._view.site_names())
 
     def site_facts(self) -> dict[str, dict[str, Any]]:
         """What is known of each site (class, source, shape, dtype ...), by name, in the order of execution.
 
         From the manifest and, where the training has shown more, from the last event ``sites``, whose order counts.
+        The shape of a value that ranks share is that of the whole.
         """
-        noted = self.events("sites")
-        shown = described_sites(noted[-1].get("sites")) if noted else {}
-        listed = described_sites(self.manifest.get("sites"))
-        return {name: {**listed.get(name, {}), **shown.get(name, {})} for name in (*shown, *listed)}
+        return self._view.site_facts()
+
+    def placement(self, site: str, step: int | None = None, phase: str | None = None) -> Placement | None:
+        """Which part of the whole a site's value is, on the rank that is shown; of all ranks, the lowest that has it.
+
+        None where one process recorded alone, and in runs that are older than placements.
+        """
+        self._check(site)
+        return self._view.placement(site, step, self.phase_of(site) if phase is None else phase)
 
     def statistics(self, site: str | None = None) -> list[str]:
         """The statistics recorded of a site, or of any."""
         if site is not None:
             self._check(site)
-        found: dict[str, None] = {}
-        for axes in self._all_axes():
-            if site is None or site in axes.site_index:
-                found.update(dict.fromkeys(axes.statistics))
-        return list(found)
+        return self._view.statistics(site)
 
     def steps(self, site: str | None = None) -> npt.NDArray[np.int64]:
         """All recorded steps, ascending; or those at which something of ``site`` was recorded."""
-        if site is None:
-            return self._timeline.steps.copy()
-        self._check(site)
-        of_numbers = self._steady(
-            lambda: steps_of(self._all_parts(), self._timeline, site, self.phase_of(site))
-        )
-        of_tensors = np.array([ref.step for ref in self.tensors(site)], np.int64)
-        return np.union1d(of_numbers, of_tensors)
+        if site is not None:
+            self._check(site)
+        return self._view.steps(site)
 
     def clock(self) -> np.recarray[Any, Any]:
         """Columns step, epoch, batch, phase, time, passes, skipped (``clock.step``, ``clock["step"]``) of each record.
 
         An epoch or a batch that was not set is -1.
         """
-        timeline = self._timeline
-        order = np.flatnonzero(timeline.visible)
-        order = order[np.argsort(timeline.clock.step[order], kind="stable")]
-        columns = {name: getattr(timeline.clock, name)[order] for name in CLOCK}
-        table = np.empty(len(order), [(name, column.dtype) for name, column in columns.items()])
-        for name, column in columns.items():
-            table[name] = column
-        return table.view(np.recarray)
+        return self._view.clock()
 
     def series(
         self, site: str, statistic: str | None = None, phase: str | None = None, *, partial: bool = False
@@ -342,17 +254,16 @@ class Run:
         A module's path stands for its output, the name of a logged number for that number; this has one statistic
         and needs none named. Without ``phase``, in training where it was recorded then. Evaluations are series of
         their own. A step that a later attempt recorded again and lost to damage is an error; with ``partial`` its
-        value is NaN.
+        value is NaN. Of several ranks it is that of the whole; steps that a rank has no part of are left out, and
+        ``partial`` folds what there is of them.
         """
         if phase is not None and phase not in self.phases:
             raise no_such_phase(self.path, phase, self.phases)
-        site = spelled_out(site, self._site_names())
+        site = spelled_out(site, self._view.site_names())
         if statistic is None:
             statistic = only_statistic(site, self.statistics(site))
         chosen = self.phase_of(site) if phase is None else phase
-        found = self._steady(
-            lambda: series_of(self._all_parts(), self._line(partial), site, statistic, chosen)
-        )
+        found = self._view.series(site, statistic, chosen, partial=partial)
         if not len(found.steps):
             known = self.statistics(site)  # raises when the site itself is unknown
             if statistic not in known:
@@ -382,15 +293,8 @@ class Run:
             for site in chosen:
                 self._check(site)
         wanted = None if steps is None else np.asarray(steps, np.int64)
-        return self._steady(
-            lambda: matrix_of(
-                self._all_parts(),
-                self._line(partial),
-                statistic,
-                chosen,
-                wanted,
-                lambda site: phase or self.phase_of(site),
-            )
+        return self._view.matrix(
+            statistic, chosen, wanted, lambda site: phase or self.phase_of(site), partial=partial
         )
 
     def table(
@@ -405,30 +309,17 @@ class Run:
             self._check(site)
         site_names = list(dict.fromkeys(self.sites() if sites is None else sites))
         statistic_names = list(dict.fromkeys(self.statistics() if statistics is None else statistics))
-        return self._steady(
-            lambda: table_of(self._all_parts(), self._line(partial), site_names, statistic_names)
-        )
+        return self._view.table(site_names, statistic_names, partial=partial)
 
     # --- tensors ------------------------------------------------------------------------------------------
 
     def tensors(self, site: str | None = None, phase: str | None = None) -> list[TensorRef]:
         """Every stored tensor, or those of one site, by step; of a site in several phases those of training."""
-        found = self._steady(lambda: self._tensors(site))
+        found = self._view.tensors(site)
         found = of_one_phase(found, self.phases) if phase is None else [r for r in found if r.phase == phase]
         if site is not None and not found:
             self._check(site)
         return sorted(found, key=lambda ref: ref.step)
-
-    def _tensors(self, site: str | None) -> list[TensorRef]:
-        found: list[TensorRef] = []
-        for number, part in enumerate(self._parts.values()):
-            shown = self._timeline.shown_steps(number)
-            for name in part.tensor_names:
-                found += part.refs_in(name, site, shown)
-        if self._partial and self._timeline.doubtful.any():
-            doubt = set(self._timeline.clock.step[self._timeline.doubtful].tolist())
-            found = [ref for ref in found if ref.step not in doubt]
-        return found
 
     def tensor(
         self,
@@ -439,7 +330,10 @@ class Run:
         reduction: str | None = None,
         phase: str | None = None,
     ) -> Tensor:
-        """A stored tensor; without ``step`` the last one. Other reductions' parts have other ``field``s."""
+        """A stored tensor; without ``step`` the last one. Other reductions' parts have other ``field``s.
+
+        Of several ranks it is put together from their parts.
+        """
         return self._steady(lambda: self._find(site, step, field, reduction, phase).tensor())
 
     def tensor_pieces(
@@ -471,23 +365,23 @@ class Run:
 
         def read() -> HistogramResult:
             counts = self._find(site, step, "counts", "histogram", phase)
-            edges = self._find(site, counts.name.step, "edges", counts.name.reduction, counts.name.phase)
+            about = counts.ref()
+            edges = self._find(site, about.step, "edges", about.reduction, about.phase)
             return HistogramResult(counts.array(), edges.array())
 
         return self._steady(read)
 
     def _find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str | None = None
-    ) -> StoredTensor:
+    ) -> Found:
         for chosen in [phase] if phase is not None else in_order(self.phases):
-            found = find_tensor(self._all_parts(), self._timeline, site, step, field, reduction, chosen)
+            found = self._view.find(site, step, field, reduction, chosen)
             if found is not None:
-                self._timeline.check(found.name.step)
                 return found
         raise no_such_tensor(site, step, field, self.tensors(site, phase))
 
     def _check(self, site: str) -> None:
-        if site not in (known := self._site_names()):
+        if site not in (known := self._view.site_names()):
             raise no_such_site(site, known)
 
     def __repr__(self) -> str:

@@ -20,7 +20,9 @@ def _facts(run: Run) -> dict[str, str]:
         "status": run.status,
     }
     if len(run.ranks) > 1:
-        facts["rank"] = f"{run.rank} of {len(run.ranks)}"
+        facts["ranks"] = (
+            f"{len(run.ranks)}" if run.shown_rank is None else f"{run.shown_rank} of {len(run.ranks)}"
+        )
     if len(run.attempts) > 1:
         facts["attempts"] = str(len(run.attempts))
     if problems := run.problems:

@@ -101,7 +101,7 @@ def merge_scalars(place: Place, sources: list[SegmentName], merged: SegmentName)
     for number, group in enumerate(groups.values()):
         if (mask := group.presence()) is not None:
             small.append((f"grid{number}.present", "BOOL", mask))
-    notes = {"torchtap": segment_note(merged, phases=list(phases))}
+    notes = {"torchtap": segment_note(merged, place.part, phases=list(phases))}
     notes |= {f"grid{number}": note for number, note in enumerate(groups)}
     return _write(place, merged, small, list(groups.values()), notes)
 

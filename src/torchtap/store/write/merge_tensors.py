@@ -20,7 +20,7 @@ def merge_tensors(place: Place, sources: list[SegmentName], merged: SegmentName)
     """Write the segment that covers ``sources``. Returns its weight, as `Merger` counts it."""
     segments = [Segment(place.folder, name) for name in sources]
     entries: list[Entry] = []
-    notes = {"torchtap": segment_note(merged)}
+    notes = {"torchtap": segment_note(merged, place.part)}
     offset = 0
     for segment in segments:
         renamed: dict[TensorName, int] = {}

@@ -17,7 +17,14 @@ from datetime import UTC, datetime
 from typing import Any, final
 
 from torchtap.store.files.launch import launch_facts
-from torchtap.store.files.layout import CLOSED, FORMAT_NAME, FORMAT_VERSION, MANIFEST, SegmentName
+from torchtap.store.files.layout import (
+    CLOSED,
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    LAUNCH,
+    MANIFEST,
+    SegmentName,
+)
 from torchtap.store.files.place import Place
 from torchtap.store.format.compress import Compressor
 from torchtap.store.format.scalars import ScalarBuffer
@@ -77,8 +84,12 @@ class Recorder:
 
     def begin(self, place: Place) -> None:
         """Write the manifest into a fresh part; from then on the run exists."""
-        self.attempt = place.attempt
-        self._manifest["attempt"] = place.attempt
+        self.attempt = self._manifest["attempt"] = place.part[1]
+        if self._manifest["world"] > 1:
+            # Small, so that a reader of thousands of ranks can tell which belong together.
+            told = ("rank", "world", "attempt", "created", "launch")
+            facts = {"check": UNSEALED, **{name: self._manifest[name] for name in told}}
+            place.put(LAUNCH, [seal(json.dumps(facts).encode())])
         place.put(MANIFEST, [self._manifest_bytes()])
         self._place = place
         self._merger = Merger(place)
@@ -178,6 +189,7 @@ class Recorder:
         self._count_dropped(queue)
         if self._scalars.rows:
             self._count(self._tensors.seal())
+            self._put_events(place)  # what was noted before a step is there when the step is
             self._put_scalars(place)
             if time.monotonic() - self._synced > _SYNC_SECONDS:
                 self._synced = time.monotonic()
@@ -188,7 +200,7 @@ class Recorder:
     def _put_scalars(self, place: Place) -> None:
         name = SegmentName("scalars", self._next_scalars, self._next_scalars, *self._scalars.steps)
         try:
-            buffers = self._scalars.encode(name)
+            buffers = self._scalars.encode(name, place.part)
             place.put(name.file, buffers)
         except OSError as error:
             if self._scalars.nbytes > _KEPT_BYTES:
@@ -246,6 +258,8 @@ class Recorder:
             facts = {
                 "check": UNSEALED,
                 "time": time.time(),
+                "rank": place.part[0],
+                "attempt": place.part[1],
                 "records": self._written_records,
                 "lost": self.losses.facts(),
             }

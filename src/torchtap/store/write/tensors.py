@@ -216,7 +216,7 @@ class TensorSegments:
 
     def _commit(self) -> None:
         name = SegmentName("tensors", self._next, self._next, min(self._steps), max(self._steps))
-        metadata = {"torchtap": segment_note(name), **self._notes}
+        metadata = {"torchtap": segment_note(name, self._place.part), **self._notes}
         if self._stream is None:
             self._place.put(name.file, [encode_header(self._entries, metadata), *self._held])
         else:

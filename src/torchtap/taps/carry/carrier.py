@@ -21,6 +21,7 @@ from torchtap._torch import is_traced_by_fx, is_traced_by_script
 from torchtap.names import site_name
 from torchtap.sites import input_names, places
 from torchtap.taps.carry import op
+from torchtap.taps.carry.branches import silences
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive import inside
 from torchtap.taps.walk.leaves import input_leaves, leaves
@@ -80,6 +81,8 @@ def emit_leaves(
     address: str, kinds: tuple[str, ...], found: Iterable[tuple[str, Tensor]], measured: tuple[str, ...] = ()
 ) -> None:
     """Hand tensors to the op, under their leaves' names. Of the ``measured`` kinds only statistics are wanted."""
+    if torch.compiler.is_dynamo_compiling() and silences(address, kinds):
+        return
     for leaf, tensor in found:
         for kind in kinds:
             site = site_name(address, kind, leaf)
@@ -179,9 +182,10 @@ class Carriers:
         sites: Iterable[tuple[str, nn.Module, str]],
         ways: Iterable[tuple[str, nn.Module]] = (),
         measured: frozenset[tuple[str, str]] = frozenset(),
+        purpose: str = "",
     ) -> None:
         op.register()
-        self.channel = op.Channel()
+        self.channel = op.Channel(purpose)
         self._ways = [(module, self.channel.prefix + path) for path, module in ways]
         self._handles: list[Any] = []
         self._modules: list[tuple[nn.Module, InputCarrier | None, OutputCarrier | None]] = []

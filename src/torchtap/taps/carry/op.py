@@ -20,9 +20,12 @@ graph hands the gradient over under the same ticket.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, final
@@ -45,14 +48,26 @@ from torchtap.taps.receive import reasons
 from torchtap.taps.receive.gradients import ask_while_traced
 from torchtap.taps.receive.receiver import Receiver
 
-__all__ = ["PASSES", "Channel", "address", "heard", "listen", "register", "registered", "stop_listening"]
+__all__ = [
+    "PASSES",
+    "Channel",
+    "address",
+    "heard",
+    "listen",
+    "note",
+    "register",
+    "registered",
+    "stop_listening",
+]
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
 _channels: dict[int, Receiver] = {}
 _listeners: tuple[Receiver, ...] = ()
 _numbers = itertools.count(1)
-_tickets = itertools.count(1)
+_named: Counter[str] = Counter()
+# Not from 1: a graph that Inductor kept on disk has tickets of the process that made it.
+_tickets = itertools.count(int.from_bytes(os.urandom(6), "big"))
 # Channel -> site with a ticket -> the call that its gradient belongs to. Forgotten when nobody listens any more.
 _booked: dict[int | None, dict[str, int]] = {}
 _ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
@@ -72,10 +87,14 @@ Address = tuple[int | None, str, str, str, int | None]
 
 @final
 class Channel:
-    """A way from op calls in one model's graphs to one receiver. ``prefix`` goes before each site's name."""
+    """A way from op calls in one model's graphs to one receiver. ``prefix`` goes before each site's name.
 
-    def __init__(self) -> None:
-        self.number = next(_numbers)
+    ``purpose`` is a text that has the same number in every process, so that a compiler which keeps graphs on disk
+    finds them again.
+    """
+
+    def __init__(self, purpose: str = "") -> None:
+        self.number = _number_of(purpose) if purpose else next(_numbers)
         self.prefix = f"{self.number}|"
         self._through: Callable[[Receiver], Any] = lambda receiver: receiver
 
@@ -95,6 +114,13 @@ class Channel:
         """Nobody listens any more; the ops cost next to nothing."""
         _channels.pop(self.number, None)
         _booked.pop(self.number, None)
+
+
+def _number_of(purpose: str) -> int:
+    """A number that no other channel of this process has; the n-th of one purpose has the same in every process."""
+    _named[purpose] += 1
+    text = f"{purpose} {_named[purpose]}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") | 1 << 60
 
 
 def register() -> None:
@@ -135,6 +161,13 @@ def stop_listening(receiver: Receiver) -> None:
         _listeners = tuple(each for each in _listeners if each is not receiver)
         if not _listeners:
             _booked.pop(None, None)
+
+
+def note(site: str, reason: str) -> None:
+    """Tell whoever listens to a site why it brings nothing."""
+    number, path, kind, _, _ = address(site)
+    for receiver in _receivers(number):
+        receiver.note(path, kind, reason)
 
 
 def _define() -> torch.library.Library:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, final
 
 from torch import nn
 
+from torchtap.taps.place.placing import Placing
 from torchtap.taps.walk.walker import Walker
 
 __all__ = ["PassHooks", "PassListener", "in_pass"]
@@ -68,6 +69,9 @@ class PassHooks:
         if self._on_output is not None:
             self._walker.after(self._model, None, lambda _, output: self._take_output(output), lambda _: None)
         self._walker.passes(self._begin, self._receiver.end_pass)
+        placing: Placing | None = getattr(self._receiver, "placing", None)
+        if placing is not None:
+            self._walker.before(model, None, placing.see_inputs, lambda *_: None)
 
     def switch_off(self) -> None:
         """The model is as it was."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchtap.sites import unwrap
 from torchtap.taps.carry.op import Channel
 from torchtap.taps.carry.traced import emitting_inputs, emitting_output, emitting_pass
-from torchtap.taps.eager import attention
+from torchtap.taps.eager.attention import report_attention
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.gradients import ask_at_its_node
@@ -84,11 +84,13 @@ class EagerAttachment:
         for port in ports:
             self._put_on(port)
         self._walker.passes(self._begin_pass, receiver.end_pass, emitting_pass(self._channel, self._root))
+        if receiver.placing is not None:
+            self._walker.before(self._root, None, receiver.placing.see_inputs, _nothing)
         kinds = {port.kind for port in ports}
-        if not kinds.isdisjoint(("attention", "value")):
+        if "value" in kinds:
             activate(receiver)
         if "attention" in kinds:
-            self._walker.keep(attention.patch())
+            self._walker.keep(report_attention(receiver))
 
     def _put_on(self, port: LivePort) -> None:
         """Stop at a port's module. Kinds that do not pass there are read elsewhere.
@@ -154,6 +156,10 @@ class EagerAttachment:
         found = input_leaves(port.input_names, args, kwargs)
         self._receiver.take_gradients(port, found, repeated, ask_at_its_node)
         return args, kwargs
+
+
+def _nothing(*_: Any) -> None:
+    """What a compiler's trace is to see."""
 
 
 def _its_own(_: str, value: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from torchtap.taps.receive import inside
 if TYPE_CHECKING:
     from torchtap.taps.receive.receiver import Receiver
 
-__all__ = ["activate", "calling_module", "deactivate", "emit", "listening"]
+__all__ = ["activate", "deactivate", "emit", "listening", "owner_of"]
+
+Owner = TypeVar("Owner")
 
 _lock = threading.Lock()
 _active: tuple[Receiver, ...] = ()
@@ -49,15 +52,14 @@ def listening() -> tuple[Receiver, ...]:
     return tuple(receiver for receiver in active if receiver.hears_this_thread())
 
 
-def calling_module(receiver: Receiver, depth: int = 1) -> str | None:
-    """Path of the innermost module of the receiver's model whose code is running above the caller."""
-    frame: FrameType | None = sys._getframe(depth)
+def owner_of(frame: FrameType | None, known: Callable[[nn.Module], Owner | None]) -> Owner | None:
+    """What ``known`` says of the innermost module whose code runs in a frame or above it."""
     while frame is not None:
-        owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
-        if isinstance(owner, nn.Module):
-            path = receiver.path_of(owner)
-            if path is not None:
-                return path
+        running = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
+        if isinstance(running, nn.Module):
+            owner = known(running)
+            if owner is not None:
+                return owner
         frame = frame.f_back
     return None
 
@@ -72,5 +74,5 @@ def emit(name: str, value: Tensor) -> Tensor:
     elif not torch.compiler.is_compiling() and _active:
         for receiver in listening():
             if receiver.listens_to("value"):
-                receiver.take_from_inside("value", calling_module(receiver, 2), name, value)
+                receiver.take_from_inside("value", owner_of(sys._getframe(1), receiver.path_of), name, value)
     return value

@@ -62,11 +62,7 @@ class Collector:
                 if fold.state is None:
                     continue
                 result = self._finish(entry, fold)
-                names = tuple(name for name, value in result.items() if _is_number(value))
-                if names:
-                    sites, rows = numbers.setdefault(names, ([], []))
-                    sites.append(entry.name)
-                    rows.append([result[name] for name in names])
+                _add_numbers(numbers, entry.name, result)
                 tensors.extend(
                     TensorItem(entry.name, name, fold.reduction.name, _on_host(value))
                     for name, value in result.items()
@@ -120,6 +116,17 @@ class Collector:
     def _same(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """One object for equal tuples: consumers cache by identity."""
         return self._known.setdefault(names, names)
+
+
+def _add_numbers(
+    numbers: dict[tuple[str, ...], tuple[list[str], list[list[Any]]]], site: str, result: dict[str, Any]
+) -> None:
+    """Sort the numbers among a site's results in, beside those of the same names."""
+    names = tuple(name for name, value in result.items() if _is_number(value))
+    if names:
+        sites, rows = numbers.setdefault(names, ([], []))
+        sites.append(site)
+        rows.append([result[name] for name in names])
 
 
 def _on_host(value: Tensor) -> Tensor:

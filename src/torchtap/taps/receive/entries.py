@@ -138,6 +138,11 @@ class LivePort(CallCounter):
         self.pass_number, self.called = pass_number, True
         self.earlier = self.calls, dict(self.leaf_calls)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether any value has come."""
+        return any(entry is not None and entry.shape is not None for entry in self.entries.values())
+
     def call_in_pass(self, leaf: str, call: int) -> int:
         """The number that a call has in its own pass."""
         calls, of_leaves = self.earlier

@@ -24,6 +24,7 @@ from torchtap.plan import Plan
 from torchtap.reduce import StatsBlock
 from torchtap.reduce.base import RowBlock
 from torchtap.sites import Site
+from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
 
 __all__ = ["Folding"]
@@ -42,8 +43,10 @@ class Folding:
         strict: bool,
         copy: Callable[[Tensor], Tensor],
         on_lost: Callable[[str], None],
+        placing: Placing | None = None,
     ) -> None:
         self._taps = plan.taps
+        self._placing = placing  # None where this process is alone
         self._strict = strict
         self._copy = copy  # of whole tensors on the host
         self._on_lost = on_lost
@@ -141,6 +144,12 @@ class Folding:
             with self.lock:
                 self.refresh(entry)
         return entry if entry.measured or entry.live_folds or entry.also is not None else None
+
+    def fold_placed(self, entry: Entry, tensor: Tensor) -> None:
+        """`fold`, and note which part of the whole the value is."""
+        self.fold(entry, tensor)
+        if self._placing is not None:
+            self._placing.note(entry, tensor, self.tally.phase)
 
     def fold(self, entry: Entry, tensor: Tensor) -> None:
         """Fold a value into whatever of the entry is live."""

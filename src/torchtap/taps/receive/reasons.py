@@ -9,6 +9,7 @@ import re
 
 __all__ = [
     "FOLDED",
+    "IN_A_BRANCH",
     "NESTED_ATTENTION",
     "NOT_CALLED",
     "NOT_CALLED_OR_COMPILED",
@@ -17,6 +18,7 @@ __all__ = [
     "NO_ARGUMENT",
     "NO_ATTENTION",
     "NO_BACKWARD",
+    "NO_ELEMENT",
     "NO_EQUAL",
     "NO_FORWARD",
     "NO_GRADIENT",
@@ -48,6 +50,7 @@ REPLACED = "its module was replaced after the taps were put on; nothing came sin
 NO_BACKWARD = "no backward pass reached it"
 NO_GRADIENT = "the value does not require grad"
 NO_PARAMETER_GRADIENT = "its gradient was None: frozen, or not part of the loss"
+NO_ELEMENT = "this rank holds no element of the parameter: another one's shard has it"
 NO_OPTIMIZER_STATE = "the optimizer keeps nothing for it"
 NO_OPTIMIZER_STEP = "no optimizer stepped with it while it was live"
 NO_STEP_ENDED = "no step ended while it was live"
@@ -60,6 +63,11 @@ NO_ATTENTION = (
 )
 NESTED_ATTENTION = "attention over nested tensors is not taken apart"
 NO_VALUE = "no torchtap.emit() with this name ran inside these modules"
+# Compiled models.
+IN_A_BRANCH = (
+    "it is inside a branch or loop (torch.cond, while_loop, scan) of a compiled model, from which torch's compilers "
+    "hand nothing out; the eager model has it, and tt.instrument before torch.export"
+)
 # Graphs and traces.
 FOLDED = "folded into its parent when the model was frozen"
 NOT_IN_A_GRAPH = "a graph gives no {kind}: capture it before the model is traced"

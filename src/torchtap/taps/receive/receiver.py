@@ -5,7 +5,8 @@ guarantees:
 - a pass is of one phase: the one the user named, else training or evaluation by the model's flag and by whether
   gradients are on;
 - between two collections, passes of one phase fold into one result for each site, and into no other phase's;
-- a gradient goes to the phase of the pass that asked for it, or nowhere once that step is over.
+- a gradient goes to the phase of the pass that asked for it, or nowhere once that step is over;
+- a pass of a thread that is not heard changes nothing, and is counted.
 
 Not here: hooks (`eager` and the other forms), the clock (`watching`), folding and entries (`folding`).
 """
@@ -22,8 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import is_traced_by_script
+from torchtap._torch_distributed import infers_shapes
 from torchtap.names import paths_around
 from torchtap.plan import Plan
+from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
@@ -62,13 +65,17 @@ class Receiver:
         copy: Callable[[Tensor], Tensor] = torch.clone,
         on_lost: Callable[[str], None] = lambda _: None,
         clock: PassClock | None = None,
+        placing: Placing | None = None,
     ) -> None:
         self.plan = plan
         self.ports: dict[tuple[str, str, str], LivePort] = {}
         for port in plan.ports:
             self.ports[port.site.path, port.site.kind, port.site.leaf] = LivePort(port, apart)
-        self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost)
-        self._entry, self._fold = folding.entry, folding.fold  # bound once: they are called for every value
+        self.placing = placing  # None where this process is alone
+        self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing)
+        # Bound once: they are called for every value.
+        self._entry = folding.entry
+        self._fold = folding.fold if placing is None else folding.fold_placed
         self.thread: int | None = _NO_THREAD  # the one that is heard; None hears every thread
         self._open = False
         self.phase: str | None = None  # that the user named, for all passes until it is taken back
@@ -83,6 +90,8 @@ class Receiver:
         self._between_passes = True  # a value that comes now is of a part that was called without the model
         self.passes = 0  # calls of the model in open steps
         self.late = 0  # gradients that came after their step was over
+        self.overheard = 0  # calls of the model by threads that are not heard, in open steps
+        self.arrived_before: frozenset[str] = frozenset()  # bare names of what came to those that it follows
         self.knows_positions = True  # whether the form tells where in a structure a tensor stands
         self.missing: dict[str, str] = {}  # sites that a form is known not to have, with the reason
 
@@ -106,6 +115,13 @@ class Receiver:
         return self._paths.get(id(module))
 
     # -- the clock ----------------------------------------------------------------------------------------
+
+    def follow(self, before: Receiver) -> None:
+        """Go on where the receiver of the same training has stopped: the model has other modules now."""
+        self.phase, self.passes, self.late = before.phase, before.passes, before.late
+        self.overheard = before.overheard
+        came = (port.port.site.name for port in before.ports.values() if port.arrived)
+        self.arrived_before = before.arrived_before.union(came)
 
     def begin_step(self, thread: int | None) -> None:
         """From now on values of this thread (of every thread: None) are heard."""
@@ -145,7 +161,10 @@ class Receiver:
 
         ``training`` is the model's flag, None where it has none; ``learning`` says whether gradients are on.
         """
-        if self._open and self.hears_this_thread():
+        if not self._is_own_pass():
+            self.overheard += self._open
+            return
+        if self.hears_this_thread():
             if is_traced_by_script() or not self._is_taken(training, learning):
                 self._passed_over = (self.thread,)
                 self.thread = _NO_THREAD
@@ -153,6 +172,11 @@ class Receiver:
                 self.passes += 1
         self._pass_number += 1
         self._between_passes = False
+
+    def _is_own_pass(self) -> bool:
+        """Whether a call of the model that begins or ends now is of the thread that is heard, in an open step."""
+        heard = self.thread if self._passed_over is None else self._passed_over[0]
+        return self._open and (heard is None or heard == threading.get_ident())
 
     def _begin_part(self, port: LivePort) -> bool:
         """A module was called without the model around it: what comes until the next call of the model is one pass."""
@@ -166,6 +190,8 @@ class Receiver:
 
     def _is_taken(self, training: bool | None, learning: bool | None) -> bool:
         """Whether a pass is to be heard; it is then of its phase. TorchScript's tracer must not find us in its own."""
+        if self.placing is not None and infers_shapes():
+            return False
         if self._clock is not None:
             learning = torch.is_grad_enabled() if learning is None else learning
             phase = self.phase or ("train" if training is not False and learning else "eval")
@@ -178,6 +204,8 @@ class Receiver:
 
     def end_pass(self) -> None:
         """Let go of the values that were held to recognise repeats."""
+        if not self._is_own_pass():
+            return
         if self._passed_over is not None:
             (self.thread,), self._passed_over = self._passed_over, None
         self._between_passes = True
@@ -226,10 +254,7 @@ class Receiver:
         try:
             for leaf, tensor in found:
                 if not tensor.requires_grad:
-                    port.note = reasons.NO_GRADIENT
-                    known = port.entries.get((leaf, call))
-                    if known is not None:
-                        known.asked = False
+                    self._note_no_gradient(port, leaf, call)
                     continue
                 entry = self._entry(port, leaf, call)
                 if entry is not None and not (recomputed and entry.asked):
@@ -237,6 +262,13 @@ class Receiver:
                     self._ask(entry, tensor, ask)
         except Exception as error:
             self.folding.lose(port.port.site.name, error)
+
+    @staticmethod
+    def _note_no_gradient(port: LivePort, leaf: str, call: int) -> None:
+        port.note = reasons.NO_GRADIENT
+        known = port.entries.get((leaf, call))
+        if known is not None:
+            known.asked = False
 
     def _ask(
         self, entry: Entry, tensor: Tensor, ask: Callable[[Tensor, Callable[[Tensor], None]], None]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from torchtap._torch_distributed import fsdp_sharded, local_part, spec_of
 from torchtap.taps.receive import reasons, training
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
@@ -48,6 +49,7 @@ class StateReader:
         self._passed: set[int] = set()  # those of them that are read again if there is another update
         self._before: dict[int, Tensor] = {}  # id of a parameter -> a copy of it before the update
         self._listens = False
+        self._sharded: dict[tuple[int, str], Any] = {}  # what manages parameters that are gathered at times
 
     def arm(self, live: frozenset[int]) -> None:
         """A step begins in which these taps are live."""
@@ -58,22 +60,19 @@ class StateReader:
             return
         self.disarm()
         self._armed = live
+        if self._receiver.placing is not None:
+            self._sharded = fsdp_sharded(self._receiver.plan.places[0].module)
+        ports = [port for port in self._receiver.ports.values() if not live.isdisjoint(port.port.taps)]
         by_parameter: dict[int, list[LivePort]] = {}
-        buffers: list[LivePort] = []
-        for port in self._receiver.ports.values():
-            if live.isdisjoint(port.port.taps):
-                continue
-            if port.kind == "buffer":
-                buffers.append(port)
-            elif port.kind in _OF_PARAMETERS:
-                by_parameter.setdefault(id(_tensor_of(port)), []).append(port)
-            elif port.kind == "lr":
-                self._rates = port
+        for port in ports:
+            if port.kind in _OF_PARAMETERS:
+                by_parameter.setdefault(id(self._parameter_of(port)), []).append(port)
+        self._rates = next((port for port in ports if port.kind == "lr"), None)
         if self._rates is not None:
             places = self._receiver.plan.places
             self._known = {id(each) for place in places for each in place.module._parameters.values()}
-        self._parameters = {key: tuple(ports) for key, ports in by_parameter.items()}
-        self._buffers = tuple(buffers)
+        self._parameters = {key: tuple(of_it) for key, of_it in by_parameter.items()}
+        self._buffers = tuple(port for port in ports if port.kind == "buffer")
         if by_parameter or self._rates is not None:
             training.listen(self)
             self._listens = True
@@ -122,7 +121,7 @@ class StateReader:
         clipped = {id(gradient) for gradient in gradients}
         self._receiver.turn_to_state()
         for ports in self._parameters.values():
-            parameter = _tensor_of(ports[0])
+            parameter = self._parameter_of(ports[0])
             if parameter is not None and id(parameter.grad) in clipped:
                 self._read(ports, ("param_grad_unclipped", "param_grad_accumulated"))
         self._receiver.folding.forget_values()
@@ -158,6 +157,15 @@ class StateReader:
 
     # -- reading ------------------------------------------------------------------------------------------
 
+    def _parameter_of(self, port: LivePort) -> Tensor | None:
+        """A port's parameter, as the optimizer has it: of one that is gathered for a forward, this rank's shard."""
+        site = port.port.site
+        managed = self._sharded.get((id(site.module), site.leaf)) if self._sharded else None
+        if managed is None:
+            return _tensor_of(port)
+        shard: Tensor = managed.sharded_param
+        return shard
+
     def _read_of(self, optimizer: Optimizer, kinds: tuple[str, ...]) -> None:
         if not self._receiver.hears_this_thread():
             return
@@ -171,7 +179,7 @@ class StateReader:
 
     def _read(self, ports: tuple[LivePort, ...], kinds: tuple[str, ...], scale: Tensor | None = None) -> None:
         for port in ports:
-            parameter = _tensor_of(port)
+            parameter = self._parameter_of(port)
             key = id(port)
             if (
                 parameter is None
@@ -181,7 +189,7 @@ class StateReader:
                 continue
             value: Tensor | None = parameter if port.kind == "param" else parameter.grad
             if value is None:
-                port.note = reasons.NO_PARAMETER_GRADIENT
+                port.note = reasons.NO_PARAMETER_GRADIENT if parameter.numel() else reasons.NO_ELEMENT
                 continue
             self._taken.add(key)
             self._passed.discard(key)
@@ -193,12 +201,16 @@ class StateReader:
         before = self._before.get(id(parameter))
         if before is None:
             return
+        leaf = port.port.site.leaf
         with torch.no_grad():
             change = parameter.detach() - before
-            weight = torch.linalg.vector_norm(before)
-            ratio = torch.linalg.vector_norm(change) / weight
+            # Of this rank's part: the norm of the whole would be a collective.
+            weight = torch.linalg.vector_norm(local_part(before))
+            ratio = torch.linalg.vector_norm(local_part(change)) / weight
         self._receiver.take_tensor(port, change)
-        self._receiver.take_number(port, port.port.site.leaf, "ratio", ratio)
+        self._receiver.take_number(port, leaf, "ratio", ratio)
+        if spec_of(parameter) is not None:  # what ranks' ratios are folded with
+            self._receiver.take_number(port, leaf, "weight_l2", weight)
 
     def _take_optimizer_state(self, port: LivePort, state: dict[str, Any]) -> None:
         leaf = port.port.site.leaf

@@ -74,10 +74,11 @@ def attach_script(model: Any, receiver: Receiver, site_map: SiteMap | None = Non
 def _mapped_copy(
     model: Any, receiver: Receiver, site_map: SiteMap, prefix: str, kinds_of: dict[str, set[str]]
 ) -> Any:
-    """A copy of a trace that emits the sites of a map, and those of the outermost module, which it tells itself."""
+    """A copy of a trace that emits the sites of a map, beside those that it tells itself: put in, and outermost."""
     fresh = script_copy(model)
     site_map.check(digest_of(fresh))
-    tap_values(fresh, mapped_sites(site_map, receiver, without={("", kind) for kind in KINDS}), prefix)
+    told = {address(site)[1:3] for site in constant_sites(fresh)} | {("", kind) for kind in KINDS}
+    tap_values(fresh, mapped_sites(site_map, receiver, without=told), prefix)
     return tapped_copy(fresh, {"": kinds_of.get("", set())}, prefix)
 
 

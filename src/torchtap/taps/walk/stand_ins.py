@@ -36,20 +36,23 @@ def skeleton(
     made: dict[str, nn.Module] = {}
     for path in sorted(wanted, key=lambda each: len(path_parts(each))):
         module = made[path] = _stand_in(classes.get(path))
-        real = known.get(path)
-        if real is not None:
-            for held in ("_parameters", "_buffers"):
-                mapping = getattr(real, held)
-                # The very mapping where it is one, so that a parameter that is replaced later is still found.
-                module.__dict__[held] = mapping if isinstance(mapping, dict) else dict(mapping.items())
-            if not isinstance(real, nn.Sequential) and _has_graph(real):
-                module.__dict__["forward"] = (
-                    real.forward
-                )  # its signature names the inputs, its graph the source
+        if path in known:
+            _fill(module, known[path])
     for path in wanted:
         if path:
             made[parent_path(path)]._modules[last_part(path)] = made[path]
     return made[""]
+
+
+def _fill(stand_in: nn.Module, real: nn.Module) -> None:
+    """Give a stand-in what a real module holds."""
+    for held in ("_parameters", "_buffers"):
+        mapping = getattr(real, held)
+        # The mapping itself where it is one, so that a parameter that is replaced later is still found.
+        stand_in.__dict__[held] = mapping if isinstance(mapping, dict) else dict(mapping.items())
+    if not isinstance(real, nn.Sequential) and _has_graph(real):
+        # Its signature names the inputs, its graph the source.
+        stand_in.__dict__["forward"] = real.forward
 
 
 def _has_graph(module: Any) -> bool:

@@ -38,16 +38,9 @@ def map_leaves(
         return map_leaves(value, change, other, join_path(prefix, str(key)), (*around, tree))
 
     if isinstance(tree, Mapping):
-        changed = {key: child(key, value) for key, value in tree.items()}
-        if type(tree) is dict:
-            return changed
-        return _assigned(copy.copy(tree), changed)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        # Not by calling the type: a PackedSequence has checks of its own there.
-        parts = [child(name, value) for name, value in zip(tree._fields, tree, strict=True)]
-        return tuple.__new__(type(tree), parts)
+        return _rebuilt_mapping(tree, child)
     if isinstance(tree, (list, tuple)):
-        return type(tree)([child(index, value) for index, value in enumerate(tree)])
+        return _rebuilt_sequence(tree, child)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         copied = copy.copy(tree)
         for each in dataclasses.fields(tree):
@@ -62,6 +55,18 @@ def map_leaves(
         children, context = node.flatten_fn(tree)
         return node.unflatten_fn([child(index, value) for index, value in enumerate(children)], context)
     return other(tree)
+
+
+def _rebuilt_mapping(tree: Mapping[Any, Any], child: Callable[[Any, Any], Any]) -> Any:
+    changed = {key: child(key, value) for key, value in tree.items()}
+    return changed if type(tree) is dict else _assigned(copy.copy(tree), changed)
+
+
+def _rebuilt_sequence(tree: Any, child: Callable[[Any, Any], Any]) -> Any:
+    if not hasattr(tree, "_fields"):
+        return type(tree)([child(index, value) for index, value in enumerate(tree)])
+    # A named tuple, and not by calling the type: a PackedSequence has checks of its own there.
+    return tuple.__new__(type(tree), map(child, tree._fields, tree))
 
 
 def map_inputs(
@@ -121,14 +126,12 @@ def plain(tree: Any) -> Any:
     """The structure in tuples, lists and dicts only, which any reader knows."""
     if isinstance(tree, Mapping):
         return {key: plain(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [plain(value) for value in tree]
-    if isinstance(tree, tuple):
-        return tuple(plain(value) for value in tree)
+    if isinstance(tree, (list, tuple)):
+        return (list if isinstance(tree, list) else tuple)(map(plain, tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return {each.name: plain(getattr(tree, each.name, None)) for each in dataclasses.fields(tree)}
     if is_object(tree) and _has_tensors(tree):
         return from_names(dict(leaves(tree)))
     if not isinstance(tree, Tensor) and type(tree) in pytree.SUPPORTED_NODES:
-        return tuple(plain(value) for value in pytree.SUPPORTED_NODES[type(tree)].flatten_fn(tree)[0])
+        return tuple(map(plain, pytree.SUPPORTED_NODES[type(tree)].flatten_fn(tree)[0]))
     return tree

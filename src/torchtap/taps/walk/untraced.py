@@ -94,19 +94,22 @@ def _cleaned(state: dict[str, Any]) -> dict[str, Any]:
     children = state.get("_modules")
     if children and any(map(is_wrapper, children.values())):
         clean["_modules"] = type(children)((name, held(child)) for name, child in children.items())
+    return clean | _tables_without_ours(state)
+
+
+def _tables_without_ours(state: dict[str, Any]) -> dict[str, Any]:
+    """The tables of hooks that have one of ours in them, without it."""
     ours = {
         key
         for table in _HOOK_TABLES
         for key, hook in (state.get(table) or {}).items()
         if isinstance(hook, Hook)
     }
-    if ours:
-        for table in (*_HOOK_TABLES, *_NOTES_OF_HOOKS):
-            if state.get(table):
-                clean[table] = OrderedDict(
-                    (key, hook) for key, hook in state[table].items() if key not in ours
-                )
-    return clean
+    return {
+        table: OrderedDict((key, hook) for key, hook in state[table].items() if key not in ours)
+        for table in (*_HOOK_TABLES, *_NOTES_OF_HOOKS)
+        if ours and state.get(table)
+    }
 
 
 def conceal(module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from torchtap._torch import graph_task, in_backward
 from torchtap.taps.walk.untraced import HookHandle
 from torchtap.taps.walk.ways import Handle, WayName, way_for
 
-__all__ = ["EVERY_THREAD", "Heard", "Walker", "is_compiling"]
+__all__ = ["EVERY_THREAD", "Heard", "Walker", "is_compiling", "shown_call", "shown_output"]
 
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
@@ -40,6 +40,41 @@ class _EveryThread:
 
 
 EVERY_THREAD: Heard = _EveryThread()
+
+
+def _unheeded(_: Any) -> None:
+    """A compiler follows the code, and there is nothing to put into its graph."""
+
+
+def shown_output(
+    stop: Stop,
+    visit: Callable[[Stop, Any], Any],
+    traced: Callable[[Any], Any] = _unheeded,
+    heard: Heard = EVERY_THREAD,
+) -> Callable[[nn.Module, Any, Any], Any]:
+    """A forward hook that shows what a module returns, but not what a checkpoint repeats."""
+
+    # Called for every module of every step, so the questions about thread and repetition are spelled out.
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if is_compiling():
+            return traced(output)
+        if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
+            return visit(stop, output)
+        return None
+
+    return hook
+
+
+def shown_call(
+    stop: Stop, visit: Callable[[Stop, tuple[Any, ...], dict[str, Any], Any], None]
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+    """The same for a hook that is given the arguments too."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not is_compiling() and graph_task() == -1:
+            visit(stop, args, kwargs, output)
+
+    return hook
 
 
 @final
@@ -88,17 +123,7 @@ class Walker:
         self, module: nn.Module, stop: Stop, visit: Callable[[Stop, Any], Any], traced: Callable[[Any], Any]
     ) -> None:
         """Show what the module returns. Repetitions are left out."""
-        heard = self._heard
-
-        # Called for every module of every step, so the questions about thread and repetition are spelled out.
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if is_compiling():
-                return traced(output)
-            if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
-                return visit(stop, output)
-            return None
-
-        self.keep(self._way.after(module, hook))
+        self.keep(self._way.after(module, shown_output(stop, visit, traced, self._heard)))
 
     def before(
         self,

@@ -1,0 +1,1 @@
+"""All ranks of a training as one recording."""

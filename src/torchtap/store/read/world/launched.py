@@ -1,0 +1,357 @@
+"""The recording of one launch: its ranks' numbers and tensors put together site by site.
+
+It guarantees:
+- a number is given for a step only where every part that was recorded of the site has that step, unless ``partial``;
+- of replicas one counts, the lowest rank that has the step;
+- a rank is opened when something is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.errors import RunError
+from torchtap.placement import Placement
+from torchtap.store.read.results import Matrix, Series, TensorRef
+from torchtap.store.read.stored_tensors import StoredTensor
+from torchtap.store.read.strand import Strand
+from torchtap.store.read.view import Found
+from torchtap.store.read.world.assembled import Assembled, Piece, Summed
+from torchtap.store.read.world.folding import Fold, How, needed, way_of
+from torchtap.store.read.world.launches import Launch
+from torchtap.store.read.world.sharing import Sharing, share_out
+
+__all__ = ["Launched"]
+
+_SUMMED_FIELDS = {("histogram", "counts"), ("gram", "gram")}
+
+
+@final
+class Launched:
+    """What the ranks of one launch recorded, as one."""
+
+    def __init__(self, launch: Launch, open_rank: Callable[[int, list[int]], Strand]) -> None:
+        self.launch = launch
+        self._open = open_rank
+        self._strands: dict[int, Strand] = {}
+        self._holders: dict[str, tuple[int, ...]] | None = None
+        self._aggregates: dict[str, How] | None = None
+        self._sharings: dict[tuple[str, str], list[tuple[int, Sharing]]] = {}
+
+    def strand(self, rank: int) -> Strand:
+        """One rank's own recording."""
+        if rank not in self._strands:
+            self._strands[rank] = self._open(rank, self.launch.attempts[rank])
+        return self._strands[rank]
+
+    def strands(self) -> Iterator[Strand]:
+        """All ranks' recordings, lowest first."""
+        for rank in sorted(self.launch.attempts):
+            yield self.strand(rank)
+
+    @property
+    def lowest(self) -> Strand:
+        return self.strand(min(self.launch.attempts))
+
+    def refresh(self) -> None:
+        """See what was written since."""
+        for strand in self._strands.values():
+            strand.refresh()
+        self._holders = None
+        self._sharings.clear()
+
+    # --- who has what -------------------------------------------------------------------------------------
+
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that recorded anything of each site; sites in the order of the ranks' own."""
+        if self._holders is None:
+            found: dict[str, list[int]] = {}
+            for strand in self.strands():
+                for site in strand.site_names():
+                    found.setdefault(site, []).append(strand.rank)
+            self._holders = {site: tuple(ranks) for site, ranks in found.items()}
+        return self._holders
+
+    def sharings(self, site: str, phase: str) -> list[tuple[int, Sharing]]:
+        """How the ranks' values of a site belong together, each from a step on. The first one counts before, too."""
+        known = self._sharings.get((site, phase))
+        if known is None:
+            ranks = self.holders().get(site, ())
+            if len(ranks) == 1:
+                known = (
+                    [(0, Sharing((ranks,)))]
+                    if self.launch.world <= 1
+                    else self._sharings_of(site, phase, ranks)
+                )
+            else:
+                known = self._sharings_of(site, phase, ranks)
+            self._sharings[site, phase] = known
+        return known
+
+    def _sharings_of(self, site: str, phase: str, ranks: Sequence[int]) -> list[tuple[int, Sharing]]:
+        changes = {rank: self.strand(rank).placements().get(site, []) for rank in ranks}
+        begins = sorted({step for each in changes.values() for step, of, _ in each if of == phase}) or [0]
+        found: list[tuple[int, Sharing]] = []
+        for step in begins:
+            sharing = share_out({rank: self.strand(rank).placement(site, step, phase) for rank in ranks})
+            if not found or found[-1][1] != sharing:
+                found.append((step, sharing))
+        return found
+
+    def sharing(self, site: str, step: int | None, phase: str) -> Sharing:
+        """How the values of a site belong together at a step."""
+        known = self.sharings(site, phase)
+        before = [sharing for start, sharing in known if step is None or start <= step]
+        return before[-1] if before else known[0][1]
+
+    # --- numbers ------------------------------------------------------------------------------------------
+
+    def way(self, statistic: str, sharing: Sharing) -> How:
+        """How a statistic folds over such parts."""
+        if len(sharing.parts) == 1:
+            return "own"
+        how = way_of(statistic)
+        if how != "own" or not sharing.is_batch:
+            return how
+        return self._metrics().get(statistic, "own")
+
+    def _metrics(self) -> dict[str, How]:
+        """How metrics of the user combine, by name: over parts of a batch as over passes."""
+        if self._aggregates is None:
+            ways: dict[str, How] = {"mean": "mean", "sum": "sum", "min": "min", "max": "max"}
+            found: dict[str, How] = {}
+            plan = self.lowest.manifest.get("plan")
+            for tap in plan.get("taps", ()) if isinstance(plan, dict) else ():
+                keep = tap.get("keep") if isinstance(tap, dict) else None
+                if isinstance(keep, dict) and keep.get("reduction") == "metric":
+                    found[str(keep.get("name"))] = ways.get(str(keep.get("aggregate")), "own")
+            self._aggregates = found
+        return self._aggregates
+
+    def series(self, site: str, statistic: str, phase: str, *, partial: bool) -> Series:
+        """One number over the steps of a phase."""
+        known = self.sharings(site, phase)
+        pieces = []
+        for number, (start, sharing) in enumerate(known):
+            end = known[number + 1][0] if number + 1 < len(known) else None
+            low = None if number == 0 else start
+            found = self._series_between(site, statistic, phase, sharing, partial=partial)
+            inside = np.ones(len(found.steps), bool)
+            if low is not None:
+                inside &= found.steps >= low
+            if end is not None:
+                inside &= found.steps < end
+            pieces.append(Series(found.steps[inside], found.values[inside]))
+        return Series(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+
+    def _series_between(
+        self, site: str, statistic: str, phase: str, sharing: Sharing, *, partial: bool
+    ) -> Series:
+        how = self.way(statistic, sharing)
+        if how == "own":
+            return self._own_series(site, statistic, phase, sharing.parts[0], partial=partial)
+        folded = self._fold([site], statistic, phase, sharing, how, partial=partial)
+        here = folded[2][0]
+        return Series(folded[0][here], folded[1][0, here])
+
+    def _own_series(
+        self, site: str, statistic: str, phase: str, ranks: Sequence[int], *, partial: bool
+    ) -> Series:
+        """The lowest rank's, and where it has a step no more, the next one's that holds the same."""
+        found = self.strand(ranks[0]).series(site, statistic, phase, partial=partial)
+        if len(ranks) > 1 and self.strand(ranks[0]).status == "closed":
+            return found
+        for rank in ranks[1:]:
+            more = self.strand(rank).series(site, statistic, phase, partial=partial)
+            new = ~np.isin(more.steps, found.steps)
+            if new.any():
+                steps = np.concatenate([found.steps, more.steps[new]])
+                order = np.argsort(steps, kind="stable")
+                found = Series(steps[order], np.concatenate([found.values, more.values[new]])[order])
+        return found
+
+    def _fold(
+        self, sites: Sequence[str], statistic: str, phase: str, sharing: Sharing, how: How, *, partial: bool
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+        """Steps, folded numbers (sites, steps), and where every part had one."""
+        steps = np.unique(np.concatenate([self.strand(part[0]).steps(None) for part in sharing.parts]))
+        fold = Fold(statistic, how, (len(sites), len(steps)))
+        for part in sharing.parts:
+            fold.add(*self._columns(part, sites, statistic, phase, how, steps, partial=partial))
+        values, whole = fold.result(1 if partial else len(sharing.parts))
+        return steps, values, whole
+
+    def _columns(
+        self,
+        part: Sequence[int],
+        sites: Sequence[str],
+        statistic: str,
+        phase: str,
+        how: How,
+        steps: npt.NDArray[np.int64],
+        *,
+        partial: bool,
+    ) -> tuple[dict[str, npt.NDArray[np.float64]], npt.NDArray[np.float64] | None]:
+        """One part's columns at these steps, from the lowest rank that has them."""
+        names = (statistic,) if how == "mean" else needed(statistic)
+        columns: dict[str, npt.NDArray[np.float64]] = {}
+        for rank in part:
+            strand = self.strand(rank)
+            known = strand.statistics(None)
+            for name in names:
+                if name in known:
+                    own = strand.matrix(name, sites, steps, lambda _: phase, partial=partial).values
+                    before = columns.get(name)
+                    columns[name] = own if before is None else np.where(np.isnan(before), own, before)
+            if names[0] in columns and not np.isnan(columns[names[0]]).any():
+                break
+        blank = np.full((len(sites), len(steps)), np.nan)
+        if names[0] not in columns:  # kept without a count: its own presence tells
+            columns[names[0]] = columns.get(statistic, blank)
+        for name in names:
+            columns.setdefault(name, blank)
+        weight = self._passes(part[0], steps, phase) if how == "mean" else None
+        return columns, weight
+
+    def _passes(self, rank: int, steps: npt.NDArray[np.int64], phase: str) -> npt.NDArray[np.float64]:
+        """How many passes a rank made in each step."""
+        clock = self.strand(rank).clock()
+        own = clock.phase == phase
+        passes = dict(zip(clock.step[own].tolist(), clock.passes[own].tolist(), strict=True))
+        return np.array([float(max(passes.get(step, 1), 1)) for step in steps.tolist()])
+
+    def matrix(
+        self,
+        statistic: str,
+        sites: Sequence[str],
+        steps: npt.NDArray[np.int64] | None,
+        phase_of: Callable[[str], str],
+        *,
+        partial: bool,
+    ) -> Matrix:
+        """One statistic of many sites by steps; sites that are shared alike are folded together."""
+        holders = self.holders()
+        here = [site for site in sites if site in holders]
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        single: list[str] = []
+        for site in here:
+            phase = phase_of(site)
+            known = self.sharings(site, phase)
+            if len(known) > 1:
+                single.append(site)
+            else:
+                groups.setdefault((known[0][1], phase), []).append(site)
+        found: dict[str, Series] = {
+            site: self.series(site, statistic, phase_of(site), partial=partial) for site in single
+        }
+        for (sharing, phase), members in groups.items():
+            found |= self._together(members, statistic, phase, sharing, steps, partial=partial)
+        wanted = steps
+        if wanted is None:
+            every = [series.steps for series in found.values()]
+            wanted = np.unique(np.concatenate(every)) if every else np.zeros(0, np.int64)
+        values = np.full((len(sites), len(wanted)), np.nan)
+        for row, site in enumerate(sites):
+            if site in found:
+                own = found[site]
+                target = np.searchsorted(wanted, own.steps)
+                inside = target < len(wanted)
+                inside[inside] &= wanted[target[inside]] == own.steps[inside]
+                values[row, target[inside]] = own.values[inside]
+        return Matrix(list(sites), wanted, values)
+
+    def _together(
+        self,
+        sites: list[str],
+        statistic: str,
+        phase: str,
+        sharing: Sharing,
+        steps: npt.NDArray[np.int64] | None,
+        *,
+        partial: bool,
+    ) -> dict[str, Series]:
+        how = self.way(statistic, sharing)
+        if how == "own":
+            rank = sharing.parts[0][0]
+            own = self.strand(rank).matrix(statistic, sites, steps, lambda _: phase, partial=partial)
+            return {
+                site: Series(own.steps[there], own.values[row, there])
+                for row, site in enumerate(sites)
+                if (there := ~np.isnan(own.values[row])).any()
+            }
+        at, values, whole = self._fold(sites, statistic, phase, sharing, how, partial=partial)
+        return {
+            site: Series(at[whole[row]], values[row, whole[row]])
+            for row, site in enumerate(sites)
+            if whole[row].any()
+        }
+
+    # --- tensors ------------------------------------------------------------------------------------------
+
+    def tensors(self, site: str | None) -> list[TensorRef]:
+        """Every stored tensor once, with the shape of the whole."""
+        found: dict[tuple[Any, ...], TensorRef] = {}
+        for strand in self.strands():
+            for ref in strand.tensors(site):
+                found.setdefault((ref.site, ref.field, ref.reduction, ref.step, ref.phase), ref)
+        return [self._whole_ref(ref) for ref in found.values()]
+
+    def _whole_ref(self, ref: TensorRef) -> TensorRef:
+        found = self.find(ref.site, ref.step, ref.field, ref.reduction, ref.phase, gaps=True)
+        return ref if found is None else found.ref()
+
+    def find(
+        self, site: str, step: int | None, field: str, reduction: str | None, phase: str, *, gaps: bool
+    ) -> Found | None:
+        """A tensor of the whole; without ``step``, of the last step that the first part has."""
+        if site not in self.holders():
+            return None
+        sharing = self.sharing(site, step, phase)
+        first = self._stored(sharing.parts[0], site, step, field, reduction, phase)
+        if first is None:
+            return None
+        at, kind = first[1].name.step, first[1].name.reduction
+        sharing = self.sharing(site, at, phase)
+        if sharing.why_own == "partial":
+            ranks = self.holders()[site]
+            placed = {rank: self.strand(rank).placement(site, at, phase) for rank in ranks}
+            sharing = share_out(placed, summed=True)
+        held = [self._stored(part, site, at, field, reduction, phase) for part in sharing.parts]
+        stored = [each for each in held if each is not None]
+        if (kind, field) in _SUMMED_FIELDS:
+            return Summed([each for _, each in stored])
+        if field != "value" or kind != "full":
+            return first[1]
+        pieces = [
+            Piece(rank, placement, each, int(self._passes(rank, np.array([at]), phase)[0]))
+            for rank, each in stored
+            if (placement := self.strand(rank).placement(site, at, phase)) is not None
+        ]
+        if len(pieces) < len(stored):  # recorded before placements were
+            return first[1]
+        if len(stored) < len(held) and not gaps:
+            lacking = [part[0] for part, each in zip(sharing.parts, held, strict=True) if each is None]
+            raise RunError(
+                f"{site!r} at step {at} is not whole: rank {', '.join(map(str, lacking))} has no part of it there; "
+                "run.rank(k).tensor(...) gives one rank's part, tt.open(path, partial=True) joins what there is"
+            )
+        return Assembled(pieces, gaps=gaps)
+
+    def _stored(
+        self, ranks: Sequence[int], site: str, step: int | None, field: str, reduction: str | None, phase: str
+    ) -> tuple[int, StoredTensor] | None:
+        """What the lowest of some ranks that hold the same has stored."""
+        for rank in ranks:
+            found = self.strand(rank).find(site, step, field, reduction, phase)
+            if found is not None:
+                return rank, found
+        return None
+
+    def placement(self, site: str, step: int | None, phase: str) -> Placement | None:
+        """The placement of a site's values, as the lowest rank that has them knows it."""
+        ranks = self.holders().get(site, ())
+        return self.strand(ranks[0]).placement(site, step, phase) if ranks else None

@@ -1,0 +1,106 @@
+"""Which attempts of which ranks were one launch: a restart, or a world of another size, is another.
+
+Each rank numbers its attempts for itself, so numbers alone do not tell: a rank that came late, or that was not there
+for a while, has fewer. What the processes of a launch have in common (`launch_facts`) tells. Where that is the same for
+several launches, a rank that appears a second time, in another process, begins the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple, final
+
+from torchtap.errors import RunError
+from torchtap.store.files.folder import Folder
+from torchtap.store.files.layout import LAUNCH, MANIFEST, attempt_folder, parse_attempt, rank_folder
+from torchtap.store.format.seal import JSON_LIMIT, load_json
+
+__all__ = ["Launch", "find_launches"]
+
+
+@final
+@dataclass(slots=True)
+class Launch:
+    """Processes that trained together."""
+
+    world: int  # how many there were; 0 where nobody says
+    began: float
+    attempts: dict[int, list[int]] = field(default_factory=dict)  # by rank
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks that recorded nothing."""
+        return [rank for rank in range(self.world) if rank not in self.attempts]
+
+
+class _Part(NamedTuple):
+    """What is known of an attempt without reading it."""
+
+    rank: int
+    attempt: int
+    world: int
+    key: str
+    process: tuple[str, int]
+    created: float
+
+
+def find_launches(root: Folder, ranks: Iterable[int]) -> list[Launch]:
+    """The launches of a run, oldest first."""
+    parts = [part for rank in ranks for part in _parts(root.child(rank_folder(rank)), rank)]
+    parts.sort(key=lambda part: (part.created, part.attempt, part.rank))
+    newest: dict[tuple[str, int], int] = {}  # by key and world: which launch with them is the newest
+    turns: dict[tuple[str, int, int, int], int] = {}  # by launch and rank: how many parts its process wrote
+    members: dict[tuple[str, int, int], dict[int, tuple[str, int]]] = {}  # of a launch: the ranks' processes
+    found: dict[tuple[str, int, int, int], Launch] = {}
+    for part in parts:
+        same = part.key, part.world
+        number = newest.setdefault(same, 0)
+        processes = members.setdefault((*same, number), {})
+        if processes.get(part.rank, part.process) != part.process:
+            newest[same] = number = number + 1
+            processes = members.setdefault((*same, number), {})
+        processes[part.rank] = part.process
+        # One process may watch several times, one after the other: its n-th part belongs to the others' n-th.
+        whose = (*same, number, part.rank)
+        turn = turns[whose] = turns.get(whose, -1) + 1
+        launch = found.setdefault((*same, number, turn), Launch(part.world, part.created))
+        launch.attempts.setdefault(part.rank, []).append(part.attempt)
+    return sorted(found.values(), key=lambda launch: (launch.began, max(map(max, launch.attempts.values()))))
+
+
+def _parts(folder: Folder, rank: int) -> list[_Part]:
+    attempts = sorted(number for name in folder.names() if (number := parse_attempt(name)) is not None)
+    return [_part(folder.child(attempt_folder(attempt)), rank, attempt) for attempt in attempts]
+
+
+def _part(folder: Folder, rank: int, attempt: int) -> _Part:
+    facts = _object(folder, LAUNCH) or _object(folder, MANIFEST)
+    world, launch = facts.get("world"), facts.get("launch")
+    told: dict[str, Any] = launch if isinstance(launch, dict) else {}
+    process = str(told.get("host")), told.get("pid")
+    return _Part(
+        rank,
+        attempt,
+        world if type(world) is int and 0 < world < 2**31 else 0,
+        str(told.get("key", "")),
+        (process[0], process[1] if type(process[1]) is int else -1),
+        _seconds(facts.get("created")),
+    )
+
+
+def _object(folder: Folder, file: str) -> dict[str, Any]:
+    with suppress(OSError, RunError, ValueError), folder.open(file) as opened:
+        if opened.size <= JSON_LIMIT:
+            found = load_json(opened.read(0, opened.size))
+            return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _seconds(text: Any) -> float:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return 0.0

@@ -1,0 +1,1 @@
+"""Which part of the whole each value of this rank is."""
