@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.zoo_bent import BENT
 from benchmarks.zoo_hugging_face import HUGGING_FACE, Built
 
 __all__ = ["ARCHITECTURES", "build"]
@@ -406,7 +407,7 @@ _WRITTEN_HERE: dict[str, Callable[[], Built]] = {
     "quantized": _of(_quantized, _rows),
 }  # fmt: skip
 
-ARCHITECTURES: dict[str, Callable[[], Built]] = {**_WRITTEN_HERE, **HUGGING_FACE}
+ARCHITECTURES: dict[str, Callable[[], Built]] = {**_WRITTEN_HERE, **BENT, **HUGGING_FACE}
 
 
 def build(name: str) -> Built:

@@ -55,6 +55,7 @@ __all__ = [
     "load_program_archive",
     "mark_constant",
     "outside_of_transforms",
+    "patch_script_compiler",
     "pytree",
     "script_string_type",
     "script_tensor_holders",
@@ -179,6 +180,23 @@ def is_traced_by_fx() -> bool:
     """Whether ``torch.fx.symbolic_trace`` runs this code. Where torch cannot say, it does not."""
     asked = getattr(sys.modules.get("torch.fx._symbolic_trace"), "is_fx_symbolic_tracing", None)
     return asked is not None and bool(asked())
+
+
+def patch_script_compiler(around: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Have TorchScript make script modules inside of ``around(module)``: it compiles every hook that it finds.
+
+    Where the function is gone, a module with hooks of ours cannot be scripted.
+    """
+    compiler = torch.jit._recursive
+    create = getattr(compiler, "create_script_module", None)
+    if create is None:
+        return
+
+    def create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
+        with around(nn_module):
+            return create(nn_module, *args, **kwargs)
+
+    compiler.create_script_module = create_script_module
 
 
 # ---- Compiled models. Nothing here imports the compiler before a model asks for it.

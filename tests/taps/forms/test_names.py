@@ -429,3 +429,18 @@ def test_a_scripted_model_that_differs_is_told_by_its_site() -> None:
     assert found.outcome == "differs"
     assert found.first is not None
     assert found.first.module == "0"
+
+
+def test_the_modules_inside_one_that_an_fx_graph_calls_are_known() -> None:
+    """FX keeps a whole attention, encoder layer or parametrized layer as one call; what is in it runs as ever."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model, x = nn.Sequential(nn.Linear(8, 8), layer).eval(), torch.randn(2, 3, 8)
+    with tt.capture(model, "*:output") as eager:
+        model(x)
+    graph = fx.symbolic_trace(model)
+    with tt.capture(graph, "*:output") as seen:
+        graph(x)
+    assert set(dict(seen.items())) == set(dict(eager.items())) >= {"1.linear1:output", "1.norm2:output"}
+    for site, value in eager.items():
+        assert torch.equal(seen[site], value), site

@@ -3,19 +3,20 @@
 A carrier knows names only, no session. It guarantees:
 - it can be traced by Dynamo, ``torch.jit.trace``, ``torch.export`` and FX, and is called by an eager model;
 - with nobody listening it returns at once;
-- it goes with the model through pickle, ``torch.save``, ``copy.deepcopy`` and ``torch.package``; where torchtap
-  cannot be imported the model loads all the same and the carrier has become a function that does nothing.
+- copies of the model have it; pickles have its name, packages a file about it, and both load and run where torchtap
+  cannot be imported (`travelling`).
 
 Not here: TorchScript, which compiles hooks from source (`script_source`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from torchtap._torch import is_traced_by_fx, is_traced_by_script
 from torchtap.names import site_name
@@ -23,8 +24,10 @@ from torchtap.sites import input_names, places
 from torchtap.taps.carry import op
 from torchtap.taps.carry.branches import silences
 from torchtap.taps.carry.fused import emit_measured, is_fused
+from torchtap.taps.carry.travelling import NAMES, CopiedAlong, Packaged
 from torchtap.taps.receive import inside
 from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.untraced import Traveller, conceal, reveal
 from torchtap.taps.walk.ways import HookWay
 
 __all__ = [
@@ -39,32 +42,13 @@ __all__ = [
     "emit_leaves",
     "note_the_way",
     "put_carriers",
+    "put_copies",
+    "put_on_root",
     "remove_carriers",
 ]
 
-# Carriers go along with copies and pickles of the model.
+# Carriers go along with copies of the model.
 _ALONG = HookWay(travelling=True)
-
-# What a pickle says in place of a class of ours. It names only what every Python has; ``nullcontext().__exit__``
-# takes any arguments and does nothing.
-_LOADER = (
-    "__import__('importlib').import_module('torchtap.taps.carry.carrier').{name}"
-    " if __import__('importlib.util').util.find_spec('torchtap')"
-    " else lambda *_: __import__('contextlib').nullcontext().__exit__"
-)
-
-
-class _Loader:
-    """Pickles as the expression that finds the carrier's class again, or a stand-in."""
-
-    def __init__(self, name: str) -> None:
-        self._text = _LOADER.format(name=name)
-
-    def __call__(self, *state: Any) -> Any:
-        return eval(self._text)(*state)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return eval, (self._text,)
 
 
 def _hears(address: str) -> bool:
@@ -95,7 +79,7 @@ def emit_leaves(
                 torch.ops.torchtap.emit.default(tensor, site)
 
 
-class _Carrier:
+class _Carrier(Traveller):
     """``address`` is the module's path, after a channel's prefix where there is one."""
 
     def __init__(self, address: str, kinds: tuple[str, ...]) -> None:
@@ -105,7 +89,7 @@ class _Carrier:
         self.measured: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Loader(type(self).__name__), self._state()
+        return type(self), self._state()  # for modules whose class makes their pickles: graph modules
 
     def __deepcopy__(self, memo: Any) -> Any:
         return type(self)(*self._state())
@@ -158,7 +142,7 @@ class LeaveCarrier(_Carrier):
 
 
 @final
-class Scriptable:
+class Scriptable(Traveller):
     """Kept by a model with carriers as its ``__prepare_scriptable__``, which ``torch.jit.script`` asks for."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -168,9 +152,6 @@ class Scriptable:
         from torchtap.taps.script.source import scriptable
 
         return scriptable(self._model)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Loader("Scriptable"), (self._model,)
 
 
 @final
@@ -242,6 +223,7 @@ def put_carriers(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> Non
     if any("value" in kinds for kinds in kinds_of.values()):
         for path, module in modules.items():
             note_the_way(module, path)
+            _mark(module)
     for path, kinds in kinds_of.items():
         module = modules[path]
         before, after = carriers_for(module, path, kinds)
@@ -249,22 +231,57 @@ def put_carriers(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> Non
             _ALONG.before(module, before)
         if after is not None:
             _ALONG.after(module, after)
+        _mark(module)
+
+
+def put_on_root(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> None:
+    """`put_carriers`, for a model that can then be scripted and packaged as well."""
+    put_carriers(model, kinds_of)
+    _mark(model)
+    model.__dict__.update(
+        {"__prepare_scriptable__": Scriptable(model), "__reduce_package__": Packaged(model)}
+    )
+    conceal(model)
+
+
+def _mark(module: nn.Module) -> None:
+    """From now on copies of a module take its carriers along."""
+    if not isinstance(module, fx.GraphModule):
+        module.__dict__["__deepcopy__"] = CopiedAlong(module)
+
+
+def put_copies(module: nn.Module, made: nn.Module) -> None:
+    """Have the copy of a module emit what the module does."""
+    for hook in _carriers_on(module, "_forward_pre_hooks"):
+        _ALONG.before(made, copy.deepcopy(hook))
+    for hook in _carriers_on(module, "_forward_hooks"):
+        _ALONG.after(made, copy.deepcopy(hook))
+    _mark(made)
+    if "__reduce_package__" in module.__dict__:
+        put_on_root(made, {})
+
+
+def _carriers_on(module: nn.Module, table: str) -> list[Any]:
+    return [
+        hook
+        for hook in getattr(module, table).values()
+        if isinstance(hook, _Carrier) and "|" not in hook.address
+    ]
 
 
 def carried(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Which kinds a model's carriers emit, by path."""
     found: dict[str, tuple[str, ...]] = {}
     for place in places(model):
-        path: str = place.path
-        module: Any = place.module
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if isinstance(hook, _Carrier) and "|" not in hook.address:
-                found[path] = found.get(path, ()) + hook.kinds
-    return found
+        for table in ("_forward_pre_hooks", "_forward_hooks"):
+            for hook in _carriers_on(place.module, table):
+                kinds = (*found.get(place.path, ()), *hook.kinds)
+                found[place.path] = tuple(dict.fromkeys(kinds))
+    return {path: kinds for path, kinds in found.items() if kinds}
 
 
 def remove_carriers(model: nn.Module) -> None:
-    """Take every carrier off a model, also those that came with it."""
+    """Take every carrier off a model, also those that came with it, and the names that a pickle left."""
     for module in model.modules():
         every: tuple[dict[int, Any], ...] = (module._forward_hooks, module._forward_pre_hooks)
         for hooks in every:
@@ -272,3 +289,9 @@ def remove_carriers(model: nn.Module) -> None:
                 if isinstance(hook, _Carrier):
                     del hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
+                    reveal(module)
+        for name, value in list(module.__dict__.items()):
+            if isinstance(value, Traveller) or name == NAMES:
+                del module.__dict__[name]
+                if isinstance(value, Packaged):
+                    reveal(module)

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from torchtap.names import KINDS, is_inside, last_part, parent_path
+from torchtap.names import KINDS, is_inside, join_path, last_part, parent_path
 from torchtap.taps.alike.mapped import mapped_sites
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.carry.carrier import Carriers
@@ -72,10 +72,16 @@ def graph_paths(model: fx.GraphModule) -> set[str]:
 
 
 def called_modules(model: fx.GraphModule) -> dict[str, nn.Module]:
-    return {
-        str(node.target): model.get_submodule(str(node.target))
+    """The modules that a graph calls, and those inside them, which they call themselves."""
+    targets = [
+        str(node.target)
         for node in model.graph.nodes
         if node.op == "call_module" and node.target != "_guards_fn"
+    ]
+    return {
+        join_path(path, inner) if inner else path: module
+        for path in dict.fromkeys(targets)
+        for inner, module in model.get_submodule(path).named_modules()
     }
 
 

@@ -15,7 +15,8 @@ from torchtap.plan import Plan, Tap, bind
 from torchtap.sites import Selectable
 from torchtap.taps.attach import form_of, tree_of
 from torchtap.taps.carry import op
-from torchtap.taps.carry.carrier import Scriptable, carried, put_carriers, remove_carriers
+from torchtap.taps.carry.carrier import carried, put_carriers, put_on_root, remove_carriers
+from torchtap.taps.carry.travelling import names_left
 from torchtap.taps.walk.copying import copy_with_shared_tensors
 
 __all__ = ["instrument"]
@@ -28,6 +29,7 @@ def instrument(model: Any, *taps: Plan | Tap | Selectable) -> Any:
 
     The copy has the model's own parameters and buffers. It can be scripted, traced, exported, compiled, packaged
     and pickled; a scripted or exported model can be given as well. A session finds the sites in what comes out.
+    Of a model that was pickled with such sites, and without ``taps``, these are put on again.
     """
     form = form_of(model)
     if form in ("compiled", "aoti", "emitting"):
@@ -36,7 +38,8 @@ def instrument(model: Any, *taps: Plan | Tap | Selectable) -> Any:
             "then compile that; or use capture and watch, which take it as it is"
         )
     op.register()
-    kinds_of = _kinds_of(model, taps)
+    left = names_left(model) if form == "eager" else {}
+    kinds_of = dict(left) if left and not taps else {**left, **_kinds_of(model, taps)}
     if form == "script":
         from torchtap.taps.script.graph import tapped_copy
 
@@ -68,8 +71,7 @@ def _tapped_module(model: nn.Module, kinds_of: dict[str, tuple[str, ...]]) -> nn
     remove_carriers(tapped)
     for path, kinds in present.items():
         kinds_of[path] = tuple(dict.fromkeys((*kinds, *kinds_of.get(path, ()))))
-    put_carriers(tapped, kinds_of)
-    tapped.__dict__["__prepare_scriptable__"] = Scriptable(tapped)
+    put_on_root(tapped, kinds_of)
     return tapped
 
 

@@ -29,7 +29,9 @@ import torch
 from torchtap._torch import archive_reader, load_aoti_package, load_program_archive
 from torchtap.errors import FormError
 from torchtap.taps.carry import op
+from torchtap.taps.carry.carrier import put_on_root
 from torchtap.taps.carry.emitting import EmittingModel
+from torchtap.taps.carry.travelling import names_left
 from torchtap.taps.travel.program_gate import check_payloads, check_program
 
 __all__ = ["load"]
@@ -155,6 +157,8 @@ def _unpickle(file: Path, unsafe: bool) -> Any:
         raise FormError(
             f"{str(file)!r} holds weights, not a model: name the code that makes it, package.module:factory"
         )
+    if isinstance(loaded, torch.nn.Module) and (sites := names_left(loaded)):
+        put_on_root(loaded, sites)
     return loaded
 
 

@@ -9,14 +9,27 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, final
 
-from torch import nn
+from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hook", "HookHandle", "ModeHook", "StandIn", "conceal", "held", "is_wrapper", "reveal"]
+from torchtap._torch import patch_script_compiler
+
+__all__ = [
+    "Hook",
+    "HookHandle",
+    "ModeHook",
+    "StandIn",
+    "Traveller",
+    "conceal",
+    "held",
+    "is_wrapper",
+    "reveal",
+]
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOTES_OF_HOOKS = (
@@ -45,6 +58,14 @@ def _inert(*_: Any) -> None:
 
 def _nothing() -> Callable[..., None]:
     return _inert
+
+
+class Traveller:
+    """Something of ours on a module that its copies take along. A pickle has plain names in its place."""
+
+    def left(self) -> dict[str, Any]:
+        """The attributes that a pickle of the module has instead."""
+        return {}
 
 
 class StandIn(ABC):
@@ -85,7 +106,12 @@ class _CleanState:
 
 
 def _cleaned(state: dict[str, Any]) -> dict[str, Any]:
-    clean = {name: value for name, value in state.items() if not isinstance(value, (_CleanState, Hook))}
+    clean = {
+        name: value for name, value in state.items() if not isinstance(value, (_CleanState, Hook, Traveller))
+    }
+    for value in state.values():
+        if isinstance(value, Traveller):
+            clean.update(value.left())
     forward = state.get("forward")
     if isinstance(forward, StandIn):
         clean.pop("forward")
@@ -103,7 +129,7 @@ def _tables_without_ours(state: dict[str, Any]) -> dict[str, Any]:
         key
         for table in _HOOK_TABLES
         for key, hook in (state.get(table) or {}).items()
-        if isinstance(hook, Hook)
+        if isinstance(hook, (Hook, Traveller))
     }
     return {
         table: OrderedDict((key, hook) for key, hook in state[table].items() if key not in ours)
@@ -114,7 +140,10 @@ def _tables_without_ours(state: dict[str, Any]) -> dict[str, Any]:
 
 def conceal(module: nn.Module) -> None:
     """Something of ours is put on a module."""
+    hide_from_script()
     module = held(module)
+    if isinstance(module, fx.GraphModule):
+        return  # its class makes its pickles and copies, and asks for no state
     known = module.__dict__.get(_STATE)
     if not isinstance(known, _CleanState):
         known = module.__dict__[_STATE] = _CleanState(module)
@@ -128,6 +157,30 @@ def reveal(module: nn.Module) -> None:
         known.count -= 1
         if not known.count:
             del module.__dict__[_STATE]
+
+
+@cache
+def hide_from_script() -> None:
+    """Have TorchScript leave our hooks out of what it makes of a module, as pickles and copies do."""
+    patch_script_compiler(_ours_off)
+
+
+@contextmanager
+def _ours_off(model: nn.Module) -> Iterator[None]:
+    """The modules of a model without hooks of ours, for as long as it lasts."""
+    taken: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        attributes = module.__dict__
+        if isinstance(attributes.get(_STATE), _CleanState):
+            clean = _cleaned(attributes)
+            for table in (*_HOOK_TABLES, *_NOTES_OF_HOOKS):
+                taken.append((attributes, table, attributes[table]))
+                attributes[table] = clean[table]
+    try:
+        yield
+    finally:
+        for attributes, table, hooks in taken:
+            attributes[table] = hooks
 
 
 @final

@@ -54,23 +54,19 @@ def way_for(root: nn.Module, name: str) -> Way:
 
 @final
 class HookWay:
-    """torch's own hooks. ``travelling`` ones go along with copies and pickles of the model, as they are."""
+    """torch's own hooks. ``travelling`` ones are put on as they are, for tracers to read and copies to take along."""
 
     def __init__(self, *, travelling: bool = False) -> None:
         self._travelling = travelling
 
     def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
-        if self._travelling:
-            return module.register_forward_pre_hook(action, prepend=first, with_kwargs=True)
-        return HookHandle(
-            module, module.register_forward_pre_hook(Hook(action), prepend=first, with_kwargs=True)
-        )
+        hook = action if self._travelling else Hook(action)
+        return HookHandle(module, module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True))
 
     def after(
         self, module: nn.Module, action: Action, *, always: bool = False, with_kwargs: bool = False
     ) -> Handle:
-        if self._travelling:
-            return module.register_forward_hook(action, always_call=always, with_kwargs=with_kwargs)
+        hook = action if self._travelling else Hook(action)
         return HookHandle(
-            module, module.register_forward_hook(Hook(action), always_call=always, with_kwargs=with_kwargs)
+            module, module.register_forward_hook(hook, always_call=always, with_kwargs=with_kwargs)
         )
