@@ -16,6 +16,7 @@ import torch
 from benchmarks.faults.bench import FAULTS, Outcome, tried, warned
 from benchmarks.faults.controls import CONTROLS
 from benchmarks.faults.kit import Case
+from benchmarks.faults.rank_faults import RankCase, tried_on_ranks
 
 
 def main() -> int:
@@ -36,7 +37,7 @@ def main() -> int:
         twins += sum(len(each.twin_warnings) for each in outcomes)
         print(_row(case, outcomes), flush=True)
     print(
-        f"\n{good} of {len(chosen)} named first or second at the right site with every seed; {twins} warnings of twins"
+        f"\n{good} of {len(chosen) + len(on_ranks)} named first or second at the right site with every seed; {twins} warnings of twins"
     )
     controls = [each for each in CONTROLS if not asked.only or each[0] in asked.only]
     if controls and not asked.no_controls:
@@ -52,6 +53,16 @@ def _tried(case: Case, seed: int, compiled: bool) -> Outcome | None:
     except Exception:
         traceback.print_exc(limit=-4, file=sys.stdout)
         return None
+
+
+def _tried_on_ranks(case: RankCase, seed: int) -> bool:
+    """Whether a fault of ranks is named first or second at the right site, and its twin has no warning."""
+    found = tried_on_ranks(case, seed)[:2]
+    named = any(each.kind in case.kinds and any(part in each.site for part in case.site) for each in found)
+    twin = [each for each in tried_on_ranks(case, seed, sick=False) if each.severity != "info"]
+    for each in twin:
+        print(f"  twin of {case.number}: {each}")
+    return named and not twin
 
 
 def _row(case: Case, outcomes: list[Outcome]) -> str:
