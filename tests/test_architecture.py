@@ -60,6 +60,7 @@ LAYERS = [
         "seen",
         "summary",
         "watching",
+        "manifest",
         "session",
         "verification",
     ],

@@ -17,6 +17,7 @@ PROGRAMS = [
     ROOT / "README.md",
     ROOT / "docs" / "compare.md",
     ROOT / "docs" / "editing.md",
+    ROOT / "docs" / "flight.md",
     ROOT / "docs" / "forms.md",
     ROOT / "docs" / "module-monitor.md",
     ROOT / "docs" / "monitor.md",

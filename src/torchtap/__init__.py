@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from torchtap.comparison.front import compare as compare
     from torchtap.comparison.judge.result import Comparison as Comparison
     from torchtap.coverage import Missing as Missing
+    from torchtap.diagnosis.birth import Birth as Birth
+    from torchtap.diagnosis.birth import find_nan as find_nan
     from torchtap.diagnosis.finding import Finding as Finding
+    from torchtap.diagnosis.flight.recorder import FlightRecorder as FlightRecorder
+    from torchtap.diagnosis.flight.recorder import flight_recorder as flight_recorder
     from torchtap.diagnosis.run import diagnose as diagnose
     from torchtap.editing.catcher import Catcher as Catcher
     from torchtap.editing.edit import Edit as Edit
@@ -66,7 +70,7 @@ if TYPE_CHECKING:
     from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
     from torchtap.plan import Plan as Plan
     from torchtap.plan import Tap as Tap
-    from torchtap.plan import bind as bind
+    from torchtap.plan import make_plan as make_plan
     from torchtap.plan import tap as tap
     from torchtap.reduce import Entropy as Entropy
     from torchtap.reduce import Full as Full
@@ -118,6 +122,7 @@ __version__ = "0.1.0"
 # Where each public name lives. A test holds that this, the imports above and the documentation agree.
 _HOME = {
     "Always": "torchtap.schedule",
+    "Birth": "torchtap.diagnosis.birth",
     "Bisection": "torchtap.comparison.bisection",
     "Budget": "torchtap.budget",
     "CallbackSink": "torchtap.sinks",
@@ -132,6 +137,7 @@ _HOME = {
     "Features": "torchtap.editing.features",
     "Finding": "torchtap.diagnosis.finding",
     "First": "torchtap.schedule",
+    "FlightRecorder": "torchtap.diagnosis.flight.recorder",
     "FormError": "torchtap.errors",
     "Full": "torchtap.reduce",
     "Gram": "torchtap.reduce",
@@ -187,7 +193,7 @@ _HOME = {
     "Watch": "torchtap.watching",
     "When": "torchtap.schedule",
     "attribute": "torchtap.integrations.captum",
-    "bind": "torchtap.plan",
+    "make_plan": "torchtap.plan",
     "bisect": "torchtap.comparison.bisection",
     "capture": "torchtap.session",
     "compare": "torchtap.comparison.front",
@@ -197,6 +203,8 @@ _HOME = {
     "emit": "torchtap.taps.receive.active",
     "extra_outputs": "torchtap.taps.travel.extra",
     "features": "torchtap.editing.features",
+    "find_nan": "torchtap.diagnosis.birth",
+    "flight_recorder": "torchtap.diagnosis.flight.recorder",
     "hand_over": "torchtap.editing.handlers",
     "get_layer_hidden_states": "torchtap.monitors.layers.recorder",
     "instrument": "torchtap.taps.travel.instrument",
@@ -252,6 +260,8 @@ __all__ = [
     "errors",
     "extra_outputs",
     "features",
+    "find_nan",
+    "flight_recorder",
     "get_layer_hidden_states",
     "hand_over",
     "instrument",

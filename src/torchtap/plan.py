@@ -21,7 +21,7 @@ from torchtap.reduce import Full, Reduction, Stats, reduction_from_spec
 from torchtap.schedule import Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
-__all__ = ["Plan", "Port", "Tap", "bind", "candidates", "tap"]
+__all__ = ["Plan", "Port", "Tap", "candidates", "make_plan", "tap"]
 
 # Kinds whose leaves are known before the model runs.
 _LISTED: dict[Kind, str] = {
@@ -262,7 +262,7 @@ class Plan:
             if isinstance(error, TorchtapError):
                 raise
             raise PlanError(f"this is not the JSON of a plan: {type(error).__name__}: {error}") from None
-        return bind(model, taps)
+        return make_plan(model, taps)
 
     def to_json(self) -> str:
         """The plan as JSON text: taps with their schedules and reductions, and the places they are bound to."""
@@ -302,7 +302,7 @@ def _taps_of(asked: Any, keep: Any) -> Iterator[Tap]:
         yield from _taps_of(tap(asked, keep), keep)
 
 
-def bind(
+def make_plan(
     model: nn.Module,
     taps: Plan | Iterable[Plan | Tap | Selectable | Sequence[Tap]],
     keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,

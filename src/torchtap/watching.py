@@ -47,7 +47,7 @@ class Watch:
         *,
         models: Mapping[str, Any] | None = None,
         strict: bool = False,
-        via: WayName = "hook",
+        way: WayName = "hook",
         recorded: range = range(0),
         placing: Placing | None = None,
         follow_model: bool = False,
@@ -65,7 +65,7 @@ class Watch:
                 strict=strict,
                 copy=HostPool().copy,
                 on_lost=outlets.note_loss,
-                via=via,
+                way=way,
                 clock=steps,
                 placing=placing,
             )
@@ -366,6 +366,13 @@ class Watch:
             if site in sites and statistic in block.statistics and phase in (None, of_phase):
                 return float(block.values[sites.index(site), block.statistics.index(statistic)])
         raise SessionError(f"no {statistic!r} of {site!r} has arrived yet")
+
+    def so_far(self) -> StepRecord | None:
+        """The open step's statistics as they are now, of the passes that train; None if there are none yet.
+
+        For whoever decides something before the step is over. The step goes on and is recorded as a whole.
+        """
+        return self._steps.so_far()
 
     def flush(self) -> None:
         """Have everything so far on disk and visible to readers."""

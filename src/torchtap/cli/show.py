@@ -70,6 +70,8 @@ def command(
     if len(phases) > 1:
         told = ", ".join(f"{name} ({count:,} step{'s'[: count != 1]})" for name, count in phases.items())
         console.print(f"phases: {told}; --phase shows one", highlight=False)
+    for incident in opened.events("incident"):
+        _print_incident(console, incident)
     if coverage:
         _print_coverage(console, opened)
     elif tensors:
@@ -78,6 +80,21 @@ def command(
         _print_statistics(console, opened, pattern, statistic, rows)
     for problem in opened.problems[:10]:
         console.print(f"problem: {problem}", style="red")
+
+
+def _print_incident(console: Terminal, incident: dict[str, Any]) -> None:
+    """Why a flight recorder has kept this step, and what it found out."""
+    console.print(
+        f"step {incident.get('step')} was kept: {incident.get('reason')}", style="red", highlight=False
+    )
+    birth = incident.get("birth")
+    if isinstance(birth, dict):
+        op = f" by {birth.get('op')}" if birth.get("op") else ""
+        where = f"{birth.get('kind')} in the {birth.get('direction')}, at {birth.get('site')}{op}"
+        console.print(f"first bad value: {where}; {birth.get('line') or ''}", highlight=False)
+    if incident.get("replayed"):
+        same = "the same numbers" if incident.get("reproduced") else "other numbers"
+        console.print(f"its replay, phase replay, gave {same}", highlight=False)
 
 
 def _phases(run: Run) -> dict[str, int]:

@@ -35,7 +35,7 @@ _FINDINGS = 10_000_000  # numbers of a run that is judged for the table without 
 
 
 @final
-class Entry:
+class CatalogEntry:
     """A run that was found, its card, and what the card was made of."""
 
     def __init__(self, found: Found) -> None:
@@ -55,7 +55,7 @@ class Catalog:
         self.comparison = comparison
         self.identity = secrets.token_hex(4)  # a page notices that it talks to another viewer
         self.tick = 1
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, CatalogEntry] = {}
         self._open: OrderedDict[str, OpenRun] = OrderedDict()
         self._lock = threading.RLock()
         self._opening = threading.Lock()
@@ -81,7 +81,7 @@ class Catalog:
 
     # --- which runs there are -------------------------------------------------------------------------------
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CatalogEntry]:
         """Every run that is there."""
         with self._lock:
             return list(self._entries.values())
@@ -105,7 +105,7 @@ class Catalog:
             for name, run in found.items():
                 if name not in self._entries:
                     self.tick += 1
-                    entry = self._entries[name] = Entry(run)
+                    entry = self._entries[name] = CatalogEntry(run)
                     entry.tick = self.tick
 
     def survey(self) -> int:
@@ -134,7 +134,7 @@ class Catalog:
                 return
             self._judge(entry)
 
-    def _renew(self, entry: Entry, signature: tuple[int, ...]) -> None:
+    def _renew(self, entry: CatalogEntry, signature: tuple[int, ...]) -> None:
         from torchtap.store.read.reader import open_run
 
         old, name, path = entry.card, entry.found.name, entry.found.path
@@ -163,7 +163,7 @@ class Catalog:
                 entry.tick = self.tick
         entry.card = card
 
-    def _judge(self, entry: Entry) -> None:
+    def _judge(self, entry: CatalogEntry) -> None:
         """Count the findings of a run that has ended, once, where that is quick."""
         if not self.may_judge(entry):
             return
@@ -173,7 +173,7 @@ class Catalog:
             entry.card.problem = short_text(trouble)
 
     @staticmethod
-    def may_judge(entry: Entry) -> bool:
+    def may_judge(entry: CatalogEntry) -> bool:
         """Whether the run has ended, is not judged yet, and small enough to be judged without being asked for."""
         card = entry.card
         quick = card.steps * card.sites * 14 < _FINDINGS
@@ -181,7 +181,7 @@ class Catalog:
             card.known and card.findings is None and card.status != "recording" and not card.problem and quick
         )
 
-    def _findings(self, entry: Entry) -> list[Any]:
+    def _findings(self, entry: CatalogEntry) -> list[Any]:
         from torchtap.diagnosis.run import diagnose
         from torchtap.store.read.reader import open_run
 
@@ -224,7 +224,7 @@ class Catalog:
                 self._open.move_to_end(name)
             return opened
 
-    def _take(self, entry: Entry) -> Run | None:
+    def _take(self, entry: CatalogEntry) -> Run | None:
         """The run behind a card, unless a card is being made of it right now; opening it again takes a while."""
         if not self._surveying.acquire(blocking=False):
             return None
@@ -234,7 +234,7 @@ class Catalog:
         finally:
             self._surveying.release()
 
-    def _entry(self, name: str) -> Entry | None:
+    def _entry(self, name: str) -> CatalogEntry | None:
         """The run that the page means: nothing is the first, and some names reach it spelled out."""
         if not name:
             return next(iter(self._entries.values()), None)

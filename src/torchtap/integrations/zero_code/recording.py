@@ -10,7 +10,6 @@ It guarantees:
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import pkgutil
 import sys
@@ -29,6 +28,7 @@ from torchtap.plan import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.session import watch
 from torchtap.sinks.registry import make_sink
+from torchtap.taps.receive.losses import LossCatcher
 from torchtap.watching import Watch
 
 __all__ = ["Recording", "begin", "taps_of"]
@@ -50,6 +50,7 @@ class Recording:
         self._failed = False
         self._folder = ""
         self._losses = LossCatcher(self._on_backward)
+        self._loss = StepLoss()
         self._discovery = Discovery(self._on_found)
         atexit.register(self._at_exit)
 
@@ -81,7 +82,7 @@ class Recording:
         if self._watch is None or os.getpid() != self._process:
             return
         try:
-            self._losses.add(self._watch, loss)
+            self._loss.add(self._watch, loss)
         except Exception as error:
             self._losses.stop()
             _say(f"the loss is not recorded: {error}")
@@ -109,40 +110,12 @@ class Recording:
 
 
 @final
-class LossCatcher:
-    """Hears each ``backward()`` of the process.
+class StepLoss:
+    """The loss of a step is the sum of what ``backward()`` was called on in it: the optimizer uses its gradient."""
 
-    The loss of a step is the sum of what ``backward()`` was called on in it: the optimizer uses the gradient of that.
-    """
-
-    def __init__(self, tell: Any) -> None:
-        self._tell = tell
-        self._original: Any = None
-        self._original_scale: Any = None
+    def __init__(self) -> None:
         self._step = -1
         self._sum: Tensor | None = None
-
-    def start(self) -> None:
-        """Hear from now on."""
-        original = self._original = torch.autograd.backward
-        original_scale = self._original_scale = torch.amp.GradScaler.scale
-
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            loss = tensors if isinstance(tensors, Tensor) else (tensors[0] if len(tensors) == 1 else None)
-            if loss is not None and loss.numel() == 1 and not torch.compiler.is_compiling():
-                self._tell(getattr(loss, "_torchtap_unscaled", loss).detach())
-            return original(tensors, *args, **kwargs)
-
-        @functools.wraps(original_scale)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = original_scale(scaler, outputs)
-            if isinstance(outputs, Tensor) and scaled is not outputs:
-                scaled._torchtap_unscaled = outputs.detach()
-            return scaled
-
-        torch.autograd.backward = backward
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
 
     def add(self, watch: Watch, loss: Tensor) -> None:
         """Log the sum of this step's losses so far."""
@@ -150,13 +123,6 @@ class LossCatcher:
         self._sum = loss.float() if step != self._step or self._sum is None else self._sum + loss.float()
         self._step = step
         watch.log(loss=self._sum)
-
-    def stop(self) -> None:
-        """Leave torch as it was."""
-        if self._original is not None:
-            torch.autograd.backward = self._original
-            torch.amp.GradScaler.scale = self._original_scale  # type: ignore[method-assign]
-            self._original = None
 
 
 def taps_of(settings: Settings) -> list[Tap]:

@@ -341,8 +341,8 @@ class Run:
     ) -> tuple[TensorRef, Iterator[memoryview]] | None:
         """A stored whole tensor and its bytes in order, in pieces of about ``size``; None where it is packed.
 
-        A piece is overwritten by the next. The end raises `RunCorruptError` when the bytes were damaged, so nothing
-        that was made of them may be used before it is reached.
+        A piece is overwritten by the next but one. The end raises `RunCorruptError` when the bytes were damaged, so
+        nothing that was made of them may be used before it is reached.
         """
         found = self._steady(lambda: self._find(site, step, "value", "full"))
         pieces = found.pieces(size)
