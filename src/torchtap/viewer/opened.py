@@ -256,5 +256,8 @@ class OpenRun:
             revision = self.revision
             if self._findings is None or self._findings[0] != revision:
                 # A reader of its own: this takes a while, and maps and series are asked for meanwhile.
-                self._findings = (revision, diagnose(open_run(self.run.path, partial=True)))
+                self._findings = (
+                    revision,
+                    diagnose(open_run(self.run.path, rank=self.run.shown_rank, partial=True)),
+                )
             return self._findings[1]
