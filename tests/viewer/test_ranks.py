@@ -52,7 +52,8 @@ def ask(run: Path, **asked: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_every_site_has_each_ranks_own_number_at_the_step(run: Path) -> None:
     facts, arrays = ask(run, step="3")
-    assert facts["ranks"] == [0, 1, 2] and facts["step"] == 3
+    assert facts["ranks"] == [0, 1, 2]
+    assert facts["step"] == 3
     assert facts["statuses"] == ["closed"] * 3
     assert dict(zip(facts["sites"], facts["shares"], strict=True)) == {
         "a:output": "parts",
@@ -90,7 +91,8 @@ def test_the_page_names_the_rank_that_went_its_own_way(browser: Any, server: Vie
         page.wait_for_selector("[data-testid=ranksat]")
         assert "1 site" in page.inner_text("[data-testid=verdict]")
         first = page.locator("[data-testid=ranksat] tbody tr").first
-        assert "b:param.weight" in first.inner_text() and "rank 2" in first.inner_text()
+        assert "b:param.weight" in first.inner_text()
+        assert "rank 2" in first.inner_text()
         assert "rank 0, 1, 2 closed" in page.inner_text("[data-testid=statuses]")
         page.fill("[aria-label=Step]", "2")
         page.press("[aria-label=Step]", "Enter")

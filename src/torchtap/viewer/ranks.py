@@ -42,8 +42,8 @@ def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> b
 def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> bytes:
     """Array values: sites × ranks at one step (None: the last that was recorded), NaN where a rank has nothing.
 
-    ``shares`` says for each site what its ranks hold: the same, or parts. Ranks that hold the same and have other numbers
-    have gone different ways.
+    ``shares`` says for each site what its ranks hold: the same, or parts. Ranks that hold the same and have
+    other numbers have gone different ways.
     """
     with shown.lock:
         ranks = _ranks(shown)
