@@ -36,8 +36,17 @@ def main() -> int:
         good += bool(outcomes) and all(each.good for each in outcomes)
         twins += sum(len(each.twin_warnings) for each in outcomes)
         print(_row(case, outcomes), flush=True)
+    on_ranks = (
+        [] if asked.compiled else [each for each in RANK_CASES if not asked.only or each.number in asked.only]
+    )
+    for each in on_ranks:
+        named = [_tried_on_ranks(each, seed) for seed in seeds]
+        good += all(named)
+        told = "/".join("yes" if yes else "no" for yes in named)
+        print(f"| {each.number} | {each.title} | {told} | {told} | after the run | | |", flush=True)
+    total = len(chosen) + len(on_ranks)
     print(
-        f"\n{good} of {len(chosen) + len(on_ranks)} named first or second at the right site with every seed; {twins} warnings of twins"
+        f"\n{good} of {total} named first or second at the right site with every seed; {twins} warnings of twins"
     )
     controls = [each for each in CONTROLS if not asked.only or each[0] in asked.only]
     if controls and not asked.no_controls:
