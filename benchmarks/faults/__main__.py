@@ -17,7 +17,6 @@ from benchmarks.faults.bench import FAULTS, Outcome, tried, warned
 from benchmarks.faults.controls import CONTROLS
 from benchmarks.faults.kit import Case
 from benchmarks.faults.rank_faults import RANK_CASES, RankCase, tried_on_ranks
-from benchmarks.faults.rank_faults import RankCase, tried_on_ranks
 
 
 def main() -> int:
