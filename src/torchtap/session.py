@@ -5,7 +5,6 @@ Both bind a plan to a model, attach it in whatever form the model has, and give 
 
 from __future__ import annotations
 
-import datetime
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,15 +16,16 @@ from torch import Tensor, nn
 
 from torchtap.compiled_parts import warn_of_missing_parts
 from torchtap.errors import PlanError, SessionError
+from torchtap.manifest import run_manifest
 from torchtap.matching import site_map_of
-from torchtap.model_tree import environment, model_tree
+from torchtap.model_tree import environment
 from torchtap.names import Kind
 from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap, candidates, make_plan, tap
 from torchtap.reduce import Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
-from torchtap.sites import Selectable, places, source_of
+from torchtap.sites import Selectable, places
 from torchtap.staged import joined
 from torchtap.store.read.earlier import recorded_steps
 from torchtap.store.record import Consumer
@@ -215,7 +215,7 @@ def watch(
         recorded = recorded_steps(run, described["rank"])
         writer = RunWriter(
             run,
-            manifest=_manifest(tree, bound, described, labels or {}),
+            manifest=run_manifest(tree, bound, described, labels or {}),
             rank=described["rank"],
             world=described["world_size"],
             strict=strict,
@@ -296,27 +296,3 @@ def list_sites(model: object, *kinds: Kind) -> list[str]:
     found = places(tree_of(model))
     listed = candidates(found) if wanted is None else candidates(found, wanted)
     return [names[0].name for names in listed]
-
-
-def _manifest(
-    tree: nn.Module, plan: Plan, described: dict[str, Any], labels: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "created": datetime.datetime.now(datetime.UTC).isoformat(),
-        "sites": [
-            {
-                "name": port.site.name,
-                "module": port.site.path,
-                "kind": port.site.kind,
-                "class": type(port.site.module).__name__,
-                "source": source_of(port.site.module) if port.site.module is not None else None,
-            }
-            for port in plan.ports
-        ],
-        "aliases": plan.aliases,
-        "other_names": plan.other_names,
-        "plan": plan.spec(),
-        "model": model_tree(tree),
-        "environment": described,
-        "labels": labels,
-    }

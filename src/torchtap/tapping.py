@@ -104,6 +104,10 @@ class Tapping:
         """Everything that a phase holds; afterwards it holds nothing."""
         return self._collector.collect(tally)
 
+    def peek(self, tally: Tally) -> ScalarBlock | None:
+        """The statistics that a phase holds so far."""
+        return self._collector.peek(tally)
+
     def detach(self) -> None:
         """Leave the model as it was found."""
         self._hear_members(False)
