@@ -37,7 +37,7 @@ FAST = {
     "mixed precision": ("export", "export, instrumented", "compile, aot_eager"),
     "tied": (*GRAPHS, *PUT_IN),
     "unused": ("export", "export, instrumented", "compile, aot_eager"),
-    "in place": (*GRAPHS, *PUT_IN),
+    "in place": ("export", "trace", *PUT_IN),
     "llama": ("export", "trace", *PUT_IN),
 }
 
