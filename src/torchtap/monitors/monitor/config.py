@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, final
 
 from torchtap.errors import MissingExtraError, PlanError
+from torchtap.foreign_text import shown
 
 __all__ = ["MonitorConfig", "read_config"]
 
@@ -47,7 +48,7 @@ class MonitorConfig:
     source: str
 
     @classmethod
-    def of(cls, settings: Any, source: str = "the configuration") -> MonitorConfig:
+    def of(cls, settings: object, source: str = "the configuration") -> MonitorConfig:
         """From a configuration's data."""
         if not isinstance(settings, Mapping):
             raise PlanError(
@@ -79,7 +80,7 @@ def _argument(key: str) -> str:
     return _ARGUMENTS.get(key, key.removeprefix("monitor_"))
 
 
-def _check(source: str, key: str, value: Any) -> None:
+def _check(source: str, key: str, value: object) -> None:
     if key not in _TYPES:
         near = difflib.get_close_matches(key, _TYPES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(_TYPES)}"
@@ -89,7 +90,7 @@ def _check(source: str, key: str, value: Any) -> None:
         raise PlanError(f"{source}: {key!r} is {value!r}; it has to be a {wanted}")
 
 
-def _single_layers(layers: Any) -> list[str]:
+def _single_layers(layers: object) -> list[str]:
     """The layers of which given batches are recorded; what is wrong with them is told when the monitor is made."""
     if isinstance(layers, Mapping):
         return [
@@ -107,16 +108,16 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> MonitorCo
     place = Path(config)
     try:
         text = place.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(
-            f"the configuration {str(place)!r} cannot be read: {error.strerror or error}"
-        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise PlanError(f"the configuration {str(place)!r} cannot be read: {said}") from error
     try:
         settings = _parse(place, text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, PlanError):
             raise
-        raise PlanError(f"the configuration {str(place)!r} is not what its suffix says: {error}") from error
+        said = shown(str(error))
+        raise PlanError(f"the configuration {str(place)!r} is not what its suffix says: {said}") from error
     return MonitorConfig.of(settings, str(place))
 
 
