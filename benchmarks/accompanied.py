@@ -1,7 +1,7 @@
 """Trainings that are accompanied all the time: the flight recorder, the plan of ``torchtap run``, and ``update``.
 
-The GPT of the tables (12 blocks of width 384), one torch thread, CPU time. ``torchtap run`` records every tenth step, and
-more seldom where that takes more than its share, so a round is ten steps of it against ten plain ones.
+The GPT of the tables (12 blocks of width 384), one torch thread, CPU time. ``torchtap run`` records every tenth step,
+and more seldom where that takes more than its share, so a round is ten steps of it against ten plain ones.
 """
 
 from __future__ import annotations
