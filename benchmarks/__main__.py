@@ -35,6 +35,7 @@ CORE = {
     "steps": "Training steps",
     "share": "The share of a step",
     "accompanied": "Trainings that are accompanied all the time",
+    "doctor": "Training under a doctor",
     "compiled": "Training steps of a compiled model",
     "capture": "Capturing tensors",
     "kernel": "Statistics of one tensor",

@@ -254,6 +254,8 @@ class FlightRecorder:
         while path.name in self._found:  # of an earlier training in the same folder
             path = path.with_name(f"{path.name}-again")
         rank = _rank()
+        if in_backward():
+            replaying = False
         if replaying is None:
             replaying = (rank[1] == 1 if self._replay is None else self._replay) and not _talks(self._models)
         so_far = self._watch.so_far()
