@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from torchtap._torch import in_backward
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.flight.dump import Outcome, write_dump
 from torchtap.diagnosis.flight.history import Ring
@@ -285,6 +286,10 @@ class FlightRecorder:
         if not steps or steps[-1].step != step:
             notes.append(
                 f"no call of the model is kept of step {step}: give the recorder the module that is called"
+            )
+        if in_backward():
+            notes.append(
+                "an optimizer steps inside of the backward pass: the step is not whole, and is not replayed"
             )
         weights = (
             {name: unwrap(model).state_dict() for name, model in self._models.items()} if step == now else {}
