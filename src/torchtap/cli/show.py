@@ -39,6 +39,7 @@ _NARROW_COLUMNS = ("mean", "std", "absmax", "zeros")
 )
 @click.option("--tensors", is_flag=True, help="List the recorded tensors.")
 @click.option("--coverage", is_flag=True, help="List what was expected and did not come, and why.")
+@click.option("--rank", type=int, help="One rank's recording; without it, that of all ranks together.")
 @click.option("--json", "as_json", is_flag=True, help="The run's facts as JSON.")
 @click.option("--rows", default=60, show_default=True, help="At most so many rows.")
 def command(
@@ -48,6 +49,7 @@ def command(
     phase: str | None,
     tensors: bool,
     coverage: bool,
+    rank: int | None,
     as_json: bool,
     rows: int,
 ) -> None:
@@ -58,7 +60,7 @@ def command(
     if has_layers(run):
         show_layers(run, as_json=as_json, rows=rows)
         return
-    opened = open_run(run, partial=True)
+    opened = open_run(run, rank=rank, partial=True)
     phases = _phases(opened)
     if phase is not None:
         opened = opened.of_phase(phase)
@@ -108,6 +110,7 @@ def _facts(run: Run) -> dict[str, Any]:
     return {
         "path": run.path,
         "status": run.status,
+        "ranks": {str(rank): status for rank, status in run.statuses.items()},
         "sites": run.sites(),
         "statistics": list(run.statistics()),
         "steps": {"count": len(steps), "first": int(steps[0]), "last": int(steps[-1])}

@@ -50,8 +50,11 @@ class CatalogEntry:
 class Catalog:
     """The runs of one viewer, and the comparison it was given, if any."""
 
-    def __init__(self, shelf: Shelf, comparison: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, shelf: Shelf, comparison: dict[str, Any] | None = None, *, rank: int | None = None
+    ) -> None:
         self.shelf = shelf
+        self._rank = rank  # whose recordings are shown; None for those of all ranks together
         self.comparison = comparison
         self.identity = secrets.token_hex(4)  # a page notices that it talks to another viewer
         self.tick = 1
@@ -67,16 +70,22 @@ class Catalog:
 
     @classmethod
     def open(
-        cls, paths: Sequence[str | os.PathLike[str]], comparison: dict[str, Any] | None = None
+        cls,
+        paths: Sequence[str | os.PathLike[str]],
+        comparison: dict[str, Any] | None = None,
+        *,
+        rank: int | None = None,
     ) -> Catalog:
         """Runs and folders of runs. A run that is named has to be one; a folder may still be empty."""
         from torchtap.store.read.reader import open_run
 
         shelf = Shelf(paths)
-        catalog = cls(shelf, comparison)
+        catalog = cls(shelf, comparison, rank=rank)
         for entry in catalog.entries():
             if entry.found.root is None:
-                entry.run = open_run(entry.found.path, partial=True)  # says at once what is wrong with it
+                entry.run = open_run(
+                    entry.found.path, rank=rank, partial=True
+                )  # says at once what is wrong with it
         return catalog
 
     # --- which runs there are -------------------------------------------------------------------------------
@@ -146,7 +155,7 @@ class Catalog:
                     card = card_of(name, path, opened.run)
             else:
                 if entry.run is None:
-                    entry.run = open_run(path, partial=True)
+                    entry.run = open_run(path, rank=self._rank, partial=True)
                 else:
                     entry.run.refresh()
                 card = card_of(name, path, entry.run)
@@ -186,7 +195,11 @@ class Catalog:
         from torchtap.store.read.reader import open_run
 
         opened = self._open.get(entry.found.name)
-        return opened.findings() if opened is not None else diagnose(open_run(entry.found.path, partial=True))
+        return (
+            opened.findings()
+            if opened is not None
+            else diagnose(open_run(entry.found.path, rank=self._rank, partial=True))
+        )
 
     def note_findings(self, name: str, found: Sequence[Any]) -> None:
         """Keep how many findings a run has, for the table."""
@@ -194,7 +207,7 @@ class Catalog:
         if entry is None:
             return
         errors = sum(finding.severity == "error" for finding in found)
-        counted = {"errors": errors, "warnings": len(found) - errors}
+        counted = {"errors": errors, "warnings": sum(finding.severity == "warning" for finding in found)}
         if entry.card.findings != counted:
             with self._lock:
                 self.tick += 1
@@ -216,7 +229,7 @@ class Catalog:
             name = entry.found.name
             opened = self._open.get(name)
             if opened is None:
-                run = self._take(entry) or open_run(entry.found.path, partial=True)
+                run = self._take(entry) or open_run(entry.found.path, rank=self._rank, partial=True)
                 opened = self._open[name] = OpenRun(run, name)
                 while len(self._open) > _OPEN:
                     self._open.popitem(last=False)
@@ -269,6 +282,8 @@ class Catalog:
             key = (first, second, a.revision, b.revision)
             if self._compared is None or self._compared[0] != key:
                 # Opened anew: a comparison takes seconds, and the page goes on asking meanwhile.
-                result = compare_stored(open_run(a.run.path), open_run(b.run.path))
+                result = compare_stored(
+                    open_run(a.run.path, rank=self._rank), open_run(b.run.path, rank=self._rank)
+                )
                 self._compared = (key, plain(result.as_dict()))
             return self._compared[1]
