@@ -22,7 +22,7 @@ Definitions, with r the reference, t the target and d = |t - r| over the places 
     max_ulp, mean_ulp          d in units in the last place of r, at the coarser of the two dtypes
     within                     share of elements with d <= atol + rtol |r|
     histogram_distance         total variation between the two histograms of 64 bins over the common range,
-                               of at most 2^18 elements, in evenly spaced stretches
+                               of at most 2^16 elements, in evenly spaced stretches
     mismatched                 share of elements that are not equal
 
 Not here: whether a distance matters (`floor`, `verdict`), where in the tensor it sits (`profile`).
@@ -52,7 +52,7 @@ from torchtap.errors import CompareError
 __all__ = ["Measures", "Tally", "measure", "threads"]
 
 _HISTOGRAM_BINS = 64
-_HISTOGRAM_ELEMENTS = 1 << 18
+_HISTOGRAM_ELEMENTS = 1 << 16
 _HISTOGRAM_STRETCH = 1 << 12
 _DROWNS = 100.0  # a constant so many times as large as the rest is a mask's
 _PER_THREAD = 1 << 21  # elements that are worth a thread of their own
