@@ -145,6 +145,14 @@ def ddp_unused(rank: int, world: int, folder: Path | None) -> Result:
     return train(model, folder, rank, world)
 
 
+STAGES = [tt.tap(["*:param_grad", "*:param_grad_local"], tt.Full()), tt.tap("*:param_grad_local")]
+
+
+@case(2)
+def ddp_stages(rank: int, world: int, folder: Path | None) -> Result:
+    return train(DistributedDataParallel(made()), folder, rank, world, micro=2, taps=STAGES)
+
+
 @case(2)
 def ddp_compiled(rank: int, world: int, folder: Path | None) -> Result:
     torch.compiler.reset()
