@@ -24,9 +24,13 @@ if TYPE_CHECKING:
     from torchtap.coverage import Missing as Missing
     from torchtap.diagnosis.birth import Birth as Birth
     from torchtap.diagnosis.birth import find_nan as find_nan
+    from torchtap.diagnosis.doctor import Doctor as Doctor
+    from torchtap.diagnosis.doctor import doctor as doctor
     from torchtap.diagnosis.finding import Finding as Finding
+    from torchtap.diagnosis.finding import Findings as Findings
     from torchtap.diagnosis.flight.recorder import FlightRecorder as FlightRecorder
     from torchtap.diagnosis.flight.recorder import flight_recorder as flight_recorder
+    from torchtap.diagnosis.rules.base import Rule as Rule
     from torchtap.diagnosis.run import diagnose as diagnose
     from torchtap.editing.catcher import Catcher as Catcher
     from torchtap.editing.edit import Edit as Edit
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from torchtap.editing.features import features as features
     from torchtap.editing.handlers import hand_over as hand_over
     from torchtap.errors import CompareError as CompareError
+    from torchtap.errors import DiagnosisError as DiagnosisError
     from torchtap.errors import FormError as FormError
     from torchtap.errors import MetricError as MetricError
     from torchtap.errors import MissingExtraError as MissingExtraError
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
     from torchtap.errors import SelectionError as SelectionError
     from torchtap.errors import SessionError as SessionError
     from torchtap.errors import TorchtapError as TorchtapError
+    from torchtap.errors import TrainingStoppedError as TrainingStoppedError
     from torchtap.errors import VerificationError as VerificationError
     from torchtap.integrations.captum import attribute as attribute
     from torchtap.matching import match as match
@@ -129,6 +135,8 @@ _HOME = {
     "Catcher": "torchtap.editing.catcher",
     "CompareError": "torchtap.errors",
     "Comparison": "torchtap.comparison.judge.result",
+    "DiagnosisError": "torchtap.errors",
+    "Doctor": "torchtap.diagnosis.doctor",
     "Edit": "torchtap.editing.edit",
     "Entropy": "torchtap.reduce",
     "Epochs": "torchtap.schedule",
@@ -136,6 +144,7 @@ _HOME = {
     "ExtraOutputs": "torchtap.taps.travel.extra",
     "Features": "torchtap.editing.features",
     "Finding": "torchtap.diagnosis.finding",
+    "Findings": "torchtap.diagnosis.finding",
     "First": "torchtap.schedule",
     "FlightRecorder": "torchtap.diagnosis.flight.recorder",
     "FormError": "torchtap.errors",
@@ -166,6 +175,7 @@ _HOME = {
     "Reduction": "torchtap.reduce",
     "ReductionError": "torchtap.errors",
     "RefinedCoordinateCheck": "torchtap.monitors.module_monitor",
+    "Rule": "torchtap.diagnosis.rules.base",
     "Run": "torchtap.store.read.reader",
     "RunCorruptError": "torchtap.errors",
     "RunError": "torchtap.errors",
@@ -186,6 +196,7 @@ _HOME = {
     "TopK": "torchtap.reduce",
     "Units": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
+    "TrainingStoppedError": "torchtap.errors",
     "TrainingReport": "torchtap.monitors.monitor.trainer",
     "Verification": "torchtap.verification",
     "VerificationError": "torchtap.errors",
@@ -199,6 +210,7 @@ _HOME = {
     "compare": "torchtap.comparison.front",
     "compare_forms": "torchtap.comparison.forms",
     "diagnose": "torchtap.diagnosis.run",
+    "doctor": "torchtap.diagnosis.doctor",
     "edit": "torchtap.editing.edit",
     "emit": "torchtap.taps.receive.active",
     "extra_outputs": "torchtap.taps.travel.extra",
@@ -255,6 +267,7 @@ __all__ = [
     "compare",
     "compare_forms",
     "diagnose",
+    "doctor",
     "edit",
     "emit",
     "errors",

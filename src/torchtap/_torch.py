@@ -60,6 +60,7 @@ __all__ = [
     "outside_of_transforms",
     "patch_script_compiler",
     "pytree",
+    "saved_by",
     "script_string_type",
     "script_tensor_holders",
     "sequence_number",
@@ -104,6 +105,11 @@ def version_of(tensor: Tensor) -> int:
     Inference tensors keep no version.
     """
     return -1 if tensor.is_inference() else tensor._version
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What a node of autograd's graph has kept for its backward under a name; None where it has no such thing."""
+    return getattr(node, f"_saved_{name}", None)
 
 
 def node_that_runs() -> tuple[str, int] | None:

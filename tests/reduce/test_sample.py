@@ -60,3 +60,32 @@ def test_asking_for_nothing_is_refused() -> None:
         Sample(n=0)
     with pytest.raises(ReductionError):
         Sample(seed=-1)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.uint16,
+        torch.uint64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    ],
+)
+def test_elements_of_every_dtype_are_picked_as_they_are(dtype: torch.dtype) -> None:
+    value = torch.arange(40).reshape(5, 8).to(dtype).t()  # not in one piece
+    sample = Sample(7)
+    result = sample.result(sample.update(sample.update(None, value), value))
+    assert result["values"].dtype == dtype
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    expected = value.to(wide).flatten()[result["positions"]]
+    torch.testing.assert_close(result["values"].to(wide), expected, rtol=0, atol=0)
+
+
+def test_values_of_several_dtypes_are_joined_in_the_one_that_holds_them() -> None:
+    sample = Sample(3)
+    result = sample.result(sample.update(sample.update(None, torch.ones(3)), torch.full((3,), 2.0).double()))
+    assert result["values"].tolist() == [1, 1, 1, 2, 2, 2]
+    assert result["values"].dtype == torch.float64

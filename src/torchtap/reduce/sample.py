@@ -51,10 +51,7 @@ class Sample(Reduction[tuple[list[Tensor], list[Tensor]]]):
         positions = _positions(plain.numel(), self.n, self.seed)
         # Indexed by coordinates: flattening would copy a value that does not lie in one piece.
         at = torch.unravel_index(positions, plain.shape) if plain.dim() and plain.numel() else ...
-        try:
-            taken = plain[at].reshape(-1).clone()
-        except NotImplementedError as error:
-            raise ReductionError(f"Sample cannot pick elements of a {plain.dtype} value: {error}") from error
+        taken = _as_bits(plain)[at].reshape(-1).clone().view(plain.dtype)
         if state is None:
             return [taken], [positions]
         state[0].append(taken)
@@ -68,12 +65,27 @@ class Sample(Reduction[tuple[list[Tensor], list[Tensor]]]):
 
     def result(self, state: tuple[list[Tensor], list[Tensor]]) -> Result:
         return {
-            "values": torch.cat([taken.to("cpu") for taken in state[0]]),
+            "values": _joined([taken.to("cpu") for taken in state[0]]),
             "positions": torch.cat(state[1]),
         }
 
     def spec(self) -> dict[str, Any]:
         return {"reduction": self.name, "n": self.n, "seed": self.seed}
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_bits(value: Tensor) -> Tensor:
+    """The same memory as whole numbers: not every torch can index or join float8 and unsigned numbers."""
+    return value.view(_BITS.get(value.element_size(), value.dtype))
+
+
+def _joined(values: list[Tensor]) -> Tensor:
+    """All values one after the other; of several dtypes, in the one that holds them all."""
+    if len({value.dtype for value in values}) > 1:
+        return torch.cat(values)
+    return torch.cat([_as_bits(value) for value in values]).view(values[0].dtype)
 
 
 @lru_cache(maxsize=1024)

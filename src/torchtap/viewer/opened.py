@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.grid import Place, places
+from torchtap.diagnosis.places import Place, places
 from torchtap.foreign_text import browser_text
 from torchtap.viewer.derived import DERIVED, EMPTY_SUMS, derive, without_empty_sums
 from torchtap.viewer.downsample import block_extremes

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtap.diagnosis.doctor import Doctor, doctor
 from torchtap.errors import PlanError
 from torchtap.integrations.zero_code.discovery import Discovery
-from torchtap.integrations.zero_code.pace import Pace
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
+from torchtap.pace import Pace
 from torchtap.plan import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.session import watch
@@ -46,6 +47,7 @@ class Recording:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._watch: Watch | None = None
+        self._open: Watch | Doctor | None = None  # what is to be closed
         self._process = os.getpid()
         self._failed = False
         self._folder = ""
@@ -68,13 +70,20 @@ class Recording:
             models = {"": named_model(settings.model)}
         model: Any = models[""] if set(models) == {""} else models
         self._folder = settings.folder()
-        self._watch = watch(
-            model,
-            self._folder,
-            taps_of(settings),
-            sinks=[make_sink(each) for each in settings.sinks],
-            labels={"command": " ".join(sys.argv), **settings.labels},
-        )
+        sinks = [make_sink(each) for each in settings.sinks]
+        labels = {"command": " ".join(sys.argv), **settings.labels}
+        if settings.doctor:
+            self._open = doctor(
+                model,
+                *optimizers,
+                run=self._folder,
+                every=settings.every,
+                share=settings.share,
+                sinks=sinks,
+                labels=labels,
+            )
+            return
+        self._open = self._watch = watch(model, self._folder, taps_of(settings), sinks=sinks, labels=labels)
         self._watch.follow(*optimizers)
         self._losses.start()
 
@@ -97,12 +106,12 @@ class Recording:
             return
         self._discovery.stop()
         self._losses.stop()
-        if self._watch is None:
+        if self._open is None:
             if not self._failed and _is_main_program():
                 _say("no model was seen that an optimizer trains: nothing was recorded")
             return
         try:
-            self._watch.close()
+            self._open.close()
             if int(os.environ.get("RANK", "0")) == 0:
                 _say(closing_line(self._folder))
         except Exception as error:
@@ -161,7 +170,7 @@ def closing_line(folder: str) -> str:
     from torchtap.store.read.reader import open_run
 
     run = open_run(folder)
-    findings = diagnose(run)
+    findings = [each for each in diagnose(run) if each.severity != "info"]
     wrong = "; ".join(str(each) for each in findings[:3]) or "nothing looks wrong"
     more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
     return f"{len(run.steps())} steps in {folder}: {wrong}{more}. Look: torchtap view {folder}"
