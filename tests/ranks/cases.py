@@ -176,7 +176,8 @@ def fsdp(rank: int, world: int, folder: Path | None) -> Result:
 
 @case(2)
 def fsdp_kept(rank: int, world: int, folder: Path | None) -> Result:
-    return train(sharded(made(), reshard_after_forward=False), folder, rank, world, clip=0.05)
+    taps = [*TAPS, tt.tap("*:param_grad_local")]
+    return train(sharded(made(), reshard_after_forward=False), folder, rank, world, clip=0.05, taps=taps)
 
 
 @case(2)
