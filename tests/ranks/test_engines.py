@@ -50,7 +50,7 @@ def test_a_dataset_is_read_by_dask_as_one_frame(run: tt.Run, tmp_path: Path) -> 
     means = chosen.groupby("rank", observed=True)["value"].mean().compute()
     for rank in range(RANKS):
         own = run.rank(rank).series("blocks.0:output", "std").values.mean()
-        assert means[[key for key in means.index if int(key) == rank][0]] == pytest.approx(own)
+        assert means[next(key for key in means.index if int(key) == rank)] == pytest.approx(own)
 
 
 def test_a_folder_that_is_there_is_not_written_into(run: tt.Run, tmp_path: Path) -> None:

@@ -164,13 +164,13 @@ def test_mixed_precision_gives_values_in_the_precision_of_each(folder: Path) -> 
 
 
 def test_a_rank_without_an_element_of_a_parameter_says_so(folder: Path) -> None:
-    reasons = {
+    told = {
         each["reason"]
         for rank in (0, 1)
         for each in tt.open(folder / "fsdp1", rank=rank).coverage()["missing"]
     }
-    assert any("no element of the parameter" in reason for reason in reasons)
-    assert not any("frozen" in reason for reason in reasons)
+    assert any("no element of the parameter" in reason for reason in told)
+    assert not any("frozen" in reason for reason in told)
 
 
 def test_a_table_has_each_number_of_the_whole_once(folder: Path) -> None:
