@@ -53,6 +53,12 @@ def export_run(run: Run, to: str, path: str | os.PathLike[str]) -> Path:
     temporary = target.with_name(f".tmp-{os.getpid()}{target.suffix or f'.{to}'}")
     try:
         write(run, temporary)
+        if (
+            temporary.is_dir()
+            and target.is_dir()
+            and all(p.name.startswith("rank=") for p in target.iterdir())
+        ):
+            shutil.rmtree(target)  # an older dataset; a folder with anything else in it stays
         os.replace(temporary, target)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
