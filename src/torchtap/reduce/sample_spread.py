@@ -12,7 +12,6 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.readable import readable_real
 from torchtap.reduce.transforms import outside_transforms
