@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,6 +27,7 @@ from torchtap.taps.carry.branches import silences
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.carry.travelling import NAMES, CopiedAlong, Packaged
 from torchtap.taps.receive import inside
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.untraced import Traveller, conceal, reveal
 from torchtap.taps.walk.ways import HookWay
@@ -91,7 +93,7 @@ class _Carrier(Traveller):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._state()  # for modules whose class makes their pickles: graph modules
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         return type(self)(*self._state())
 
     def _state(self) -> tuple[Any, ...]:
@@ -102,7 +104,7 @@ class _Carrier(Traveller):
 class OutputCarrier(_Carrier):
     """A forward hook: ``kinds`` are of ``output`` and ``grad_output``."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if _hears(self.address):
             emit_leaves(self.address, self.kinds, leaves(output), self.measured)
 
@@ -115,7 +117,7 @@ class InputCarrier(_Carrier):
         super().__init__(address, kinds)
         self.names = names
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if _hears(self.address):
             emit_leaves(self.address, self.kinds, input_leaves(self.names, args, kwargs), self.measured)
 
@@ -127,7 +129,7 @@ class InputCarrier(_Carrier):
 class EnterCarrier(_Carrier):
     """A forward pre-hook: while a tracer follows, notes that the module's forward begins."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if _traced():
             inside.paths.append(self.address)
 
@@ -136,7 +138,7 @@ class EnterCarrier(_Carrier):
 class LeaveCarrier(_Carrier):
     """A forward hook: while a tracer follows, notes that the module's forward is over."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if _traced() and inside.paths:
             inside.paths.pop()
 
@@ -156,7 +158,10 @@ class Scriptable(Traveller):
 
 @final
 class Carriers:
-    """The carriers of some sites (path, module, kind) on a channel. They can be switched on and off again and again."""
+    """The carriers of some sites (path, module, kind) on a channel. They can be switched on and off again and again.
+
+    They are kept for the next session on the same sites, and keep no model alive.
+    """
 
     def __init__(
         self,
@@ -167,9 +172,9 @@ class Carriers:
     ) -> None:
         op.register()
         self.channel = op.Channel(purpose)
-        self._ways = [(module, self.channel.prefix + path) for path, module in ways]
+        self._ways = [(ref(module), self.channel.prefix + path) for path, module in ways]
         self._handles: list[Any] = []
-        self._modules: list[tuple[nn.Module, InputCarrier | None, OutputCarrier | None]] = []
+        self._modules: list[tuple[ref[nn.Module], InputCarrier | None, OutputCarrier | None]] = []
         kinds_of: dict[str, tuple[nn.Module, list[str]]] = {}
         for path, module, kind in sites:
             kinds_of.setdefault(path, (module, []))[1].append(kind)
@@ -178,13 +183,16 @@ class Carriers:
             for carrier in carriers:
                 if carrier is not None:
                     carrier.measured = tuple(kind for kind in carrier.kinds if (path, kind) in measured)
-            self._modules.append((module, *carriers))
+            self._modules.append((ref(module), *carriers))
 
     def switch_on(self) -> None:
         """Have the modules emit."""
-        for module, address in self._ways:
-            self._handles += note_the_way(module, address)
-        for module, before, after in self._modules:
+        for held, address in self._ways:
+            if (module := held()) is not None:
+                self._handles += note_the_way(module, address)
+        for held, before, after in self._modules:
+            if (module := held()) is None:
+                continue
             if before is not None:
                 self._handles.append(_ALONG.before(module, before))
             if after is not None:
