@@ -4,7 +4,7 @@
 
 Three pieces of torchtap do what such code usually builds by hand:
 - `Catcher` runs the model only as far as its first block and keeps what that block is called with;
-- a `Gram` tap put on by wrapping (``via="wrap"``) accumulates XᵀX of each Linear's inputs over all batches;
+- a `Gram` tap put on by wrapping (``way="wrap"``) accumulates XᵀX of each Linear's inputs over all batches;
 - `edit` measures what a layer's error does to the model's output, without changing the layer.
 
 Weights are then rounded one column at a time, each column's error being spread over the columns not yet rounded, in
@@ -116,7 +116,7 @@ def quantize(model: GPT, batches: list[Tensor], bits: int) -> list[tuple[str, fl
     for number, block in enumerate(model.blocks):
         layers = {name: layer for name, layer in block.named_modules() if isinstance(layer, nn.Linear)}
         taps = [tt.tap(f"{name}:input", tt.Gram()) for name in layers]
-        with tt.capture(block, *taps, via="wrap") as seen:
+        with tt.capture(block, *taps, way="wrap") as seen:
             for args, kwargs in calls:
                 block(*args, **kwargs)
         for name, layer in layers.items():

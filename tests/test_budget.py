@@ -117,14 +117,14 @@ def test_other_reductions_become_statistics_and_a_schedule_is_kept(tmp_path: Pat
 
 
 def test_without_a_budget_nothing_is_timed_and_nothing_added() -> None:
-    plan = tt.bind(model(), [tt.tap("*:output", tt.Full())])
+    plan = tt.make_plan(model(), [tt.tap("*:output", tt.Full())])
     assert not plan.fallbacks
     assert plan.asked == plan.taps
     assert not Receiver(plan).folding.timed
 
 
 def test_a_plan_shows_a_budget_and_hides_what_it_falls_back_to() -> None:
-    plan = tt.bind(model(), [tt.tap("*:output", tt.Full(), budget=tt.Budget(share=0.1))])
+    plan = tt.make_plan(model(), [tt.tap("*:output", tt.Full(), budget=tt.Budget(share=0.1))])
     assert "plan: 1 taps on" in str(plan)
     assert "within {'bytes': None, 'share': 0.1}" in str(plan)
     assert plan.fallbacks == {0: (1, 2)}
@@ -138,7 +138,10 @@ def test_a_plan_shows_a_budget_and_hides_what_it_falls_back_to() -> None:
         (lambda: tt.Budget(bytes=-1), "whole number of bytes"),
         (lambda: tt.Budget(share=5), "between 0 and 1"),
         (lambda: tt.tap("*", tt.Full(), budget=10), "give a Budget"),  # type: ignore[arg-type]
-        (lambda: tt.bind(model(), [tt.tap("*", budget=tt.Budget(bytes=1))]), "the least that a tap keeps"),
+        (
+            lambda: tt.make_plan(model(), [tt.tap("*", budget=tt.Budget(bytes=1))]),
+            "the least that a tap keeps",
+        ),
     ],
 )
 def test_a_budget_that_makes_no_sense_is_refused(make: Any, message: str) -> None:

@@ -16,7 +16,9 @@ PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md")
 PROGRAMS = [
     ROOT / "README.md",
     ROOT / "docs" / "compare.md",
+    ROOT / "docs" / "diagnosis.md",
     ROOT / "docs" / "editing.md",
+    ROOT / "docs" / "flight.md",
     ROOT / "docs" / "forms.md",
     ROOT / "docs" / "module-monitor.md",
     ROOT / "docs" / "monitor.md",

@@ -101,11 +101,11 @@ def test_a_change_that_no_tap_asks_about_is_no_loss(tmp_path: Path) -> None:
         assert not watch.lost
 
 
-@pytest.mark.parametrize("via", ["hook", "wrap", "forward"])
-def test_our_own_taps_are_never_taken_for_a_change(tmp_path: Path, via: str) -> None:
+@pytest.mark.parametrize("way", ["hook", "wrap", "forward"])
+def test_our_own_taps_are_never_taken_for_a_change(tmp_path: Path, way: str) -> None:
     made = model()
     taps = [tt.tap("*:output", every=2), tt.tap("0:grad_output", every=3)]
-    with tt.watch(made, tmp_path / "run", taps, via=via) as watch:  # type: ignore[arg-type]
+    with tt.watch(made, tmp_path / "run", taps, way=way) as watch:  # type: ignore[arg-type]
         train(watch, made, 7)
         assert not watch.lost
 
@@ -138,15 +138,15 @@ def test_the_sites_that_are_gone_are_named_and_no_others(tmp_path: Path) -> None
 # -- the taps follow the model ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("via", ["hook", "wrap", "forward"])
+@pytest.mark.parametrize("way", ["hook", "wrap", "forward"])
 @pytest.mark.parametrize("change", [added, added_deep, replaced, replaced_deep, removed])
 def test_taps_follow_a_changed_model_from_the_next_step_on(
-    tmp_path: Path, change: Callable[[nn.Sequential], None], via: str
+    tmp_path: Path, change: Callable[[nn.Sequential], None], way: str
 ) -> None:
     made = model()
     kinds = ["*:output", "*:grad_output", "*:param", "*:param_grad"]
     given, expected = torch.randn(3, 4), {}
-    with tt.watch(made, tmp_path / "run", kinds, via=via, follow_model=True) as watch:  # type: ignore[arg-type]
+    with tt.watch(made, tmp_path / "run", kinds, way=way, follow_model=True) as watch:  # type: ignore[arg-type]
         for step in range(6):
             if step == 3:
                 change(made)
@@ -307,12 +307,12 @@ def test_a_capture_says_that_another_thread_called_the_model() -> None:
         thread.start()
         thread.join()
 
-    with pytest.warns(RuntimeWarning, match="any_thread=True"), tt.capture(made, "0:output") as seen:
+    with pytest.warns(RuntimeWarning, match="all_threads=True"), tt.capture(made, "0:output") as seen:
         made(torch.ones(2, 4))
         elsewhere()
     assert seen["0:output"].shape == (2, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with tt.capture(made, "0:output", any_thread=True) as seen:
+        with tt.capture(made, "0:output", all_threads=True) as seen:
             elsewhere()
     assert seen["0:output"].shape == (1, 4)

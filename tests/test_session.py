@@ -116,7 +116,7 @@ def test_two_sessions_in_two_threads_see_their_own_values_only() -> None:
 
 def test_another_thread_is_heard_if_asked() -> None:
     model = mlp()
-    with tt.capture(model, ":output", any_thread=True) as seen:
+    with tt.capture(model, ":output", all_threads=True) as seen:
         thread = threading.Thread(target=lambda: model(torch.ones(1, 7)))
         thread.start()
         thread.join()
@@ -142,7 +142,7 @@ def test_values_of_many_threads_at_once_do_not_mix() -> None:
     for _ in range(3):
         model = nn.ModuleList(Chain() for _ in starts)
         taps = tt.tap("*:output", keep=tt.Stats()), tt.tap("*.parts.31:output", keep=tt.Full())
-        with tt.capture(model, *taps, any_thread=True) as seen:
+        with tt.capture(model, *taps, all_threads=True) as seen:
             threads = [
                 threading.Thread(target=model[number], args=(start,)) for number, start in enumerate(starts)
             ]

@@ -19,7 +19,7 @@ from torchtap.sites import KINDS, Selector, Site, places
 
 
 def picked(model: nn.Module, *selectors: object, **options: object) -> set[str]:
-    return {port.site.name for port in tt.bind(model, [tt.tap(list(selectors), **options)]).ports}  # type: ignore[arg-type]
+    return {port.site.name for port in tt.make_plan(model, [tt.tap(list(selectors), **options)]).ports}  # type: ignore[arg-type]
 
 
 def paths(model: nn.Module, selector: str) -> set[str]:
@@ -170,15 +170,15 @@ def test_an_alias_stands_for_its_site() -> None:
     assert torch.equal(seen["logits"], seen["fc:output"])
     assert torch.equal(seen["memory.1.0"], seen["lstm:output.1.0"])
     with pytest.raises(PlanError, match="stands for one place"):
-        tt.bind(case.model, [tt.tap("*", alias="all")])
+        tt.make_plan(case.model, [tt.tap("*", alias="all")])
     with pytest.raises(PlanError, match="more than one tap"):
-        tt.bind(case.model, [tt.tap("fc", alias="a"), tt.tap("lstm", alias="a")])
+        tt.make_plan(case.model, [tt.tap("fc", alias="a"), tt.tap("lstm", alias="a")])
 
 
 def test_a_plan_can_be_read_before_anything_runs() -> None:
     import json
 
-    plan = tt.bind(Structured(), [tt.tap("*:output", every=10), tt.tap("fc:param", tt.Full())])
+    plan = tt.make_plan(Structured(), [tt.tap("*:output", every=10), tt.tap("fc:param", tt.Full())])
     spec = json.loads(plan.to_json())
     assert spec["taps"][0]["schedule"] == {"every": 10, "offset": 0}
     assert {"site": "inner.fc:param.weight", "taps": [1]} in spec["ports"]
@@ -187,7 +187,7 @@ def test_a_plan_can_be_read_before_anything_runs() -> None:
 
 def test_ten_thousand_modules_are_bound() -> None:
     model = nn.Sequential(*(nn.Identity() for _ in range(10_000)))
-    assert len(tt.bind(model, ["*:output"]).ports) == 10_001
+    assert len(tt.make_plan(model, ["*:output"]).ports) == 10_001
 
 
 def test_modules_that_are_never_called_are_told() -> None:
@@ -218,16 +218,16 @@ def test_a_container_without_a_forward_is_told_apart_from_a_module_that_was_pass
 @pytest.mark.parametrize("asked", ["attn.qkv:output", "attn.qkv", "attn.*:param.weight"])
 def test_a_path_that_would_match_deeper_down_says_how_to_write_it(asked: str) -> None:
     with pytest.raises(SelectionError, match=re.escape(f"'**.{asked}' picks it at any depth")) as caught:
-        tt.bind(GPT(), [asked])
+        tt.make_plan(GPT(), [asked])
     assert "matches none of" in str(caught.value)
-    assert tt.bind(GPT(), [f"**.{asked}"]).ports
+    assert tt.make_plan(GPT(), [f"**.{asked}"]).ports
 
 
-@pytest.mark.parametrize("via", ["hook", "wrap", "forward"])
-def test_a_module_that_was_replaced_under_the_taps_is_told(via: Any) -> None:
+@pytest.mark.parametrize("way", ["hook", "wrap", "forward"])
+def test_a_module_that_was_replaced_under_the_taps_is_told(way: Any) -> None:
     inner = nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))
     model = nn.Sequential(inner, nn.Sequential(nn.ReLU()), nn.Linear(2, 2))
-    with tt.watch(model, None, "*:output", via=via) as watch:
+    with tt.watch(model, None, "*:output", way=way) as watch:
         with watch.step():
             model(torch.ones(1, 2))
         assert not watch.coverage()
@@ -241,7 +241,7 @@ def test_a_module_that_was_replaced_under_the_taps_is_told(via: Any) -> None:
 
 def test_a_kind_that_a_model_does_not_have_is_named() -> None:
     with pytest.raises(SelectionError, match=r"'\*:buffer' matches nothing: this model has no buffer"):
-        tt.bind(nn.Linear(2, 2), ["*:buffer"])
+        tt.make_plan(nn.Linear(2, 2), ["*:buffer"])
 
 
 def test_a_module_whose_name_looks_like_a_pattern_is_picked_by_its_name() -> None:
@@ -249,19 +249,21 @@ def test_a_module_whose_name_looks_like_a_pattern_is_picked_by_its_name() -> Non
     model.add_module("[0]", nn.Sequential())
     model[0].add_module("a?", nn.Identity())
     for name in ("[0]:output", "[0].a?:output"):
-        assert [port.site.name for port in tt.bind(model, [name]).ports] == [name]
+        assert [port.site.name for port in tt.make_plan(model, [name]).ports] == [name]
 
 
 def test_a_module_picks_itself() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    assert [port.site.name for port in tt.bind(model, [model[1], tt.tap(model[0], kind="input")]).ports] == [
+    assert [
+        port.site.name for port in tt.make_plan(model, [model[1], tt.tap(model[0], kind="input")]).ports
+    ] == [
         "1:output",
         "0:input",
     ]
     with tt.watch(model, None, model[1]) as watch:
         assert [port.site.name for port in watch.plan.ports] == ["1:output"]
     with pytest.raises(SelectionError, match="the Linear that was given is none of this model's 4 modules"):
-        tt.bind(model, [nn.Linear(2, 2)])
+        tt.make_plan(model, [nn.Linear(2, 2)])
 
 
 def test_taps_travel_to_other_processes() -> None:
@@ -269,4 +271,4 @@ def test_taps_travel_to_other_processes() -> None:
     taps = [tt.tap("0", kind="input"), tt.tap("re:.*:output"), tt.tap(nn.ReLU, tt.Full(), every=2)]
     arrived = pickle.loads(pickle.dumps(taps))
     assert arrived == taps
-    assert tt.bind(model, arrived).ports == tt.bind(model, taps).ports
+    assert tt.make_plan(model, arrived).ports == tt.make_plan(model, taps).ports

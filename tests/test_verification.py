@@ -71,3 +71,33 @@ def test_it_runs_with_as_many_threads_as_asked_and_leaves_torch_as_it_was() -> N
 def test_numbers_below_one_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(tt.PlanError, match="from 1 on"):
         tt.verify(nn.Linear(2, 2), torch.ones(1, 2), **wrong)  # type: ignore[arg-type]
+
+
+def test_a_number_of_threads_that_depends_on_the_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = nn.LayerNorm(4), torch.ones(2, 4)
+    for value, threads, told in (
+        (None, 2, False),
+        ("false", 2, False),
+        ("TRUE", 1, False),
+        ("TRUE", 2, True),
+    ):
+        monkeypatch.delenv("OMP_DYNAMIC", raising=False)
+        if value is not None:
+            monkeypatch.setenv("OMP_DYNAMIC", value)
+        text = io.StringIO()
+        tt.verify(model, given, threads=threads, file=text)
+        assert ("OMP_DYNAMIC" in text.getvalue()) == told
+
+
+def test_a_model_that_does_not_repeat_itself_with_threads_is_told_what_may_cause_it() -> None:
+    class Unsteady(nn.Linear):
+        calls = 0
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            Unsteady.calls += 1
+            return super().forward(value) + Unsteady.calls
+
+    text = io.StringIO()
+    tt.verify(Unsteady(2, 2), torch.ones(1, 2), threads=2, repeat=2, file=text)
+    assert "does not repeat itself" in text.getvalue()
+    assert "thread by thread" in text.getvalue()

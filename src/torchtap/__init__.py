@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from torchtap.comparison.front import compare as compare
     from torchtap.comparison.judge.result import Comparison as Comparison
     from torchtap.coverage import Missing as Missing
+    from torchtap.diagnosis.birth import Birth as Birth
+    from torchtap.diagnosis.birth import find_nan as find_nan
+    from torchtap.diagnosis.doctor import Doctor as Doctor
+    from torchtap.diagnosis.doctor import doctor as doctor
     from torchtap.diagnosis.finding import Finding as Finding
+    from torchtap.diagnosis.finding import Findings as Findings
+    from torchtap.diagnosis.flight.recorder import FlightRecorder as FlightRecorder
+    from torchtap.diagnosis.flight.recorder import flight_recorder as flight_recorder
+    from torchtap.diagnosis.rules.base import Rule as Rule
     from torchtap.diagnosis.run import diagnose as diagnose
     from torchtap.editing.catcher import Catcher as Catcher
     from torchtap.editing.edit import Edit as Edit
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     from torchtap.editing.features import features as features
     from torchtap.editing.handlers import hand_over as hand_over
     from torchtap.errors import CompareError as CompareError
+    from torchtap.errors import DiagnosisError as DiagnosisError
     from torchtap.errors import FormError as FormError
     from torchtap.errors import MetricError as MetricError
     from torchtap.errors import MissingExtraError as MissingExtraError
@@ -46,6 +55,7 @@ if TYPE_CHECKING:
     from torchtap.errors import SelectionError as SelectionError
     from torchtap.errors import SessionError as SessionError
     from torchtap.errors import TorchtapError as TorchtapError
+    from torchtap.errors import TrainingStoppedError as TrainingStoppedError
     from torchtap.errors import VerificationError as VerificationError
     from torchtap.integrations.captum import attribute as attribute
     from torchtap.matching import match as match
@@ -66,7 +76,7 @@ if TYPE_CHECKING:
     from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
     from torchtap.plan import Plan as Plan
     from torchtap.plan import Tap as Tap
-    from torchtap.plan import bind as bind
+    from torchtap.plan import make_plan as make_plan
     from torchtap.plan import tap as tap
     from torchtap.reduce import Entropy as Entropy
     from torchtap.reduce import Full as Full
@@ -118,12 +128,15 @@ __version__ = "0.1.0"
 # Where each public name lives. A test holds that this, the imports above and the documentation agree.
 _HOME = {
     "Always": "torchtap.schedule",
+    "Birth": "torchtap.diagnosis.birth",
     "Bisection": "torchtap.comparison.bisection",
     "Budget": "torchtap.budget",
     "CallbackSink": "torchtap.sinks",
     "Catcher": "torchtap.editing.catcher",
     "CompareError": "torchtap.errors",
     "Comparison": "torchtap.comparison.judge.result",
+    "DiagnosisError": "torchtap.errors",
+    "Doctor": "torchtap.diagnosis.doctor",
     "Edit": "torchtap.editing.edit",
     "Entropy": "torchtap.reduce",
     "Epochs": "torchtap.schedule",
@@ -131,7 +144,9 @@ _HOME = {
     "ExtraOutputs": "torchtap.taps.travel.extra",
     "Features": "torchtap.editing.features",
     "Finding": "torchtap.diagnosis.finding",
+    "Findings": "torchtap.diagnosis.finding",
     "First": "torchtap.schedule",
+    "FlightRecorder": "torchtap.diagnosis.flight.recorder",
     "FormError": "torchtap.errors",
     "Full": "torchtap.reduce",
     "Gram": "torchtap.reduce",
@@ -160,6 +175,7 @@ _HOME = {
     "Reduction": "torchtap.reduce",
     "ReductionError": "torchtap.errors",
     "RefinedCoordinateCheck": "torchtap.monitors.module_monitor",
+    "Rule": "torchtap.diagnosis.rules.base",
     "Run": "torchtap.store.read.reader",
     "RunCorruptError": "torchtap.errors",
     "RunError": "torchtap.errors",
@@ -180,6 +196,7 @@ _HOME = {
     "TopK": "torchtap.reduce",
     "Units": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
+    "TrainingStoppedError": "torchtap.errors",
     "TrainingReport": "torchtap.monitors.monitor.trainer",
     "Verification": "torchtap.verification",
     "VerificationError": "torchtap.errors",
@@ -187,16 +204,19 @@ _HOME = {
     "Watch": "torchtap.watching",
     "When": "torchtap.schedule",
     "attribute": "torchtap.integrations.captum",
-    "bind": "torchtap.plan",
+    "make_plan": "torchtap.plan",
     "bisect": "torchtap.comparison.bisection",
     "capture": "torchtap.session",
     "compare": "torchtap.comparison.front",
     "compare_forms": "torchtap.comparison.forms",
     "diagnose": "torchtap.diagnosis.run",
+    "doctor": "torchtap.diagnosis.doctor",
     "edit": "torchtap.editing.edit",
     "emit": "torchtap.taps.receive.active",
     "extra_outputs": "torchtap.taps.travel.extra",
     "features": "torchtap.editing.features",
+    "find_nan": "torchtap.diagnosis.birth",
+    "flight_recorder": "torchtap.diagnosis.flight.recorder",
     "hand_over": "torchtap.editing.handlers",
     "get_layer_hidden_states": "torchtap.monitors.layers.recorder",
     "instrument": "torchtap.taps.travel.instrument",
@@ -247,11 +267,14 @@ __all__ = [
     "compare",
     "compare_forms",
     "diagnose",
+    "doctor",
     "edit",
     "emit",
     "errors",
     "extra_outputs",
     "features",
+    "find_nan",
+    "flight_recorder",
     "get_layer_hidden_states",
     "hand_over",
     "instrument",

@@ -24,12 +24,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from torchtap.errors import FormError
 
 __all__ = [
     "OPERATORS",
     "TORCH_VERSION",
+    "DispatchMode",
     "FakeTensor",
     "FunctionalTensor",
     "archive_reader",
@@ -54,11 +56,14 @@ __all__ = [
     "load_aoti_package",
     "load_program_archive",
     "mark_constant",
+    "node_that_runs",
     "outside_of_transforms",
     "patch_script_compiler",
     "pytree",
+    "saved_by",
     "script_string_type",
     "script_tensor_holders",
+    "sequence_number",
     "skip_alone",
     "something_was_compiled",
     "user_backend",
@@ -100,6 +105,25 @@ def version_of(tensor: Tensor) -> int:
     Inference tensors keep no version.
     """
     return -1 if tensor.is_inference() else tensor._version
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What a node of autograd's graph has kept for its backward under a name; None where it has no such thing."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+def node_that_runs() -> tuple[str, int] | None:
+    """The name and the number of autograd's node that runs in this thread. Where torch cannot say, none does."""
+    asked = getattr(torch._C, "_current_autograd_node", None)
+    node = None if asked is None else asked()
+    number = getattr(node, "_sequence_nr", None)
+    return None if node is None or number is None else (node.name(), number())
+
+
+def sequence_number() -> int:
+    """The number that autograd's next node will have; -1 where torch does not tell, so that no node is known by it."""
+    asked = getattr(torch.autograd, "_get_sequence_nr", None)
+    return -1 if asked is None else asked()
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

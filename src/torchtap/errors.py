@@ -17,6 +17,8 @@
     ├── OutputError         (OSError)            a folder or file that cannot be written
     ├── ForwardStoppedError (ValueError)         a Catcher in a layer's place stopped the model, as asked
     ├── CompareError        (ValueError)         two things that cannot be compared
+    ├── DiagnosisError      (ValueError)         a rule or a file of invariants that cannot be used
+    ├── TrainingStoppedError (RuntimeError)      a doctor stopped the training, as asked
     └── MissingExtraError   (ImportError)        an optional package is needed
 
 Each also inherits the builtin that a caller would catch. The message is positional and any context
@@ -29,6 +31,7 @@ from torchtap.foreign_text import shown
 
 __all__ = [
     "CompareError",
+    "DiagnosisError",
     "FormError",
     "ForwardStoppedError",
     "MetricError",
@@ -45,6 +48,7 @@ __all__ = [
     "SelectionError",
     "SessionError",
     "TorchtapError",
+    "TrainingStoppedError",
     "VerificationError",
 ]
 
@@ -124,6 +128,14 @@ class OutputError(TorchtapError, OSError):
 
 class ForwardStoppedError(TorchtapError, ValueError):
     """Not a mistake: a `Catcher` in a layer's place was asked to stop the model's forward there."""
+
+
+class DiagnosisError(TorchtapError, ValueError):
+    """A rule or a file of invariants that cannot be used."""
+
+
+class TrainingStoppedError(TorchtapError, RuntimeError):
+    """A doctor stopped the training, as it was asked to."""
 
 
 class CompareError(TorchtapError, ValueError):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchtap.errors import PlanError
 from torchtap.foreign_text import shown
-from torchtap.plan import Plan, bind
+from torchtap.plan import Plan, make_plan
 from torchtap.sites import unwrap
 from torchtap.tapping import Tapping
 from torchtap.taps.attach import tree_of
@@ -102,7 +102,7 @@ class Gaps:
         replaced = self._taps.places_replaced()
         self._survey()
         try:
-            plan = bind(tree_of(self._model), self._taps.plan.asked, all_match=False)
+            plan = make_plan(tree_of(self._model), self._taps.plan.asked, all_match=False)
         except PlanError as error:  # an alias that stands for several places now
             self._tell(f"the model has changed and the taps do not fit it any more: {error}")
             return

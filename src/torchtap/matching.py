@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 
 from torchtap.errors import FormError, PlanError
 from torchtap.names import parse_name
-from torchtap.plan import bind
+from torchtap.plan import make_plan
 from torchtap.schedule import Moment
 from torchtap.sites import places
 from torchtap.taps.alike.choose import choose
@@ -95,7 +95,7 @@ def _class_name(module: nn.Module) -> str:
 
 def _eager_prints(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Print]:
     """The print of every input and output of the eager model, in the order of execution."""
-    plan = bind(model, ("*:input", "*:output"), Prints())
+    plan = make_plan(model, ("*:input", "*:output"), Prints())
     receiver = Receiver(plan, strict=True)
     attachment = attach(model, receiver)
     live = plan.live(Moment(0))

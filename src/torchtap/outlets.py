@@ -48,6 +48,13 @@ class Outlets:
             if event is not None:
                 self._try(consumer, "event", partial(event, kind, **facts))
 
+    def alert(self, level: str, title: str, text: str, step: int | None, site: str | None) -> None:
+        """Tell every consumer that has a place for alerts."""
+        for consumer in self._consumers:
+            alert = getattr(consumer, "alert", None)
+            if alert is not None:
+                self._try(consumer, "alert", partial(alert, level, title, text, step, site))
+
     def flush(self) -> None:
         """Have everything so far where it belongs."""
         for consumer in self._consumers:

@@ -16,12 +16,13 @@ from torch import nn
 
 from torchtap.budget import Budget, lesser
 from torchtap.errors import PlanError, SelectionError, TorchtapError
+from torchtap.foreign_text import shown
 from torchtap.names import KINDS, Kind, no_such_site
 from torchtap.reduce import Full, Reduction, Stats, reduction_from_spec
 from torchtap.schedule import Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
-__all__ = ["Plan", "Port", "Tap", "bind", "candidates", "tap"]
+__all__ = ["Plan", "Port", "Tap", "candidates", "make_plan", "tap"]
 
 # Kinds whose leaves are known before the model runs.
 _LISTED: dict[Kind, str] = {
@@ -258,11 +259,12 @@ class Plan:
         try:
             read = json.loads(text)
             taps = [Tap.from_spec(each) for each in read["taps"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, TorchtapError):
                 raise
-            raise PlanError(f"this is not the JSON of a plan: {type(error).__name__}: {error}") from None
-        return bind(model, taps)
+            said = shown(f"{type(error).__name__}: {error}")
+            raise PlanError(f"this is not the JSON of a plan: {said}") from None
+        return make_plan(model, taps)
 
     def to_json(self) -> str:
         """The plan as JSON text: taps with their schedules and reductions, and the places they are bound to."""
@@ -279,13 +281,13 @@ class Plan:
         lines = [f"plan: {len(self.asked)} taps on {len(self.ports)} places"]
         for index, each in enumerate(self.asked):
             places_of_tap = [port.site.name for port in self.ports if index in port.taps]
-            shown = ", ".join(places_of_tap[:4]) + (
+            some = ", ".join(places_of_tap[:4]) + (
                 f" … ({len(places_of_tap)})" if len(places_of_tap) > 4 else ""
             )
             chosen = " ".join(str(s) for s in each.selectors)
             within = "" if each.budget is None else f"  within {each.budget.spec()}"
             lines.append(f"  {index}: {chosen}  keep {each.keep.spec()}  when {each.schedule.spec()}{within}")
-            lines.append(f"     {shown}")
+            lines.append(f"     {some}")
         return "\n".join(lines)
 
 
@@ -302,7 +304,7 @@ def _taps_of(asked: Any, keep: Any) -> Iterator[Tap]:
         yield from _taps_of(tap(asked, keep), keep)
 
 
-def bind(
+def make_plan(
     model: nn.Module,
     taps: Plan | Iterable[Plan | Tap | Selectable | Sequence[Tap]],
     keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
@@ -337,10 +339,10 @@ def _matched(asked: Tap, found_places: tuple[Place, ...], all_match: bool) -> li
         if all_match and not any(selector.picks_port(site) for names in matched for site in names):
             raise _picks_nothing(selector, found_places)
     if asked.alias and len(matched) > 1:
-        shown = ", ".join(names[0].name for names in matched[:3])
+        some = ", ".join(names[0].name for names in matched[:3])
         raise PlanError(
             f"alias {asked.alias!r} stands for one place, but {asked.selectors[0].text!r} picks {len(matched)}: "
-            f"{shown} …; use a narrower selector or no alias"
+            f"{some} …; use a narrower selector or no alias"
         )
     return matched
 

@@ -5,7 +5,6 @@ Both bind a plan to a model, attach it in whatever form the model has, and give 
 
 from __future__ import annotations
 
-import datetime
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,15 +16,16 @@ from torch import Tensor, nn
 
 from torchtap.compiled_parts import warn_of_missing_parts
 from torchtap.errors import PlanError, SessionError
+from torchtap.manifest import run_manifest
 from torchtap.matching import site_map_of
-from torchtap.model_tree import environment, model_tree
+from torchtap.model_tree import environment
 from torchtap.names import Kind
 from torchtap.outlets import warn
-from torchtap.plan import Plan, Tap, bind, candidates, tap
+from torchtap.plan import Plan, Tap, candidates, make_plan, tap
 from torchtap.reduce import Reduction
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
-from torchtap.sites import Selectable, places, source_of
+from torchtap.sites import Selectable, places
 from torchtap.staged import joined
 from torchtap.store.read.earlier import recorded_steps
 from torchtap.store.record import Consumer
@@ -53,10 +53,10 @@ class Capture:
         plan: Plan,
         *,
         apart: frozenset[int],
-        any_thread: bool,
+        all_threads: bool,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
-        via: WayName = "hook",
+        way: WayName = "hook",
         site_map: SiteMap | None = None,
     ) -> None:
         self.plan = plan
@@ -67,12 +67,12 @@ class Capture:
             strict=strict,
             copy=copy,
             on_lost=lost.append,
-            via=via,
+            way=way,
             apart=apart,
             site_map=site_map,
         )
         self.seen = Seen(self._taps.receiver, lost)
-        self._any_thread = any_thread
+        self._any_thread = all_threads
 
     def __enter__(self) -> Seen:
         live = self.plan.live(Moment(0))
@@ -96,7 +96,7 @@ class Capture:
             if self._taps.receiver.overheard:
                 warn(
                     "torchtap: other threads called the model inside this capture; their values were not taken. "
-                    "capture(..., any_thread=True) takes those of every thread"
+                    "capture(..., all_threads=True) takes those of every thread"
                 )
 
     def _warn_of_silence(self) -> None:
@@ -126,9 +126,9 @@ def capture(
     *taps: Tap | Selectable | Plan,
     keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
     merge: bool | None = None,
-    any_thread: bool = False,
+    all_threads: bool = False,
     strict: bool = True,
-    via: WayName = "hook",
+    way: WayName = "hook",
     like: nn.Module | SiteMap | str | os.PathLike[str] | None = None,
     inputs: Any = None,
 ) -> Capture:
@@ -137,7 +137,7 @@ def capture(
     Whole tensors are kept unless ``keep`` names another reduction. Calling the model again inside the block
     gives further calls (``#1``, ``#2`` …) of whole tensors, while other reductions fold all calls into one
     result; ``merge`` decides it the other way. Only values of the entering thread are taken, unless
-    ``any_thread`` is set. ``via`` is how taps are put on an eager model: by hooks, by wrapping modules
+    ``all_threads`` is set. ``way`` is how taps are put on an eager model: by hooks, by wrapping modules
     (``"wrap"``), or by replacing their forward (``"forward"``). A requested site that never came is warned of.
 
     A graph or trace does not tell every name. ``like`` the eager model, with ``inputs`` to run both once, gives each
@@ -147,7 +147,7 @@ def capture(
     site_map = None if like is None else site_map_of(model, like, inputs)
     if site_map is not None:
         tree = with_paths(tree, site_map)
-    bound = bind(tree, taps or ("*:output",), keep)
+    bound = make_plan(tree, taps or ("*:output",), keep)
     apart = frozenset(
         index for index, each in enumerate(bound.taps) if (each.keep.whole if merge is None else not merge)
     )
@@ -155,10 +155,10 @@ def capture(
         model,
         bound,
         apart=apart,
-        any_thread=any_thread,
+        all_threads=all_threads,
         strict=strict,
         copy=pool_of(tree).copy,
-        via=via,
+        way=way,
         site_map=site_map,
     )
 
@@ -173,7 +173,7 @@ def watch(
     phase: str | None = None,
     sinks: Sequence[Consumer] = (),
     strict: bool = False,
-    via: WayName = "hook",
+    way: WayName = "hook",
     labels: dict[str, Any] | None = None,
     layout: Mapping[Selectable, str] | None = None,
     follow_model: bool = False,
@@ -183,7 +183,7 @@ def watch(
 
     ``run`` is the folder, or None to keep none. ``taps`` are taps, selectors or a plan. A bare selector keeps
     statistics at each step, unless ``keep``, ``every`` or ``phase`` say otherwise. ``labels`` go into the run's
-    manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer; ``via`` is as in
+    manifest as they are (tokens, hyperparameters …); ``writer_options`` go to the run's writer; ``way`` is as in
     `capture`. Passes in training and in evaluation are recorded apart, each under its phase. Several models of one
     training, as ``{"G": generator, "D": discriminator}``, share the clock and the run; their sites begin with their
     names. Parts of one model, such as the pipeline stages of a rank, are given as a list and keep their names. A folder
@@ -206,7 +206,7 @@ def watch(
     elif models is not None:
         model = nn.ModuleDict(models)
     tree = tree_of(model)
-    bound = bind(tree, [_tapped(each, keep, every=every, phase=phase) for each in asked])
+    bound = make_plan(tree, [_tapped(each, keep, every=every, phase=phase) for each in asked])
     placing = _placing(model, layout or {})
     consumers = list(sinks)
     recorded = range(0)
@@ -215,7 +215,7 @@ def watch(
         recorded = recorded_steps(run, described["rank"])
         writer = RunWriter(
             run,
-            manifest=_manifest(tree, bound, described, labels or {}),
+            manifest=run_manifest(tree, bound, described, labels or {}),
             rank=described["rank"],
             world=described["world_size"],
             strict=strict,
@@ -232,7 +232,7 @@ def watch(
         consumers,
         models=models,
         strict=strict,
-        via=via,
+        way=way,
         recorded=recorded,
         follow_model=follow_model,
         placing=placing,
@@ -291,27 +291,3 @@ def list_sites(model: Any, *kinds: Kind) -> list[str]:
     found = places(tree_of(model))
     listed = candidates(found) if wanted is None else candidates(found, wanted)
     return [names[0].name for names in listed]
-
-
-def _manifest(
-    tree: nn.Module, plan: Plan, described: dict[str, Any], labels: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "created": datetime.datetime.now(datetime.UTC).isoformat(),
-        "sites": [
-            {
-                "name": port.site.name,
-                "module": port.site.path,
-                "kind": port.site.kind,
-                "class": type(port.site.module).__name__,
-                "source": source_of(port.site.module) if port.site.module is not None else None,
-            }
-            for port in plan.ports
-        ],
-        "aliases": plan.aliases,
-        "other_names": plan.other_names,
-        "plan": plan.spec(),
-        "model": model_tree(tree),
-        "environment": described,
-        "labels": labels,
-    }

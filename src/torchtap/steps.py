@@ -163,6 +163,15 @@ class Steps:
     def _coming_first(self) -> Moment:
         return replace(self.clock.moment(), step=self.clock.following)
 
+    def so_far(self) -> StepRecord | None:
+        """The statistics of the passes of the open step that learn, as they are now; the step goes on."""
+        tally = self.taps.tallies.get(self._learning or "train")
+        block = None if tally is None or self.open is None else self.taps.peek(tally)
+        if block is None or tally is None or self.open is None:
+            return None
+        at = replace(self.open, phase=tally.phase)
+        return _Part(at, tally.passes, False, (block,), (), []).record()
+
     # -- steps --------------------------------------------------------------------------------------------
 
     def listen_before(self) -> None:

@@ -38,7 +38,7 @@ class Tapping:
         copy: Callable[[Tensor], Tensor],
         on_lost: Callable[[str], None],
         models: Mapping[str, Any] | None = None,
-        via: WayName = "hook",
+        way: WayName = "hook",
         apart: frozenset[int] = frozenset(),
         clock: PassClock | None = None,
         site_map: SiteMap | None = None,
@@ -49,7 +49,7 @@ class Tapping:
             plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock, placing=placing
         )
         self._collector = Collector(self.receiver.folding)
-        self._attachment = attach(model, self.receiver, via, site_map)
+        self._attachment = attach(model, self.receiver, way, site_map)
         # Of several models each call is a pass; what holds them together is never called.
         self._members = [PassHooks(each, self.receiver) for each in (models or {}).values()]
         self._hears_members = False
@@ -103,6 +103,10 @@ class Tapping:
     def collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         """Everything that a phase holds; afterwards it holds nothing."""
         return self._collector.collect(tally)
+
+    def peek(self, tally: Tally) -> ScalarBlock | None:
+        """The statistics that a phase holds so far."""
+        return self._collector.peek(tally)
 
     def detach(self) -> None:
         """Leave the model as it was found."""

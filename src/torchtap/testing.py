@@ -22,10 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtap.diagnosis.chart import Block, Chart
+from torchtap.diagnosis.finding import Finding
+from torchtap.diagnosis.judging import Ward
+from torchtap.diagnosis.rules.base import Rule
 from torchtap.reduce import Reduction, Result, reduction_from_spec
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 
-__all__ = ["ReductionContract", "SinkContract"]
+__all__ = ["ReductionContract", "RuleContract", "SinkContract"]
 
 
 class ReductionContract:
@@ -240,3 +244,72 @@ class SinkContract:
         sink.close()
         kept = self.kept(tmp_path, sink)
         assert kept is None or kept == {(0, "a:output"), (1, "a:output"), (1, "b:output"), (2, "b:output")}
+
+
+class RuleContract:
+    """What every rule keeps to. Fill in ``rule``, ``healthy`` and ``sick``."""
+
+    steps = 60
+
+    def rule(self) -> Rule:
+        """The rule under test."""
+        raise NotImplementedError
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        """What is recorded at a step of a healthy training; facts are noted in the chart."""
+        raise NotImplementedError
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        """The same of a training with the fault."""
+        raise NotImplementedError
+
+    def chart(self) -> Chart:
+        """An empty chart; override it to say what is known of the sites, or how the training is set up."""
+        return Chart(dict)
+
+    def found(self, sick: bool, portion: int = 1) -> list[Finding]:
+        """What the rule finds if it is asked after every ``portion`` records."""
+        chart = self.chart()
+        ward = Ward(chart, [self.rule()])
+        for step in range(self.steps):
+            chart.add(step, (self.sick if sick else self.healthy)(chart, step))
+            if step % portion == portion - 1 or step == self.steps - 1:
+                ward.look()
+        found = ward.findings()
+        assert not [each for each in found.unjudged if "raised" in each.reason], found.unjudged
+        return list(found)
+
+    def test_a_healthy_training_has_no_warning(self) -> None:
+        assert [each for each in self.found(sick=False) if each.severity != "info"] == []
+
+    def test_the_fault_is_found_and_says_why_and_what_to_do(self) -> None:
+        found = self.found(sick=True)
+        assert found, "the fault was not found"
+        for each in found:
+            assert each.kind == self.rule().name
+            assert each.site in each.sites
+            assert each.message
+            assert each.advice
+            assert each.causes
+            assert "{" not in each.message, "a place in the message was not filled"
+            json.dumps(each.to_dict())
+
+    def test_how_often_it_is_asked_changes_nothing(self) -> None:
+        often = [(each.kind, each.severity, each.site, each.step) for each in self.found(sick=True)]
+        seldom = [
+            (each.kind, each.severity, each.site, each.step) for each in self.found(sick=True, portion=8)
+        ]
+        assert often == seldom, "more history took something back, or moved it"
+
+    def test_an_empty_chart_has_no_finding(self) -> None:
+        assert list(self.rule().judge(Chart(dict))) == []
+
+    def test_the_rule_says_what_it_is(self) -> None:
+        rule = self.rule()
+        for text in (rule.name, rule.concludes, rule.wrong_if, rule.fix):
+            assert isinstance(text, str)
+            assert text
+        assert rule.causes
+        assert rule.trust in ("invariant", "history", "limit", "threshold")
+        assert rule == copy.copy(rule)
+        assert hash(rule) == hash(copy.copy(rule))

@@ -8,6 +8,7 @@ turn: what differs then is reported as its own, not as torchtap's. Afterwards ev
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,13 @@ _EVERYTHING = ("*:input", "*:output", "*:grad_input", "*:grad_output")
 
 # Runs that count for nothing: TorchScript changes its code after the first runs of a graph.
 _WARMING = 2
+
+# Measured by `python -m benchmarks.last_bit`.
+_ABOUT_THREADS = (
+    "sums that are made thread by thread, such as layer norm's backward, have other bits when OpenMP gives torch "
+    "another number of threads: OMP_DYNAMIC does that on a busy machine, and so does a backward in a new thread after "
+    "any thread has called torch.set_num_threads"
+)
 
 Facts = dict[str, dict[str, Tensor]]
 
@@ -68,6 +76,8 @@ class Verification:
         itself = "repeats itself" if self.repeatable else "does not repeat itself"
         runs = f"{self.repeat} runs each" if self.repeat > 1 else "one run each"
         lines.append(f"without taps the model {itself} ({runs}, torch threads: {self.threads})")
+        if self.threads > 1 and (not self.repeatable or _team_may_change()):
+            lines.append(_ABOUT_THREADS)
         return "\n".join([*lines, f"{self.sites} values were taken"])
 
 
@@ -114,6 +124,11 @@ def verify(
     if not result.identical:
         raise VerificationError(f"taps changed the model:\n{result}")
     return result
+
+
+def _team_may_change() -> bool:
+    """Whether OpenMP was told to choose the number of threads by the machine's load."""
+    return os.environ.get("OMP_DYNAMIC", "").strip().lower() in ("true", "1", "yes")
 
 
 def _in_turn(

@@ -47,7 +47,7 @@ class Watch:
         *,
         models: Mapping[str, Any] | None = None,
         strict: bool = False,
-        via: WayName = "hook",
+        way: WayName = "hook",
         recorded: range = range(0),
         placing: Placing | None = None,
         follow_model: bool = False,
@@ -65,7 +65,7 @@ class Watch:
                 strict=strict,
                 copy=HostPool().copy,
                 on_lost=outlets.note_loss,
-                via=via,
+                way=way,
                 clock=steps,
                 placing=placing,
             )
@@ -107,7 +107,7 @@ class Watch:
     def _go_over_to(self, plan: Plan) -> Tapping:
         """The model has changed: the taps are put on what it consists of now."""
         before = {port.site.name for port in self.plan.ports}
-        self._described = {site["name"]: site for site in self._describe_sites()}
+        self._described = {site["name"]: site for site in self.described_sites()}
         taps = self._steps.change_taps(lambda steps: self._tap(steps, plan))
         now = {port.site.name for port in plan.ports}
         self._outlets.tell("model", came=sorted(now - before), gone=sorted(before - now))
@@ -299,6 +299,21 @@ class Watch:
             self._look_out()
         self._logs = True
 
+    def note(self, kind: str, **facts: Any) -> None:
+        """Write something down beside the values; `Run.events` gives it back."""
+        self._outlets.tell(kind, **facts)
+
+    def alert(
+        self, level: str, title: str, text: str, step: int | None = None, site: str | None = None
+    ) -> None:
+        """Tell the sinks that have a place for alerts; ``level`` is info, warning or error."""
+        self._outlets.alert(level, title, text, step, site)
+
+    @property
+    def live(self) -> bool:
+        """Whether any tap is live in the open step."""
+        return bool(self._steps.taps.armed)
+
     @property
     def lost(self) -> list[str]:
         """What could not be kept, a sentence each: by the watch, by the run's writer, by the sinks."""
@@ -329,14 +344,14 @@ class Watch:
         # Once at the start and then each time they have doubled: a model may have a new site every step.
         if len(entries) >= 2 * self._sites_told and entries:
             self._sites_told = len(entries)
-            self._outlets.tell("sites", sites=self._describe_sites())
+            self._outlets.tell("sites", sites=self.described_sites())
         if self._placing is not None:
             changes = self._placing.changes(entries, record.phase)
             if changes is not None:
                 self._outlets.tell("placements", step=record.step, **changes)
         self._outlets.write(record)
 
-    def _describe_sites(self) -> list[dict[str, Any]]:
+    def described_sites(self) -> list[dict[str, Any]]:
         """What was found out about the sites since the plan was made, in the order of execution."""
         now: dict[str, dict[str, Any]] = {
             entry.name: {
@@ -367,6 +382,13 @@ class Watch:
                 return float(block.values[sites.index(site), block.statistics.index(statistic)])
         raise SessionError(f"no {statistic!r} of {site!r} has arrived yet")
 
+    def so_far(self) -> StepRecord | None:
+        """The open step's statistics as they are now, of the passes that train; None if there are none yet.
+
+        For whoever decides something before the step is over. The step goes on and is recorded as a whole.
+        """
+        return self._steps.so_far()
+
     def flush(self) -> None:
         """Have everything so far on disk and visible to readers."""
         self._steps.settle()
@@ -388,7 +410,7 @@ class Watch:
             self._following.stop()
             self._sentry.stop()
             self._steps.taps.detach()
-            self._outlets.tell("sites", sites=self._describe_sites())
+            self._outlets.tell("sites", sites=self.described_sites())
             missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
             self._outlets.tell("coverage", missing=missing)
             self._outlets.close()

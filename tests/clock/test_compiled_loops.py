@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.clock.test_loops import TAPS, batch, loss_of, mlp, sgd
+from tests.clock.loops import TAPS, batch, loss_of, mlp, sgd
 from tests.clock.truth import Kept, Truth, check, evaluating
 from torch import nn
 

@@ -123,7 +123,7 @@ def test_an_empty_watch_and_late_gradients_are_told() -> None:
 
 def test_a_plan_is_written_to_json_and_read_back_and_taken_by_capture_watch_and_instrument() -> None:
     model = nested()
-    plan = tt.bind(
+    plan = tt.make_plan(
         model,
         [
             tt.tap("*:output", every=3, phase="train"),
@@ -141,7 +141,7 @@ def test_a_plan_is_written_to_json_and_read_back_and_taken_by_capture_watch_and_
     other = Plan.from_json(text, model)
     assert json.loads(other.to_json()) == json.loads(text)
     assert [port.site.name for port in other.ports] == [port.site.name for port in plan.ports]
-    whole = tt.bind(model, ["0", "1"])
+    whole = tt.make_plan(model, ["0", "1"])
     with tt.capture(model, whole) as seen:
         model(torch.ones(1, 3))
     assert list(seen) == ["0:output", "1:output"]
@@ -159,6 +159,6 @@ def test_what_is_not_a_plan_is_refused(text: str) -> None:
 
 
 def test_a_plan_of_functions_cannot_be_read_back() -> None:
-    text = tt.bind(nested(), [tt.tap("*:output", when=lambda moment: True)]).to_json()
+    text = tt.make_plan(nested(), [tt.tap("*:output", when=lambda moment: True)]).to_json()
     with pytest.raises(PlanError, match="a file does not hold it"):
         Plan.from_json(text, nested())

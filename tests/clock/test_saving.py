@@ -48,13 +48,13 @@ def check(model: nn.Module) -> None:
         assert torch.equal(other(torch.ones(1, 3)), model(torch.ones(1, 3)))
 
 
-@pytest.mark.parametrize("via", ["hook", "forward", "wrap"])
+@pytest.mark.parametrize("way", ["hook", "forward", "wrap"])
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_model_can_be_saved_at_any_moment_of_a_watch(via: Any, every: int) -> None:
+def test_a_model_can_be_saved_at_any_moment_of_a_watch(way: Any, every: int) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     taps = tt.tap(["*:output", "*:input", "*:grad_output", "*:param_grad", "*:update"], every=every)
-    with tt.watch(model, None, taps, via=via) as watch:
+    with tt.watch(model, None, taps, way=way) as watch:
         with evaluating(model):
             check(model)
         watch.follow(optimizer)

@@ -135,7 +135,9 @@ def test_nan_is_told_as_nan() -> None:
     reference = {"x:output": torch.ones(4), "y:output": torch.ones(4)}
     target = {"x:output": torch.tensor([1.0, float("nan"), 1.0, 1.0]), "y:output": torch.ones(4)}
     result = tt.compare(reference, target)
-    assert "NaN or infinite in places of one side alone" in result.verdict
+    assert (
+        "NaN or infinite in 1 place of one side alone (0 in the reference, 1 in the target)" in result.verdict
+    )
     assert "relative error 0" not in result.verdict
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,7 @@ def test_a_gradient_that_became_none_is_named_at_its_step(tmp_path: Path) -> Non
     result = tt.compare(trained(tmp_path / "a"), trained(tmp_path / "b", "frozen"))
     assert result.first is not None
     assert (result.first.step, result.first.site) == (AT, "hidden:param_grad.weight")
-    assert "the gradient is missing in the target from here on" in result.verdict
+    assert "From step 3 on the gradient of `hidden.weight` is missing in the target" in result.verdict
 
 
 def test_another_loss_shows_in_the_gradients_before_the_parameters(tmp_path: Path) -> None:
@@ -101,3 +103,70 @@ def test_a_training_with_fewer_steps_cannot_be_the_same(tmp_path: Path, steps: i
     assert result.outcome == "cannot tell"
     assert f"{STEPS - steps} steps are not in the other recording" in result.verdict
     assert tt.compare(whole, short, steps=[0, 1]).outcome == "same"
+
+
+def _run_with_optimizer(
+    folder: Path, change: Callable[[int, torch.optim.Optimizer, nn.Module], None]
+) -> Path:
+    """A training whose updates, optimizer states, rate and loss are recorded, and its parameters are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    kinds = ("*:output", "*:param_grad", "*:update", "*:optim_state", "*:lr")
+    with tt.watch(model, folder, [tt.tap(kind, keep=tt.Full()) for kind in kinds]) as watch:
+        for step in range(5):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            with watch.step():
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                change(step, optimizer, model)
+                optimizer.step()
+                watch.log(loss=float(loss), seconds=time.perf_counter())
+    return folder
+
+
+def _nothing(step: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    pass
+
+
+def _double_rate(step: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    if step == 3:
+        optimizer.param_groups[0]["lr"] *= 2
+
+
+def _clipped(step: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    if step >= 2:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= 0.25
+
+
+def _other_beta(step: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    if step == 2:
+        optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_double_rate, "From step 3 on the learning rate is another: 0.02, in the reference 0.01"),
+        (_clipped, "From step 2 on every gradient (of all 4 parameters) is 0.25 × the reference's"),
+        (_other_beta, "exp_avg"),
+    ],
+)
+def test_what_an_optimizer_recorded_is_compared_causes_first(
+    change: Callable[[int, torch.optim.Optimizer, nn.Module], None], words: str, tmp_path: Path
+) -> None:
+    reference = _run_with_optimizer(tmp_path / "a", _nothing)
+    result = tt.compare(reference, _run_with_optimizer(tmp_path / "b", change))
+    assert result.outcome == "differs"
+    assert words in result.verdict
+
+
+def test_a_logged_loss_is_compared_and_a_time_is_not(tmp_path: Path) -> None:
+    reference = _run_with_optimizer(tmp_path / "a", _nothing)
+    result = tt.compare(reference, _run_with_optimizer(tmp_path / "b", _nothing))
+    assert result.outcome == "same"
+    assert result.row(":value.loss").status == "equal"
+    assert not [row.site for row in result.rows if "seconds" in row.site]

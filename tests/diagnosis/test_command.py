@@ -36,7 +36,19 @@ def ask(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
 
 def test_a_healthy_run_ends_with_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = ask([run_of(tmp_path / "run", broken=False)], capsys)
-    assert (code, said) == (0, "nothing looks wrong\n")
+    assert code == 0
+    assert said.splitlines()[0] == "nothing looks wrong"
+    assert "rules could not judge" in said
+
+
+def test_rules_that_cannot_judge_say_what_to_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, said = ask([run_of(tmp_path / "run", broken=False), "--rules"], capsys)
+    told = {line.split(": ")[1]: line for line in said.splitlines() if line.startswith("not judged")}
+    assert "record zeros of *:update" in told["lost-updates"]
+    assert "tt.doctor(model, optimizer)" in told["stale-gradient"]
+    assert "nonfinite" not in told
 
 
 def test_an_error_ends_with_one_and_names_site_and_step(
@@ -46,9 +58,12 @@ def test_an_error_ends_with_one_and_names_site_and_step(
     code, said = ask([folder], capsys)
     assert code == 1
     assert "2" in said.splitlines()[0]
+    assert "nonfinite" in said.splitlines()[0]
     code, text = ask([folder, "--json"], capsys)
     first = json.loads(text)[0]
     assert (code, first["severity"], first["step"]) == (1, "error", 2)
+    assert first["causes"]
+    assert first["evidence"][0]["site"] == first["site"]
 
 
 def test_a_folder_that_is_no_run_is_an_error_of_its_own(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import torchtap as tt
-from torchtap.diagnosis.finding import Limits
+from torchtap.diagnosis.rules.activity import DeadValues
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 
@@ -99,21 +99,22 @@ def test_an_infinity_that_was_always_there_is_a_mask(tmp_path: Path) -> None:
 
 def test_dead_and_constant_outputs_are_told_apart(tmp_path: Path) -> None:
     sites = {
-        "dead:output": lambda step: {"zeros": 0.99 if step > 10 else 0.2},
+        "dead:output": lambda step: {"zeros": 0.995 if step > 10 else 0.2},
         "still:output": lambda step: {"std": 0.0},
         "relu:output": lambda step: {"zeros": 0.6},
     }
     found = {finding.kind: finding for finding in tt.diagnose(record(tmp_path / "run", sites))}
     assert set(found) == {"dead", "constant"}
-    assert (found["dead"].sites, found["dead"].step) == (("dead:output",), 11)
-    assert found["constant"].sites == ("still:output",)
+    # the fifth record in a row that shows it, and the third
+    assert (found["dead"].sites, found["dead"].step) == (("dead:output",), 15)
+    assert (found["constant"].sites, found["constant"].step) == (("still:output",), 2)
 
 
-def test_saturation_is_known_by_the_class(tmp_path: Path) -> None:
+def test_saturation_is_known_by_the_class_and_the_models_last_layer_is_let_off(tmp_path: Path) -> None:
     high = lambda step: {"mean": 0.5, "rms": 0.99}  # noqa: E731
     ends = lambda step: {"mean": 0.5, "rms": np.sqrt(0.495)}  # noqa: E731
-    sites = {"t:output": high, "s:output": ends, "l:output": high}
-    classes = {"t:output": "Tanh", "s:output": "Sigmoid"}
+    sites = {"t:output": high, "s:output": ends, "l:output": high, "last:output": high}
+    classes = {"t:output": "Tanh", "s:output": "Sigmoid", "last:output": "Tanh"}
     (finding,) = tt.diagnose(record(tmp_path / "run", sites, classes=classes))
     assert finding.kind == "saturated"
     assert set(finding.sites) == {"t:output", "s:output"}
@@ -122,7 +123,7 @@ def test_saturation_is_known_by_the_class(tmp_path: Path) -> None:
 def test_float16_next_to_its_end_is_a_warning_and_float32_is_not(tmp_path: Path) -> None:
     sites = {"a:output": lambda step: {"absmax": 64_000.0 if step == 17 else 9.0}}
     (finding,) = tt.diagnose(record(tmp_path / "half", sites, dtype="float16"))
-    assert (finding.kind, finding.step) == ("saturated", 17)
+    assert (finding.kind, finding.step) == ("near-overflow", 17)
     assert tt.diagnose(record(tmp_path / "brain", sites, dtype="bfloat16")) == []
 
 
@@ -130,31 +131,35 @@ def test_values_that_grow_a_hundredfold_explode_and_those_that_shrink_do_not(tmp
     sites = {
         "a:output": lambda step: {"rms": 1.0 if step < 30 else 1e4},
         "b:output": lambda step: {"rms": 1e4 if step < 3 else 1.0},
+        "c:output": fine,
     }
     (finding,) = tt.diagnose(record(tmp_path / "run", sites))
     assert (finding.kind, finding.site, finding.step, finding.sites) == (
         "exploding",
         "a:output",
-        30,
+        32,
         ("a:output",),
     )
 
 
-def test_a_gradient_far_below_its_kind_vanishes_and_a_bias_is_let_off(tmp_path: Path) -> None:
-    sites = {f"blocks.{i}:grad_output": fine for i in range(5)}
-    sites["blocks.0:grad_output"] = lambda step: {"rms": 1e-7}
-    sites |= {f"blocks.{i}:param_grad.weight": fine for i in range(3)}
-    sites["blocks.1:param_grad.bias"] = lambda step: {"rms": 1e-12}
+def test_gradients_that_shrink_from_layer_to_layer_vanish_and_one_small_bias_does_not(tmp_path: Path) -> None:
+    def size(rms: float) -> Any:
+        return lambda step: {"rms": rms}
+
+    sites = {f"blocks.{i}:grad_output": size(10.0 ** (i - 6)) for i in range(6)}
+    sites["blocks.1:param_grad.bias"] = size(1e-12)
     (finding,) = tt.diagnose(record(tmp_path / "run", sites))
-    assert (finding.kind, finding.sites) == ("vanishing", ("blocks.0:grad_output",))
-    assert finding.value == pytest.approx(1e-7)
+    assert (finding.kind, finding.site, finding.step) == ("vanishing", "blocks.0:grad_output", 1)
+    assert finding.value == pytest.approx(1e-5)
+    even = {f"blocks.{i}:grad_output": fine for i in range(6)}
+    assert tt.diagnose(record(tmp_path / "even", even)) == []
 
 
 def test_a_parameter_whose_gradient_is_always_zero_does_not_learn(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("mean", "std", "min", "max", "absmax", "l1", "l2", "rms"), 0.0)
     sites = {"a:param_grad.weight": lambda step: nothing, "b:param_grad.weight": fine}
     (finding,) = tt.diagnose(record(tmp_path / "run", sites))
-    assert (finding.kind, finding.sites) == ("no-gradient", ("a:param_grad.weight",))
+    assert (finding.kind, finding.sites) == ("zero-gradient", ("a:param_grad.weight",))
 
 
 def test_what_was_wrong_before_the_first_nan_is_still_found(tmp_path: Path) -> None:
@@ -169,7 +174,7 @@ def test_limits_are_the_caller_s(tmp_path: Path) -> None:
     sites = {"relu:output": lambda step: {"zeros": 0.6}}
     folder = record(tmp_path / "run", sites)
     assert tt.diagnose(folder) == []
-    assert tt.diagnose(tt.open(folder), limits=Limits(dead_share=0.5))[0].kind == "dead"
+    assert tt.diagnose(tt.open(folder), rules=[DeadValues(share=0.5)])[0].kind == "dead"
 
 
 def test_diagnosing_imports_no_torch(tmp_path: Path) -> None:

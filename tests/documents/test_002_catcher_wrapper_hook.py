@@ -57,7 +57,7 @@ def test_a_catcher_around_a_layer(model: nn.Sequential, x: Tensor) -> None:
     expected = model(x)
     by_hand = model[0].seen
     model[0] = layer
-    with tt.capture(model, "0:input", "0:output", via="wrap") as seen:
+    with tt.capture(model, "0:input", "0:output", way="wrap") as seen:
         assert list(model.state_dict()) == keys  # the hand-made one renames them
         assert torch.equal(model(x), expected)
     assert torch.equal(seen["0:input"], by_hand[0])
@@ -137,7 +137,7 @@ def test_a_wrapper_that_accumulates_products_of_inputs() -> None:
                 setattr(module, name, child.wrapped_layer)
     assert model.linear1 is original
 
-    with tt.capture(model, "linear1:input", keep=tt.Gram(), via="wrap") as seen:
+    with tt.capture(model, "linear1:input", keep=tt.Gram(), way="wrap") as seen:
         assert model.linear1 is not original
         assert isinstance(model.linear1, nn.Linear)
         for batch in batches:
@@ -246,7 +246,7 @@ def test_a_forward_of_ones_own(x: Tensor) -> None:
     with tt.edit(model, {"relu:output": torch.sigmoid}):
         assert torch.equal(model(x), custom(x))
     expected = model(x)
-    with tt.capture(model, "*:output", via="forward") as seen:
+    with tt.capture(model, "*:output", way="forward") as seen:
         assert torch.equal(model.forward(x), expected)
     assert len(seen) == 4
 

@@ -12,8 +12,8 @@ import pytest
 import torchtap as tt
 from torchtap.cli import main
 from torchtap.errors import PlanError
-from torchtap.integrations.zero_code.pace import Pace
 from torchtap.integrations.zero_code.settings import Settings
+from torchtap.pace import Pace
 from torchtap.schedule import Moment
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -207,7 +207,7 @@ def test_a_script_runs_though_the_variable_names_no_plan(tmp_path: Path) -> None
 
 def test_recording_becomes_rarer_where_it_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("torchtap.integrations.zero_code.pace.time.perf_counter", lambda: now)
+    monkeypatch.setattr("torchtap.pace.time.perf_counter", lambda: now)
     pace = Pace(every=10, share=0.02)
     live = []
     for step in range(400):

@@ -32,10 +32,10 @@ def test_epochs_and_batches_that_were_not_asked_for_leave_the_model_without_hook
     assert not layer._forward_hooks
 
 
-@pytest.mark.parametrize("via", ["hook", "wrap", "forward"])
+@pytest.mark.parametrize("way", ["hook", "wrap", "forward"])
 @pytest.mark.parametrize("raises", [False, True])
 def test_removing_the_hooks_leaves_the_model_exactly_as_before(
-    tmp_path: Path, via: Any, raises: bool
+    tmp_path: Path, way: Any, raises: bool
 ) -> None:
     def picture() -> list[Any]:
         modules = dict(training.model.named_modules())
@@ -51,7 +51,7 @@ def test_removing_the_hooks_leaves_the_model_exactly_as_before(
     before, expected = picture(), training.model(tokens)
     with (
         pytest.raises(KeyError) if raises else nullcontext(),
-        Monitor(training.model, [FFN, SELF_ATTENTION, WEIGHTS], [1], tmp_path, [0], via=via) as monitor,
+        Monitor(training.model, [FFN, SELF_ATTENTION, WEIGHTS], [1], tmp_path, [0], way=way) as monitor,
     ):
         monitor.set_epoch(1)
         monitor.set_batch_idx(0)
@@ -73,10 +73,10 @@ def test_the_model_is_bit_identical_under_a_monitor_and_after_it(tmp_path: Path)
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("via", ["hook", "wrap", "forward"])
-def test_every_way_of_putting_taps_on_gives_the_same(tmp_path: Path, via: Any) -> None:
+@pytest.mark.parametrize("way", ["hook", "wrap", "forward"])
+def test_every_way_of_putting_taps_on_gives_the_same(tmp_path: Path, way: Any) -> None:
     training = setting()
-    with Monitor(training.model, MIXED, [1], tmp_path, [0], via=via) as monitor:
+    with Monitor(training.model, MIXED, [1], tmp_path, [0], way=way) as monitor:
         for _ in train(training, 1, epoch_callback=monitor.set_epoch, batch_callback=monitor.set_batch_idx):
             found = monitor.get_single_data()["maps"]["data"][1, 0]
     assert torch.equal(found, outputs_of(WEIGHTS, 1)[0])

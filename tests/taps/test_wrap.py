@@ -29,14 +29,14 @@ def picture(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("via", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("raises", [False, True])
-def test_leaving_the_block_leaves_the_model_exactly_as_before(via: str, raises: bool) -> None:
+def test_leaving_the_block_leaves_the_model_exactly_as_before(way: str, raises: bool) -> None:
     case = make("gpt")
     before, expected = picture(case.model), case.model(*case.args)
     with (
         pytest.raises(ValueError, match="the body's own") if raises else nullcontext(),
-        tt.capture(case.model, "*:output", "*:input", "*:grad_output", via=via),
+        tt.capture(case.model, "*:output", "*:input", "*:grad_output", way=way),
     ):
         case.model(*case.args).sum().backward()
         if raises:
@@ -45,9 +45,9 @@ def test_leaving_the_block_leaves_the_model_exactly_as_before(via: str, raises: 
     assert torch.equal(case.model(*case.args), expected)
 
 
-@pytest.mark.parametrize("via", ["wrap", "forward"])
+@pytest.mark.parametrize("way", ["wrap", "forward"])
 @pytest.mark.parametrize("name", PLAIN)
-def test_each_way_sees_what_hooks_see_and_changes_nothing(via: str, name: str) -> None:
+def test_each_way_sees_what_hooks_see_and_changes_nothing(way: str, name: str) -> None:
     def run(**options: Any) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor | None]]:
         case = make(name)
         with tt.capture(
@@ -59,7 +59,7 @@ def test_each_way_sees_what_hooks_see_and_changes_nothing(via: str, name: str) -
         return dict(seen), [loss, *outputs], [parameter.grad for parameter in case.model.parameters()]
 
     hooked, expected, gradients = run()
-    seen, outputs, same_gradients = run(via=via)
+    seen, outputs, same_gradients = run(way=way)
     assert list(seen) == list(hooked)
     assert all(torch.equal(seen[site], hooked[site]) for site in hooked)
     assert all(map(torch.equal, outputs, expected))
@@ -69,7 +69,7 @@ def test_each_way_sees_what_hooks_see_and_changes_nothing(via: str, name: str) -
 def test_a_wrapped_module_is_the_same_to_whoever_looks() -> None:
     model = GPT()
     linear, keys = model.blocks[0].mlp[0], list(model.state_dict())
-    with tt.capture(model, "blocks.**:output", via="wrap"):
+    with tt.capture(model, "blocks.**:output", way="wrap"):
         wrapped = model.blocks[0].mlp[0]
         assert wrapped is not linear
         assert isinstance(wrapped, nn.Linear)
@@ -85,8 +85,8 @@ def test_a_wrapped_module_is_the_same_to_whoever_looks() -> None:
     assert not linear.training
 
 
-@pytest.mark.parametrize("via", ["wrap", "forward"])
-def test_code_that_calls_forward_directly_is_seen_unlike_by_hooks(via: str) -> None:
+@pytest.mark.parametrize("way", ["wrap", "forward"])
+def test_code_that_calls_forward_directly_is_seen_unlike_by_hooks(way: str) -> None:
     class Direct(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -96,16 +96,16 @@ def test_code_that_calls_forward_directly_is_seen_unlike_by_hooks(via: str) -> N
             return self.fc.forward(x)
 
     model, x = Direct(), torch.randn(4, 3)
-    with tt.capture(model, "fc:output", "fc:input", via=via) as seen:
+    with tt.capture(model, "fc:output", "fc:input", way=way) as seen:
         model(x)
     assert torch.equal(seen["fc:output"], model(x))
     assert torch.equal(seen["fc:input"], x)
 
 
-@pytest.mark.parametrize("via", WAYS)
-def test_a_copy_or_a_pickle_made_inside_is_of_the_plain_model(via: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_or_a_pickle_made_inside_is_of_the_plain_model(way: str) -> None:
     case = make("gpt")
-    with tt.capture(case.model, "*:output", via=via) as seen:
+    with tt.capture(case.model, "*:output", way=way) as seen:
         copied = copy.deepcopy(case.model)
         loaded = pickle.loads(pickle.dumps(case.model))
         copied(*case.args)
@@ -118,12 +118,12 @@ def test_a_copy_or_a_pickle_made_inside_is_of_the_plain_model(via: str) -> None:
     assert {type(module) for module in copied.modules()} == {type(module) for module in case.model.modules()}
 
 
-@pytest.mark.parametrize("via", ["wrap", "forward"])
+@pytest.mark.parametrize("way", ["wrap", "forward"])
 @pytest.mark.parametrize("first_in_first_out", [False, True])
-def test_two_sessions_on_one_model_end_in_any_order(via: str, first_in_first_out: bool) -> None:
+def test_two_sessions_on_one_model_end_in_any_order(way: str, first_in_first_out: bool) -> None:
     model, x = Thrice(), torch.randn(2, 5)
     before = picture(model)
-    first, second = (tt.capture(model, "*:output", via=via) for _ in range(2))
+    first, second = (tt.capture(model, "*:output", way=way) for _ in range(2))
     seen = [first.__enter__(), second.__enter__()]
     model(x)
     order = (first, second) if first_in_first_out else (second, first)
@@ -137,7 +137,7 @@ def test_two_sessions_on_one_model_end_in_any_order(via: str, first_in_first_out
 
 def test_a_module_that_is_exchanged_inside_the_block_stays_exchanged() -> None:
     model, replacement = GPT(), nn.Identity()
-    with tt.capture(model, "norm:output", via="wrap"):
+    with tt.capture(model, "norm:output", way="wrap"):
         model.norm = replacement
     assert model.norm is replacement
 
@@ -149,20 +149,20 @@ def test_an_own_forward_of_an_instance_comes_back() -> None:
         return x + 1
 
     model[0].forward = own  # type: ignore[method-assign]
-    for via in WAYS:
-        with tt.capture(model, "0:output", via=via) as seen:
+    for way in WAYS:
+        with tt.capture(model, "0:output", way=way) as seen:
             model(torch.zeros(1, 3))
         assert torch.equal(seen["0:output"], torch.ones(1, 3))
         assert model[0].forward is own
 
 
 def test_an_unknown_way_is_named() -> None:
-    with pytest.raises(ValueError, match=r"via='patch': a tap is put on by 'hook', 'wrap', 'forward'"):
-        tt.capture(GPT(), "*", via="patch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"way='patch': a tap is put on by 'hook', 'wrap', 'forward'"):
+        tt.capture(GPT(), "*", way="patch")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("via", WAYS)
-def test_passes_of_training_and_evaluation_are_recorded_apart(via: Any) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_passes_of_training_and_evaluation_are_recorded_apart(way: Any) -> None:
     class Kept:
         def __init__(self) -> None:
             self.shapes: list[tuple[str, tuple[int, ...]]] = []
@@ -173,7 +173,7 @@ def test_passes_of_training_and_evaluation_are_recorded_apart(via: Any) -> None:
         def close(self) -> None: ...
 
     model, kept = nn.Sequential(nn.Linear(3, 2)), Kept()
-    with tt.watch(model, None, tt.tap("0:output", tt.Full()), sinks=[kept], via=via) as watch, watch.step():
+    with tt.watch(model, None, tt.tap("0:output", tt.Full()), sinks=[kept], way=way) as watch, watch.step():
         model(torch.randn(4, 3))
         model.eval()
         model(torch.randn(7, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torchtap.store.write.writer import RunWriter
 __all__ = ["Tally", "damaged_runs", "good_run", "memory_disk", "read_all"]
 
 Truth = dict[tuple[Any, ...], Any]
+_MOST_KIB = 64 << 10
 
 
 def memory_disk() -> str | None:
@@ -202,6 +204,7 @@ def damaged_runs(count: int, seed: int, *, exports: int = 200) -> Tally:
     with tempfile.TemporaryDirectory(dir=memory_disk()) as name:
         root = Path(name)
         truth = good_run(root / "good")
+        grown = 0  # by how much reading has raised the most that the process ever took
         for number in range(count):
             if limit.over():
                 break
@@ -212,10 +215,18 @@ def damaged_runs(count: int, seed: int, *, exports: int = 200) -> Tally:
                 files = [path for path in folder.rglob("*") if path.is_file()]
                 chance.choice(DAMAGES)(files, chance)
             tally.count("damaged runs")
+            before = _peak_kib()
             _look(folder, chance.choice((None, 0, 1)), truth, tally)
+            grown += _peak_kib() - before
+            assert grown < _MOST_KIB, f"reading took {grown >> 10} MiB more than any run before it"
             if number % exports == 0:
                 _take_out(folder, root / "out", tally)
+        tally["KiB of memory that reading them took"] = grown
     return tally
+
+
+def _peak_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _look(folder: Path, rank: int | None, truth: Truth, tally: Tally) -> None:

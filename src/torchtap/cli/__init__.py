@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "Write a run in another format: parquet, hdf5, pt, npz, csv, jsonl.",
     "mcp": "Serve runs to an assistant over the Model Context Protocol.",
     "rcc": "Refined coordinate check over model widths.",
+    "replay": "Run the step that a flight recorder kept once more, and say where it went wrong.",
     "report": "Write one self-contained page about a run.",
     "run": "Run a training script as it is, and record the inside of its model.",
     "selftest": "Say what this installation is made of, and prove that it works here.",

@@ -11,6 +11,7 @@ from torchtap.cli.console import Terminal, say
 
 if TYPE_CHECKING:
     from torchtap.comparison.judge.result import Comparison
+    from torchtap.store.read.reader import Run
 
 __all__ = ["EXIT_CODES", "command"]
 
@@ -30,6 +31,7 @@ EXIT_CODES = {"same": 0, "differs": 1, "error": 2, "cannot tell": 3}
 @click.option(
     "--step", "steps", multiple=True, type=int, help="Compare this step alone; may be given several times."
 )
+@click.option("--rank", type=int, help="One rank of each run; a run of one process is taken as it is.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser.")
 @click.option(
     "--json",
@@ -53,6 +55,7 @@ def command(
     repeat: tuple[str, ...],
     golden: str | None,
     steps: tuple[int, ...],
+    rank: int | None,
     html: Path | None,
     json_path: str | None,
     every: bool,
@@ -70,8 +73,8 @@ def command(
         from torchtap.comparison.stored import compare_stored
 
         result = compare_stored(
-            reference,
-            target,
+            _of_rank(reference, rank),
+            _of_rank(target, rank),
             rules=rules,
             repeat=list(repeat) or None,
             golden=golden,
@@ -97,6 +100,16 @@ def command(
     if explain and json_path != "-":
         say(result.explain_alignment())
     raise SystemExit(EXIT_CODES[result.outcome])
+
+
+def _of_rank(path: str, rank: int | None) -> Run | str:
+    """One rank of a run of several; everything else as it is."""
+    from torchtap.store.read.reader import is_run, open_run
+
+    if rank is None or not is_run(path):
+        return path
+    run = open_run(path)
+    return run.rank(rank) if len(run.ranks) > 1 else run
 
 
 def _print(result: Comparison, *, every: bool) -> None:

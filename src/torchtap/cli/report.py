@@ -20,16 +20,23 @@ __all__ = ["command"]
     help="Sites that get a page of their own, such as 'blocks.*:output'; may be given again. Default: all that fit.",
 )
 @click.option("--png", metavar="FILE", help="Also write a picture of the map.")
+@click.option("--rank", type=int, help="One rank's recording; without it, that of all ranks together.")
 @click.option("--title", help="The page's title; default: the runs' names.")
 @click.option("--json", "as_json", is_flag=True, help="What was written, as JSON.")
 def command(
-    runs: tuple[str, ...], out: str, sites: tuple[str, ...], png: str | None, title: str | None, as_json: bool
+    runs: tuple[str, ...],
+    out: str,
+    sites: tuple[str, ...],
+    png: str | None,
+    rank: int | None,
+    title: str | None,
+    as_json: bool,
 ) -> None:
     """Write one HTML file with the map, the findings and the sites of RUN, to mail or to keep."""
     from torchtap.viewer.report import write_report
     from torchtap.viewer.still import write_picture
 
-    report = write_report(runs, out, sites=sites, title=title)
+    report = write_report(runs, out, sites=sites, title=title, rank=rank)
     drawn_by = write_picture(report.path, runs[0], png) if png is not None else None
     if as_json:
         facts = {"path": str(report.path), "bytes": report.size, "sites": list(report.sites)}

@@ -32,6 +32,7 @@ __all__ = ["command"]
 @click.option(
     "--sink", "sinks", multiple=True, metavar="SPEC", help="Send numbers there too, e.g. tensorboard:logs."
 )
+@click.option("--doctor", is_flag=True, help="Record what rules need, and say what is wrong while it trains.")
 @click.option(
     "--json", "as_json", is_flag=True, help="First print the run folder and the command, as a line of JSON."
 )
@@ -45,6 +46,7 @@ def command(
     share: float | None,
     model: str | None,
     sinks: tuple[str, ...],
+    doctor: bool,
     as_json: bool,
     module: str | None,
     words: tuple[str, ...],
@@ -62,6 +64,7 @@ def command(
         "share": share,
         "model": model,
         "sinks": sinks or None,
+        "doctor": doctor or None,
     }
     if taps:
         asked["tap"] = tuple({"select": each, "every": every or settings.every} for each in taps)

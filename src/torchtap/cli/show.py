@@ -39,6 +39,7 @@ _NARROW_COLUMNS = ("mean", "std", "absmax", "zeros")
 )
 @click.option("--tensors", is_flag=True, help="List the recorded tensors.")
 @click.option("--coverage", is_flag=True, help="List what was expected and did not come, and why.")
+@click.option("--rank", type=int, help="One rank's recording; without it, that of all ranks together.")
 @click.option("--json", "as_json", is_flag=True, help="The run's facts as JSON.")
 @click.option("--rows", default=60, show_default=True, help="At most so many rows.")
 def command(
@@ -48,6 +49,7 @@ def command(
     phase: str | None,
     tensors: bool,
     coverage: bool,
+    rank: int | None,
     as_json: bool,
     rows: int,
 ) -> None:
@@ -58,7 +60,7 @@ def command(
     if has_layers(run):
         show_layers(run, as_json=as_json, rows=rows)
         return
-    opened = open_run(run, partial=True)
+    opened = open_run(run, rank=rank, partial=True)
     phases = _phases(opened)
     if phase is not None:
         opened = opened.of_phase(phase)
@@ -70,6 +72,8 @@ def command(
     if len(phases) > 1:
         told = ", ".join(f"{name} ({count:,} step{'s'[: count != 1]})" for name, count in phases.items())
         console.print(f"phases: {told}; --phase shows one", highlight=False)
+    for incident in opened.events("incident"):
+        _print_incident(console, incident)
     if coverage:
         _print_coverage(console, opened)
     elif tensors:
@@ -78,6 +82,21 @@ def command(
         _print_statistics(console, opened, pattern, statistic, rows)
     for problem in opened.problems[:10]:
         console.print(f"problem: {problem}", style="red")
+
+
+def _print_incident(console: Terminal, incident: dict[str, Any]) -> None:
+    """Why a flight recorder has kept this step, and what it found out."""
+    console.print(
+        f"step {incident.get('step')} was kept: {incident.get('reason')}", style="red", highlight=False
+    )
+    birth = incident.get("birth")
+    if isinstance(birth, dict):
+        op = f" by {birth.get('op')}" if birth.get("op") else ""
+        where = f"{birth.get('kind')} in the {birth.get('direction')}, at {birth.get('site')}{op}"
+        console.print(f"first bad value: {where}; {birth.get('line') or ''}", highlight=False)
+    if incident.get("replayed"):
+        same = "the same numbers" if incident.get("reproduced") else "other numbers"
+        console.print(f"its replay, phase replay, gave {same}", highlight=False)
 
 
 def _phases(run: Run) -> dict[str, int]:
@@ -91,6 +110,7 @@ def _facts(run: Run) -> dict[str, Any]:
     return {
         "path": run.path,
         "status": run.status,
+        "ranks": {str(rank): status for rank, status in run.statuses.items()},
         "sites": run.sites(),
         "statistics": list(run.statistics()),
         "steps": {"count": len(steps), "first": int(steps[0]), "last": int(steps[-1])}

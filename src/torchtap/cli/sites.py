@@ -40,7 +40,7 @@ def command(
     loaded = load_model(model, unsafe=unsafe)
     from torchtap.cli.listing import can_come
     from torchtap.names import KINDS
-    from torchtap.plan import bind, candidates
+    from torchtap.plan import candidates, make_plan
     from torchtap.sites import places
     from torchtap.taps.attach import tree_of
 
@@ -48,7 +48,7 @@ def command(
     if unknown:
         raise click.UsageError(f"--kind {unknown[0]}: the kinds are {', '.join(KINDS)}")
     if selector is not None:
-        sites = [port.site for port in bind(tree_of(loaded), [selector]).ports]
+        sites = [port.site for port in make_plan(tree_of(loaded), [selector]).ports]
     else:
         wanted: Any = frozenset(kinds) if kinds else frozenset(KINDS)
         every = (names[0] for names in candidates(places(tree_of(loaded)), wanted))

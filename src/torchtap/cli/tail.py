@@ -25,6 +25,7 @@ __all__ = ["command"]
 @click.option("--statistic", help="What the sparkline follows; default: rms.")
 @click.option("--rows", default=20, show_default=True, help="At most so many sites.")
 @click.option("--poll", default=1.0, show_default=True, help="Seconds between two looks.")
+@click.option("--rank", type=int, help="One rank's recording; without it, that of all ranks together.")
 @click.option("--once", is_flag=True, help="Look once and end.")
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each look that finds a new step.")
 def command(
@@ -33,6 +34,7 @@ def command(
     statistic: str | None,
     rows: int,
     poll: float,
+    rank: int | None,
     once: bool,
     as_json: bool,
 ) -> None:
@@ -47,7 +49,7 @@ def command(
     from torchtap.store.read.reader import open_run
     from torchtap.viewer.terminal import live_view
 
-    opened = open_run(run, partial=True)
+    opened = open_run(run, rank=rank, partial=True)
     if as_json:
         _tell_programs(opened, patterns, rows, None if once else poll)
         return

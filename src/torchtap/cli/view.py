@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import webbrowser
 from pathlib import Path
 
@@ -63,11 +62,12 @@ def command(
     """
     from torchtap.cli.console import say_json
     from torchtap.errors import TorchtapError
+    from torchtap.store.format.seal import load_json
     from torchtap.viewer.catalog import Catalog
     from torchtap.viewer.server import ViewerServer
 
     try:
-        result = json.loads(Path(comparison).read_text(encoding="utf-8")) if comparison else None
+        result = load_json(Path(comparison).read_bytes()) if comparison else None
         catalog = Catalog.open(runs, result)
         server = ViewerServer(catalog, host=host, port=port, names=allow_host, token=token, manage=manage)
     except TorchtapError as problem:

@@ -55,7 +55,7 @@ def captured(
         try:
             with (
                 torch.set_grad_enabled(loss is not None),
-                capture(thing, *selectors, any_thread=True, like=_names_of(thing, like, inputs)) as seen,
+                capture(thing, *selectors, all_threads=True, like=_names_of(thing, like, inputs)) as seen,
             ):
                 output = feed(thing)
                 if loss is not None:

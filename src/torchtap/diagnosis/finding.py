@@ -1,17 +1,35 @@
-"""What a diagnosis says: one finding, and the limits beyond which something counts as one.
+"""What a diagnosis says: findings, and the rules that had nothing to judge by.
 
-Plain frozen data; no run is read here (`diagnosis.checks`) and none is opened (`diagnosis.run`).
+Plain frozen data; no run is read here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
-__all__ = ["Finding", "Kind", "Limits", "Severity"]
+__all__ = ["Evidence", "Finding", "Findings", "Severity", "Trust", "Unjudged"]
 
-Severity = Literal["error", "warning"]
-Kind = Literal["nonfinite", "dead", "constant", "saturated", "exploding", "vanishing", "no-gradient"]
+Severity = Literal["error", "warning", "info"]
+# How a rule knows: an invariant that holds exactly, the run's own history, a limit that follows from a dtype or a
+# structure, or a plain threshold.
+Trust = Literal["invariant", "history", "limit", "threshold"]
+
+_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+_TRUSTS: tuple[Trust, ...] = ("invariant", "history", "limit", "threshold")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A number that a finding rests on. Where it is a recorded one, site and statistic say which series to draw."""
+
+    name: str
+    value: float
+    site: str = ""
+    statistic: str = ""
+    step: int | None = None
 
 
 @final
@@ -19,18 +37,28 @@ Kind = Literal["nonfinite", "dead", "constant", "saturated", "exploding", "vanis
 class Finding:
     """One thing that looks wrong, the place where it begins, and every place that it touches."""
 
-    kind: Kind
+    kind: str  # the rule's name
     severity: Severity
     site: str  # where it begins
     step: int | None  # the first step that shows it; None if no single step does
-    value: float | None  # the number that was over the limit
+    value: float | None  # the number that decided
     message: str  # one sentence: what, where, how much
-    advice: str  # one sentence: what to look at
+    advice: str  # what to change: a line of code where there is one
     sites: tuple[str, ...]  # every site concerned, ``site`` first
+    causes: tuple[str, ...] = ()  # the likeliest first
+    evidence: tuple[Evidence, ...] = ()
+    trust: Trust = "threshold"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
-        return {**asdict(self), "sites": list(self.sites)}
+        return {**asdict(self), "sites": list(self.sites), "causes": list(self.causes),
+                "evidence": [asdict(each) for each in self.evidence]}  # fmt: skip
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Sorts findings: the gravest first, then the surest, then the earliest."""
+        step = -1 if self.step is None else self.step
+        return _SEVERITIES.index(self.severity), _TRUSTS.index(self.trust), step
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.message}"
@@ -38,14 +66,20 @@ class Finding:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Where "unusual" begins. The defaults stay silent on trainings that go well."""
+class Unjudged:
+    """A rule that could not judge, and why: what was not recorded, or the error that it raised."""
 
-    dead_share: float = 0.95  # of an output's values are exactly zero
-    dead_units: float = 0.25  # of an output's units never fire in a step
-    saturated_tanh: float = 0.05  # mean of 1 - x² at most this: every value sits at ±1
-    saturated_sigmoid: float = 0.02  # mean of x(1 - x) at most this: every value sits at 0 or 1
-    half_precision: float = 6.0e4  # magnitude next to float16's largest number, 65,504
-    exploding: float = 100.0  # times the usual size of this site early in the run
-    vanishing: float = 1.0e-4  # of the usual size over the sites of the same kind, or of its own start
-    steps: int = 400  # at most so many steps are looked at for a site's usual size
+    rule: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.reason}"
+
+
+@final
+class Findings(list[Finding]):
+    """Findings, the gravest first; ``unjudged`` has the rules that could not judge."""
+
+    def __init__(self, found: Iterable[Finding] = (), unjudged: Iterable[Unjudged] = ()) -> None:
+        super().__init__(sorted(found, key=lambda finding: finding.rank))
+        self.unjudged = tuple(unjudged)

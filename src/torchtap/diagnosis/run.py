@@ -6,18 +6,15 @@ Reads through the public reader only and never imports torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchtap.diagnosis.checks import (
-    dead_or_constant,
-    dead_units,
-    exploding_or_vanishing,
-    saturated,
-    without_gradient,
-)
-from torchtap.diagnosis.finding import Finding, Limits
-from torchtap.diagnosis.grid import places, spread_steps
-from torchtap.diagnosis.nonfinite import first_nonfinite
+from torchtap.diagnosis.chart import Chart
+from torchtap.diagnosis.finding import Findings, Unjudged
+from torchtap.diagnosis.judging import Ward
+from torchtap.diagnosis.reading import chart_of, fill
+from torchtap.diagnosis.rules.base import Rule
+from torchtap.diagnosis.rules.registry import all_rules
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
@@ -25,8 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["diagnose"]
 
 
-def diagnose(run: Run | str | os.PathLike[str], *, limits: Limits | None = None) -> list[Finding]:
+def diagnose(run: Run | str | os.PathLike[str], *, rules: Sequence[Rule] | None = None) -> Findings:
     """What looks wrong in ``run`` (a run or the path of one): an empty list if nothing does.
+
+    ``rules`` are those to ask, with limits of your own; without it all that are installed. ``unjudged`` of the answer
+    names the rules that could not judge this run, and what to record for them.
 
     >>> for finding in diagnose("runs/exp1"):  # doctest: +SKIP
     ...     print(finding)
@@ -35,14 +35,21 @@ def diagnose(run: Run | str | os.PathLike[str], *, limits: Limits | None = None)
         from torchtap.store.read.reader import open_run
 
         run = open_run(run, partial=True)
-    limits = limits or Limits()
-    all_places = places(run)
-    found = first_nonfinite(run, all_places)
-    # After the first NaN everything is broken: what was wrong before it is worth knowing.
-    steps = spread_steps(run, limits.steps, found[0].step if found else None)
-    found += without_gradient(run, all_places, steps, limits)
-    found += exploding_or_vanishing(run, all_places, steps, limits)
-    found += dead_or_constant(run, all_places, steps, limits)
-    found += dead_units(run, all_places, steps, limits)
-    found += saturated(run, all_places, steps, limits)
-    return sorted(found, key=lambda finding: finding.severity != "error")
+    failed: dict[str, str] = {}
+    if rules is None:
+        rules, failed = all_rules()
+    ward = Ward(chart_of(run), rules)
+    for _ in fill(ward.chart, run):
+        ward.look()
+    if len(run.ranks) > 1 and run.shown_rank is None:
+        ward.chart.ranks = {rank: _whole_chart(run.rank(rank)) for rank in run.ranks}
+        ward.look()
+    found = ward.findings()
+    return Findings(found, (*found.unjudged, *(Unjudged(name, why) for name, why in failed.items())))
+
+
+def _whole_chart(run: Run) -> Chart:
+    chart = chart_of(run)
+    for _ in fill(chart, run):
+        pass
+    return chart

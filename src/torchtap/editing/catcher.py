@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.editing.layer_catcher import Call, LayerCatcher
 from torchtap.errors import PlanError
-from torchtap.plan import Tap, bind
+from torchtap.plan import Tap, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector
 from torchtap.taps.walk.structure import map_leaves
@@ -74,7 +74,7 @@ class Catcher:
     ) -> None:
         self._model = model
         self._root = hookable(model, "a Catcher")
-        ports = bind(self._root, [Tap((Selector.of(site, "input"),), Stats())]).ports
+        ports = make_plan(self._root, [Tap((Selector.of(site, "input"),), Stats())]).ports
         if len(ports) != 1 or ports[0].site.kind not in ("input", "output"):
             found = ", ".join(port.site.name for port in ports[:4])
             raise PlanError(

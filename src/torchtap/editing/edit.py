@@ -25,7 +25,7 @@ from torch import Tensor
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError
 from torchtap.names import belongs_to
-from torchtap.plan import Plan, Port, Tap, bind
+from torchtap.plan import Plan, Port, Tap, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site
 from torchtap.taps.walk.structure import map_inputs, map_leaves
@@ -60,7 +60,7 @@ class Edit:
         self._model = model
         self._root = hookable(model, "an edit")
         self._changes = [_change_of(key, change) for key, change in changes.items()]
-        self._plan = bind(self._root, [Tap((Selector.of(key),), Stats()) for key in changes])
+        self._plan = make_plan(self._root, [Tap((Selector.of(key),), Stats()) for key in changes])
         _refuse_several(self._plan)
         for port in self._plan.ports:
             if port.site.kind not in _KINDS:

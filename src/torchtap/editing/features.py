@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchtap._torch import version_of
 from torchtap.editing.eager_only import hookable
 from torchtap.errors import PlanError, SelectionError
-from torchtap.plan import Plan, Port, Tap, bind
+from torchtap.plan import Plan, Port, Tap, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site, selectors_of
 from torchtap.taps.walk.leaves import input_leaves, leaves
@@ -69,7 +69,7 @@ class Features(nn.Module):
             raise PlanError("features needs at least one site, e.g. 'blocks.3:output'")
         self.until = None if until is None else Selector.of(until)
         taps = [Tap((each,), Stats()) for each in (*selectors, *([self.until] if self.until else []))]
-        self._plan: Plan = bind(root, taps)
+        self._plan: Plan = make_plan(root, taps)
         self._stop = len(selectors) if self.until else None  # index of the tap that ends the forward
         _check(self._plan.ports, self._stop)
         self._original = (root,)  # in a tuple, so that its parameters are not listed a second time

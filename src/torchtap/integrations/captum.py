@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import MissingExtraError, PlanError, SelectionError
 from torchtap.names import read_name, site_name
-from torchtap.plan import Tap, bind
+from torchtap.plan import Tap, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site
 from torchtap.taps.walk.leaves import leaves
@@ -80,7 +80,7 @@ def attribute(
 
 
 def _place(model: Any, site: Selectable) -> Site:
-    ports = bind(hookable(model, "attribution"), [Tap((Selector.of(site),), Stats())]).ports
+    ports = make_plan(hookable(model, "attribution"), [Tap((Selector.of(site),), Stats())]).ports
     if len(ports) != 1 or ports[0].site.kind not in ("input", "output"):
         found = ", ".join(port.site.name for port in ports[:4])
         raise PlanError(f"an attribution is of one module's output or input; {site!r} picks {found}")

@@ -11,6 +11,7 @@ from torchtap.reduce.metric import Metric
 from torchtap.reduce.quantiles import Quantiles
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.reduce.sample import Sample
+from torchtap.reduce.sample_spread import SampleSpread
 from torchtap.reduce.stats import Stats
 from torchtap.reduce.stats_block import StatsBlock
 from torchtap.reduce.top_k import TopK
@@ -26,6 +27,7 @@ __all__ = [
     "Reduction",
     "Result",
     "Sample",
+    "SampleSpread",
     "Stats",
     "StatsBlock",
     "TopK",

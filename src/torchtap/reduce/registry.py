@@ -27,6 +27,7 @@ REDUCTIONS = Registry(
         "metric": "torchtap.reduce.metric:Metric",
         "quantiles": "torchtap.reduce.quantiles:Quantiles",
         "sample": "torchtap.reduce.sample:Sample",
+        "sample_spread": "torchtap.reduce.sample_spread:SampleSpread",
         "stats": "torchtap.reduce.stats:Stats",
         "topk": "torchtap.reduce.top_k:TopK",
         "units": "torchtap.reduce.units:Units",

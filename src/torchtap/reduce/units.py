@@ -26,11 +26,13 @@ class Units(Reduction[Tensor]):
     """The number of units, of dead ones, and their share; ``fired`` says which units fired.
 
     dim: where the units are; None for dimension 1 of values with four dimensions and more, else the last.
+    which: whether to keep which units fired, beside the numbers.
     """
 
     name: ClassVar[str] = "units"
 
     dim: int | None = None
+    which: bool = True
 
     @outside_transforms
     def update(self, state: Tensor | None, value: Tensor) -> Tensor:
@@ -57,8 +59,8 @@ class Units(Reduction[Tensor]):
             "units": float(len(state)),
             "dead": dead,
             "dead_share": dead / max(1, len(state)),
-            "fired": state,
+            **({"fired": state} if self.which else {}),
         }
 
     def spec(self) -> dict[str, Any]:
-        return {"reduction": self.name, "dim": self.dim}
+        return {"reduction": self.name, "dim": self.dim, "which": self.which}

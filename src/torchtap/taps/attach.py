@@ -57,12 +57,12 @@ def tree_of(model: Any) -> nn.Module:
 
 
 def attach(
-    model: Any, receiver: Receiver, via: WayName = "hook", site_map: SiteMap | None = None
+    model: Any, receiver: Receiver, way: WayName = "hook", site_map: SiteMap | None = None
 ) -> Attachment:
     """An attachment for this model's form. A map tells which values of a graph are which sites."""
     form = form_of(model)
-    if via != "hook" and form != "eager":
-        raise FormError(f"via={via!r} is for eager models, and this one is {form}: leave it out")
+    if way != "hook" and form != "eager":
+        raise FormError(f"way={way!r} is for eager models, and this one is {form}: leave it out")
     match form:
         case "script":
             from torchtap.taps.script.attachment import attach_script
@@ -84,7 +84,7 @@ def attach(
             from torchtap.taps.carry.emitting import attach_emitting
 
             return attach_emitting(model, receiver)
-    return EagerAttachment(model, receiver, via)
+    return EagerAttachment(model, receiver, way)
 
 
 def _is_compiled(model: nn.Module) -> bool:

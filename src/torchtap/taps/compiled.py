@@ -60,7 +60,7 @@ from torchtap.taps.walk.ways import Handle
 __all__ = ["attach_compiled", "compiled_regions"]
 
 
-def compiled_regions(model: nn.Module) -> list[Region]:
+def compiled_regions(model: nn.Module) -> list[CompiledRegion]:
     """Every part of a model that is compiled by itself: the model, or modules inside it."""
     return [
         _region_of(module)
@@ -77,7 +77,7 @@ def _compiled_forward(module: nn.Module) -> Any:
 
 
 @final
-class Region:
+class CompiledRegion:
     """A compiled module and its further compilations, one for each set of carriers that was ever on together."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -161,10 +161,10 @@ def _settings_of(module: nn.Module, forward: Any = None) -> Any:
 
 
 @final
-class Switch:
+class CompiledRoute:
     """Has a region run with one channel's carriers, beside those of other sessions."""
 
-    def __init__(self, region: Region, number: int) -> None:
+    def __init__(self, region: CompiledRegion, number: int) -> None:
         self._region = region
         self._number = number
 
@@ -175,13 +175,13 @@ class Switch:
         self._region.switch(self._region.armed - {self._number})
 
 
-_regions: WeakKeyDictionary[nn.Module, Region] = WeakKeyDictionary()
+_regions: WeakKeyDictionary[nn.Module, CompiledRegion] = WeakKeyDictionary()
 
 
-def _region_of(module: nn.Module) -> Region:
+def _region_of(module: nn.Module) -> CompiledRegion:
     region = _regions.get(module)
     if region is None:
-        region = _regions[module] = Region(module)
+        region = _regions[module] = CompiledRegion(module)
     return region
 
 
@@ -222,10 +222,10 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
         if is_silent(carriers.channel.prefix + site_name(port.port.site.path, port.kind)):
             port.note = reasons.IN_A_BRANCH
     number = carriers.channel.number
-    switches = [Switch(region, number) for region in compiled_regions(model)]
+    compiled = [CompiledRoute(region, number) for region in compiled_regions(model)]
     looking = [_LookInside(receiver)] if looks_inside else []
     take = None if outside is None else partial(_take_gradients, receiver, outside)
-    routes = [carriers, *switches, *looking, PassHooks(model, receiver, take)]
+    routes = [carriers, *compiled, *looking, PassHooks(model, receiver, take)]
     return CarriedAttachment(receiver, carriers.channel, routes)
 
 

@@ -6,16 +6,17 @@ have written: texts are cut to a length and labels to a number.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from torchtap.errors import TorchtapError
+from torchtap.store.files.folder import LocalFolder
+from torchtap.store.format.seal import load_json
 from torchtap.store.read.phases import in_order
 from torchtap.viewer.downsample import extremes
 
@@ -33,6 +34,7 @@ __all__ = [
     "short_text",
 ]
 
+_LARGEST_NOTES = 100_000
 NOTES = "notes.json"  # tags and the archived mark, beside the run's own files
 _TEXT = 400
 _LABELS = 60
@@ -153,8 +155,10 @@ def _labels(labels: Any) -> dict[str, Any]:
 def read_notes(path: str) -> tuple[list[str], bool]:
     """The tags of a run, and whether it was put away; nothing where nobody noted anything."""
     try:
-        noted = json.loads((Path(path) / NOTES).read_text(encoding="utf-8")[:100_000])
-    except (OSError, ValueError):
+        # As every file of a run: no link is followed, nothing blocks, and its size is known before it is read.
+        with LocalFolder(path).open(NOTES) as file:
+            noted = load_json(file.read(0, min(file.size, _LARGEST_NOTES)))
+    except (OSError, TorchtapError):
         return [], False
     if not isinstance(noted, Mapping):
         return [], False

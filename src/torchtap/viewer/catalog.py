@@ -35,7 +35,7 @@ _FINDINGS = 10_000_000  # numbers of a run that is judged for the table without 
 
 
 @final
-class Entry:
+class CatalogEntry:
     """A run that was found, its card, and what the card was made of."""
 
     def __init__(self, found: Found) -> None:
@@ -50,12 +50,15 @@ class Entry:
 class Catalog:
     """The runs of one viewer, and the comparison it was given, if any."""
 
-    def __init__(self, shelf: Shelf, comparison: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, shelf: Shelf, comparison: dict[str, Any] | None = None, *, rank: int | None = None
+    ) -> None:
         self.shelf = shelf
+        self._rank = rank  # whose recordings are shown; None for those of all ranks together
         self.comparison = comparison
         self.identity = secrets.token_hex(4)  # a page notices that it talks to another viewer
         self.tick = 1
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, CatalogEntry] = {}
         self._open: OrderedDict[str, OpenRun] = OrderedDict()
         self._lock = threading.RLock()
         self._opening = threading.Lock()
@@ -67,21 +70,27 @@ class Catalog:
 
     @classmethod
     def open(
-        cls, paths: Sequence[str | os.PathLike[str]], comparison: dict[str, Any] | None = None
+        cls,
+        paths: Sequence[str | os.PathLike[str]],
+        comparison: dict[str, Any] | None = None,
+        *,
+        rank: int | None = None,
     ) -> Catalog:
         """Runs and folders of runs. A run that is named has to be one; a folder may still be empty."""
         from torchtap.store.read.reader import open_run
 
         shelf = Shelf(paths)
-        catalog = cls(shelf, comparison)
+        catalog = cls(shelf, comparison, rank=rank)
         for entry in catalog.entries():
             if entry.found.root is None:
-                entry.run = open_run(entry.found.path, partial=True)  # says at once what is wrong with it
+                entry.run = open_run(
+                    entry.found.path, rank=rank, partial=True
+                )  # says at once what is wrong with it
         return catalog
 
     # --- which runs there are -------------------------------------------------------------------------------
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CatalogEntry]:
         """Every run that is there."""
         with self._lock:
             return list(self._entries.values())
@@ -105,7 +114,7 @@ class Catalog:
             for name, run in found.items():
                 if name not in self._entries:
                     self.tick += 1
-                    entry = self._entries[name] = Entry(run)
+                    entry = self._entries[name] = CatalogEntry(run)
                     entry.tick = self.tick
 
     def survey(self) -> int:
@@ -134,7 +143,7 @@ class Catalog:
                 return
             self._judge(entry)
 
-    def _renew(self, entry: Entry, signature: tuple[int, ...]) -> None:
+    def _renew(self, entry: CatalogEntry, signature: tuple[int, ...]) -> None:
         from torchtap.store.read.reader import open_run
 
         old, name, path = entry.card, entry.found.name, entry.found.path
@@ -146,7 +155,7 @@ class Catalog:
                     card = card_of(name, path, opened.run)
             else:
                 if entry.run is None:
-                    entry.run = open_run(path, partial=True)
+                    entry.run = open_run(path, rank=self._rank, partial=True)
                 else:
                     entry.run.refresh()
                 card = card_of(name, path, entry.run)
@@ -163,7 +172,7 @@ class Catalog:
                 entry.tick = self.tick
         entry.card = card
 
-    def _judge(self, entry: Entry) -> None:
+    def _judge(self, entry: CatalogEntry) -> None:
         """Count the findings of a run that has ended, once, where that is quick."""
         if not self.may_judge(entry):
             return
@@ -173,7 +182,7 @@ class Catalog:
             entry.card.problem = short_text(trouble)
 
     @staticmethod
-    def may_judge(entry: Entry) -> bool:
+    def may_judge(entry: CatalogEntry) -> bool:
         """Whether the run has ended, is not judged yet, and small enough to be judged without being asked for."""
         card = entry.card
         quick = card.steps * card.sites * 14 < _FINDINGS
@@ -181,12 +190,16 @@ class Catalog:
             card.known and card.findings is None and card.status != "recording" and not card.problem and quick
         )
 
-    def _findings(self, entry: Entry) -> list[Any]:
+    def _findings(self, entry: CatalogEntry) -> list[Any]:
         from torchtap.diagnosis.run import diagnose
         from torchtap.store.read.reader import open_run
 
         opened = self._open.get(entry.found.name)
-        return opened.findings() if opened is not None else diagnose(open_run(entry.found.path, partial=True))
+        return (
+            opened.findings()
+            if opened is not None
+            else diagnose(open_run(entry.found.path, rank=self._rank, partial=True))
+        )
 
     def note_findings(self, name: str, found: Sequence[Any]) -> None:
         """Keep how many findings a run has, for the table."""
@@ -216,7 +229,7 @@ class Catalog:
             name = entry.found.name
             opened = self._open.get(name)
             if opened is None:
-                run = self._take(entry) or open_run(entry.found.path, partial=True)
+                run = self._take(entry) or open_run(entry.found.path, rank=self._rank, partial=True)
                 opened = self._open[name] = OpenRun(run, name)
                 while len(self._open) > _OPEN:
                     self._open.popitem(last=False)
@@ -224,7 +237,7 @@ class Catalog:
                 self._open.move_to_end(name)
             return opened
 
-    def _take(self, entry: Entry) -> Run | None:
+    def _take(self, entry: CatalogEntry) -> Run | None:
         """The run behind a card, unless a card is being made of it right now; opening it again takes a while."""
         if not self._surveying.acquire(blocking=False):
             return None
@@ -234,7 +247,7 @@ class Catalog:
         finally:
             self._surveying.release()
 
-    def _entry(self, name: str) -> Entry | None:
+    def _entry(self, name: str) -> CatalogEntry | None:
         """The run that the page means: nothing is the first, and some names reach it spelled out."""
         if not name:
             return next(iter(self._entries.values()), None)
@@ -269,6 +282,8 @@ class Catalog:
             key = (first, second, a.revision, b.revision)
             if self._compared is None or self._compared[0] != key:
                 # Opened anew: a comparison takes seconds, and the page goes on asking meanwhile.
-                result = compare_stored(open_run(a.run.path), open_run(b.run.path))
+                result = compare_stored(
+                    open_run(a.run.path, rank=self._rank), open_run(b.run.path, rank=self._rank)
+                )
                 self._compared = (key, plain(result.as_dict()))
             return self._compared[1]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.grid import Place, places
+from torchtap.diagnosis.places import Place, places
 from torchtap.foreign_text import browser_text
 from torchtap.viewer.derived import DERIVED, EMPTY_SUMS, derive, without_empty_sums
 from torchtap.viewer.downsample import block_extremes
@@ -256,5 +256,8 @@ class OpenRun:
             revision = self.revision
             if self._findings is None or self._findings[0] != revision:
                 # A reader of its own: this takes a while, and maps and series are asked for meanwhile.
-                self._findings = (revision, diagnose(open_run(self.run.path, partial=True)))
+                self._findings = (
+                    revision,
+                    diagnose(open_run(self.run.path, rank=self.run.shown_rank, partial=True)),
+                )
             return self._findings[1]

@@ -86,14 +86,19 @@ class _Archive:
 
 
 def write_report(
-    runs: Sequence[str | Path], path: str | Path, *, sites: Sequence[str] = (), title: str | None = None
+    runs: Sequence[str | Path],
+    path: str | Path,
+    *,
+    sites: Sequence[str] = (),
+    title: str | None = None,
+    rank: int | None = None,
 ) -> Report:
     """Write a report about ``runs`` to ``path``.
 
     ``sites`` are names or patterns of those that get a page of their own; without any, those that something
-    was found at come first, then all others as far as there is room.
+    was found at come first, then all others as far as there is room. ``rank`` shows one rank's recording alone.
     """
-    catalog = Catalog.open(runs)
+    catalog = Catalog.open(runs, rank=rank)
     while catalog.survey():
         pass
     archive = _Archive(catalog)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torchtap.comparison.align.pairing import Unaligned
 from torchtap.comparison.judge.result import AGREES, First, Outcome, Row
-from torchtap.comparison.judge.words import cannot_tell, differs, same
+from torchtap.comparison.judge.words import cannot_tell, counted, differs, same
 from torchtap.names import paths_around, read_name
 
 __all__ = ["decide", "doubts"]
@@ -46,20 +46,20 @@ def doubts(rows: Sequence[Row], unaligned: Sequence[Unaligned], *, live: bool) -
     why = []
     for status, text in (
         ("unreadable", "cannot be read"),
-        ("other shape", "have another shape"),
+        ("other shape", "with another shape"),
         ("not comparable", "cannot be compared"),
     ):
         hit = [row for row in rows if row.status == status]
         if hit and not (live and _results(rows)):
             note = f" ({hit[0].note})" if hit[0].note else ""
-            why.append(f"{len(hit)} sites {text}, first {hit[0].site}{note}")
+            why.append(f"{counted(len(hit), 'site')} {text}, first {hit[0].site}{note}")
     agree = {row.module for row in rows if row.kind == "output" and row.status in AGREES}
     agree -= {row.module for row in rows if row.kind == "output" and row.status not in AGREES}
     missing = [(row.site, row.note) for row in rows if row.status == "missing"]
     missing += [(each.site, each.why) for each in unaligned if each.side != "rule"]
     open_ = [site for site, _ in missing if not _inside(site, agree)]
     if open_:
-        why.append(f"{len(open_)} sites are in one of them alone, first {open_[0]}")
+        why.append(f"{counted(len(open_), 'site')} in one of them alone, first {open_[0]}")
     compared = sum(row.status in AGREES for row in rows)
     total = len(rows) + sum(each.side != "rule" for each in unaligned)
     if not compared:

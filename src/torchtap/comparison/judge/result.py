@@ -20,7 +20,18 @@ from torchtap.display import drawn
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["AGREES", "COMPARED", "Comparison", "First", "Origin", "Outcome", "Row", "Status"]
+__all__ = [
+    "AGREES",
+    "COMPARED",
+    "STATISTICS_ONLY",
+    "Comparison",
+    "Confidence",
+    "First",
+    "Origin",
+    "Outcome",
+    "Row",
+    "Status",
+]
 
 # What becomes of a site: compared (the first four), or not, and why. A site that only one side has is in `unaligned`.
 Status = Literal[
@@ -28,7 +39,9 @@ Status = Literal[
 ]
 Origin = Literal["local", "inherited", "accumulated", "structure", "update", "unknown"]
 Outcome = Literal["same", "differs", "cannot tell"]
+Confidence = Literal["high", "medium", "low", "none"]
 COMPARED: frozenset[str] = frozenset({"equal", "within", "diverged", "compensated"})
+STATISTICS_ONLY = "statistics only"  # the note of a row that rests on them
 AGREES: frozenset[str] = frozenset({"equal", "within", "compensated"})
 
 
@@ -123,6 +136,22 @@ class Comparison:
     pairing: tuple[Pair, ...] = ()  # which site is which, and why
 
     @property
+    def confidence(self) -> Confidence:
+        """How much the outcome rests on: "high" on a proof or on equal values, "medium" on values within a floor, "low"
+        on statistics alone, "none" where the outcome is that nothing can be told."""
+        if self.outcome == "cannot tell":
+            return "none"
+        if self.first is not None:
+            decisive = [row for row in self.rows if row.site == self.first.site]
+            sure = self.first.sure == "certain"
+        else:
+            decisive = [row for row in self.rows if row.status in COMPARED]
+            sure = self.forwards > 0 or all(row.status == "equal" for row in decisive)
+        if decisive and all(row.note == STATISTICS_ONLY for row in decisive):
+            return "low"
+        return "high" if sure else "medium"
+
+    @property
     def compared(self) -> int:
         """How many sites were compared."""
         return sum(row.status in COMPARED for row in self.rows)
@@ -188,6 +217,7 @@ class Comparison:
             "target": self.target,
             "verdict": self.verdict,
             "outcome": self.outcome,
+            "confidence": self.confidence,
             "diverged": self.diverged,
             "compared": self.compared,
             "total": self.total,

@@ -28,7 +28,8 @@ def note_of(measures: Measures) -> str:
                 ("reference", "target"), zip(measures.nans, measures.infs, strict=True), strict=True
             )
         ]
-        return f"NaN or infinite in {measures.masks_differ} places of one side alone ({', '.join(sides)})"
+        places = "1 place" if measures.masks_differ == 1 else f"{measures.masks_differ} places"
+        return f"NaN or infinite in {places} of one side alone ({', '.join(sides)})"
     unfinite = measures.count - measures.compared
     if measures.nothing_finite and max(measures.nans):
         return "NaN or infinite everywhere in both"

@@ -30,10 +30,11 @@ from torchtap.comparison.live.evidence import Evidence, heal
 from torchtap.comparison.live.matching import part_of, plain_module
 from torchtap.comparison.live.oddities import Oddity
 from torchtap.comparison.live.parameters import differing_parameters
+from torchtap.comparison.live.relations import relation
 from torchtap.comparison.live.tracing import Event
+from torchtap.comparison.live.twins import in_float32
 from torchtap.comparison.measure.floor import Floor
 from torchtap.comparison.measure.measures import Measures
-from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.profile import Profile, locate
 from torchtap.errors import CompareError
 from torchtap.names import is_inside, path_of, read_name
@@ -169,10 +170,22 @@ def _compensated(found: Evidence, faults: list[_Fault], rows: list[Row]) -> set[
             settled.add(fault.site)
         elif module is not None:
             inside.setdefault(module, set()).add(fault.site)
+    blamed = _blamed_in_float32(found) if inside else None
     for module, sites in inside.items():
-        if cancels(found, module, sites):
+        if blamed is not None:
+            settled |= {fault.site for fault in faults if fault.site in sites and fault.author not in blamed}
+        elif cancels(found, module, sites):
             settled |= sites
     return settled
+
+
+def _blamed_in_float32(found: Evidence) -> set[str] | None:
+    """The modules that are wrong in float32 twins of models in 16 bits; ``None`` where there are no twins."""
+    wide = in_float32(found)
+    if wide is None:
+        return None
+    first = judge_live(wide)[1]
+    return set() if first is None else {first.module, *first.others}
 
 
 def _results_agree(rows: list[Row]) -> bool:
@@ -219,7 +232,7 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
         healed=healed,
         others=tuple(plain_module(other) for other in others),
         evidence="on the reference's own inputs",
-        what=_pattern(found, fault.site),
+        what=relation(found, fault.site),
     )
 
 
@@ -299,14 +312,6 @@ def _replace(
         return healed, None
     reference = found.trace.values[first.site]
     return healed, locate(reference, own.reshape(reference.shape))
-
-
-def _pattern(found: Evidence, site: str) -> str:
-    own = found.replaced.get(site)
-    if own is None:
-        return ""
-    reference = found.trace.values[site]
-    return pattern(reference, own.reshape(reference.shape)) if own.numel() == reference.numel() else ""
 
 
 def _first_drift(rows: list[Row], events: dict[str, Event]) -> First | None:

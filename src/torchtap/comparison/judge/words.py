@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from torchtap.comparison.judge.result import AGREES, COMPARED, First, Row
 from torchtap.comparison.measure.profile import Profile
 
-__all__ = ["cannot_tell", "covered", "differs", "named", "same"]
+__all__ = ["cannot_tell", "counted", "covered", "differs", "named", "same"]
+
+
+def counted(number: int, word: str) -> str:
+    """A number of things."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def named(module: str) -> str:
@@ -58,7 +63,7 @@ def differs(first: First, rows: Sequence[Row], total: int, profile: Profile | No
     if first.origin == "update":
         return f"From step {first.step} on {first.what}. This is {first.sure}."
     at = "" if first.step is None else f"at step {first.step}, "
-    text = at + _where(first, profile)
+    text = at + _where(first, profile, _unfinite(first, rows))
     if first.parameters:
         text += f"; {', '.join(first.parameters[:3])}"
     if first.contained is not None:
@@ -73,12 +78,18 @@ def differs(first: First, rows: Sequence[Row], total: int, profile: Profile | No
     return text[0].upper() + text[1:] + f"{rest}. This is {first.sure}."
 
 
-def _where(first: First, profile: Profile | None) -> str:
+def _unfinite(first: First, rows: Sequence[Row]) -> str:
+    """What is told of a site whose NaN and infinities are not in the same places: no number says it."""
+    row = next((row for row in rows if row.site == first.site), None)
+    return row.note if row is not None and row.measures is not None and row.measures.masks_differ else ""
+
+
+def _where(first: First, profile: Profile | None, unfinite: str) -> str:
     name = named(first.module)
     where = f", {profile}" if profile is not None else ""
     if first.origin == "structure":
         return f"{name} does something else: at {first.site} {first.what}"
-    size = _size(first)
+    size = unfinite or _size(first)
     if first.origin == "local":
         because = f" ({first.evidence})" if first.evidence else ""
         return f"{name} is wrong on its own{because}: {first.site} differs, {size}{where}"

@@ -7,6 +7,7 @@ the step of the target's quantizer. Each run is free and forced. Several batches
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import final
@@ -22,6 +23,9 @@ from torchtap.comparison.measure.floor import Floor, floor_from
 from torchtap.comparison.measure.measures import Measures
 
 __all__ = ["Floors", "brief", "learn"]
+
+
+_ANOTHER = 0.02  # relative; no rounding of float32 was seen to come near it
 
 
 @final
@@ -63,6 +67,7 @@ def learn(
         work.found.problems.append(f"no float64 floor: {why}")
     else:
         work.attempt("float64", golden, None, torch.float64)
+        work.forget_another("float64", beside="one ULP")
         del golden
     if meant != own:
         try:
@@ -97,6 +102,20 @@ class _Work:
             self.free.pop(source, None)
             self.found.problems.append(f"no {source} floor: {brief(error)}")
 
+    def forget_another(self, source: str, beside: str) -> None:
+        """A copy whose results have nothing to do with the model's teaches nothing: it was run in another way."""
+        measured, rounding = self.free.get(source, {}), self.free.get(beside, {})
+        results = [event.site for event in self.trace.events if event.module == "" and event.kind == "output"]
+        if any(
+            site in measured
+            and site in rounding
+            and _finite(measured[site].rel_l2) > max(_ANOTHER, 1000 * _finite(rounding[site].rel_l2))
+            for site in results
+        ):
+            del self.free[source]
+            self.alone.pop(source, None)
+            self.found.problems.append(f"no {source} floor: the {source} copy returns something else")
+
     def finish(self, own: torch.dtype, meant: torch.dtype) -> Floors:
         found = self.found
         for site, value in self.trace.values.items():
@@ -117,6 +136,10 @@ def _floor(
 ) -> Floor:
     floor = floor_from(((source, found.get(site)) for source, found in harmless.items()), reference, target)
     return floor if floor is not None else Floor(0.0, 0.0, ())
+
+
+def _finite(number: float) -> float:
+    return number if math.isfinite(number) else 0.0
 
 
 def _usual_dtype(trace: Trace) -> torch.dtype:

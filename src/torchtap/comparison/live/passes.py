@@ -215,6 +215,10 @@ class Probe:
             self.measures[site] = measure(
                 reference, value.detach().reshape(reference.shape), brief=self._brief
             )
+            if (reference.dtype == torch.bool) != (value.dtype == torch.bool):
+                # A mask in another spelling cannot be handed over; the model's own says the same, or proves nothing.
+                whole = whole and self.measures[site].identical
+                continue
             put = self._instead(site, kind, reference, value)
             if put is not None:
                 instead[leaf] = put

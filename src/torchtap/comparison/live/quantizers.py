@@ -36,18 +36,25 @@ class _Scheme:
 def quantized_like(
     reference: nn.Module, target: nn.Module, names: Mapping[str, str] | None
 ) -> nn.Module | None:
-    """A copy of the reference with good quantized weights; ``None`` when the target is not quantized."""
+    """A copy of the reference with good quantized weights; ``None`` when the target is not quantized.
+
+    Modules of torch's quantization were meant. Weights that only lie on a lattice were when half of them do; fewer are
+    a suspicion.
+    """
     mine = {place.path: place.module for place in places(reference)}
     schemes: dict[str, _Scheme] = {}
+    weights = 0
     for place in places(target):
         path = place.path if names is None else names.get(place.path, "\0")
         plain = mine.get(path)
         weight = None if plain is None else getattr(plain, "weight", None)
         if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() >= 2:
+            weights += 1
             scheme = _scheme_of(weight.detach(), place.module)
             if scheme is not None:
                 schemes[path] = scheme
-    if not schemes:
+    meant = any(scheme.inputs for scheme in schemes.values())
+    if not schemes or not (meant or 2 * len(schemes) >= weights):
         return None
     try:
         copied = copy.deepcopy(reference)

@@ -24,6 +24,14 @@ static const size_t ITEM_BYTES[DTYPES] = {4, 8, 2};
 #define FOR_EACH_PROCESSOR
 #endif
 
+/* What runs for every block has to become part of `add_up`: a function of its own would be built once, for the oldest
+ * processor, and all clones would call that. */
+#if defined(__GNUC__)
+#define PART_OF_IT static inline __attribute__((always_inline))
+#else
+#define PART_OF_IT static inline
+#endif
+
 typedef struct {
     double rr, tt, tr, dd; /* squares and products of 2^-exponent times the numbers */
     double sum_abs, sum_rel, sum_ulp;
@@ -38,7 +46,7 @@ typedef struct {
     uint64_t ulp_mask;
 } Terms;
 
-static void load(int dtype, const char *from, size_t count, double *to)
+PART_OF_IT void load(int dtype, const char *from, size_t count, double *to)
 {
     if (dtype == FLOAT32) {
         const float *values = (const float *)from;
@@ -57,7 +65,7 @@ static void load(int dtype, const char *from, size_t count, double *to)
     }
 }
 
-static int all_finite(const double *r, const double *t, size_t count)
+PART_OF_IT int all_finite(const double *r, const double *t, size_t count)
 {
     int64_t odd = 0;
     for (size_t i = 0; i < count; i++)
@@ -65,7 +73,7 @@ static int all_finite(const double *r, const double *t, size_t count)
     return odd == 0;
 }
 
-static inline double ulp_unit_inverse(double size, const Terms *terms)
+PART_OF_IT double ulp_unit_inverse(double size, const Terms *terms)
 {
     uint64_t bits;
     memcpy(&bits, &size, sizeof bits);
@@ -81,7 +89,7 @@ static inline double ulp_unit_inverse(double size, const Terms *terms)
 }
 
 /* `count` finite pairs, a multiple of LANES; lanes keep the additions apart, so that they vectorize as written. */
-static inline void add_block(const double *r, const double *t, size_t count, double scale, const Terms *terms,
+PART_OF_IT void add_block(const double *r, const double *t, size_t count, double scale, const Terms *terms,
                              Sums *sums, double *largest)
 {
     double rr[LANES] = {0}, tt[LANES] = {0}, tr[LANES] = {0}, dd[LANES] = {0}, sa[LANES] = {0}, sr[LANES] = {0};

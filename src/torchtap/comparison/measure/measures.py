@@ -44,11 +44,12 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.comparison.measure.dtypes import coarser, extreme, resolution, ulp_step
+from torchtap.comparison.measure.masks import same_spelling
 from torchtap.comparison.measure.sums import Sums, native, numbers_of_bits
 from torchtap.comparison.measure.values import CHUNK, Array, Comparable, Value, pieces, value_of
 from torchtap.errors import CompareError
 
-__all__ = ["Measures", "Tally", "measure"]
+__all__ = ["Measures", "Tally", "measure", "threads"]
 
 _HISTOGRAM_BINS = 64
 _HISTOGRAM_ELEMENTS = 1 << 18
@@ -135,10 +136,10 @@ def measure(
 
 
 def _alike(mine: Value, theirs: Value) -> tuple[Array, Array]:
-    """Both as real numbers; a real number beside a complex one has no imaginary part."""
+    """Both as real numbers; a real number beside a complex one has no imaginary part, masks are spelled alike."""
     if mine.is_complex != theirs.is_complex:
         mine, theirs = (Value(value.array + 0j, value.dtype) for value in (mine, theirs))
-    return mine.real(), theirs.real()
+    return same_spelling(mine.real(), theirs.real())
 
 
 def _exactly(found: Measures, left: Array, right: Array) -> Measures:
@@ -233,7 +234,7 @@ class Tally:
         return _amount(self._sums, self._shape, _histogram_distance(left, right) if left.size else 0.0)
 
 
-def _threads() -> int:
+def threads() -> int:
     """As many as torch may use; without torch as many as OpenMP would."""
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -245,7 +246,7 @@ def _threads() -> int:
 def _add_up(blank: Callable[[], Sums], left: Array, right: Array, chunk: int) -> Sums:
     """The sums of both, by several threads when there is enough for each."""
     workers = left.size // _PER_THREAD if native is not None else 1
-    workers = workers if workers < 2 else min(_threads(), workers)
+    workers = workers if workers < 2 else min(threads(), workers)
     if workers < 2 or not (left.flags.c_contiguous and right.flags.c_contiguous):
         return _add_range(blank(), left, right, 0, chunk)
     flat_left, flat_right = left.reshape(-1), right.reshape(-1)

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.comparison.measure.dtypes import resolution
+from torchtap.comparison.measure.terms import MOST
 from torchtap.comparison.measure.values import Comparable, value_of
 
 __all__ = ["factor", "pattern"]
 
-_MOST = 1 << 22  # elements; larger values have no relation looked for
 _LEFT_OVER = 1e-3  # of the difference that a relation may leave unexplained
 _MOST_ROWS = 4096
 
@@ -33,6 +33,7 @@ class _Two:
     r: Wide
     t: Wide
     allowed: float
+    digits: int  # of a constant that are worth telling
 
     def explained_by(self, other: Wide) -> bool:
         """Whether the target is this, up to rounding."""
@@ -41,7 +42,7 @@ class _Two:
 
 def pattern(reference: Comparable, target: Comparable) -> str:
     """How the target follows from the reference, in words; empty when no relation is exact."""
-    if tuple(reference.shape) != tuple(target.shape) or not 1 < math.prod(reference.shape) <= _MOST:
+    if tuple(reference.shape) != tuple(target.shape) or not 1 < math.prod(reference.shape) <= MOST:
         return ""
     mine, theirs = value_of(reference), value_of(target)
     r, t = mine.wide(), theirs.wide()
@@ -52,9 +53,10 @@ def pattern(reference: Comparable, target: Comparable) -> str:
         return ""
     if not t.any():
         return "all zero"
-    rounding = 4 * max(resolution(mine.dtype), resolution(theirs.dtype)) * size
+    step = max(resolution(mine.dtype), resolution(theirs.dtype))
+    rounding = 4 * step * size
     allowed = min(max(_LEFT_OVER * difference, rounding), 0.05 * difference)
-    two = _Two(r, t, allowed)
+    two = _Two(r, t, allowed, 3 if step > 1e-4 else 4)
     return _scaled(two) or _rearranged(two) or _partly(two)
 
 
@@ -79,10 +81,10 @@ def _scaled(two: _Two) -> str:
     if two.explained_by(constant * r):
         if abs(constant + 1.0) < 1e-6:
             return "the reference's with the sign flipped"
-        return f"{constant:.4g} × the reference's"
+        return f"{constant:.{two.digits}g} × the reference's"
     shift = float((t - r).mean())
     if two.explained_by(r + shift):
-        return f"the reference's {'+' if shift >= 0 else '−'} {abs(shift):.4g}"
+        return f"the reference's {'+' if shift >= 0 else '−'} {abs(shift):.{two.digits}g}"
     return ""
 
 

@@ -1,26 +1,27 @@
 """Values that come piece by piece and are never whole in memory, and their distance.
 
-A piece is read, verified and measured while it is still in the cache: large recordings are compared at about the speed
-at which their bytes can be read, in a few megabytes, however large a single value is.
+A piece is read, verified and measured while it is still in the cache, and the next is read meanwhile: large recordings
+are compared at about the speed at which their bytes can be read, in a few megabytes, however large a single value is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import final
 
 import numpy as np
 
-from torchtap.comparison.measure.measures import Measures, Tally
+from torchtap.comparison.measure.measures import Measures, Tally, threads
 from torchtap.comparison.measure.values import Array
 from torchtap.errors import RunCorruptError
 from torchtap.store.format.dtypes import BY_NAME
 
 __all__ = ["PIECE_BYTES", "Stream", "can_stream", "measure_streams"]
 
-PIECE_BYTES = 1 << 19  # two of them and what is made of them stay in the second-level cache
+PIECE_BYTES = 1 << 20  # a few of them stay in a core's caches
 
 
 def can_stream(dtype: str) -> bool:
@@ -34,7 +35,7 @@ def can_stream(dtype: str) -> bool:
 @final
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A value's shape and dtype, and its bytes in order. A piece is overwritten by the next."""
+    """A value's shape and dtype, and its bytes in order. A piece is overwritten by the next but one."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -49,8 +50,22 @@ class Stream:
 
 def measure_streams(reference: Stream, target: Stream) -> Measures:
     """The same as `measure`, of two streams of one shape."""
+    if threads() < 2:
+        return _measure(reference, target, reference.arrays(), target.arrays())
+    with ThreadPoolExecutor(2) as pool:
+        return _measure(reference, target, _ahead(reference.arrays(), pool), _ahead(target.arrays(), pool))
+
+
+def _ahead(pieces: Iterator[Array], pool: ThreadPoolExecutor) -> Iterator[Array]:
+    """The same pieces; while one is looked at, another thread reads the next."""
+    coming = pool.submit(next, pieces, None)
+    while (piece := coming.result()) is not None:
+        coming = pool.submit(next, pieces, None)
+        yield piece
+
+
+def _measure(reference: Stream, target: Stream, left: Iterator[Array], right: Iterator[Array]) -> Measures:
     tally = Tally(reference.shape, reference.dtype, target.dtype)
-    left, right = reference.arrays(), target.arrays()
     empty = np.empty(0)
     r, t, offset = empty, empty, 0
     total = prod(reference.shape)

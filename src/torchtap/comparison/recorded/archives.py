@@ -73,15 +73,20 @@ class Archive:
         return b"".join(bytes(piece) for piece in self.pieces(name, 1 << 20))
 
     def pieces(self, name: str, size: int) -> Iterator[memoryview]:
-        """The bytes of an entry in order, ``size`` at a time in one buffer; the end raises when they were damaged."""
+        """The bytes of an entry in order, ``size`` at a time; the end raises when they were damaged.
+
+        A piece is overwritten by the next but one.
+        """
         info = self._entries[name]
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise RunCorruptError(f"{self.path} is damaged: {name} is compressed, as torch never does it")
-        buffer = memoryview(bytearray(max(1, min(size, info.file_size))))
+        buffers = [memoryview(bytearray(max(1, min(size, info.file_size)))) for _ in range(2)]
         left, crc = info.file_size, 0
         with self._open() as file:
             file.seek(_data_start(file, info))
             while left:
+                buffers.reverse()
+                buffer = buffers[0]
                 read = file.readinto(buffer[: min(left, len(buffer))])
                 if not read:
                     raise RunCorruptError(f"{self.path} is damaged: {name} ends too early")

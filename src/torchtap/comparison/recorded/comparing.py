@@ -12,22 +12,26 @@ Not here: one site's values (`measuring`), which one is first (`first`), updates
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import final
 
 from torchtap.comparison.align.pairing import Alignment, Unaligned, align
 from torchtap.comparison.align.rules import Rule
 from torchtap.comparison.judge.outcome import decide, doubts
-from torchtap.comparison.judge.result import COMPARED, Comparison, First, Row
+from torchtap.comparison.judge.result import AGREES, COMPARED, Comparison, First, Row
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.profile import locate
 from torchtap.comparison.measure.signature import signature
+from torchtap.comparison.measure.terms import MOST, differing_term, hidden_only
+from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.first import Missing, first_of_rows, missing_evidence, next_up
 from torchtap.comparison.recorded.measuring import Measuring, changed
 from torchtap.comparison.recorded.recordings import Recording
-from torchtap.comparison.recorded.training import explain_update
+from torchtap.comparison.recorded.training import explain_training
 from torchtap.errors import CompareError, TorchtapError
+from torchtap.names import parent_path, read_name
 
 __all__ = ["compare_recordings"]
 
@@ -194,10 +198,10 @@ class _Work:
         first, row = found
         if missing is not None and missing.side == "reference" and missing.place < first.index:
             return next_up(missing, step)
-        if row.kind == "param":
-            update = explain_update(self.reference, self.target, self.rows, self.current, before)
-            if update is not None:
-                return update
+        if several:
+            told = explain_training(self.reference, self.target, self.rows, row.kind, self.current, before)
+            if told is not None:
+                return told
         return replace(self._located(first, row), step=step)
 
     def _located(self, first: First, row: Row) -> First:
@@ -211,4 +215,27 @@ class _Work:
             return first
         if pair.rule is not None:
             left, right = changed(pair.rule, "reference", left), changed(pair.rule, "target", right)
-        return replace(first, where=locate(left, right), what=pattern(left, right))
+        what = pattern(left, right)
+        if not what and pair.rule is None and first.origin == "local":
+            what = differing_term(left, right, self._terms(first, left))
+        return replace(first, where=locate(left, right), what=what or hidden_only(left, right, self._masks()))
+
+    def _terms(self, first: First, value: Value) -> Iterator[tuple[str, Value]]:
+        """What the module's own code may add up: its recorded parameters, what it was given, what its children
+        returned. Its inputs agree, so the reference's stand for both."""
+        if prod(value.shape) > MOST:
+            return
+        for row in self.rows:
+            own = row.kind in ("param", "input") and row.module == first.module
+            made = row.kind == "output" and row.module and parent_path(row.module) == first.module
+            if (own or made) and row.site != first.site and row.status in AGREES:
+                term = self.reference.value(row.site, self.current)
+                if term is not None:
+                    yield row.site, term
+
+    def _masks(self) -> Iterator[tuple[str, Value]]:
+        for row in self.rows:
+            if row.kind == "input" and row.module == "" and row.status in AGREES:
+                value = self.reference.value(row.site, self.current)
+                if value is not None and value.array.dtype.kind in "biu":
+                    yield read_name(row.site).leaf, value

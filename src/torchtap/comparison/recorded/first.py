@@ -6,18 +6,19 @@ target recorded the same kind of value elsewhere in the same step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from torchtap.comparison.align.pairing import KnownSite, Unaligned
 from torchtap.comparison.judge.result import AGREES, COMPARED, First, Row
-from torchtap.names import kind_of, parent_path, path_of, paths_around
+from torchtap.names import join_path, kind_of, parent_path, path_of, paths_around, read_name
 
 __all__ = ["Missing", "first_of_rows", "missing_evidence", "next_up"]
 
 # What a module made its value from.
 _GIVEN = {"output": "input", "grad_input": "grad_output", "param_grad": "grad_output"}
+_FORWARD = frozenset({"input", "output", "attention"})
 _GRADIENTS = frozenset({"grad_output", "grad_input", "param_grad"})
 
 
@@ -39,43 +40,51 @@ def missing_evidence(
     seen_before: tuple[set[str], set[str]],
 ) -> Missing | None:
     """The first site, in order, whose absence on the other side says something."""
-    sides = {"reference": (left, right, seen_before[1]), "target": (right, left, seen_before[0])}
-    found: list[Missing] = []
-    for side, (mine, theirs, before) in sides.items():
-        places = {site.name: n for n, site in enumerate(mine)}
-        kinds = {kind_of(site.name) for site in theirs}
-        paths = {path_of(site.name) for site in theirs}
-        other = "target" if side == "reference" else "reference"
-        for each in unaligned:
-            if each.side != side:
-                continue
-            kind = kind_of(each.site)
-            if each.site in before:
-                found.append(
-                    Missing(each.site, side, places[each.site], f"is missing in the {other} from here on")
-                )
-            elif kind in _GRADIENTS and kind in kinds and path_of(each.site) in paths:
-                found.append(Missing(each.site, side, places[each.site], f"is missing in the {other}"))
+    sides = (("reference", left, right, seen_before[1]), ("target", right, left, seen_before[0]))
+    found = [
+        missing
+        for side, mine, theirs, before in sides
+        for missing in _missing_of(side, [u.site for u in unaligned if u.side == side], mine, theirs, before)
+    ]
     return min(found, key=lambda missing: (missing.place, missing.side), default=None)
+
+
+def _missing_of(
+    side: str, alone: Sequence[str], mine: Sequence[KnownSite], theirs: Sequence[KnownSite], before: set[str]
+) -> Iterator[Missing]:
+    """Of the sites that one side alone has, those that the other had at an earlier step, or should have now."""
+    places = {site.name: n for n, site in enumerate(mine)}
+    kinds = {kind_of(site.name) for site in theirs}
+    paths = {path_of(site.name) for site in theirs}
+    other = "target" if side == "reference" else "reference"
+    for site in alone:
+        kind = kind_of(site)
+        if site in before:
+            yield Missing(site, side, places[site], f"is missing in the {other} from here on")
+        elif kind in _GRADIENTS and kind in kinds and path_of(site) in paths:
+            yield Missing(site, side, places[site], f"is missing in the {other}")
 
 
 def next_up(missing: Missing, step: int | None) -> First:
     """A verdict that rests on a missing value."""
-    module = path_of(missing.site)
-    kind = kind_of(missing.site)
-    what = {"param_grad": "the gradient", "grad_output": "the gradient", "grad_input": "the gradient"}.get(
-        kind, "the value"
-    )
+    name = read_name(missing.site)
+    of_parameter = name.kind == "param_grad" and step is not None
+    if of_parameter:
+        what = (
+            f"the gradient of `{join_path(name.path, name.leaf)}` {missing.why.removesuffix(' from here on')}"
+        )
+    else:
+        what = f"the {'gradient' if name.kind in _GRADIENTS else 'value'} {missing.why}"
     return First(
         site=missing.site,
-        module=module if kind != "input" else parent_path(module),
+        module=name.path if name.kind != "input" else parent_path(name.path),
         index=missing.place,
         error=float("nan"),
         floor=float("nan"),
-        origin="structure",
+        origin="update" if of_parameter else "structure",
         sure="likely",
         step=step,
-        what=f"{what} {missing.why}",
+        what=what,
     )
 
 
@@ -84,14 +93,10 @@ def first_of_rows(rows: Sequence[Row]) -> tuple[First, Row] | None:
     at = next((n for n, row in enumerate(rows) if row.status in ("diverged", "other shape")), None)
     if at is None:
         return None
-    row = rows[at]
-    agreed = next((earlier for earlier in reversed(rows[:at]) if earlier.status in AGREES), None)
-    given = _GIVEN.get(row.kind)
-    inputs = [r for r in rows if r.module == row.module and r.kind == given and r.status in COMPARED]
-    local = row.kind == "input" or (bool(inputs) and all(r.status != "diverged" for r in inputs))
-    unreadable = any(earlier.status == "unreadable" for earlier in rows[:at])
+    row, earlier = rows[at], rows[:at]
     reshaped = row.status == "other shape"
-    sure = (local or agreed is not None) and (reshaped or row.excess > 4) and not unreadable
+    agreed = next((each for each in reversed(earlier) if each.status in AGREES), None)
+    local = _is_local(row, rows)
     first = First(
         site=row.site,
         module=_author(row, rows),
@@ -99,7 +104,7 @@ def first_of_rows(rows: Sequence[Row]) -> tuple[First, Row] | None:
         error=row.error,
         floor=row.floor,
         origin="structure" if reshaped else ("local" if local else "unknown"),
-        sure="likely" if sure else "possible",
+        sure="likely" if (local or agreed is not None) and _stands_out(row, earlier) else "possible",
         evidence="its inputs agree" if local and row.kind != "input" else "",
         after=None if agreed is None else agreed.site,
         contained=None if reshaped else _container_that_agrees(row, rows),
@@ -108,8 +113,25 @@ def first_of_rows(rows: Sequence[Row]) -> tuple[First, Row] | None:
     return first, row
 
 
+def _is_local(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether what the value was made from was recorded and agrees."""
+    if row.kind == "input":
+        return True
+    given = _GIVEN.get(row.kind)
+    inputs = [r for r in rows if r.module == row.module and r.kind == given and r.status in COMPARED]
+    return bool(inputs) and all(each.status != "diverged" for each in inputs)
+
+
+def _stands_out(row: Row, earlier: Sequence[Row]) -> bool:
+    """Whether a row is far enough over its floor, with nothing unreadable before it that may be the true first."""
+    far = row.status == "other shape" or row.excess > 4
+    return far and all(each.status != "unreadable" for each in earlier)
+
+
 def _container_that_agrees(row: Row, rows: Sequence[Row]) -> str | None:
-    """The smallest module around a site whose outputs all agree: the difference inside it cancels out or dies."""
+    """The smallest module around a value whose outputs all agree: the difference inside it cancels out or dies."""
+    if row.kind not in _FORWARD:
+        return None
     for outer in paths_around(row.module):
         outputs = [r for r in rows if r.module == outer and r.kind == "output" and r.status in COMPARED]
         if outputs and all(r.status != "diverged" for r in outputs):

@@ -16,7 +16,7 @@ from typing import final
 
 from torchtap.comparison.align.pairing import KnownSite, Pair
 from torchtap.comparison.align.rules import Rule, Side
-from torchtap.comparison.judge.result import Row
+from torchtap.comparison.judge.result import STATISTICS_ONLY, Row, Status
 from torchtap.comparison.judge.status import note_of, status_of
 from torchtap.comparison.measure.dtypes import coarser, is_floating, resolution
 from torchtap.comparison.measure.floor import Floor, default_floor, floor_from
@@ -170,13 +170,18 @@ class Measuring:
         floor = self._learnt_statistics(blank, step, mine) or _default(self._dtype(blank), before)
         self.used.update(dict.fromkeys(floor.sources))
         excess = error / (floor.l2 * floor.margin)
+        number = compared == ["value"]
+        # Equal statistics do not prove equal values; of one number there is nothing else to know.
+        agrees: Status = "equal" if number and error == 0.0 else "within"
         return replace(
             blank,
-            status="diverged" if excess > 1.0 else "within",  # equal statistics do not prove equal values
+            status="diverged" if excess > 1.0 else agrees,
             error=error,
             floor=floor.l2,
             excess=excess,
-            note="statistics only",
+            note=f"{theirs['value']:.6g}, in the reference {mine['value']:.6g}"
+            if number
+            else STATISTICS_ONLY,
         )
 
     def _numbers(

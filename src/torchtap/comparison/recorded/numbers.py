@@ -20,6 +20,7 @@ STATISTICS = {
     "min": "absmax",
     "max": "absmax",
     "l1": "l1",
+    "value": "value",  # of what is one number: a learning rate, a loss
 }
 
 

@@ -23,7 +23,7 @@ from torchtap.comparison.measure.streams import PIECE_BYTES, Stream, can_stream
 from torchtap.comparison.measure.values import Comparable, Value, value_of
 from torchtap.comparison.recorded.saved import SavedTensor, Unreadable, read_saved
 from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
-from torchtap.names import execution_order, in_passing_order, path_of, site_name
+from torchtap.names import execution_order, in_passing_order, kind_of, path_of, read_name, site_name
 from torchtap.store.format.dtypes import BY_NAME
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ __all__ = [
 _LAYER_FILE = re.compile(r"layer_(\d+)_output\.pt$")
 _EMBEDDING_FILE = "embedding_output.pt"
 _PASSES = ("decode_", "pass_")
+_CAUSES = {"optim_state": 1, "lr": 2, "update": 3}  # causes before effects, after all that a step computes
 _STREAMED = 4 << 20  # bytes from which on a stored value is read piece by piece
 
 
@@ -212,13 +213,17 @@ class RunRecording:
 
     def sites(self, step: int) -> list[KnownSite]:
         whole = self._tensors.get(step, {})
-        numbers = self.statistics("l2", step)
+        numbers = [name for name in self.statistics("l2", step) if name not in whole]
+        numbers += [name for name in self.statistics("value", step) if _is_causal(name) and name not in whole]
         named = [KnownSite(name, shape, dtype) for name, (shape, dtype) in whole.items()]
-        named += [KnownSite(name, None, self._dtypes.get(name)) for name in numbers if name not in whole]
+        named += [KnownSite(name, None, self._dtypes.get(name)) for name in dict.fromkeys(numbers)]
         if all(site.name in self._order for site in named):
-            return sorted(named, key=lambda site: self._order[site.name])
-        order = execution_order([site.name for site in named])
-        return sorted(named, key=lambda site: order[site.name])
+            ordered = sorted(named, key=lambda site: self._order[site.name])
+        else:
+            order = execution_order([site.name for site in named])
+            ordered = sorted(named, key=lambda site: order[site.name])
+        # What an optimizer does follows from its state and its rate; the run lists them side by side.
+        return sorted(ordered, key=lambda site: _CAUSES.get(kind_of(site.name), 0))
 
     def value(self, site: str, step: int) -> Value | None:
         if site not in self._tensors.get(step, {}):
@@ -242,7 +247,7 @@ class RunRecording:
         if step not in places:
             return {}
         column = values[:, places[step]]
-        if name in ("nans", "infs", "count"):
+        if name in ("nans", "infs", "count", "value"):
             return {site: float(value) for site, value in zip(sites, column, strict=True) if value == value}
         counted = self.statistics("count", step)
         return {
@@ -256,6 +261,12 @@ class RunRecording:
 
     def damage(self) -> list[str]:
         return self.problems()
+
+
+def _is_causal(site: str) -> bool:
+    """Whether a single number is part of the training itself; what else a program logs (times, scores) is not."""
+    name = read_name(site)
+    return name.kind in _CAUSES or (name.kind == "value" and "loss" in name.leaf.lower())
 
 
 def _is_streamed(shape: tuple[int, ...], dtype: str) -> bool:

@@ -23,7 +23,9 @@ def load_tensor(path: Path) -> Tensor:
     except RunCorruptError:
         raise
     except Exception as error:
-        raise RunCorruptError(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
+        raise RunCorruptError(
+            f"{path} cannot be read as a tensor; was it written by torch.save? ({_first_line(error)})"
+        ) from error
     if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
         loaded = loaded[0]
     if not isinstance(loaded, Tensor):
@@ -32,4 +34,4 @@ def load_tensor(path: Path) -> Tensor:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

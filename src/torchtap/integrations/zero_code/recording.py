@@ -10,7 +10,6 @@ It guarantees:
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import pkgutil
 import sys
@@ -21,14 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtap.diagnosis.doctor import Doctor, doctor
 from torchtap.errors import PlanError
 from torchtap.integrations.zero_code.discovery import Discovery
-from torchtap.integrations.zero_code.pace import Pace
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
+from torchtap.pace import Pace
 from torchtap.plan import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.session import watch
 from torchtap.sinks.registry import make_sink
+from torchtap.taps.receive.losses import LossCatcher
 from torchtap.watching import Watch
 
 __all__ = ["Recording", "begin", "taps_of"]
@@ -46,10 +47,12 @@ class Recording:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._watch: Watch | None = None
+        self._open: Watch | Doctor | None = None  # what is to be closed
         self._process = os.getpid()
         self._failed = False
         self._folder = ""
         self._losses = LossCatcher(self._on_backward)
+        self._loss = StepLoss()
         self._discovery = Discovery(self._on_found)
         atexit.register(self._at_exit)
 
@@ -67,13 +70,20 @@ class Recording:
             models = {"": named_model(settings.model)}
         model: Any = models[""] if set(models) == {""} else models
         self._folder = settings.folder()
-        self._watch = watch(
-            model,
-            self._folder,
-            taps_of(settings),
-            sinks=[make_sink(each) for each in settings.sinks],
-            labels={"command": " ".join(sys.argv), **settings.labels},
-        )
+        sinks = [make_sink(each) for each in settings.sinks]
+        labels = {"command": " ".join(sys.argv), **settings.labels}
+        if settings.doctor:
+            self._open = doctor(
+                model,
+                *optimizers,
+                run=self._folder,
+                every=settings.every,
+                share=settings.share,
+                sinks=sinks,
+                labels=labels,
+            )
+            return
+        self._open = self._watch = watch(model, self._folder, taps_of(settings), sinks=sinks, labels=labels)
         self._watch.follow(*optimizers)
         self._losses.start()
 
@@ -81,7 +91,7 @@ class Recording:
         if self._watch is None or os.getpid() != self._process:
             return
         try:
-            self._losses.add(self._watch, loss)
+            self._loss.add(self._watch, loss)
         except Exception as error:
             self._losses.stop()
             _say(f"the loss is not recorded: {error}")
@@ -96,12 +106,12 @@ class Recording:
             return
         self._discovery.stop()
         self._losses.stop()
-        if self._watch is None:
+        if self._open is None:
             if not self._failed and _is_main_program():
                 _say("no model was seen that an optimizer trains: nothing was recorded")
             return
         try:
-            self._watch.close()
+            self._open.close()
             if int(os.environ.get("RANK", "0")) == 0:
                 _say(closing_line(self._folder))
         except Exception as error:
@@ -109,40 +119,12 @@ class Recording:
 
 
 @final
-class LossCatcher:
-    """Hears each ``backward()`` of the process.
+class StepLoss:
+    """The loss of a step is the sum of what ``backward()`` was called on in it: the optimizer uses its gradient."""
 
-    The loss of a step is the sum of what ``backward()`` was called on in it: the optimizer uses the gradient of that.
-    """
-
-    def __init__(self, tell: Any) -> None:
-        self._tell = tell
-        self._original: Any = None
-        self._original_scale: Any = None
+    def __init__(self) -> None:
         self._step = -1
         self._sum: Tensor | None = None
-
-    def start(self) -> None:
-        """Hear from now on."""
-        original = self._original = torch.autograd.backward
-        original_scale = self._original_scale = torch.amp.GradScaler.scale
-
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            loss = tensors if isinstance(tensors, Tensor) else (tensors[0] if len(tensors) == 1 else None)
-            if loss is not None and loss.numel() == 1 and not torch.compiler.is_compiling():
-                self._tell(getattr(loss, "_torchtap_unscaled", loss).detach())
-            return original(tensors, *args, **kwargs)
-
-        @functools.wraps(original_scale)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = original_scale(scaler, outputs)
-            if isinstance(outputs, Tensor) and scaled is not outputs:
-                scaled._torchtap_unscaled = outputs.detach()
-            return scaled
-
-        torch.autograd.backward = backward
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
 
     def add(self, watch: Watch, loss: Tensor) -> None:
         """Log the sum of this step's losses so far."""
@@ -150,13 +132,6 @@ class LossCatcher:
         self._sum = loss.float() if step != self._step or self._sum is None else self._sum + loss.float()
         self._step = step
         watch.log(loss=self._sum)
-
-    def stop(self) -> None:
-        """Leave torch as it was."""
-        if self._original is not None:
-            torch.autograd.backward = self._original
-            torch.amp.GradScaler.scale = self._original_scale  # type: ignore[method-assign]
-            self._original = None
 
 
 def taps_of(settings: Settings) -> list[Tap]:

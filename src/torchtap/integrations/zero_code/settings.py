@@ -7,6 +7,7 @@ A plan file::
     share = 0.02               # of the training's time at most; the interval grows where this is not enough
     model = "net"              # a variable of the script, or "package.module:name"; found by itself otherwise
     sinks = ["tensorboard:logs"]
+    doctor = true              # a doctor's plan in place of the default one, and findings while it trains
 
     [[tap]]                    # in place of the default plan; keys as in `torchtap.tap`
     select = "*:output"
@@ -47,6 +48,7 @@ class Settings:
     model: str | None = None
     tap: tuple[Mapping[str, Any], ...] = ()
     sinks: tuple[str, ...] = ()
+    doctor: bool = False
     labels: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -66,6 +68,10 @@ class Settings:
             raise PlanError(f"{where}: every={self.every!r}: give a whole number of steps from 1 on")
         if self.share is not None and not (isinstance(self.share, (int, float)) and 0 < self.share < 1):
             raise PlanError(f"{where}: share={self.share!r}: a share of the time lies between 0 and 1")
+        if not isinstance(self.doctor, bool):
+            raise PlanError(f"{where}: doctor={self.doctor!r}: it is true or false")
+        if self.doctor and self.tap:
+            raise PlanError(f"{where}: a doctor brings its own plan; leave out either doctor or the taps")
         for each in self.tap:
             if not isinstance(each, Mapping) or "select" not in each:
                 raise PlanError(f"{where}: {each!r} is no tap: it has to say what to select")

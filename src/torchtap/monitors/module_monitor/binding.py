@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torchtap.errors import MonitorError
 from torchtap.monitors.module_monitor.expressions import Reading, recognise
-from torchtap.monitors.module_monitor.ledger import BoundMetrics, Metric
+from torchtap.monitors.module_monitor.ledger import BoundMetrics, PlacedMetric
 
 __all__ = ["MetricTable"]
 
@@ -57,7 +57,9 @@ class MetricTable:
         bound = self._bounds.get((prefix, place))
         if bound is None:
             metrics = [
-                Metric(f"{prefix}/{place}/{name}", name, place, function, aggregate, self._readings[name])
+                PlacedMetric(
+                    f"{prefix}/{place}/{name}", name, place, function, aggregate, self._readings[name]
+                )
                 for name, (pattern, function, aggregate) in self.listed.items()
                 if any(pattern.match(spelling) for spelling in spellings or (place,))
             ]

@@ -27,10 +27,12 @@ class HooksManager:
         self._way = HookWay()
         self._paused = False
 
-    def register_forward_hook(
-        self, module: nn.Module, hook_fn: Callable[..., Any], *, with_kwargs: bool = False
-    ) -> None:
+    def register_forward_hook(self, module: nn.Module, hook_fn: Callable[..., Any]) -> None:
         """Put a hook on a module, in place of the one it has from here, if any."""
+        self.put_on(module, hook_fn)
+
+    def put_on(self, module: nn.Module, hook_fn: Callable[..., Any], *, with_kwargs: bool = False) -> None:
+        """The same for a hook that may ask for the call's keywords."""
         self.remove_hook(module)
         self._functions[module] = (hook_fn, with_kwargs)
         self.hooks[module] = self._way.after(module, hook_fn, with_kwargs=with_kwargs)

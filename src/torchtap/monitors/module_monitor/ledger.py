@@ -31,7 +31,7 @@ from torchtap.reduce.memory import PLAIN_TYPES
 from torchtap.reduce.moments import WIDTH
 from torchtap.taps.receive.entries import RecentValues
 
-__all__ = ["BoundMetrics", "Ledger", "Metric"]
+__all__ = ["BoundMetrics", "Ledger", "PlacedMetric"]
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -40,7 +40,7 @@ _ROW_BYTES = WIDTH * 8
 
 @final
 @dataclass(frozen=True, slots=True)
-class Metric:
+class PlacedMetric:
     """One metric at one place: ``key`` is what its number is logged as."""
 
     key: str
@@ -57,7 +57,7 @@ class BoundMetrics:
 
     __slots__ = ("called", "metrics", "place", "read", "scalar", "subject", "wants_norm_only")
 
-    def __init__(self, place: str, subject: str, metrics: list[Metric], scalar: bool) -> None:
+    def __init__(self, place: str, subject: str, metrics: list[PlacedMetric], scalar: bool) -> None:
         self.place = place
         self.subject = subject  # "activations", "parameter" ...: for errors
         self.scalar = scalar
@@ -79,7 +79,7 @@ class Ledger:
         self._used = 0
         self._bounds: list[BoundMetrics] = []  # beside _bound_rows: who wants what of which row
         self._bound_rows: list[int] = []
-        self._results: list[tuple[BoundMetrics, Metric, Tensor]] = []
+        self._results: list[tuple[BoundMetrics, PlacedMetric, Tensor]] = []
         self._norms: list[tuple[list[BoundMetrics], Tensor]] = []
         self._added: dict[str, tuple[float, int]] = {}  # sum and count of what was added under a key
         self._recent = RecentValues()
@@ -156,7 +156,7 @@ class Ledger:
         if bound.called:
             self.call(bound, bound.called, value, reference)
 
-    def call(self, bound: BoundMetrics, metrics: tuple[Metric, ...], *values: Tensor) -> None:
+    def call(self, bound: BoundMetrics, metrics: tuple[PlacedMetric, ...], *values: Tensor) -> None:
         """Metrics that have to be called. One that may change its arguments gets copies."""
         plain = values if bound.subject.startswith("parameter") else tuple(v.detach() for v in values)
         copies: tuple[Tensor, ...] | None = None
@@ -178,7 +178,7 @@ class Ledger:
             self._results.append((bound, metric, tensor))
 
     @staticmethod
-    def _failure(bound: BoundMetrics, metric: Metric, value: Tensor, error: Exception) -> MetricError:
+    def _failure(bound: BoundMetrics, metric: PlacedMetric, value: Tensor, error: Exception) -> MetricError:
         shape = tuple(value.shape)
         said = str(error) if isinstance(error, MetricError) else f"{type(error).__name__}: {error}"
         if bound.scalar:
@@ -330,7 +330,7 @@ class _Layout:
         self.bounds, self.rows = bounds, rows
         self.formulas: list[Formula] = []
         places: dict[int, int] = {}  # id of a formula -> its place; the metrics keep them alive
-        self.metrics: list[Metric] = []
+        self.metrics: list[PlacedMetric] = []
         self.scalar: list[bool] = []
         formula_index: list[int] = []
         row_index: list[int] = []

@@ -125,9 +125,7 @@ class ModuleMonitor(MetricRegistry):
                 self.logger.debug("Module %s is excluded", name)
                 continue
             if not is_wrapper:  # a wrapper gives what the module inside it gave
-                self.activation_hooks.register_forward_hook(
-                    part, shown_output(Visited(self, formatted), take_output)
-                )
+                self.activation_hooks.put_on(part, shown_output(Visited(self, formatted), take_output))
                 self.logger.debug("Registered forward hook for module %s", name)
             if isinstance(part, MonitorMixin):
                 part.set_module_monitor(self, False)
@@ -151,7 +149,7 @@ class ModuleMonitor(MetricRegistry):
                 self.logger.debug("Excluding reference module %s from monitoring.", name)
                 continue
             if not is_wrapper:
-                self.reference_activation_hooks.register_forward_hook(
+                self.reference_activation_hooks.put_on(
                     part, shown_output(Visited(self, name), take_reference_output)
                 )
                 self.logger.debug("Registered forward hook for reference module %s", name)

@@ -20,7 +20,7 @@ __all__ = ["ParameterList"]
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _NamedParameter:
     """A parameter; ``spellings`` are what patterns are matched against."""
 
     name: str
@@ -39,8 +39,8 @@ class ParameterList:
         self._model = model
         self._format_name = format_name
         self._seen: list[tuple[dict[str, Any], list[Any], dict[str, Any], int]] = []
-        self._entries: list[_Entry] = []
-        self._bound: dict[str, tuple[int, list[tuple[_Entry, BoundMetrics]]]] = {}
+        self._entries: list[_NamedParameter] = []
+        self._bound: dict[str, tuple[int, list[tuple[_NamedParameter, BoundMetrics]]]] = {}
 
     def take(
         self,
@@ -82,7 +82,7 @@ class ParameterList:
         self._refresh()
         return {entry.formatted: entry.parameter for entry in self._entries}
 
-    def _bindings(self, prefix: str, table: MetricTable) -> list[tuple[_Entry, BoundMetrics]]:
+    def _bindings(self, prefix: str, table: MetricTable) -> list[tuple[_NamedParameter, BoundMetrics]]:
         self._refresh()
         known = self._bound.get(prefix)
         if known is None or known[0] != table.edition:
@@ -106,7 +106,7 @@ class ParameterList:
             clean = default_format_module_name_fn(name)
             spellings = (name,) if clean == name else (name, clean)
             self._entries.append(
-                _Entry(name, self._format_name(name), spellings, parameter, *places[id(parameter)])
+                _NamedParameter(name, self._format_name(name), spellings, parameter, *places[id(parameter)])
             )
         self._bound.clear()
 

@@ -96,7 +96,7 @@ class RefinedCoordinateCheck:
         monitor._own_hooks += (self.rcc_forward_hooks, self.rcc_reference_forward_hooks)
         self._replay = Replay(monitor._own_hooks)
         self._places = {
-            name: _Place(name, module, references[name], self._replay)
+            name: _Pair(name, module, references[name], self._replay)
             for name, module in modules.items()
             if name in references
         }
@@ -111,7 +111,7 @@ class RefinedCoordinateCheck:
                 self.logger.debug("Module %s is excluded", name)
                 continue
             found[name] = module
-            hooks.register_forward_hook(module, shown_call(name, take), with_kwargs=True)
+            hooks.put_on(module, shown_call(name, take), with_kwargs=True)
         return found
 
     def _arm(self, monitored: bool) -> None:
@@ -210,7 +210,7 @@ class RefinedCoordinateCheck:
                 place, self.module_inputs[name], self._keywords.get(name, {}), self.module_outputs[name]
             )
 
-    def _place_of(self, name: str) -> _Place:
+    def _place_of(self, name: str) -> _Pair:
         place = self._places.get(name)
         if place is None or name not in self.reference_module_inputs:
             raise MonitorError(
@@ -219,7 +219,7 @@ class RefinedCoordinateCheck:
             )
         return place
 
-    def _shares_its_input(self, place: _Place) -> bool:
+    def _shares_its_input(self, place: _Pair) -> bool:
         """Whether a container of this place was given the same value: its copy is then the same, too."""
         inputs = self.module_inputs[place.name]
         if not inputs or not isinstance(inputs[0], Tensor):
@@ -229,7 +229,7 @@ class RefinedCoordinateCheck:
         )
 
     def _terms_of(
-        self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, place: _Pair, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> list[Measured]:
         between = output if place.is_same_function() else self._between(place, args, kwargs)
         return place.terms.of(
@@ -240,7 +240,7 @@ class RefinedCoordinateCheck:
             self._reference_outputs[place.name],
         )
 
-    def _between(self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _between(self, place: _Pair, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """W_0 x_t. The reference is not taken for its own pass meanwhile, and uses up no randomness."""
         monitor, part = self.monitor, place.reference
         generators = () if self._replay.is_calm(part) else self._generators
@@ -272,7 +272,7 @@ class RefinedCoordinateCheck:
 
 
 @final
-class _Place:
+class _Pair:
     """A module and its counterpart in the reference."""
 
     def __init__(self, name: str, module: nn.Module, reference: nn.Module, replay: Replay) -> None:

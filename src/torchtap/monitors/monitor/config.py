@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, final
 
 from torchtap.errors import MissingExtraError, PlanError
+from torchtap.foreign_text import shown
 
 __all__ = ["MonitorConfig", "read_config"]
 
@@ -107,16 +108,16 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> MonitorCo
     place = Path(config)
     try:
         text = place.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(
-            f"the configuration {str(place)!r} cannot be read: {error.strerror or error}"
-        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise PlanError(f"the configuration {str(place)!r} cannot be read: {said}") from error
     try:
         settings = _parse(place, text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, PlanError):
             raise
-        raise PlanError(f"the configuration {str(place)!r} is not what its suffix says: {error}") from error
+        said = shown(str(error))
+        raise PlanError(f"the configuration {str(place)!r} is not what its suffix says: {said}") from error
     return MonitorConfig.of(settings, str(place))
 
 

@@ -74,7 +74,7 @@ class Monitor:
         asynchronous: bool = False,
         condition: Callable[[Any], bool] | None = None,
         strict: bool = False,
-        via: WayName = "hook",
+        way: WayName = "hook",
     ) -> None:
         self._layers = monitored_layers(tree_of(model), layers_to_monitor)
         self.epochs_to_record, self.batch_indices = check_settings(
@@ -101,7 +101,7 @@ class Monitor:
         self._own_hooks = self._hook_fn.__func__ is not Monitor._hook_fn  # type: ignore[attr-defined]
         self._watch = watch(
             model, None, [self._tap(layer) for layer in self._layers], sinks=[_Arrivals(self)],
-            strict=strict, via=via,
+            strict=strict, way=way,
         )  # fmt: skip
         self._handles = put_on_own_hooks(model, self._layers, self._hook_fn) if self._own_hooks else []
         self._forgotten = ForgottenClock(model, self._warn_once)

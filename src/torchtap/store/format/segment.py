@@ -77,18 +77,22 @@ class Segment:
         return self.read_ranges(entry, [(0, entry.nbytes)])[0]
 
     def pieces(self, entry: Entry, size: int) -> Iterator[memoryview]:
-        """All bytes of an entry in order, ``size`` at a time, in one buffer that is used again.
+        """All bytes of an entry in order, ``size`` at a time, in two buffers that take turns: while one piece is looked
+        at, the next can be read.
 
         What was read is known to be right only once all of it was: the end raises when it was not.
         """
         chunk, crcs = parse_checksums(self.header.facts(entry.name), entry.nbytes)
         if len(crcs) > 1:
             size = max(chunk, size // chunk * chunk)
-        buffer = memoryview(bytearray(min(size, entry.nbytes)))
+        buffers = [
+            memoryview(bytearray(min(size, entry.nbytes))) for _ in range(2 if size < entry.nbytes else 1)
+        ]
         current = 0
         with self.open() as file:
             for low in range(0, entry.nbytes, size):
-                part = buffer[: min(size, entry.nbytes - low)]
+                buffers.reverse()
+                part = buffers[0][: min(size, entry.nbytes - low)]
                 file.read_into(self.header.data_start + entry.start + low, part)
                 if len(crcs) > 1:
                     for start in range(0, len(part), chunk):

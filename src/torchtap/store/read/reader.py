@@ -36,6 +36,7 @@ from torchtap.store.read.results import HistogramResult, Matrix, Series, Table, 
 from torchtap.store.read.show import run_text
 from torchtap.store.read.strand import Strand
 from torchtap.store.read.view import Found, Status, View
+from torchtap.store.read.world.missing import absent_ranks
 from torchtap.store.read.world.world import World
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Run:
             )
         if rank is not None and rank not in self._ranks:
             raise SelectionError(f"the run at {path} has no rank {rank}; its ranks are {self._ranks}")
+        self._asked = rank is not None or attempt is not None  # for one rank alone
         one = len(self._ranks) == 1 or rank is not None or attempt is not None
         # Whose recording is shown; None for that of all.
         self.shown_rank = (self._ranks[0] if rank is None else rank) if one else None
@@ -192,7 +194,10 @@ class Run:
     @property
     def problems(self) -> list[str]:
         """What is damaged, missing, lost or torn, in sentences; empty when all is well."""
-        return self._view.problems
+        found = self._view.problems
+        if len(self._ranks) == 1 and not self._asked:
+            found += absent_ranks(self._ranks, self.manifest.get("world"))
+        return found
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Everything noted beside the values, in order; ``kind`` is one of lost, warning, coverage ..."""
@@ -341,8 +346,8 @@ class Run:
     ) -> tuple[TensorRef, Iterator[memoryview]] | None:
         """A stored whole tensor and its bytes in order, in pieces of about ``size``; None where it is packed.
 
-        A piece is overwritten by the next. The end raises `RunCorruptError` when the bytes were damaged, so nothing
-        that was made of them may be used before it is reached.
+        A piece is overwritten by the next but one. The end raises `RunCorruptError` when the bytes were damaged, so
+        nothing that was made of them may be used before it is reached.
         """
         found = self._steady(lambda: self._find(site, step, "value", "full"))
         pieces = found.pieces(size)

@@ -71,7 +71,7 @@ class StoredTensor:
         return decompress(raw, about.type.size, prod(about.shape) * about.type.size)
 
     def pieces(self, size: int) -> Iterator[memoryview] | None:
-        """The bytes in order, about ``size`` at a time in one buffer; None where they have to be read whole."""
+        """The bytes in order, about ``size`` at a time; None where they have to be read whole."""
         about = _described(self.segment, self.entry)
         if about.packed or about.dense_shape is not None:
             return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from torchtap.errors import FormError
+from torchtap.foreign_text import shown
 
 __all__ = ["Found", "How", "SiteMap"]
 
@@ -58,9 +59,10 @@ class SiteMap:
             sites = {site: Found(**found) for site, found in read.pop("sites").items()}
             ambiguous = {site: tuple(keys) for site, keys in read.pop("ambiguous").items()}
             return cls(sites=sites, ambiguous=ambiguous, **read)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise FormError(
-                f"{os.fspath(path)} is no map of sites: {error}; tt.match(form, model, inputs).save(path) writes one"
+                f"{os.fspath(path)} is no map of sites: {shown(str(error))}; "
+                "tt.match(form, model, inputs).save(path) writes one"
             ) from error
 
     def check(self, form: str) -> None:
@@ -73,6 +75,9 @@ class SiteMap:
 
     def __str__(self) -> str:
         lines = [f"{len(self.sites)} of {len(self.sites) + len(self.missing)} sites"]
-        lines += [f"  {site}: equal values at {', '.join(keys)}" for site, keys in self.ambiguous.items()]
-        lines += [f"  {site}: {reason}" for site, reason in self.missing.items()]
+        lines += [
+            f"  {shown(site)}: equal values at {shown(', '.join(keys))}"
+            for site, keys in self.ambiguous.items()
+        ]
+        lines += [f"  {shown(site)}: {shown(reason)}" for site, reason in self.missing.items()]
         return "\n".join(lines)

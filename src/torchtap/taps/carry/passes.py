@@ -28,12 +28,15 @@ def in_pass(
     model: Any,
     call: Callable[..., Any],
     on_output: Callable[[Any], None] | None = None,
+    on_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
 ) -> Callable[..., Any]:
     """``call`` with a pass of the receiver around it."""
 
     def one_pass(*args: Any, **kwargs: Any) -> Any:
         receiver.begin_pass(getattr(model, "training", None))
         try:
+            if on_call is not None:
+                on_call(args, kwargs)
             output = call(*args, **kwargs)
             if on_output is not None:
                 on_output(output)
@@ -49,9 +52,14 @@ class PassHooks:
     """Two hooks on the object that the user calls."""
 
     def __init__(
-        self, model: nn.Module, receiver: PassListener, on_output: Callable[[Any], None] | None = None
+        self,
+        model: nn.Module,
+        receiver: PassListener,
+        on_output: Callable[[Any], None] | None = None,
+        on_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
     ) -> None:
         self._model = model
+        self._on_call = on_call  # is given the arguments
         self._on_output = on_output  # is given what the model returned, outside of what was compiled
         self._receiver = receiver
         self._walker = Walker(model)
@@ -64,8 +72,14 @@ class PassHooks:
         if compiled is not None:
             # `model.compile()` compiles the module's hooks with it, and these must stay outside.
             self._covered = compiled
-            model.__dict__["_compiled_call_impl"] = in_pass(self._receiver, model, compiled, self._on_output)
+            model.__dict__["_compiled_call_impl"] = in_pass(
+                self._receiver, model, compiled, self._on_output, self._on_call
+            )
             return
+        if self._on_call is not None:
+            self._walker.before(
+                self._model, None, lambda _, args, kwargs: self._take_call(args, kwargs), lambda *_: None
+            )
         if self._on_output is not None:
             self._walker.after(self._model, None, lambda _, output: self._take_output(output), lambda _: None)
         self._walker.passes(self._begin, self._receiver.end_pass)
@@ -83,6 +97,10 @@ class PassHooks:
     def _take_output(self, output: Any) -> None:
         assert self._on_output is not None
         self._on_output(output)
+
+    def _take_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._on_call is not None
+        self._on_call(args, kwargs)
 
     def _begin(self) -> None:
         self._receiver.begin_pass(self._model.training)

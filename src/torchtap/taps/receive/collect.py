@@ -50,6 +50,19 @@ class Collector:
         with self._folding.lock:
             return self._collect(tally)
 
+    def peek(self, tally: Tally) -> ScalarBlock | None:
+        """The statistics that a tally holds so far; it goes on holding them. Waits for what is on a device."""
+        with self._folding.lock:
+            tally.reserve(len(self._folding.rows))
+            arrived = np.frombuffer(tally.arrived, dtype=np.bool_)[: len(self._folding.rows)].copy()
+            if not arrived.any():
+                return None
+            rows, sites = self._rows_of(tally)
+            present = arrived[rows]
+            return ScalarBlock(
+                sites, tally.block.statistics, tally.block.results()[rows], None if present.all() else present
+            )
+
     def _collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
         coming: list[Coming] = []
         statistics = self._statistics(tally, coming)

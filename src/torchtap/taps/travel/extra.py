@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchtap._torch import pytree
 from torchtap.errors import MissingExtraError, PlanError
 from torchtap.names import site_name
-from torchtap.plan import Plan, Tap, bind
+from torchtap.plan import Plan, Tap, make_plan
 from torchtap.sites import Selectable
 from torchtap.taps.carry.emitting import EmittingModel
 from torchtap.taps.travel.program_gate import check_tree
@@ -123,7 +123,7 @@ def extra_outputs(
     kwargs: Mapping[str, Any] | None = None,
 ) -> ExtraOutputs:
     """Add the values of some sites to a model's outputs. ``args`` and ``kwargs`` are inputs to run it once with."""
-    plan = bind(model, taps or ("*:output",))
+    plan = make_plan(model, taps or ("*:output",))
     for port in plan.ports:
         if port.site.kind not in ("input", "output"):
             raise PlanError(

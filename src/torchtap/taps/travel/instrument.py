@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from torchtap.errors import FormError
-from torchtap.plan import Plan, Tap, bind
+from torchtap.plan import Plan, Tap, make_plan
 from torchtap.sites import Selectable
 from torchtap.taps.attach import form_of, tree_of
 from torchtap.taps.carry import op
@@ -57,7 +57,7 @@ def _kinds_of(model: Any, taps: tuple[Any, ...]) -> dict[str, tuple[str, ...]]:
     if len(taps) == 1 and isinstance(taps[0], Plan):
         plan = taps[0]
     else:
-        plan = bind(tree_of(model), taps or ("*:output",))
+        plan = make_plan(tree_of(model), taps or ("*:output",))
     found: dict[str, tuple[str, ...]] = {}
     for port in plan.ports:
         if port.site.kind in _PASSED_ON:

@@ -53,7 +53,7 @@ def load(path: str | Path, *, unsafe: bool = False) -> Any:
 
         return load_onnx(file)
     with file.open("rb") as opened:
-        names = _members(opened)
+        names = _members(opened, file)
         if any("data/aotinductor/" in name for name in names):
             return _load_package(file, unsafe)
         if any(name.endswith(("archive_format", "serialized_exported_program.json")) for name in names):
@@ -70,11 +70,18 @@ def _archive(opened: IO[bytes]) -> Any:
     return archive_reader(opened)
 
 
-def _members(opened: IO[bytes]) -> list[str]:
+def _members(opened: IO[bytes], file: Path) -> list[str]:
     if opened.read(4) != b"PK\x03\x04":
         return []
     try:
-        names: list[str] = _archive(opened).get_all_records()
+        archive = _archive(opened)
+        names: list[str] = archive.get_all_records()
+        # torch stores what it saves as it is: whatever unpacks to more than the file was made to burst.
+        unpacked = sum(map(archive.get_record_size, names))
+        if unpacked > (size := file.stat().st_size):
+            raise FormError(
+                f"{str(file)!r} has {size} bytes that unpack to {unpacked}: torch compresses nothing"
+            )
     except RuntimeError:
         opened.seek(0)
         try:  # torch's first archives have no folder, which its reader asks for

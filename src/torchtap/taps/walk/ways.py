@@ -46,7 +46,7 @@ def way_for(root: nn.Module, name: str) -> Way:
     if name == "hook":
         return HookWay()
     if name not in get_args(WayName):
-        raise PlanError(f"via={name!r}: a tap is put on by {', '.join(map(repr, get_args(WayName)))}")
+        raise PlanError(f"way={name!r}: a tap is put on by {', '.join(map(repr, get_args(WayName)))}")
     from torchtap.taps.walk.wrap import ForwardWay, WrapWay
 
     return WrapWay(root) if name == "wrap" else ForwardWay()

@@ -242,7 +242,7 @@ def _wrapper_class(held: type) -> type:
 
 def _wrapper_of(module: nn.Module, around: _Around) -> Any:
     if isinstance(module, torch.jit.ScriptModule):
-        raise FormError(f"a {type(module).__name__} is compiled and cannot be wrapped; use via='hook'")
+        raise FormError(f"a {type(module).__name__} is compiled and cannot be wrapped; use way='hook'")
     made_by: type = module.__class__  # of the innermost, where a wrapper is wrapped again
     wrapper: Any = object.__new__(_wrapper_class(made_by))
     object.__setattr__(wrapper, "__dict__", module.__dict__)

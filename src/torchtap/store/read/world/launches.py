@@ -84,7 +84,7 @@ def _part(folder: Folder, rank: int, attempt: int) -> _Part:
     return _Part(
         rank,
         attempt,
-        world if type(world) is int and 0 < world < 2**31 else 0,
+        world if type(world) is int and 0 < world < 2**20 else 0,
         str(told.get("key", "")),
         (process[0], process[1] if type(process[1]) is int else -1),
         _seconds(facts.get("created")),

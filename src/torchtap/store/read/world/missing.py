@@ -12,23 +12,27 @@ from torchtap.store.read.phases import TRAINING
 from torchtap.store.read.world.launched import Launched
 from torchtap.store.read.world.sharing import Sharing
 
-__all__ = ["missing_parts"]
+__all__ = ["absent_ranks", "missing_parts"]
 
 _MOST = 20
 
 
 def missing_parts(launched: Launched) -> list[str]:
     """A sentence for each thing that is missing."""
-    return [*_absent(launched), *_ended_early(launched), *_parts(launched)][:1000]
-
-
-def _absent(launched: Launched) -> list[str]:
     launch = launched.launch
-    if not launch.absent:
+    return [*absent_ranks(sorted(launch.attempts), launch.world), *_ended_early(launched), *_parts(launched)][
+        :1000
+    ]
+
+
+def absent_ranks(here: Sequence[int], world: object) -> list[str]:
+    """What to say where not every process of a launch recorded."""
+    if type(world) is not int or not 1 < world < 2**20 or len(here) >= world:
         return []
+    absent = [rank for rank in range(world) if rank not in here]
     return [
-        f"{launch.world} processes trained, {_ranks(launch.absent)} recorded nothing: what is divided over ranks is "
-        f"that of {_ranks(sorted(launch.attempts))} alone. Watch the model on every rank"
+        f"{world} processes trained, {_ranks(absent)} recorded nothing: what is divided over ranks is that of "
+        f"{_ranks(here)} alone. Watch the model on every rank"
     ]
 
 

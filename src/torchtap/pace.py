@@ -1,7 +1,8 @@
-"""How often a default plan records, so that it takes no more than its share of a training's time.
+"""A pace: how often a ready-made plan records, so that it takes no more than its share of a training's time.
 
 Steps that record are compared with their quiet neighbours. Where the extra time, spread over the interval, is more
-than the share, the interval grows; it never shrinks, so that steps stay easy to find.
+than the share, the interval grows; it never shrinks, so that steps stay easy to find. The first steps of a training
+tell most: a pace may have all of them recorded.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ _REMEMBERED = 15
 
 @final
 class Pace:
-    """A predicate for a tap: live every ``every`` steps, more seldom where recording is dear."""
+    """A predicate for a tap: live every ``every`` steps, more seldom where recording is dear.
 
-    def __init__(self, every: int, share: float | None) -> None:
+    ``dense``: so many steps at the beginning are all live.
+    """
+
+    def __init__(self, every: int, share: float | None, dense: int = 0) -> None:
         self.every = every
+        self._dense = dense
+        self._first: int | None = None
         self._share = share
         self._quiet: deque[float] = deque(maxlen=_REMEMBERED)
         self._live: deque[float] = deque(maxlen=_REMEMBERED)
@@ -38,7 +44,9 @@ class Pace:
         if self._answers[0] == moment.step:
             return self._answers[1]
         self._note(moment.step)
-        live = moment.step >= self._next
+        if self._first is None:
+            self._first = moment.step
+        live = moment.step >= self._next or moment.step < self._first + self._dense
         if live:
             self._next = moment.step + self.every
         self._answers = (moment.step, live)

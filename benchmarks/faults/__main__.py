@@ -1,0 +1,68 @@
+"""``python -m benchmarks.faults``: the table of faults, and the false alarms over healthy trainings.
+
+python -m benchmarks.faults                   every fault and control, three seeds
+python -m benchmarks.faults --compiled        the same under torch.compile (backend aot_eager)
+python -m benchmarks.faults --seeds 1 A1 B4   some of them
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+
+import torch
+
+from benchmarks.faults.bench import FAULTS, Outcome, tried, warned
+from benchmarks.faults.controls import CONTROLS
+from benchmarks.faults.kit import Case
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults")
+    parser.add_argument("only", nargs="*", help="numbers of faults, or names of controls")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--no-controls", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    seeds = range(asked.seeds)
+    print("| fault | | named | site | late | twin | s |\n| --- | --- | --- | --- | --- | --- | --- |")
+    good, twins = 0, 0
+    chosen = [case for case in FAULTS if not asked.only or case.number in asked.only]
+    for case in chosen:
+        outcomes = [found for seed in seeds if (found := _tried(case, seed, asked.compiled)) is not None]
+        good += bool(outcomes) and all(each.good for each in outcomes)
+        twins += sum(len(each.twin_warnings) for each in outcomes)
+        print(_row(case, outcomes), flush=True)
+    print(
+        f"\n{good} of {len(chosen)} named first or second at the right site with every seed; {twins} warnings of twins"
+    )
+    controls = [each for each in CONTROLS if not asked.only or each[0] in asked.only]
+    if controls and not asked.no_controls:
+        said = [text for seed in seeds for text in warned(controls, seed, compiled=asked.compiled)]
+        print(f"\n{len(said)} warnings over {len(controls)} healthy trainings × {len(seeds)} seeds")
+        print("\n".join(f"- {text}" for text in said))
+    return 0
+
+
+def _tried(case: Case, seed: int, compiled: bool) -> Outcome | None:
+    try:
+        return tried(case, seed, compiled=compiled)
+    except Exception:
+        traceback.print_exc(limit=-4, file=sys.stdout)
+        return None
+
+
+def _row(case: Case, outcomes: list[Outcome]) -> str:
+    named = "/".join("–" if each.place is None else str(each.place) for each in outcomes)
+    site = "/".join("yes" if each.located else "no" for each in outcomes)
+    late = "/".join("–" if each.late is None else str(each.late) for each in outcomes)
+    twin = "; ".join(text for each in outcomes for text in each.twin_warnings)
+    seconds = max((each.seconds for each in outcomes), default=0.0)
+    bad = "" if outcomes and all(each.good for each in outcomes) else f" {outcomes and outcomes[0].said}"
+    return f"| {case.number} | {case.title} | {named} | {site} | {late} | {twin} | {seconds:.1f} |{bad}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

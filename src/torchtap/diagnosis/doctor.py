@@ -1,0 +1,273 @@
+"""A doctor beside a training: records what rules need, asks them at the end of live steps, and tells what they find.
+
+It guarantees:
+- losses, gradients and random numbers of the training are what they would be without it;
+- between live steps the model carries no tap, and what is still heard (each backward, each update) costs microseconds;
+- a rule or a probe that fails costs itself only;
+- the findings are those that `diagnose` gives on the finished run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchtap.diagnosis.chart import Block, Chart
+from torchtap.diagnosis.doctor_plan import doctor_taps
+from torchtap.diagnosis.facts import FACT, STRUCTURE, Fact, Structure
+from torchtap.diagnosis.finding import Finding, Findings
+from torchtap.diagnosis.judging import Ward
+from torchtap.diagnosis.probes.base import Ears, Patient, Probe
+from torchtap.diagnosis.probes.functions import FunctionProbe
+from torchtap.diagnosis.probes.gradients import GradientProbe
+from torchtap.diagnosis.probes.hidden import HiddenProbe
+from torchtap.diagnosis.probes.loaders import LoaderProbe
+from torchtap.diagnosis.probes.losses import LossProbe
+from torchtap.diagnosis.probes.membership import MembershipProbe
+from torchtap.diagnosis.probes.modes import ModeProbe
+from torchtap.diagnosis.probes.padded import PaddingProbe
+from torchtap.diagnosis.probes.weights import WeightProbe
+from torchtap.diagnosis.reading import LEARNED, LOSS
+from torchtap.diagnosis.rules.base import Rule
+from torchtap.diagnosis.rules.registry import all_rules
+from torchtap.errors import PlanError, TrainingStoppedError
+from torchtap.names import kind_of
+from torchtap.pace import Pace
+from torchtap.session import watch
+from torchtap.store.record import Consumer, StepRecord
+from torchtap.taps.attach import tree_of
+from torchtap.taps.receive import backward, training
+from torchtap.watching import Watch
+
+__all__ = ["Doctor", "doctor"]
+
+StopAt = Literal["error", "warning"]
+_LOSS_LOOKS = 16  # steps between two looks where nothing but the loss is recorded
+_CLOSE_LOOKS = 24  # records after each of which rules are asked; then after every few
+
+
+def doctor(
+    model: Any,
+    *optimizers: Any,
+    run: str | os.PathLike[str] | None = None,
+    every: int = 10,
+    dense: int = 50,
+    share: float | None = 0.02,
+    sinks: Sequence[Consumer] = (),
+    on_finding: Callable[[Finding], None] | None = None,
+    stop: StopAt | None = None,
+    rules: Sequence[Rule] | None = None,
+    quiet: bool = False,
+    labels: dict[str, Any] | None = None,
+) -> Doctor:
+    """Have a doctor beside a training: it says what is wrong, by its cause, while it happens.
+
+    ``optimizers`` move the clock. ``run`` keeps the records in a folder. The first ``dense`` steps are looked at, then
+    one in ``every``, or more seldom where that takes more than ``share`` of the time. A finding is a line on standard
+    error (unless ``quiet``), an alert of the ``sinks``, and a call of ``on_finding``. ``stop="error"`` raises
+    `TrainingStoppedError` before the next update once an error was found; ``"warning"`` for warnings too.
+    """
+    if stop not in (None, "error", "warning"):
+        raise PlanError(f"stop={stop!r}: give 'error', 'warning' or None")
+    if not optimizers:
+        raise PlanError("doctor(model, optimizer): give the optimizer, whose updates end the steps")
+    pace = Pace(every, share, dense)
+    return Doctor(model, optimizers, pace, run, sinks, on_finding, stop, rules, quiet, labels)
+
+
+@final
+class Doctor(Ears):
+    """Made by `doctor`. A context manager; also closed by `close`."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizers: Sequence[Any],
+        pace: Pace,
+        run: str | os.PathLike[str] | None,
+        sinks: Sequence[Consumer],
+        on_finding: Callable[[Finding], None] | None,
+        stop: StopAt | None,
+        rules: Sequence[Rule] | None,
+        quiet: bool,
+        labels: dict[str, Any] | None,
+    ) -> None:
+        self._on_finding, self._stop_at, self._quiet = on_finding, stop, quiet
+        self._stopped_by: Finding | None = None
+        models = list(model.values()) if isinstance(model, dict) else [model]
+        roots = tuple(model) if isinstance(model, dict) else ("",)
+        tree = tree_of(nn.ModuleDict(model) if isinstance(model, dict) else model)
+        self._chart = Chart(self._facts_of_sites)
+        self._ward = Ward(self._chart, all_rules()[0] if rules is None else rules)
+        self._process = os.getpid()
+        self._records = 0
+        self._told = 0
+        self._loss: tuple[int, Tensor | None] = (-1, None)
+        self._closed = False
+        self.seconds = 0.0  # that rules have taken
+        self.watch: Watch = watch(
+            model, run, doctor_taps(tree, pace, roots), sinks=[*sinks, _Clerk(self)], labels=labels
+        )
+        self._patient = Patient(tree, models)
+        self._probes = self._made_probes()
+        self.watch.follow(*optimizers)
+        for probe in self._probes:
+            probe.start()
+        # After the probes: a loss that is NaN is theirs to see first.
+        backward.listen(self)
+        if stop is not None:
+            training.listen(self)
+
+    def _made_probes(self) -> list[Probe]:
+        patient = self._patient
+        modes = ModeProbe(patient, self)
+        return [
+            GradientProbe(patient, self),
+            MembershipProbe(patient, self, self._take_structure),
+            WeightProbe(patient, self),
+            HiddenProbe(patient, self),
+            LossProbe(patient, self),
+            modes,
+            FunctionProbe(patient, self, modes),
+            PaddingProbe(patient, self),
+            LoaderProbe(self),
+        ]
+
+    # -- what probes tell ---------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> bool:
+        """Whether this step is looked at."""
+        return self.watch.live and os.getpid() == self._process
+
+    def fact(self, name: str, site: str, value: float = 0.0, text: str = "") -> None:
+        """A fact of this step; told once for each name and site."""
+        if os.getpid() != self._process:
+            return  # a worker that was forked from the training's process
+        fact = Fact(name, site, max(0, self.watch.step_number), value, text)
+        if self._chart.note(fact):
+            self.watch.note(FACT, **fact.to_dict())
+
+    def number(self, site: str, value: float | Tensor) -> None:
+        """A number of this step."""
+        self.watch.log({site: value})
+
+    def _take_structure(self, structure: Structure) -> None:
+        self._chart.structure = structure
+        self.watch.note(STRUCTURE, **structure.to_dict())
+
+    def _facts_of_sites(self) -> dict[str, dict[str, Any]]:
+        ports = {port.site.name: {"class": type(port.site.module).__name__} for port in self.watch.plan.ports}
+        seen = {each["name"]: each for each in self.watch.described_sites()}
+        return {name: {**ports.get(name, {}), **seen.get(name, {})} for name in (*seen, *ports)}
+
+    # -- the training -------------------------------------------------------------------------------------
+
+    def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
+        if loss is None or os.getpid() != self._process:
+            return
+        step = self.watch.step_number
+        before = self._loss[1]
+        total = loss.float() if step != self._loss[0] or before is None else before + loss.float()
+        self._loss = (step, total)
+        self.watch.log(loss=total)
+
+    def backward_ends(self) -> None:
+        pass
+
+    def ready(self, optimizer: Optimizer) -> None:
+        """The weights are still those of the step that a finding is of: here a training can be stopped."""
+        found, self._stopped_by = self._stopped_by, None
+        if found is not None:
+            raise TrainingStoppedError(
+                f"stopped as asked (stop={self._stop_at!r}): {found.message}. {found.advice}"
+            )
+
+    # -- records ------------------------------------------------------------------------------------------
+
+    def take(self, record: StepRecord) -> None:
+        """Put a record into the chart, and ask the rules."""
+        began = time.perf_counter()
+        blocks: list[Block] = [
+            (block.sites, block.statistics, block.values, block.present) for block in record.scalars
+        ]
+        self._note_loss(record)
+        known = len(self._chart.steps) and self._chart.steps[-1] == record.step
+        if record.passes and (record.phase == "train" or _learned(record)):
+            self._chart.add(record.step, blocks, passes=record.passes, skipped=record.skipped)
+            self._records += 1
+            if self._records <= _CLOSE_LOOKS or self._records % 4 == 0:
+                self._look()
+        elif known and record.phase == "train":
+            self._chart.add(record.step, blocks, passes=0)
+        elif record.step % _LOSS_LOOKS == 0:
+            self._look()
+        self.seconds += time.perf_counter() - began
+
+    def _note_loss(self, record: StepRecord) -> None:
+        for block in record.scalars:
+            if LOSS in block.sites:
+                self._chart.add_loss(record.step, float(block.values[block.sites.index(LOSS), 0]))
+
+    def _look(self) -> None:
+        for finding in self._ward.look():
+            self._tell(finding)
+
+    def _tell(self, finding: Finding) -> None:
+        if not self._quiet and finding.severity != "info":
+            since = "" if finding.step is None else f" (step {finding.step})"
+            print(f"torchtap: {finding.kind}: {finding}{since}. {finding.advice}", file=sys.stderr)
+        self.watch.alert(finding.severity, finding.kind, finding.message, finding.step, finding.site)
+        grave = finding.severity == "error" or (finding.severity == "warning" and self._stop_at == "warning")
+        if self._stop_at is not None and grave and self._stopped_by is None:
+            self._stopped_by = finding
+        if self._on_finding is not None:
+            self._on_finding(finding)
+
+    # -- what comes out -----------------------------------------------------------------------------------
+
+    def findings(self) -> Findings:
+        """What was found so far, the gravest first; ``unjudged`` names the rules that could not judge."""
+        return self._ward.findings()
+
+    def close(self) -> None:
+        """End the recording, leave the model and torch as they were, and ask the rules a last time."""
+        if self._closed:
+            return
+        self._closed = True
+        backward.stop_listening(self)
+        training.stop_listening(self)
+        for probe in reversed(self._probes):
+            probe.stop()
+        self.watch.close()
+        self._look()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@final
+class _Clerk:
+    """Hands the watch's records to the doctor."""
+
+    def __init__(self, doctor: Doctor) -> None:
+        self._doctor = doctor
+
+    def write(self, record: StepRecord) -> None:
+        self._doctor.take(record)
+
+    def close(self) -> None:
+        pass
+
+
+def _learned(record: StepRecord) -> bool:
+    return any(kind_of(site) in LEARNED for block in record.scalars for site in block.sites[-64:])

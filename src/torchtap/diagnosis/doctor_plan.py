@@ -1,0 +1,32 @@
+"""The plan of a doctor: what to record, and how often, so that every rule can judge within a stated budget."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torchtap.pace import Pace
+from torchtap.plan import Tap, tap
+from torchtap.reduce import SampleSpread, Units
+
+__all__ = ["doctor_taps"]
+
+_OF_PARAMETERS = ("param", "param_grad", "update")
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) -> list[Tap]:
+    """Taps for all rules; ``roots`` are the paths of the models that are called."""
+    kinds = ("output", "grad_output", *(_OF_PARAMETERS if _has_parameters(model) else ()))
+    taps = [tap(f"*:{kind}", when=pace) for kind in kinds]
+    taps.append(tap(":lr", when=pace))
+    for root in roots:
+        taps += [tap(f"{root}:input", when=pace), tap(f"{root}:input", SampleSpread(), when=pace)]
+        taps.append(tap(f"{root}:output", SampleSpread(), when=pace))
+    layers = [kind for kind in _LAYERS if any(isinstance(module, kind) for module in model.modules())]
+    if layers:
+        taps.append(tap(layers, Units(dim=0, which=False), kind="param_grad", when=pace))
+    return taps
+
+
+def _has_parameters(model: nn.Module) -> bool:
+    return any(True for _ in model.parameters())

@@ -1,0 +1,226 @@
+"""A dump: the ring as an ordinary run, the kept moment beside it, and the bad step replayed under full taps.
+
+    step-00000123/            read by `torchtap.open`, `show`, `view`
+        rank-0/ …             the last steps' numbers; step 123 once more in phase ``replay``, with whole tensors
+        moment/rank-0.pt      batch, weights, random state (`moment`)
+
+The models are left exactly as they were, whatever happens here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from torch import Tensor, nn
+
+from torchtap.diagnosis.birth import Birth, Search
+from torchtap.diagnosis.flight.judge import Incident
+from torchtap.diagnosis.flight.moment import Moment
+from torchtap.diagnosis.flight.passes import copied
+from torchtap.diagnosis.flight.replay import Replayed, replay
+from torchtap.diagnosis.flight.untouched import untouched
+from torchtap.manifest import run_manifest
+from torchtap.model_tree import environment
+from torchtap.plan import make_plan, tap
+from torchtap.reduce import Full, Sample, Stats
+from torchtap.session import watch
+from torchtap.sinks.memory import MemorySink
+from torchtap.sites import unwrap
+from torchtap.store.record import ScalarBlock, StepRecord
+from torchtap.store.write.writer import RunWriter
+from torchtap.taps.attach import tree_of
+
+__all__ = ["Outcome", "explain", "reproduce", "write_dump"]
+
+REPLAYED = ["*:input", "*:output", "*:grad_input", "*:grad_output", "*:param_grad", "*:attention"]
+
+
+@final
+@dataclass(slots=True)
+class Outcome:
+    """What is known of a kept step after it was replayed; goes into the run as the event ``incident``."""
+
+    step: int
+    trigger: str  # nonfinite, spike, finding, exception, asked, rank
+    reason: str
+    replayed: bool = False
+    # Whether every number of the step came out the same, to the last bit; None where its numbers are also of passes
+    # before another update of the same step.
+    reproduced: bool | None = None
+    differing: list[str] = field(default_factory=list)  # sites that did not
+    gradients_equal: bool | None = (
+        None  # the parameters'; None where they were clipped, unscaled or taken away since
+    )
+    birth: Birth | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        facts = {name: getattr(self, name) for name in self.__slots__ if name != "birth"}
+        return {**facts, "birth": None if self.birth is None else self.birth.to_dict()}
+
+
+def write_dump(
+    folder: Path,
+    models: Mapping[str, nn.Module],
+    moment: Moment,
+    incident: Incident,
+    records: Sequence[StepRecord],
+    *,
+    rank: tuple[int, int],
+    replaying: bool,
+    comparable: bool,
+    replay_bytes: int,
+) -> Outcome:
+    """Write everything of an incident into ``folder``. ``comparable``: nothing has changed the gradients since."""
+    outcome = Outcome(moment.step, incident.kind, incident.reason, notes=list(moment.notes))
+    holder: Any = models[""] if set(models) == {""} else nn.ModuleDict(dict(models))
+    taps = _taps(records, moment.step, replay_bytes, outcome)
+    plan = make_plan(tree_of(holder), taps)
+    described = {**environment(), "rank": rank[0], "world_size": rank[1]}
+    labels = {"flight": {"step": moment.step, "kind": incident.kind, "reason": incident.reason}}
+    manifest = run_manifest(tree_of(holder), plan, described, labels)
+    with RunWriter(folder, manifest=manifest, rank=rank[0], world=rank[1]) as writer:
+        for record in records:
+            writer.write(record)
+        moment.save(folder, rank[0])
+        if replaying and moment.passes and moment.weights:
+            written = [record for record in records if record.step == moment.step]
+            _replay_into(writer, models, moment, plan, written, comparable, outcome)
+        writer.event("incident", **outcome.to_dict())
+    return outcome
+
+
+def _taps(records: Sequence[StepRecord], step: int, limit: int, outcome: Outcome) -> list[Any]:
+    """Whole tensors, unless the step's own numbers say that these would be too many."""
+    elements = 0.0
+    for block in _blocks(records, step):
+        if "count" in block.statistics:
+            elements += float(np.nansum(block.values[:, block.statistics.index("count")]))
+    if 4 * 4 * elements > limit:  # float32; inputs, outputs and the gradients of both
+        outcome.notes.append(
+            f"whole tensors would take more than {limit:,} bytes: samples of 1,024 elements are kept"
+        )
+        return [tap(REPLAYED, Sample(1024)), tap(REPLAYED, Stats())]
+    return [tap(REPLAYED, Full()), tap(REPLAYED, Stats())]
+
+
+def _replay_into(
+    writer: RunWriter,
+    models: Mapping[str, nn.Module],
+    moment: Moment,
+    plan: Any,
+    written: Sequence[StepRecord],
+    comparable: bool,
+    outcome: Outcome,
+) -> None:
+    sink = MemorySink()
+    before = {id(p): p.grad for model in models.values() for p in model.parameters()}
+    result = reproduce(models, moment, plan, [_Kept(writer), sink])
+    outcome.replayed = True
+    if sum(record.passes for record in written) == len(moment.passes):  # else an update has come in between
+        _compare(outcome, written, list(sink.records))
+    if comparable and result.gradients:
+        pairs = [(before.get(key), gradient) for key, gradient in result.gradients.items()]
+        known = [(own, again) for own, again in pairs if own is not None]
+        outcome.gradients_equal = all(same_bits(own, again) for own, again in known) if known else None
+    if result.error is not None:
+        outcome.notes.append(f"the replay raised {type(result.error).__name__}: {result.error}")
+    outcome.birth = explain(models, moment)
+
+
+def reproduce(
+    models: Mapping[str, nn.Module], moment: Moment, taps: Any, sinks: Sequence[Any], run: str | None = None
+) -> Replayed:
+    """Run the step of a moment again under taps; its record is of the phase ``replay``."""
+    members = {name: _alone(model) for name, model in models.items()}
+    holder: Any = members[""] if set(members) == {""} else members
+    with untouched(*members.values()):
+        with (
+            watch(holder, run, taps, sinks=sinks) as full,
+            full.step(moment.step),
+            full.phase("replay"),
+        ):
+            result = replay(moment.passes, members)
+            for model in members.values():
+                for parameter in model.parameters():
+                    parameter.grad = result.gradients.get(id(parameter))  # to be read at the end of the block
+    return result
+
+
+def explain(models: Mapping[str, nn.Module], moment: Moment, on_birth: Any = None) -> Birth | None:
+    """Where the first bad value of a moment's step was born."""
+    inner = {name: unwrap(model) for name, model in models.items()}
+    search = Search(inner, on_birth)
+    inputs = [copied((each.args, each.kwargs))[0] for each in moment.passes]
+    for each, (args, kwargs) in zip(moment.passes, inputs, strict=True):
+        search.name_inputs(each.model, args, kwargs)
+        search.name_seeds(each.model, each.seeds)
+    with untouched(*inner.values()), search.looking():
+        result = replay(moment.passes, inner, inputs)
+    search.look_at(tensor for output in result.outputs for tensor in output.values())
+    search.look_at(result.gradients.values())
+    return search.birth(moment.step)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same values, NaN being the same as NaN."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    same = (left == right) | (left.isnan() & right.isnan())
+    return bool(same.all())
+
+
+def _compare(outcome: Outcome, written: Sequence[StepRecord], again: Sequence[StepRecord]) -> None:
+    """Every number of the step against the replay's."""
+    first, second = _numbers(written, outcome.step), _numbers(again, outcome.step)
+    shared = [site for site in first if site in second]
+    if shared:
+        outcome.differing = [site for site in shared if first[site] != second[site]]
+        outcome.reproduced = not outcome.differing
+
+
+def _numbers(records: Sequence[StepRecord], step: int) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for block in _blocks(records, step):
+        if "count" not in block.statistics:
+            continue
+        for row, site in enumerate(block.sites):
+            if block.present is None or block.present[row]:
+                values = block.values[row] + 0.0  # one zero, not two
+                found[site] = np.where(np.isnan(values), np.nan, values).tobytes()
+    return found
+
+
+def _blocks(records: Sequence[StepRecord], step: int) -> list[ScalarBlock]:
+    return [
+        block
+        for record in records
+        if record.step == step and record.phase != "eval"
+        for block in record.scalars
+    ]
+
+
+def _alone(model: nn.Module) -> nn.Module:
+    """Without wrappers that talk to other ranks; a compiled model stays compiled."""
+    return unwrap(model) if type(model).__name__ == "DistributedDataParallel" else model
+
+
+class _Kept:
+    """A writer that others must not close."""
+
+    def __init__(self, writer: RunWriter) -> None:
+        self._writer = writer
+
+    def write(self, record: StepRecord) -> None:
+        self._writer.write(record)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self._writer.event(kind, **facts)
+
+    def close(self) -> None:
+        self._writer.flush()

@@ -1,0 +1,113 @@
+"""What probes have in common: whom they tell, and what they know of the model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchtap.names import site_name
+from torchtap.sites import places
+
+__all__ = ["Ears", "Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
+
+
+class Telling(Protocol):
+    """Whom probes tell."""
+
+    @property
+    def live(self) -> bool:
+        """Whether this step is one that is looked at."""
+
+    def fact(self, name: str, site: str, value: float = 0.0, text: str = "") -> None:
+        """Something that was seen; told once for each name and site."""
+
+    def number(self, site: str, value: float | Tensor) -> None:
+        """A number of this step."""
+
+
+class Probe(Protocol):
+    """What a doctor sets up and takes down."""
+
+    def start(self) -> None:
+        """Listen from now on."""
+
+    def stop(self) -> None:
+        """Leave everything as it was."""
+
+
+class Ears:
+    """A listener of trainings that hears nothing; subclasses hear what they need."""
+
+    def evaluating(self, optimizer: Optimizer) -> None:
+        pass
+
+    def unscaling(self, optimizer: Optimizer) -> None:
+        pass
+
+    def clipping(self, gradients: Sequence[Tensor]) -> None:
+        pass
+
+    def ready(self, optimizer: Optimizer) -> None:
+        pass
+
+    def updated(self, optimizer: Optimizer) -> None:
+        pass
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        pass
+
+
+@final
+class Patient:
+    """A model's modules and parameters by their names."""
+
+    def __init__(self, tree: nn.Module, called: Iterable[Any]) -> None:
+        self.tree = tree
+        self.called = [each for each in called if isinstance(each, nn.Module)]  # what the user calls
+        self.places = places(tree)
+        self.paths = {id(place.module): place.path for place in self.places}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.owners: dict[str, nn.Module] = {}
+        known: set[int] = set()
+        for place in self.places:
+            for leaf, parameter in place.module._parameters.items():
+                if parameter is not None and id(parameter) not in known:
+                    known.add(id(parameter))
+                    name = site_name(place.path, "param", leaf)
+                    self.parameters[name], self.owners[name] = parameter, place.module
+        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self.compiled = any(_is_compiled(module) for module in (*self.called, *tree.modules()))
+
+    def some_parameters(self, most: int) -> dict[str, nn.Parameter]:
+        """Trainable parameters, evenly spread over the model."""
+        learning = {name: each for name, each in self.parameters.items() if each.requires_grad}
+        stride = max(1, -(-len(learning) // most))
+        return dict(list(learning.items())[::stride])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def is_nonzero(value: Tensor | None) -> bool:
+    """Whether there is a value that is not all zero."""
+    if value is None:
+        return False
+    dense = value.coalesce().values() if value.is_sparse else value
+    return bool(torch.count_nonzero(dense).item())
+
+
+def held_anywhere() -> set[int]:
+    """The identities of all tensors that any living optimizer holds. Looks through the process: for suspicions only."""
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return {
+        id(parameter)
+        for optimizer in optimizers
+        for group in getattr(optimizer, "param_groups", ())
+        for parameter in group["params"]
+    }

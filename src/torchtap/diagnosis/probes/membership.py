@@ -1,0 +1,111 @@
+"""Which parameters learn, which optimizer holds them, and whether both agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchtap.diagnosis.facts import Structure
+from torchtap.diagnosis.probes.base import Ears, Patient, Telling, held_anywhere, is_nonzero
+from torchtap.taps.receive import training
+
+__all__ = ["MembershipProbe", "is_fresh"]
+
+_LOOKS = 4  # updates in live steps that are looked at
+
+
+@final
+class MembershipProbe(Ears):
+    """Compares what has gradients with what optimizers hold, at the first updates."""
+
+    def __init__(self, patient: Patient, tell: Telling, tell_structure: Callable[[Structure], None]) -> None:
+        self._patient = patient
+        self._tell = tell
+        self._tell_structure = tell_structure
+        self._held: dict[int, str] = {}  # parameters of optimizers that stepped, and the optimizer's class
+        self._structure: Structure | None = None
+        self._fresh = is_fresh(patient)
+        self._looks: dict[int, int] = {}
+
+    def start(self) -> None:
+        training.listen(self)
+
+    def stop(self) -> None:
+        training.stop_listening(self)
+
+    def ready(self, optimizer: Optimizer) -> None:
+        looks = self._looks.get(id(optimizer), 0)
+        if not self._tell.live or looks >= _LOOKS:
+            return
+        self._looks[id(optimizer)] = looks + 1
+        kind = type(optimizer)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._held.update((id(each), f"{kind.__module__}.{kind.__qualname__}") for each in parameters)
+        self._look_at_structure()
+        self._look_for_strangers(parameters)
+
+    def _look_at_structure(self) -> None:
+        parameters = self._patient.parameters
+        found = Structure(
+            trainable=frozenset(name for name, each in parameters.items() if each.requires_grad),
+            frozen=frozenset(name for name, each in parameters.items() if not each.requires_grad),
+            optimized=frozenset(name for name, each in parameters.items() if id(each) in self._held),
+            optimizers=tuple(sorted(set(self._held.values()))),
+            fresh=self._fresh,
+            sizes={name: each.numel() for name, each in parameters.items()},
+        )
+        if found != self._structure:
+            self._structure = found
+            self._tell_structure(found)
+
+    def _look_for_strangers(self, parameters: list[Tensor]) -> None:
+        patient = self._patient
+        suspects = {
+            name: each
+            for name, each in patient.parameters.items()
+            if each.requires_grad and each.grad is not None and id(each) not in self._held
+        }
+        if not suspects:
+            return
+        held = held_anywhere()
+        suspects = {
+            name: each for name, each in suspects.items() if id(each) not in held and is_nonzero(each.grad)
+        }
+        mine = any(id(each) in patient.names for each in parameters)
+        idle = all(each.grad is None for each in parameters)
+        nobody = not any(id(each) in held for each in patient.parameters.values())
+        if suspects and idle and nobody and not mine:
+            name, parameter = next(iter(suspects.items()))
+            text = f"{len(parameters)} tensors of the optimizer have no gradient, {len(suspects)} of the model have one"
+            self._tell.fact("foreign-optimizer", name, float(parameter.numel()), text)
+        elif mine:
+            for name, parameter in suspects.items():
+                self._tell.fact("not-in-optimizer", name, float(parameter.numel()))
+
+
+def is_fresh(patient: Patient) -> bool:
+    """Whether weights are as they were initialised: norms at one and zero, biases within their first bounds.
+
+    Training moves all of these at once, so one that has moved is enough to say no.
+    """
+    with torch.no_grad():
+        return all(_looks_fresh(place.module) for place in patient.places)
+
+
+def _looks_fresh(module: nn.Module) -> bool:
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.numel()):
+        return True
+    if weight.is_meta or isinstance(weight, nn.parameter.UninitializedParameter):
+        return True
+    if weight.dim() == 1:
+        constant = bool((weight == weight[0]).all())
+        return constant and (bias is None or bool((bias == 0).all()))
+    if bias is None or bias.dim() != 1:
+        return True
+    fan_in = weight[0].numel() if "Transpose" not in type(module).__name__ else weight.shape[1]
+    return bool((bias == bias[0]).all()) or float(bias.abs().max()) <= 1.01 / max(1, fan_in) ** 0.5

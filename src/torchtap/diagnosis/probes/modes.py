@@ -1,0 +1,113 @@
+"""In which mode passes come: training without gradients, updates in evaluation, a module in a mode of its own."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+
+from torchtap.diagnosis.probes.base import Ears, Patient, Telling
+from torchtap.names import site_name
+from torchtap.taps.carry.passes import PassHooks
+from torchtap.taps.receive import training
+
+__all__ = ["ModeProbe", "has_mode"]
+
+_SETTLED = 3  # updates after which a training has shown which passes are its own
+_LOOKS = 3
+
+
+def has_mode(module: nn.Module) -> bool:
+    """Whether a module does other things in training than in evaluation."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    return isinstance(module, _NormBase) and module.track_running_stats
+
+
+@final
+class ModeProbe(Ears):
+    """Hears the beginning of each pass of what the user calls, and each update."""
+
+    def __init__(self, patient: Patient, tell: Telling) -> None:
+        self._patient = patient
+        self._tell = tell
+        self._modal = [(place.path, place.module) for place in patient.places if has_mode(place.module)]
+        self._hooks = [PassHooks(model, self) for model in patient.called]
+        self._updates = 0
+        self._own_looks = False  # passes without gradients belong to the training itself
+        self._learned_in_training = self._learned_in_eval = False
+        self._evaluations = 0
+        self._in_eval_updates = 0
+        self.in_evaluation = False  # a pass of an evaluation is running, one of the first
+
+    def start(self) -> None:
+        if self._patient.called:
+            training.listen(self)
+            for hooks in self._hooks:
+                hooks.switch_on()
+
+    def stop(self) -> None:
+        training.stop_listening(self)
+        for hooks in self._hooks:
+            hooks.switch_off()
+
+    # -- passes -------------------------------------------------------------------------------------------
+
+    def begin_pass(self, training: bool | None = None) -> None:
+        learning = torch.is_grad_enabled()
+        if learning:
+            self._learned_in_training |= training is not False
+            self._learned_in_eval |= training is False
+        elif training:
+            self._look_at_silent_pass()
+        elif training is False and self._evaluations < _LOOKS:
+            self._evaluations += 1
+            self.in_evaluation = True
+            self._look_at_evaluation()
+
+    def end_pass(self) -> None:
+        self.in_evaluation = False
+
+    def _look_at_silent_pass(self) -> None:
+        if self._updates < _SETTLED:
+            self._own_looks = True
+        on = [
+            (path, module) for path, module in self._modal if module.training and not _is_reestimated(module)
+        ]
+        if self._own_looks or not on:
+            return
+        for path, _ in on:
+            self._tell.fact("evaluates-in-train", site_name(path, "output"))
+
+    def _look_at_evaluation(self) -> None:
+        modal = [(path, module) for path, module in self._modal if module.training]
+        kinds = {type(module) for _, module in modal}
+        alike = [module for _, module in self._modal if type(module) in kinds]
+        # All dropout layers at once are left on by somebody who wants several samples of one answer.
+        if modal and (len(alike) > len(modal) or len(self._modal) == len(modal) == 1):
+            for path, _ in modal:
+                self._tell.fact("ignores-eval", site_name(path, "output"))
+
+    # -- updates ------------------------------------------------------------------------------------------
+
+    def updated(self, optimizer: Optimizer) -> None:
+        only_eval = self._learned_in_eval and not self._learned_in_training
+        self._learned_in_eval = self._learned_in_training = False
+        self._updates += 1
+        self._in_eval_updates = self._in_eval_updates + 1 if only_eval else 0
+        if self._in_eval_updates < 2 or not self._modal or any(m.training for _, m in self._modal):
+            return
+        sizes = [(each.numel(), each.requires_grad) for each in self._patient.parameters.values()]
+        learning = sum(size for size, learns in sizes if learns)
+        if 2 * learning >= sum(size for size, _ in sizes):
+            for path, _ in self._modal:
+                self._tell.fact("trains-in-eval", site_name(path, "output"))
+
+
+def _is_reestimated(module: nn.Module) -> bool:
+    """Batch norm without a momentum averages over all batches: somebody computes its statistics anew."""
+    return isinstance(module, _NormBase) and module.momentum is None

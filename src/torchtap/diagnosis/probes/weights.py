@@ -1,0 +1,102 @@
+"""Weights against each other: rows that are copies, ties that are broken."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchtap.diagnosis.probes.base import Ears, Patient, Telling, is_nonzero
+from torchtap.names import site_name
+from torchtap.taps.receive import training
+
+__all__ = ["WeightProbe"]
+
+_LOOKS = 2
+
+
+@final
+class WeightProbe(Ears):
+    """Looks at the first updates of a training, and at ties in each live step."""
+
+    def __init__(self, patient: Patient, tell: Telling) -> None:
+        self._patient = patient
+        self._tell = tell
+        self._tied = _tied(patient)
+        self._twins = _twins(patient)
+        self._looks = 0
+
+    def start(self) -> None:
+        training.listen(self)
+
+    def stop(self) -> None:
+        training.stop_listening(self)
+
+    def ready(self, optimizer: Optimizer) -> None:
+        if self._tell.live and self._looks < _LOOKS:
+            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            with torch.no_grad():
+                for name, parameter in self._patient.parameters.items():
+                    if id(parameter) in held and _has_equal_rows(parameter):
+                        self._tell.fact("equal-rows", name, float(len(parameter)))
+
+    def updated(self, optimizer: Optimizer) -> None:
+        if not self._tell.live:
+            return
+        self._looks += 1
+        for names in self._tied:
+            holders = {id(module._parameters.get(leaf)) for _, module, leaf in names}
+            if len(holders) > 1:
+                path, _, leaf = names[-1]
+                self._tell.fact(
+                    "untied", site_name(path, "param", leaf), text="they were one parameter at the start"
+                )
+        if self._twins and self._looks <= _LOOKS:
+            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            for one, other in self._twins:
+                first, second = self._patient.parameters[one], self._patient.parameters[other]
+                if {id(first), id(second)} <= held and not torch.equal(first, second):
+                    self._tell.fact(
+                        "untied", other, text=f"it had the values of {one} when the training began"
+                    )
+
+
+def _has_equal_rows(parameter: nn.Parameter) -> bool:
+    gradient = parameter.grad
+    if parameter.dim() < 2 or len(parameter) < 2 or gradient is None or gradient.is_sparse:
+        return False
+    if not (torch.equal(parameter[0], parameter[1]) and torch.equal(gradient[0], gradient[1])):
+        return False
+    if not torch.equal(parameter, parameter[:1].expand_as(parameter)):
+        return False
+    return torch.equal(gradient, gradient[:1].expand_as(gradient)) and is_nonzero(gradient)
+
+
+def _tied(patient: Patient) -> list[list[tuple[str, nn.Module, str]]]:
+    """The places of each parameter that has several."""
+    slots: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for place in patient.places:
+        for leaf, parameter in place.module._parameters.items():
+            if parameter is not None:
+                slots.setdefault(id(parameter), []).append((place.path, place.module, leaf))
+    return [names for names in slots.values() if len(names) > 1]
+
+
+def _twins(patient: Patient) -> list[tuple[str, str]]:
+    """Embeddings and linear layers with the same values in different memory: as if tied."""
+    embeddings, layers = [], []
+    for name, parameter in patient.parameters.items():
+        owner = patient.owners[name]
+        if isinstance(owner, nn.Embedding):
+            embeddings.append((name, parameter))
+        elif isinstance(owner, nn.Linear) and parameter.dim() == 2:
+            layers.append((name, parameter))
+    with torch.no_grad():
+        return [
+            (one, other)
+            for one, first in embeddings
+            for other, second in layers
+            if first.shape == second.shape and torch.equal(first, second) and bool(first.std() > 0)
+        ]

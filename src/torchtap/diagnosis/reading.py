@@ -1,0 +1,125 @@
+"""A finished or growing run into a chart, in portions, as a training would have filled it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.diagnosis.chart import Block, Chart
+from torchtap.diagnosis.facts import FACT, STRUCTURE, read_fact, read_structure
+from torchtap.names import kind_of
+from torchtap.store.read.phases import TRAINING
+
+if TYPE_CHECKING:
+    from torchtap.store.read.reader import Run
+
+__all__ = ["LEARNED", "chart_of", "fill"]
+
+LOSS = ":value.loss"
+PORTION = 8  # columns between two looks
+_MOST = 2400  # of a longer run, this many steps are looked at: the first ones, and others evenly spread
+_FIRST = 400
+LEARNED = frozenset(("param_grad", "update"))  # kinds that only a phase that learns has
+
+
+def chart_of(run: Run) -> Chart:
+    """An empty chart for a run."""
+    return Chart(run.site_facts)
+
+
+def fill(chart: Chart, run: Run) -> Iterator[None]:
+    """Put the run into the chart, a few columns at a time; what was told by a step is there with it."""
+    facts = [fact for event in run.events(FACT) if (fact := read_fact(event)) is not None]
+    structures = [found for event in run.events(STRUCTURE) if (found := read_structure(event)) is not None]
+    if structures:
+        chart.structure = structures[-1]
+    passes, skipped = _by_step(run.clock())
+    recorded = np.asarray(run.steps(), np.int64)
+    steps = _chosen(np.array([step for step in recorded.tolist() if passes.get(step)], np.int64))
+    losses = _losses(run)
+    waiting = sorted(facts, key=lambda fact: fact.step)
+    tables = _tables(run, steps)
+    for begin in range(0, len(steps), PORTION):
+        for column in range(begin, min(begin + PORTION, len(steps))):
+            step = int(steps[column])
+            blocks = [_block(sites, statistic, values[:, column]) for sites, statistic, values in tables]
+            chart.add(step, blocks, passes=passes.get(step, 1), skipped=skipped.get(step, False))
+            while losses and losses[-1][0] <= step:
+                chart.add_loss(*losses.pop())
+            while waiting and waiting[0].step <= step:
+                chart.note(waiting.pop(0))
+        yield
+    while losses:
+        chart.add_loss(*losses.pop())
+    for fact in waiting:
+        chart.note(fact)
+    yield
+
+
+def _losses(run: Run) -> list[tuple[int, float]]:
+    """The losses of all steps, the last first."""
+    if LOSS not in run.sites():
+        return []
+    found = run.series(LOSS, "value", partial=True)
+    return list(zip(found.steps.tolist(), found.values.tolist(), strict=True))[::-1]
+
+
+def _block(sites: tuple[str, ...], statistic: tuple[str], values: npt.NDArray[Any]) -> Block:
+    return sites, statistic, values[:, None], ~np.isnan(values)
+
+
+def _tables(
+    run: Run, steps: npt.NDArray[np.int64]
+) -> list[tuple[tuple[str, ...], tuple[str], npt.NDArray[Any]]]:
+    """Each statistic of all sites, from the phases that learn; training comes last and counts."""
+    found = []
+    statistics_of = {site: run.statistics(site) for site in run.sites()}
+    phases = {phase: _learning(run, phase, steps, statistics_of) for phase in run.phases}
+    in_order = sorted(phases.items(), key=lambda item: item[0] == TRAINING)
+    for statistic in run.statistics():
+        sites = [site for site, has in statistics_of.items() if statistic in has]
+        for phase, learns in in_order:
+            if learns.any():
+                names, _, values = run.matrix(statistic, sites=sites, steps=steps, phase=phase, partial=True)
+                kept = np.where(learns, np.asarray(values), np.nan)
+                found.append((tuple(names), (statistic,), kept))
+    return found
+
+
+def _learning(
+    run: Run, phase: str, steps: npt.NDArray[np.int64], statistics_of: dict[str, list[str]]
+) -> npt.NDArray[np.bool_]:
+    """The steps at which a phase learned."""
+    if phase == TRAINING:
+        return np.ones(len(steps), np.bool_)
+    learns = np.zeros(len(steps), np.bool_)
+    for site, statistics in statistics_of.items():
+        if kind_of(site) in LEARNED:
+            seen = run.series(site, statistics[0], phase, partial=True).steps
+            learns |= np.isin(steps, seen)
+            if learns.any():
+                break
+    return learns
+
+
+def _chosen(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    if len(steps) <= _MOST:
+        return steps
+    spread = np.linspace(_FIRST, len(steps) - 1, _MOST - _FIRST).round().astype(np.int64)
+    return np.asarray(steps[np.unique(np.r_[np.arange(_FIRST), spread])], np.int64)
+
+
+def _by_step(clock: Any) -> tuple[dict[int, int], dict[int, bool]]:
+    passes: dict[int, int] = {}
+    skipped: dict[int, bool] = {}
+    for step, phase, count, left_out in zip(
+        clock.step.tolist(), clock.phase.tolist(), clock.passes.tolist(), clock.skipped.tolist(), strict=True
+    ):
+        passes[step] = (
+            max(int(count), passes.get(step, 0)) if phase == TRAINING else passes.get(step) or int(count)
+        )
+        skipped[step] = skipped.get(step, False) or bool(left_out)
+    return passes, skipped

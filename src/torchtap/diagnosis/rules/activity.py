@@ -1,0 +1,219 @@
+"""Values that carry nothing on: dead units, saturated activations, outputs that are one and the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+
+from torchtap.diagnosis.chart import Chart
+from torchtap.diagnosis.finding import Evidence, Finding, Trust
+from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
+from torchtap.diagnosis.rules.windows import LAST, first_run
+
+__all__ = ["ConstantOutput", "DeadUnits", "DeadValues", "OutputCollapsed", "Saturated"]
+
+_LAYERS = ("Linear", "Conv")
+
+
+def is_layer(place: Place) -> bool:
+    """Whether a site belongs to a linear layer or a convolution."""
+    return any(word in place.module_class for word in _LAYERS)
+
+
+def is_layer_weight(place: Place) -> bool:
+    return is_layer(place) and place.leaf.endswith("weight")
+
+
+@final
+@dataclass(frozen=True)
+class DeadUnits(Rule):
+    """Units that no sample of several steps makes fire: the rows of their gradient are exactly zero."""
+
+    share: float = 0.4  # of a layer's units
+    length: int = 3  # records in a row
+    samples: int = 32  # values of a unit in a step; with fewer, silence is chance
+
+    name: ClassVar[str] = "dead-units"
+    concludes: ClassVar[str] = "A large part of a layer's units fires for no sample and gets no gradient."
+    trust: ClassVar[Trust] = "invariant"
+    needs: ClassVar[tuple[Need, ...]] = (Need("param_grad", "dead_share"),)
+    wrong_if: ClassVar[str] = "The units are for inputs that have not come yet."
+    causes: ClassVar[tuple[str, ...]] = (
+        "a bias far below zero, or one huge step that pushed it there",
+        "a learning rate that is too large",
+        "inputs that are not scaled",
+    )
+    fix: ClassVar[str] = "nn.init.zeros_(layer.bias)  # or nn.LeakyReLU() in place of nn.ReLU()"
+
+    def judge(self, chart: Chart) -> Iterable[Finding]:
+        found = chart.grid("dead_share", "param_grad", last=LAST, where=is_layer_weight)
+        if not found:
+            return
+        samples = _samples(chart)
+        hits: list[Hit] = []
+        for row, place in enumerate(found.places):
+            column = first_run(found.values[row] >= self.share, self.length)
+            if column is not None and samples.get(place.module, self.samples) >= self.samples:
+                hits.append(hit_at(place, found.step(column), found.values[row, column]))
+        message = "{value:.0%} of the units of {site}{also} are dead: no sample makes them fire"
+        evidence = [Evidence("share of dead units", h.value, h.site, "dead_share", h.step) for h in hits[:1]]
+        yield from self.found(hits, message, evidence=evidence)
+
+
+def _samples(chart: Chart) -> dict[str, float]:
+    """How many values a unit of each module has in a step."""
+    found: dict[str, float] = {}
+    for place in chart.places():
+        if place.kind == "output" and place.shape and len(place.shape) >= 2:
+            units = place.shape[1] if "Conv" in place.module_class else place.shape[-1]
+            found[place.module] = float(np.prod(place.shape)) / max(1, units)
+    return found
+
+
+@final
+@dataclass(frozen=True)
+class DeadValues(Rule):
+    """An output that is nearly all zero."""
+
+    share: float = 0.99
+    length: int = 5
+
+    name: ClassVar[str] = "dead"
+    concludes: ClassVar[str] = "Nearly all values of an output are exactly zero, step after step."
+    trust: ClassVar[Trust] = "threshold"
+    needs: ClassVar[tuple[Need, ...]] = (Need("output", "zeros"),)
+    wrong_if: ClassVar[str] = "The output is sparse by design: a router, a mask, one-hot vectors."
+    causes: ClassVar[tuple[str, ...]] = ("units that never fire", "an input that is nearly all zero")
+    fix: ClassVar[str] = "Look at the learning rate, the biases and what feeds this module."
+
+    def judge(self, chart: Chart) -> Iterable[Finding]:
+        found = chart.grid("zeros", "output", last=LAST)
+        hits = []
+        for row in np.flatnonzero((found.values >= self.share).any(axis=1)) if found else ():
+            column = first_run(found.values[row] >= self.share, self.length)
+            if column is not None:
+                hits.append(hit_at(found.places[row], found.step(column), found.values[row, column]))
+        message = "{value:.0%} of the values of {site}{also} are exactly zero"
+        evidence = [Evidence("share of zeros", h.value, h.site, "zeros", h.step) for h in hits[:1]]
+        yield from self.found(hits, message, evidence=evidence)
+
+
+@final
+@dataclass(frozen=True)
+class ConstantOutput(Rule):
+    """An output of many values that are all the same number, though not zero."""
+
+    length: int = 3
+
+    name: ClassVar[str] = "constant"
+    concludes: ClassVar[str] = "Every value of an output is one and the same number."
+    trust: ClassVar[Trust] = "invariant"
+    needs: ClassVar[tuple[Need, ...]] = (Need("output", "std"), Need("output", "count"))
+    wrong_if: ClassVar[str] = "It is meant to be a constant."
+    causes: ClassVar[tuple[str, ...]] = ("weights of zero", "an input that is all the same")
+    fix: ClassVar[str] = "Look at the module's weights and at its input: the output does not depend on it."
+
+    def judge(self, chart: Chart) -> Iterable[Finding]:
+        spread, sizes = chart.grid("std", "output", last=LAST), chart.grid("absmax", "output", last=LAST)
+        counts = chart.grid("count", "output", last=LAST)
+        if (
+            not spread
+            or spread.values.shape != sizes.values.shape
+            or spread.values.shape != counts.values.shape
+        ):
+            return
+        same = (spread.values == 0) & (sizes.values > 0) & (counts.values >= 16)
+        hits = []
+        for row in np.flatnonzero(same.any(axis=1)):
+            column = first_run(same[row], self.length)
+            if column is not None:
+                hits.append(hit_at(spread.places[row], spread.step(column), sizes.values[row, column]))
+        yield from self.found(hits, "every value of {site}{also} is the same number, {value:.3g}")
+
+
+@final
+@dataclass(frozen=True)
+class OutputCollapsed(Rule):
+    """The model answers the same to every sample, though the samples differ."""
+
+    share: float = 1e-6  # of the outputs' mean square that differs between samples
+    length: int = 3
+
+    name: ClassVar[str] = "collapsed"
+    concludes: ClassVar[str] = "The model's output hardly depends on its input any more."
+    trust: ClassVar[Trust] = "limit"
+    needs: ClassVar[tuple[Need, ...]] = (Need("output", "between"), Need("input", "between"))
+    wrong_if: ClassVar[str] = "The right answer is the same for every sample."
+    causes: ClassVar[tuple[str, ...]] = (
+        "the last layers only learned their biases: dead units, vanished signals before them",
+        "targets that are all, or nearly all, the same",
+        "a learning rate that is too large, or too strong a weight decay",
+    )
+    fix: ClassVar[str] = "Look at the first module, in order, whose output no longer differs between samples."
+
+    def judge(self, chart: Chart) -> Iterable[Finding]:
+        answers = chart.grid("between", "output", last=LAST)
+        questions = chart.grid("between", "input", last=LAST)
+        if not answers or not questions:
+            return
+        differ = (np.nan_to_num(questions.values) > 1e-4).any(axis=0)
+        hits = []
+        for row, place in enumerate(answers.places):
+            column = first_run((answers.values[row] <= self.share) & differ, self.length)
+            if column is not None:
+                hits.append(hit_at(place, answers.step(column), answers.values[row, column]))
+        message = "{site}{also} is the same for every sample, though the inputs differ"
+        evidence = [
+            Evidence("share that differs between samples", h.value, h.site, "between", h.step)
+            for h in hits[:1]
+        ]
+        yield from self.found(hits, message, evidence=evidence)
+
+
+@final
+@dataclass(frozen=True)
+class Saturated(Rule):
+    """Hidden tanh and sigmoid layers that sit at the ends of their range."""
+
+    tanh: float = 0.05  # mean of 1 - x²
+    sigmoid: float = 0.02  # mean of x(1 - x)
+    length: int = 3
+
+    name: ClassVar[str] = "saturated"
+    concludes: ClassVar[str] = "A hidden activation sits at the end of its range and passes no gradient."
+    trust: ClassVar[Trust] = "limit"
+    needs: ClassVar[tuple[Need, ...]] = (Need("output", "rms"), Need("output", "mean"))
+    wrong_if: ClassVar[str] = (
+        "The layer is a gate that is meant to be open or shut; the model's last layers are passed over."
+    )
+    causes: ClassVar[tuple[str, ...]] = (
+        "weights or inputs that are too large",
+        "a learning rate that is too large",
+    )
+    fix: ClassVar[str] = "nn.init.xavier_normal_(layer.weight)  # and scale the inputs"
+
+    def judge(self, chart: Chart) -> Iterable[Finding]:
+        sizes, means = chart.grid("rms", "output", last=LAST), chart.grid("mean", "output", last=LAST)
+        if not sizes or sizes.values.shape != means.values.shape:
+            return
+        layers = [place.index for place in sizes.places if is_layer(place)]
+        hits = []
+        for row, place in enumerate(sizes.places):
+            if place.module_class not in ("Tanh", "Sigmoid") or not layers or place.index > layers[-1]:
+                continue  # what comes after the last layer is the model's answer, and may be sure of itself
+            if place.module_class == "Tanh":
+                slack, limit = 1 - sizes.values[row] ** 2, self.tanh
+            else:
+                slack, limit = means.values[row] - sizes.values[row] ** 2, self.sigmoid
+            column = first_run(slack <= limit, self.length)
+            if column is not None:
+                hits.append(hit_at(place, sizes.step(column), slack[column]))
+        evidence = [
+            Evidence("room that is left, on average", h.value, h.site, "rms", h.step) for h in hits[:1]
+        ]
+        message = "{site}{also} is saturated: nearly every value sits at the end of its range"
+        yield from self.found(hits, message, evidence=evidence)

@@ -1,0 +1,128 @@
+"""Where the first NaN or infinity came from.
+
+The earliest step that has one, and at that step the earliest site in the order in which a training step computes:
+parameters are there before the forward, then the forward in execution order, then the backward in the reverse of it,
+parameters' gradients last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+
+from torchtap.diagnosis.chart import Chart, Grid
+from torchtap.diagnosis.finding import Evidence, Finding, Trust
+from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.rules.base import Need, Rule
+
+__all__ = ["NonFinite", "computed_order"]
+
+_STAGE = {"param": 0, "input": 1, "output": 1, "attention": 1, "value": 1}
+_STAGE |= {"grad_output": 2, "grad_input": 2, "param_grad": 3, "buffer": 4, "update": 5, "optim_state": 5}
+_KINDS = ("param", "input", "output", "attention", "grad_output", "grad_input", "param_grad", "buffer")
+_GRADIENTS = ("grad_output", "grad_input", "param_grad")
+_MASKS = ("input", "attention", "value", "buffer")
+
+
+def computed_order(place: Place) -> tuple[int, int]:
+    """Sorts sites by when a training step computes them."""
+    stage = _STAGE.get(place.kind, 1)
+    return stage, -place.index if stage in (2, 3) else place.index
+
+
+@final
+@dataclass(frozen=True)
+class NonFinite(Rule):
+    """The origin of the first value that is not a finite number."""
+
+    name: ClassVar[str] = "nonfinite"
+    concludes: ClassVar[str] = "A value is NaN or infinite; the finding names the site where that began."
+    trust: ClassVar[Trust] = "invariant"
+    needs: ClassVar[tuple[Need, ...]] = (Need("output", "nans"),)
+    wrong_if: ClassVar[str] = (
+        "An infinity that an input, a buffer or an attention map always holds is a mask. Infinite gradients of a step "
+        "that a scaler skipped are its way of finding the scale. Both are passed over."
+    )
+    causes: ClassVar[tuple[str, ...]] = (
+        "a division by zero, log or sqrt of zero in this module",
+        "overflow of a half-precision number",
+        "a bad sample, if the site is an input",
+        "a learning rate that made the weights diverge",
+    )
+    fix: ClassVar[str] = (
+        "Look at this site's inputs at that step: everything before it in the step was finite."
+    )
+
+    def judge(self, chart: Chart) -> Iterable[Finding]:
+        nans, infs = chart.grid("nans", *_KINDS), chart.grid("infs", *_KINDS)
+        first: dict[str, tuple[int, Place, float, str]] = {}
+        for found, word in ((nans, "NaN"), (infs, "inf")):
+            if found and (found.values > 0).any():
+                self._first(chart, found, word, first, masks=word == "inf")
+        if not first:
+            return
+        order = sorted(first.values(), key=lambda each: (each[0], computed_order(each[1])))
+        step, place, count, word = order[0]
+        spread = [each for each in order if each[0] == step]
+        others = f"; {len(spread) - 1} more sites had one in the same step" if len(spread) > 1 else ""
+        article = "an" if word == "inf" else "a"
+        where = _where(place, nans, step)
+        yield Finding(
+            self.name,
+            "error",
+            place.name,
+            step,
+            count,
+            f"the first value that is not a finite number is {article} {word} at {place.name}, step {step} "
+            f"({count:,.0f} of them){where}{others}",
+            self.fix,
+            tuple(each[1].name for each in order),
+            self.causes,
+            (
+                Evidence(
+                    "values that are not finite", count, place.name, "nans" if word == "NaN" else "infs", step
+                ),
+            ),
+            self.trust,
+        )
+
+    def _first(
+        self,
+        chart: Chart,
+        found: Grid,
+        word: str,
+        first: dict[str, tuple[int, Place, float, str]],
+        *,
+        masks: bool,
+    ) -> None:
+        for row in np.flatnonzero((found.values > 0).any(axis=1)):
+            place, counts = found.places[row], found.values[row]
+            seen = counts[~np.isnan(counts)]
+            if masks and place.kind in _MASKS and bool((seen > 0).all()):
+                continue
+            bad = counts > 0
+            if place.kind in _GRADIENTS:
+                bad &= ~chart.skipped[-len(bad) :]
+            hits = np.flatnonzero(bad)
+            if len(hits):
+                step = found.step(hits[0])
+                known = first.get(place.name)
+                if known is None or step < known[0]:
+                    first[place.name] = (step, place, float(counts[hits[0]]), word)
+
+
+def _where(place: Place, nans: Grid, step: int) -> str:
+    """Of a gradient that went bad between two modules: the one in whose backward that happened."""
+    if place.kind != "grad_output":
+        return ""
+    column = int(np.flatnonzero(nans.steps == step)[0])
+    after = [
+        (other, nans.values[row, column])
+        for row, other in enumerate(nans.places)
+        if other.kind == "grad_output" and other.index > place.index
+    ]
+    finite = [other for other, count in after if count == 0]
+    return f"; it was born in the backward of {finite[0].module}" if finite else ""

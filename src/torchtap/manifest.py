@@ -1,0 +1,39 @@
+"""What a run says of itself before anything is recorded: its sites, its plan, the model and the machine."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from torch import nn
+
+from torchtap.model_tree import model_tree
+from torchtap.plan import Plan
+from torchtap.sites import source_of
+
+__all__ = ["run_manifest"]
+
+
+def run_manifest(
+    tree: nn.Module, plan: Plan, described: dict[str, Any], labels: dict[str, Any]
+) -> dict[str, Any]:
+    """A run's manifest. ``described`` is the machine, as `environment` tells it; ``labels`` are the user's."""
+    return {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(),
+        "sites": [
+            {
+                "name": port.site.name,
+                "module": port.site.path,
+                "kind": port.site.kind,
+                "class": type(port.site.module).__name__,
+                "source": source_of(port.site.module) if port.site.module is not None else None,
+            }
+            for port in plan.ports
+        ],
+        "aliases": plan.aliases,
+        "other_names": plan.other_names,
+        "plan": plan.spec(),
+        "model": model_tree(tree),
+        "environment": described,
+        "labels": labels,
+    }

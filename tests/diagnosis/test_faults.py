@@ -1,0 +1,42 @@
+"""A fast part of the bench of faults: each is named, at the right site, and its twin is not."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.faults.bench import FAULTS, tried, warned
+from benchmarks.faults.controls import CONTROLS
+from benchmarks.faults.kit import Case
+
+SLOW = {"B4", "C11"}
+SOME_CONTROLS = (
+    "lora",
+    "gan",
+    "accumulation",
+    "warm_up",
+    "scaler",
+    "frozen_norm",
+    "actor_critic",
+    "vae",
+    "lbfgs",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in FAULTS if case.number not in SLOW], ids=lambda case: case.number
+)
+def test_a_fault_is_named_at_the_right_site_and_its_twin_is_healthy(case: Case) -> None:
+    outcome = tried(case, seed=0)
+    assert outcome.good, outcome.said
+    assert outcome.twin_warnings == ()
+
+
+@pytest.mark.parametrize("number", ["A2", "A4", "B1", "C6", "C13"])
+def test_a_fault_is_named_in_a_compiled_model(number: str) -> None:
+    (case,) = [case for case in FAULTS if case.number == number]
+    outcome = tried(case, seed=1, compiled=True)
+    assert outcome.good, outcome.said
+
+
+@pytest.mark.parametrize("name", SOME_CONTROLS)
+def test_an_odd_but_healthy_training_has_no_warning(name: str) -> None:
+    assert warned([each for each in CONTROLS if each[0] == name], seed=1) == []

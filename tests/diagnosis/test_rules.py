@@ -1,0 +1,235 @@
+"""The contract, held by rules of each sort; the table of rules in the documentation; rules of other packages."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import torchtap.registry
+from torchtap.diagnosis.chart import EARLY, Block, Chart
+from torchtap.diagnosis.facts import Fact, Structure, read_fact, read_structure
+from torchtap.diagnosis.rules.activity import DeadValues, OutputCollapsed
+from torchtap.diagnosis.rules.base import Rule
+from torchtap.diagnosis.rules.data import SameBatch
+from torchtap.diagnosis.rules.loop import StaleGradient
+from torchtap.diagnosis.rules.nonfinite import NonFinite
+from torchtap.diagnosis.rules.numbers import LossScale
+from torchtap.diagnosis.rules.registry import RULES, all_rules
+from torchtap.diagnosis.rules.sizes import Exploding, Vanishing
+from torchtap.diagnosis.rules.steps import LostUpdates, RateGone
+from torchtap.testing import RuleContract
+
+PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
+
+
+def block(statistic: str, **sites: float) -> Block:
+    names = tuple(name.replace("__", ":").replace("_dot_", ".") for name in sites)
+    return names, (statistic,), np.array([[value] for value in sites.values()]), None
+
+
+class TestNonFinite(RuleContract):
+    def rule(self) -> Rule:
+        return NonFinite()
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        return [block("nans", a__output=0, b__output=0), block("infs", a__output=0, m__input=4)]
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        return [block("nans", a__output=0, b__output=float(step >= 37)), block("infs", a__output=0)]
+
+
+class TestStaleGradient(RuleContract):
+    def rule(self) -> Rule:
+        return StaleGradient()
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        return []
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        if step == 3:
+            chart.note(Fact("stale-gradient", "a:param_grad.weight", step))
+        return []
+
+
+class TestDeadValues(RuleContract):
+    def rule(self) -> Rule:
+        return DeadValues()
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        return [block("zeros", a__output=0.999 if step % 5 else 0.5)]
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        return [block("zeros", a__output=0.999 if step >= 21 else 0.5)]
+
+
+class TestOutputCollapsed(RuleContract):
+    def rule(self) -> Rule:
+        return OutputCollapsed()
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        return [block("between", __output=0.1, __input=0.9)]
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        return [block("between", __output=0.1 if step < 17 else 1e-9, __input=0.9)]
+
+
+class TestExploding(RuleContract):
+    def rule(self) -> Rule:
+        return Exploding()
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        return [block("rms", a__output=1.0 + step, b__output=1e-6 * 1.2 ** min(step, 60))]
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        return [block("rms", a__output=1.3**step, b__output=1.0)]
+
+
+class TestVanishing(RuleContract):
+    def rule(self) -> Rule:
+        return Vanishing()
+
+    def chart(self) -> Chart:
+        return Chart(lambda: {f"l.{i}:grad_output": {"class": "Linear"} for i in range(6)})
+
+    def sizes(self, factor: float) -> list[Block]:
+        return [block("rms", **{f"l_dot_{i}__grad_output": factor**i for i in range(6)})]
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        return self.sizes(2.0)
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        return self.sizes(10.0 if step > 4 else 2.0)
+
+
+class TestRateGone(RuleContract):
+    def rule(self) -> Rule:
+        return RateGone()
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        return [block("value", __lr_dot_0=0.5 * (1 + np.cos(np.pi * step / self.steps)))]
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        return [block("value", __lr_dot_0=0.5**step)]
+
+
+class TestLostUpdates(RuleContract):
+    def rule(self) -> Rule:
+        return LostUpdates()
+
+    def record(self, lost: float) -> list[Block]:
+        return [
+            block("zeros", a__update_dot_weight=lost, a__param_grad_dot_weight=0.1),
+            block("rms", a__param_grad_dot_weight=1.0),
+        ]
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        return self.record(0.1)
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        return self.record(0.9)
+
+
+class TestSameBatch(RuleContract):
+    def rule(self) -> Rule:
+        return SameBatch()
+
+    def record(self, value: float) -> list[Block]:
+        return [block(name, __input=value) for name in ("mean", "std", "min", "max", "l1", "l2")]
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        return self.record(1.0 + step)
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        return self.record(1.0)
+
+
+class TestLossScale(RuleContract):
+    def rule(self) -> Rule:
+        return LossScale()
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        chart.add(step, [], skipped=step < 8)
+        return []
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        chart.add(step, [], skipped=step > 5)
+        return []
+
+
+# -- all rules ------------------------------------------------------------------------------------------------
+
+
+def test_every_rule_can_be_had_and_has_its_own_name() -> None:
+    rules, failed = all_rules()
+    assert failed == {}
+    assert [rule.name for rule in rules] == list(RULES.built_in)
+    for rule in rules:
+        assert list(rule.judge(Chart(dict))) == []
+        assert rule.causes
+        assert rule.wrong_if
+        assert rule.fix
+
+
+def test_the_page_has_every_rule_with_what_it_concludes() -> None:
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| \w+ \| (.+?) \|", PAGE.read_text(), re.MULTILINE))
+    rules, _ = all_rules()
+    assert {rule.name: rule.concludes for rule in rules} == rows
+
+
+def test_a_package_adds_a_rule_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = EntryPoint("mine", f"{__name__}:Mine", "torchtap.rules")
+    bad = EntryPoint("bad", "no.such.module:Rule", "torchtap.rules")
+
+    def entry_points(*, group: str, name: str | None = None) -> list[EntryPoint]:
+        found = [mine, bad] if group == "torchtap.rules" else []
+        return [each for each in found if name in (None, each.name)]
+
+    monkeypatch.setattr(torchtap.registry, "entry_points", entry_points)
+    rules, failed = all_rules()
+    assert rules[-1] == Mine()
+    assert "no.such.module" in failed["bad"]
+
+
+Mine = DeadValues
+
+
+# -- charts and facts -----------------------------------------------------------------------------------------
+
+
+def test_a_chart_keeps_the_first_and_the_last_columns_and_no_more() -> None:
+    chart = Chart(dict)
+    for step in range(5000):
+        chart.add(step, [block("rms", a__output=float(step))])
+        chart.add_loss(step, 1.0)
+    found = chart.grid("rms", "output")
+    assert found.values.shape[1] <= 320
+    assert found.steps[:EARLY].tolist() == list(range(EARLY))
+    assert found.steps[-100:].tolist() == list(range(4900, 5000))
+    assert (found.values[0] == found.steps).all()
+    assert len(chart.losses()[0]) == 512
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        {"name": "x"},
+        {"name": "x", "site": "y", "step": "soon"},
+        {"name": "x", "site": "y", "step": 1e400},
+    ],
+)
+def test_a_fact_that_is_none_is_left_out(event: dict[str, Any]) -> None:
+    assert read_fact(event) is None
+    assert read_structure(event) is None
+
+
+def test_a_structure_comes_back_from_plain_data() -> None:
+    made = Structure(
+        frozenset({"a:param.w"}), frozenset(), frozenset({"a:param.w"}), ("SGD",), True, {"a:param.w": 3}
+    )
+    assert read_structure(made.to_dict()) == made

@@ -1,0 +1,117 @@
+"""A process of `test_trouble`: mode, folder, rank, world, port. Few processes do many things: starting one is dear."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import torchtap as tt
+
+mode, folder, rank, world, port = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])
+torch.set_num_threads(1)
+
+
+def join() -> None:
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 2))
+
+
+def train(watched: nn.Module, watch: tt.Watch | None, steps: range, rows: int = 4) -> None:
+    optimizer = torch.optim.SGD(watched.parameters(), lr=0.1)
+    for step in steps:
+        if watch is not None:
+            watch.set_step(step)
+        optimizer.zero_grad()
+        watched(torch.randn(rows, 6)).pow(2).mean().backward()
+        optimizer.step()
+
+
+def norm(value: torch.Tensor) -> torch.Tensor:
+    return value.norm()
+
+
+def whole_norm(value: torch.Tensor) -> torch.Tensor:
+    found = value.norm()
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+NORM = tt.Metric(norm)
+if mode == "several":
+    join()
+    # A watch on rank 0 alone, with a metric that would be a collective on a DTensor.
+    sharded = fully_shard(model())
+    taps = [tt.tap(["*:output", "*:param"]), tt.tap("*:param", NORM), tt.tap("*:update")]
+    watch = tt.watch(sharded, folder / "rank0", taps) if rank == 0 else None
+    train(sharded, watch, range(3))
+    if watch is not None:
+        watch.close()
+    with tt.watch(
+        sharded, folder / "metrics", [*taps, tt.tap("*:param", tt.Metric(whole_norm, whole=True))]
+    ) as watch:
+        train(sharded, watch, range(2))
+    # The first launch of a training that is restarted with fewer ranks, and of one that grows.
+    parallel = DistributedDataParallel(model())
+    with tt.watch(parallel, folder / "elastic", ["*:output", "*:param"]) as watch:
+        train(parallel, watch, range(3))
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        alone = model()
+        with tt.watch(alone, folder / "growing", ["*:output", "*:param"]) as watch:
+            train(alone, watch, range(2), rows=8)
+elif mode == "restart":
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
+    if rank == 0:
+        alone = model()
+        with tt.watch(alone, folder / "elastic", ["*:output", "*:param"]) as watch:
+            train(alone, watch, range(2, 4), rows=8)
+    join()
+    parallel = DistributedDataParallel(model())
+    with tt.watch(parallel, folder / "growing", ["*:output", "*:param"]) as watch:
+        train(parallel, watch, range(1, 3))
+    dist.destroy_process_group()
+elif mode == "nobody":
+    # The watch is made before the process group is: nothing says which process this is.
+    watched = model()
+    watch = tt.watch(watched, folder, ["*:output"])
+    join()
+    dist.barrier()
+    for step in range(3):
+        with watch.step(step):
+            watched(torch.randn(2, 6))
+            watch.log("who", rank)
+        watch.flush()
+        dist.barrier()
+    watch.close()
+    dist.destroy_process_group()
+elif mode == "killed":
+    join()
+    watched = model()
+    placed = DistributedDataParallel(watched)
+    with tt.watch(placed, folder, ["*:output"]) as watch:
+        for step in range(40):
+            with watch.step(step):
+                watched(torch.randn(4, 6))  # past the wrapper: nobody waits for a dead rank
+            watch.flush()
+            if step == 5:
+                dist.barrier()
+                (folder / "ready").touch()
+            if step >= 5:
+                import time
+
+                time.sleep(0.05)
+    os._exit(0)  # a group whose other half is dead does not end in good order
