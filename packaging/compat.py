@@ -2,9 +2,9 @@
 
     python3.13 packaging/compat.py 2.15.0 [--keep] [tests/taps tests/clock …]
 
-The Python that runs this is the one that is tested. Everything but torch comes in the versions of constraints.txt. Prints
-a line for each folder of tests, each failure and each kind of skip, and one row for the table of docs/install.md. Exit
-code 1 where a test failed.
+The Python that runs this is the one that is tested. Everything but torch comes in the versions of constraints.txt.
+Prints a line for each folder of tests, each failure and each kind of skip, and a row for the table of docs/install.md.
+Exit code 1 where a test failed.
 """
 
 from __future__ import annotations
