@@ -292,12 +292,10 @@ def compiled_function(function: object) -> Callable[..., Any] | None:
 def user_backend(callback: Callable[..., Any]) -> Callable[..., Any]:
     """The backend that the user named, inside of what Dynamo wraps around it.
 
-    Torch 2.9 keeps what is wrapped as ``_torchdynamo_orig_callable``, later ones as ``_torchdynamo_orig_backend``.
+    By hand: torch's own function for this has one name in 2.9 and another in later ones.
     """
-    later, earlier = "_torchdynamo_orig_backend", "_torchdynamo_orig_callable"
-    name = later if hasattr(callback, later) else earlier
-    while hasattr(callback, name):
-        callback = getattr(callback, name)
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
     return callback
 
 
