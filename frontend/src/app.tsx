@@ -14,6 +14,7 @@ import { ChangesView } from "./views/changes";
 import { CompareView } from "./views/compare";
 import { FindingsView } from "./views/findings";
 import { MapView } from "./views/map";
+import { RanksView } from "./views/ranksview";
 import { RunsView } from "./views/runs";
 import { ScalarsView } from "./views/scalars";
 import { SiteView } from "./views/site";
@@ -91,6 +92,7 @@ export function App() {
           {props && view === "attention" && <AttentionView {...props} />}
           {props && view === "changes" && <ChangesView {...props} />}
           {props && view === "compare" && <CompareView {...props} given={comparison} />}
+          {props && view === "ranks" && <RanksView {...props} />}
           {props && view === "findings" && <FindingsView {...props} busy={findings.busy} />}
         </main>
       </div>

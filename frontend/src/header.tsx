@@ -8,7 +8,7 @@ import { toggleTheme, useDark } from "./theme";
 import type { Findings, RunLine } from "./types";
 
 const WORDS: Record<ViewName, string> = {
-  runs: "Runs", scalars: "Scalars", map: "Map", site: "Site", attention: "Attention", changes: "Changes", compare: "Compare", findings: "Findings",
+  runs: "Runs", scalars: "Scalars", map: "Map", site: "Site", attention: "Attention", changes: "Changes", compare: "Compare", findings: "Findings", ranks: "Ranks",
 };
 
 export const viewWord = (view: ViewName): string => WORDS[view];
@@ -62,7 +62,7 @@ export function Header({ runs, run, view, params, findings, many, alone, help, d
       )}
       <span class="space" />
       <nav class="views" aria-label="Views">
-        {VIEWS.map((name) => (
+        {VIEWS.filter((name) => name !== "ranks" || (alone && (run?.ranks ?? 1) > 1)).map((name) => (
           <a key={name} aria-current={view === name ? "page" : undefined} class={view === name ? "on" : ""} href={href(name, params)}>
             {WORDS[name]}
             {name === "findings" && findings.findings.length > 0 &&

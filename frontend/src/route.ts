@@ -2,8 +2,8 @@
 
 import { useEffect, useState } from "preact/hooks";
 
-export type ViewName = "runs" | "scalars" | "map" | "site" | "attention" | "changes" | "compare" | "findings";
-export const VIEWS: ViewName[] = ["runs", "scalars", "map", "site", "attention", "changes", "compare", "findings"];
+export type ViewName = "runs" | "scalars" | "map" | "site" | "attention" | "changes" | "compare" | "findings" | "ranks";
+export const VIEWS: ViewName[] = ["runs", "scalars", "map", "site", "attention", "changes", "compare", "findings", "ranks"];
 export type Changes = Record<string, string | number | null | undefined>;
 
 export interface Route {

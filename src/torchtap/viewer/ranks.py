@@ -1,27 +1,29 @@
-"""One site as every rank saw it: ranks down, steps across."""
+"""A run of several ranks: one site as every rank saw it over time, and every site by ranks at one step."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from torchtap.foreign_text import browser_text
+from torchtap.names import kind_of
+from torchtap.store.read.reader import Run
 from torchtap.viewer.downsample import extremes
 from torchtap.viewer.opened import OpenRun, Refused
 from torchtap.viewer.wire import pack
 
-__all__ = ["ranks_of"]
+__all__ = ["ranks_at", "ranks_of"]
 
 _MOST = 256
+_MOST_SITES = 4000
 
 
 def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> bytes:
     """Array low and high: ranks × steps, NaN where a rank recorded nothing."""
     with shown.lock:
-        ranks = shown.run.ranks[:_MOST]
-        if len(ranks) < 2:
-            raise Refused("one rank wrote this run", 404)
+        ranks = _ranks(shown)
         found = {}
         for rank in ranks:
-            run = shown.remember(("rank", str(rank)), lambda rank=rank: shown.run.rank(rank))  # type: ignore[misc]
+            run = _rank(shown, rank)
             if site in run.sites() and statistic in run.statistics(site):
                 found[rank] = run.series(site, statistic)
         revision = shown.revision
@@ -35,3 +37,60 @@ def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> b
     low, high, _, starts = extremes(values, _MOST, columns)
     facts = {"site": site, "statistic": statistic, "ranks": ranks, "total": len(steps), "revision": revision}
     return pack(facts, {"low": low, "high": high, "steps": steps[starts].astype(np.float64)})
+
+
+def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> bytes:
+    """Array values: sites × ranks at one step (None: the last that was recorded), NaN where a rank has nothing.
+
+    ``shares`` says for each site what its ranks hold: the same, or parts. Ranks that hold the same and have
+    other numbers have gone different ways.
+    """
+    with shown.lock:
+        ranks = _ranks(shown)
+        sites = [
+            site
+            for site in shown.sites
+            if statistic in shown.statistics[site] and (not kind or kind_of(site) == kind)
+        ][:_MOST_SITES]
+        steps = shown.run.steps()
+        if not sites or not len(steps):
+            raise Refused("no site of this kind has this statistic", 404)
+        at = int(steps[-1]) if step is None else step
+        values = np.full((len(sites), len(ranks)), np.nan)
+        for column, rank in enumerate(ranks):
+            run = _rank(shown, rank)
+            there = set(run.sites())
+            rows = [row for row, site in enumerate(sites) if site in there]
+            if rows:
+                chosen = [sites[row] for row in rows]
+                values[rows, column] = run.matrix(statistic, chosen, [at], partial=True).values[:, 0]
+        facts = {
+            "statistic": statistic,
+            "step": at,
+            "ranks": ranks,
+            "statuses": [str(shown.run.statuses.get(rank, "")) for rank in ranks],
+            "sites": [browser_text(site) for site in sites],
+            "shares": [_share(shown.run, site) for site in sites],
+            "revision": shown.revision,
+        }
+    return pack(facts, {"values": values})
+
+
+def _ranks(shown: OpenRun) -> list[int]:
+    ranks = shown.run.ranks[:_MOST]
+    if len(ranks) < 2:
+        raise Refused("one rank wrote this run", 404)
+    return ranks
+
+
+def _rank(shown: OpenRun, rank: int) -> Run:
+    return shown.remember(("rank", str(rank)), lambda: shown.run.rank(rank))
+
+
+def _share(run: Run, site: str) -> str:
+    """What the ranks of a site hold: ``same``, ``parts``, or nothing where nobody said."""
+    placement = run.placement(site)
+    if placement is None or not placement.known:
+        return ""
+    shared = any(axis.size > 1 and axis.share.kind != "replicate" for axis in placement.axes)
+    return "parts" if shared else "same"

@@ -22,7 +22,7 @@ from torchtap.viewer.overview import (
     list_runs,
     tokens_of,
 )
-from torchtap.viewer.ranks import ranks_of
+from torchtap.viewer.ranks import ranks_at, ranks_of
 from torchtap.viewer.scalars import scalars_of
 from torchtap.viewer.series import series_of
 from torchtap.viewer.tensors import SliceWindow, slice_of, span_of, tensors_of
@@ -30,7 +30,9 @@ from torchtap.viewer.tensors import SliceWindow, slice_of, span_of, tensors_of
 __all__ = ["BINARY", "QUESTIONS", "answer"]
 
 Parameters = Mapping[str, str]
-BINARY = frozenset({"map", "series", "scalars", "changes", "ranks", "histograms", "slice", "entropy"})
+BINARY = frozenset(
+    {"map", "series", "scalars", "changes", "ranks", "ranksat", "histograms", "slice", "entropy"}
+)
 
 
 def _whole(parameters: Parameters, name: str, *, least: int = -(2**62), most: int = 2**62) -> int | None:
@@ -164,6 +166,12 @@ def _ranks(catalog: Catalog, parameters: Parameters) -> bytes:
     return ranks_of(shown, _site(catalog, parameters), statistic)
 
 
+def _ranks_at(catalog: Catalog, parameters: Parameters) -> bytes:
+    shown = _shown(catalog, parameters)
+    statistic = shown.asked(parameters.get("statistic", "rms"))
+    return ranks_at(shown, statistic, parameters.get("kind", ""), _whole(parameters, "step"))
+
+
 QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
     "runs": lambda catalog, p: list_runs(catalog, _number(p, "since", 0, 0, 2**53)),
     "about": lambda catalog, p: about_run(catalog[_run(p)]),
@@ -175,6 +183,7 @@ QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
     "scalars": _scalars,
     "changes": _changes,
     "ranks": _ranks,
+    "ranksat": _ranks_at,
     "histograms": lambda catalog, p: histograms_of(
         _shown(catalog, p), _site(catalog, p), linear=p.get("axis") != "recorded"
     ),

@@ -1,0 +1,122 @@
+// Every site by ranks at one step: which rank is unlike the others, and where it must not be.
+
+import { useMemo, useState } from "preact/hooks";
+import { askPacked, live } from "../api";
+import type { ViewProps } from "../app";
+import { diverging } from "../colour";
+import { useAnswer } from "../data";
+import { grouped, plural, show } from "../numbers";
+import { paintSlice, type Slice } from "../picture";
+import { adjust, href, whole } from "../route";
+import { Take } from "../take/menu";
+import { csv } from "../take/save";
+import { useDark } from "../theme";
+import { kindWord, siteWord, statisticWord } from "../words";
+import { kindsOf, statisticsOfKind, usualStatistic } from "./map";
+
+interface Facts { step: number; ranks: number[]; statuses: string[]; sites: string[]; shares: string[] }
+interface Row { site: string; share: string; values: number[]; middle: number; away: number[]; most: number; worst: number; apart: boolean }
+const SHOWN = 200;
+const NAMED = 8; // ranks that are named one by one
+
+// How far each rank is from the middle one, by size; ranks that hold the same must not differ at all.
+function rowsOf(facts: Facts, values: ArrayLike<number>): Row[] {
+  const width = facts.ranks.length;
+  return facts.sites.map((site, i) => {
+    const own = Array.from({ length: width }, (_, k) => values[i * width + k] ?? NaN);
+    const sorted = own.filter(Number.isFinite).sort((a, b) => a - b);
+    const middle = sorted[(sorted.length - 1) >> 1] ?? NaN;
+    const away = own.map((v) => (v === middle ? 0 : middle === 0 ? (Number.isNaN(v) ? NaN : Math.sign(v) * Infinity) : (v - middle) / Math.abs(middle)));
+    const size = away.map((v, k) => (Number.isNaN(own[k] ?? NaN) ? -1 : Number.isFinite(v) ? Math.abs(v) : Infinity));
+    const worst = size.reduce((best, v, k) => (v > (size[best] ?? -1) ? k : best), 0);
+    const share = facts.shares[i] ?? "";
+    const most = Math.max(...size);
+    return { site, share, values: own, middle, away, most, worst, apart: share === "same" && most > 0 };
+  });
+}
+
+function byStatus(facts: Facts): [string, number[]][] {
+  const found = new Map<string, number[]>();
+  facts.ranks.forEach((rank, i) => found.set(facts.statuses[i] ?? "", [...(found.get(facts.statuses[i] ?? "") ?? []), rank]));
+  return [...found].sort((a, b) => a[1].length - b[1].length);
+}
+
+export function RanksView({ run, about, params }: ViewProps) {
+  const dark = useDark();
+  const kinds = kindsOf(about);
+  const kind = params["kind"] === "all" ? "" : kinds.includes(params["kind"] ?? "") ? params["kind"] ?? "" : kinds[0] ?? "";
+  const names = statisticsOfKind(about, kind);
+  const statistic = names.includes(params["statistic"] ?? "") ? params["statistic"] ?? "" : usualStatistic(names);
+  const step = whole(params["step"]);
+  const [pointed, setPointed] = useState<[number, number] | null>(null);
+  const asked = { run: run.name, phase: params["phase"], statistic, kind, step };
+  const ask = live && run.ranks > 1 && names.length > 0;
+  const answer = useAnswer(ask ? JSON.stringify([asked, run.revision]) : null, (signal) => askPacked<Facts>("ranksat", asked, signal), run.name);
+  const packed = answer.value;
+  const values = packed?.arrays["values"];
+  const rows = useMemo(() => (packed && values ? rowsOf(packed.facts, values) : []), [packed]);
+  const picture = useMemo(() => {
+    if (!rows.length || !packed) return "";
+    const away = Float64Array.from(rows.flatMap((r) => r.away.map((v) => Math.sign(v) * Math.min(1, Math.log10(1 + 1e3 * Math.abs(v)) / 3))));
+    const slice = { facts: { cellRows: rows.length, cellColumns: packed.facts.ranks.length }, arrays: { low: away }, shapes: {} } as unknown as Slice;
+    return paintSlice(slice, 0, { lut: diverging(dark), low: -1, high: 1 }).toDataURL();
+  }, [rows, dark]);
+  if (run.ranks < 2) return <section class="ranksview" aria-label="Ranks"><p class="quiet">One rank wrote this run.</p></section>;
+  if (!live) return <section class="ranksview" aria-label="Ranks"><p class="quiet">A report has the whole of all ranks; <code>torchtap view</code> shows each.</p></section>;
+  const facts = packed?.facts;
+  const apart = rows.filter((r) => r.apart).length;
+  // What must not be comes first, in the order of execution: the first one may be the cause of the rest.
+  const sorted = [...rows].sort((a, b) => Number(b.apart) - Number(a.apart) || (a.apart ? 0 : b.most - a.most));
+  const under = pointed && facts ? rows[pointed[0]] : undefined;
+  const point = (event: MouseEvent) => {
+    const box = (event.currentTarget as HTMLElement).getBoundingClientRect();
+    const at = (place: number, size: number, count: number) => Math.min(count - 1, Math.max(0, Math.floor((place / size) * count)));
+    setPointed([at(event.clientY - box.top, box.height, rows.length), at(event.clientX - box.left, box.width, facts?.ranks.length ?? 1)]);
+  };
+  return (
+    <section class="ranksview" aria-label="Ranks">
+      <div class="tools">
+        <label>Show
+          <select aria-label="Kind" value={kind || "all"} onChange={(e) => adjust({ kind: e.currentTarget.value, statistic: null })}>
+            {kinds.map((k) => <option key={k} value={k}>{kindWord(k)}</option>)}
+            {kinds.length > 1 && <option value="all">Everything</option>}
+          </select>
+        </label>
+        <label>by
+          <select aria-label="Statistic" value={statistic} onChange={(e) => adjust({ statistic: e.currentTarget.value })}>
+            {names.map((n) => <option key={n} value={n}>{statisticWord(n)}</option>)}
+          </select>
+        </label>
+        <label>at step <input class="short" aria-label="Step" inputMode="numeric" value={step ?? facts?.step ?? ""} onChange={(e) => adjust({ step: whole(e.currentTarget.value) })} /></label>
+        <span class="space" />
+        {facts && <Take name={`${run.name}-ranks`} csv={() => csv(["site", "held", ...facts.ranks.map((r) => `rank ${r}`)], rows.map((r) => [r.site, r.share, ...r.values]))} />}
+      </div>
+      {answer.error && <p class="alarm" role="alert">{answer.error}</p>}
+      {facts && (
+        <>
+          <p class="note" data-testid="statuses">{byStatus(facts).map(([status, ranks]) => (
+            <span key={status} class={status === "interrupted" ? "chip broken-off" : "chip"}>{ranks.length > NAMED ? plural(ranks.length, "rank") : `rank ${ranks.join(", ")}`} {status}</span>
+          ))}</p>
+          <p class="note" data-testid="verdict">{apart ? <b>{plural(apart, "site")} that every rank holds the same {apart === 1 ? "differs" : "differ"} between ranks.</b> : "Ranks that hold the same agree."}</p>
+          <img class="rankmap" style={{ height: `${Math.min(480, Math.max(80, rows.length * 6))}px` }} src={picture} onMouseMove={point} onMouseLeave={() => setPointed(null)} alt={`${rows.length} sites down, ${facts.ranks.length} ranks across: how far each rank is from the middle one`} />
+          <p class="quiet" role="status">{under && pointed
+            ? `${siteWord(under.site)}, rank ${facts.ranks[pointed[1]] ?? ""}: ${show(under.values[pointed[1]] ?? NaN)}; the middle rank has ${show(under.middle)}`
+            : "Sites down in the order of execution, ranks across; coloured by the distance from the middle rank."}</p>
+          <div class="scroll tall" tabIndex={0} aria-label="Sites by ranks"><table data-testid="ranksat">
+            <thead><tr><th>site</th><th>ranks hold</th><th class="number">middle rank</th><th class="number">farthest</th><th class="number">relative</th></tr></thead>
+            <tbody>{sorted.slice(0, SHOWN).map((r) => (
+              <tr key={r.site} class={r.apart ? "grave" : ""}>
+                <td><a href={href("site", { ...params, site: r.site, step: facts.step })}>{siteWord(r.site)}</a></td>
+                <td>{r.share === "same" ? "the same" : r.share || "–"}</td>
+                <td class="number">{show(r.middle)}</td>
+                <td class="number">{r.most > 0 ? `rank ${facts.ranks[r.worst] ?? ""}: ${show(r.values[r.worst] ?? NaN)}` : "–"}</td>
+                <td class="number">{r.most > 0 ? (Number.isFinite(r.most) ? `${show(Number((100 * r.most).toPrecision(3)))} %` : "from zero") : "0"}</td>
+              </tr>
+            ))}</tbody>
+          </table></div>
+          {rows.length > SHOWN && <p class="note">{grouped(rows.length - SHOWN)} more; the saved table has them all.</p>}
+        </>
+      )}
+    </section>
+  );
+}
