@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
@@ -31,9 +33,11 @@ from torchtap.errors import FormError
 __all__ = [
     "OPERATORS",
     "TORCH_VERSION",
+    "AnyDropout",
     "DispatchMode",
     "FakeTensor",
     "FunctionalTensor",
+    "RunningNorm",
     "archive_reader",
     "base_of",
     "below_autograd",
@@ -173,7 +177,8 @@ def sparse_bytes(value: Tensor) -> int:
     return int(value._values().nbytes) + int(value._indices().nbytes)
 
 
-# ---- Modules and groups of tensors: there are slower or more careful ways.
+# ---- Modules and groups of tensors: there are slower or more careful ways. The bases of all dropouts (`AnyDropout`) and of
+# all norms that keep running statistics (`RunningNorm`) are what every such class of torch's is one of.
 
 
 def has_global_hooks() -> bool:
