@@ -6,7 +6,7 @@
 #   make docs        the documentation site, into site/
 #   make dist        the sdist and the wheel, into dist/
 #   make compat TORCH=2.15.0   the tests with another torch (packaging/packaging.mk)
-#   make forms       86 architectures in every form, site by site
+#   make forms       105 architectures in every form, site by site
 #   make sanitize    the native parts under sanitizers; make portable: on other processors (native.mk)
 #   make torture     attack runs, recordings and pages for about an hour; prints a table
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md

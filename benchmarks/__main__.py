@@ -34,6 +34,7 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 CORE = {
     "steps": "Training steps",
     "share": "The share of a step",
+    "doctor": "Training under a doctor",
     "compiled": "Training steps of a compiled model",
     "capture": "Capturing tensors",
     "kernel": "Statistics of one tensor",

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 import torchtap as tt
 from benchmarks.zoo import build
 
-__all__ = ["FAST", "FEW", "FORMS", "NAMELESS", "OTHER", "SLOW", "Count", "count", "judge", "reference"]
+__all__ = ["FEW", "FORMS", "NAMELESS", "OTHER", "SLOW", "Count", "count", "judge", "reference"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -139,8 +139,6 @@ NAMELESS = {"export", "export, loaded", "trace", "trace, loaded", "FX"}
 # Forms that take long to make are made of these.
 SLOW = CLOSE
 FEW = ("mlp", "vgg", "unet", "gru", "gpt", "experts", "siamese", "rms norm", "bert", "llama")
-# What the tests run.
-FAST = ("resnet, by hand", "gpt, LoRA", "gpt, no_grad", "experts", "shared", "lstm", "llama", "t5")
 
 
 OTHER = "the form computes something else"  # the verdict on a form that torch made unfaithfully

@@ -16,6 +16,7 @@ import torch
 from benchmarks.faults.bench import FAULTS, Outcome, tried, warned
 from benchmarks.faults.controls import CONTROLS
 from benchmarks.faults.kit import Case
+from benchmarks.faults.rank_faults import RANK_CASES, RankCase, tried_on_ranks
 
 
 def main() -> int:
@@ -35,8 +36,17 @@ def main() -> int:
         good += bool(outcomes) and all(each.good for each in outcomes)
         twins += sum(len(each.twin_warnings) for each in outcomes)
         print(_row(case, outcomes), flush=True)
+    on_ranks = (
+        [] if asked.compiled else [each for each in RANK_CASES if not asked.only or each.number in asked.only]
+    )
+    for each in on_ranks:
+        named = [_tried_on_ranks(each, seed) for seed in seeds]
+        good += all(named)
+        told = "/".join("yes" if yes else "no" for yes in named)
+        print(f"| {each.number} | {each.title} | {told} | {told} | after the run | | |", flush=True)
+    total = len(chosen) + len(on_ranks)
     print(
-        f"\n{good} of {len(chosen)} named first or second at the right site with every seed; {twins} warnings of twins"
+        f"\n{good} of {total} named first or second at the right site with every seed; {twins} warnings of twins"
     )
     controls = [each for each in CONTROLS if not asked.only or each[0] in asked.only]
     if controls and not asked.no_controls:
@@ -52,6 +62,16 @@ def _tried(case: Case, seed: int, compiled: bool) -> Outcome | None:
     except Exception:
         traceback.print_exc(limit=-4, file=sys.stdout)
         return None
+
+
+def _tried_on_ranks(case: RankCase, seed: int) -> bool:
+    """Whether a fault of ranks is named first or second at the right site, and its twin has no warning."""
+    found = tried_on_ranks(case, seed)[:2]
+    named = any(each.kind in case.kinds and any(part in each.site for part in case.site) for each in found)
+    twin = [each for each in tried_on_ranks(case, seed, sick=False) if each.severity != "info"]
+    for each in twin:
+        print(f"  twin of {case.number}: {each}")
+    return named and not twin
 
 
 def _row(case: Case, outcomes: list[Outcome]) -> str:

@@ -70,14 +70,24 @@ export interface About {
 
 export type Mark = "nan" | "spread" | "warning"; // where a NaN began, where it went, anything else
 
+export interface Evidence {
+  name: string;
+  value: number;
+  site: string;
+  step: number | null;
+  points: (number | null)[]; // the series that the number is from
+}
+
 export interface Finding {
   kind: string;
-  severity: "error" | "warning";
+  severity: "error" | "warning" | "info";
   site: string;
   step: number | null;
   value: number | null;
   message: string;
   advice: string;
+  causes: string[]; // the likeliest first
+  evidence: Evidence[];
   sites: string[];
   total: number;
 }

@@ -46,12 +46,27 @@ export const statisticWord = (name: string): string => own(STATISTIC_WORDS, name
 // What a finding is called.
 const FINDING_WORDS: Record<string, string> = {
   nonfinite: "NaN or infinity",
-  dead: "Dead units",
+  dead: "Nearly all zero",
   constant: "Constant output",
   saturated: "Saturation",
   exploding: "Exploding values",
   vanishing: "Vanishing gradient",
   "no-gradient": "No gradient",
+  "stale-gradient": "Gradients are not set back",
+  "erased-gradient": "Gradients erased before the update",
+  "foreign-optimizer": "Optimizer of other parameters",
+  "not-in-optimizer": "In no optimizer",
+  "trains-in-eval": "Trains in evaluation mode",
+  "evaluates-in-train": "Evaluates in training mode",
+  "ignores-eval": "Ignores evaluation mode",
+  "gradient-cut": "Graph cut",
+  "learning-rate-gone": "Learning rate gone",
+  "step-too-large": "Steps too large",
+  "step-too-small": "Steps too small",
+  "lost-updates": "Updates lost in rounding",
+  "dead-units": "Dead units",
+  "at-chance": "Loss at the level of chance",
+  "same-batch": "The same batch",
 };
 
 export const findingWord = (kind: string): string => own(FINDING_WORDS, kind);

@@ -60,7 +60,7 @@ def match(form: Any, model: nn.Module, inputs: Any) -> SiteMap:
         return choose(eager, graph_values(graph, lambda: graph(*args, **kwargs)), classes)
 
 
-def has_names(form: Any) -> bool:
+def has_names(form: object) -> bool:
     """Whether a form tells the names of the eager model itself."""
     if form_of(form) == "script":
         from torchtap.taps.script.copying import script_modules
@@ -83,7 +83,7 @@ def site_map_of(form: Any, like: Any, inputs: Any) -> SiteMap | None:
     return None if has_names(form) else match(form, like, inputs)
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}

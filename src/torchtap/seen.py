@@ -60,7 +60,7 @@ class Seen(Mapping[str, Any]):
             name = None if path is None else site_name(path, "output")
         return isinstance(name, str) and self._find(name) is not None
 
-    def get(self, name: str | nn.Module, default: Any = None) -> Any:
+    def get(self, name: str | nn.Module, default: object = None) -> Any:
         entry = self._find(self._named(name))
         return default if entry is None else result_of(self._receiver.folding, entry)
 

@@ -49,7 +49,7 @@ class Capture:
 
     def __init__(
         self,
-        model: Any,
+        model: object,
         plan: Plan,
         *,
         apart: frozenset[int],
@@ -122,7 +122,7 @@ class Capture:
 
 
 def capture(
-    model: Any,
+    model: object,
     *taps: Tap | Selectable | Plan,
     keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
     merge: bool | None = None,
@@ -130,7 +130,7 @@ def capture(
     strict: bool = True,
     way: WayName = "hook",
     like: nn.Module | SiteMap | str | os.PathLike[str] | None = None,
-    inputs: Any = None,
+    inputs: object = None,
 ) -> Capture:
     """Look inside a model: ``with capture(model, "blocks.*:output") as seen: model(x)``.
 
@@ -164,7 +164,7 @@ def capture(
 
 
 def watch(
-    model: Any,
+    model: object,
     run: str | os.PathLike[str] | None = None,
     taps: Plan | Tap | Selectable | Iterable[Tap | Selectable | Sequence[Tap]] = "*:output",
     *,
@@ -249,7 +249,7 @@ def _check_destinations(run: object, sinks: object) -> None:
         )
 
 
-def _placing(model: Any, layout: Mapping[Selectable, str]) -> Placing | None:
+def _placing(model: object, layout: Mapping[Selectable, str]) -> Placing | None:
     """What knows the placements of values; None where this process is alone."""
     layouts = layouts_of(layout)
     mesh = process_mesh(model) if isinstance(model, nn.Module) else None
@@ -266,14 +266,19 @@ def _tapped(asked: Any, keep: Any, **when: Any) -> Any:
     return tap(asked, keep, **when)
 
 
-def _models(model: Any) -> dict[str, nn.Module] | None:
+def _parts(stages: Sequence[object]) -> dict[str, nn.Module]:
+    modules = [each for each in stages if isinstance(each, nn.Module)]
+    if not modules or len(modules) < len(stages):
+        raise PlanError(
+            "parts of one model are given as a list of nn.Modules, such as a rank's pipeline stages"
+        )
+    return {str(number): each for number, each in enumerate(modules)}
+
+
+def _models(model: object) -> dict[str, nn.Module] | None:
     """Several models by name, parts of one by number, or None where one was given."""
     if isinstance(model, (list, tuple)):
-        if not model or not all(isinstance(each, nn.Module) for each in model):
-            raise PlanError(
-                "parts of one model are given as a list of nn.Modules, such as a rank's pipeline stages"
-            )
-        return {str(number): each for number, each in enumerate(model)}
+        return _parts(model)
     if not isinstance(model, dict) or not model:
         return None
     for name, each in model.items():
@@ -285,7 +290,7 @@ def _models(model: Any) -> dict[str, nn.Module] | None:
     return dict(model)
 
 
-def list_sites(model: Any, *kinds: Kind) -> list[str]:
+def list_sites(model: object, *kinds: Kind) -> list[str]:
     """The names of a model's sites as far as they are known before it runs."""
     wanted = frozenset(kinds) if kinds else None
     found = places(tree_of(model))

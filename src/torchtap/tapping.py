@@ -31,7 +31,7 @@ class Tapping:
 
     def __init__(
         self,
-        model: Any,
+        model: object,
         plan: Plan,
         *,
         strict: bool,

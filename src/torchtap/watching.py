@@ -41,7 +41,7 @@ class Watch:
 
     def __init__(
         self,
-        model: Any,
+        model: object,
         plan: Plan,
         consumers: Sequence[Consumer],
         *,
@@ -184,7 +184,7 @@ class Watch:
         with self._receiver.not_listening():
             yield
 
-    def follow(self, *optimizers: Any, start: int | None = None) -> Self:
+    def follow(self, *optimizers: object, start: int | None = None) -> Self:
         """Let optimizers be the clock: a step is over when each of them has updated, or a scaler left the update out.
 
         What frameworks wrap around optimizers is taken too. ``start`` is the number of the first step; without it
@@ -454,6 +454,6 @@ class Watch:
             raise SessionError("this watch is closed; make a new one to go on")
 
 
-def _has_gradient(model: Any) -> bool:
+def _has_gradient(model: object) -> bool:
     parameters: Callable[[], Any] = getattr(model, "parameters", lambda: ())
     return any(parameter.grad is not None for parameter in parameters())

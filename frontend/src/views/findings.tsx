@@ -4,12 +4,14 @@ import type { ViewProps } from "../app";
 import { useJson } from "../data";
 import { grouped, plural } from "../numbers";
 import { href } from "../route";
+import { Spark } from "../runs/spark";
 import type { Finding } from "../types";
 import { findingWord, siteWord } from "../words";
 import { CoveragePanel, type CoverageAnswer } from "./coverage";
 
 const STATISTIC_FOR: Record<string, string> = {
   nonfinite: "nans", dead: "zeros", constant: "std", saturated: "rms", exploding: "rms", vanishing: "rms", "no-gradient": "absmax",
+  "zero-gradient": "absmax", "dead-units": "dead_share", "lost-updates": "zeros", "step-too-large": "ratio", "step-too-small": "ratio", underflow: "zeros",
 };
 
 export function FindingsView({ run, about, findings, busy }: ViewProps & { busy: boolean }) {
@@ -24,7 +26,19 @@ export function FindingsView({ run, about, findings, busy }: ViewProps & { busy:
         <article key={f.kind + f.site} class={`finding ${f.severity}`}>
           <h2>{findingWord(f.kind)}{f.step !== null && <span class="quiet"> from step {grouped(f.step)}</span>}</h2>
           <p>{f.message}.</p>
-          <p class="quiet">{f.advice}</p>
+          {f.evidence.length > 0 && (
+            <ul class="evidence" aria-label="Evidence">
+              {f.evidence.map((e) => (
+                <li key={e.name + e.site}>
+                  {e.points.length > 1 && <Spark values={e.points} broken={false} />}
+                  {e.name}: <b>{Number.isFinite(e.value) ? e.value.toPrecision(3) : String(e.value)}</b>
+                  {e.step !== null && <span class="quiet"> at step {grouped(e.step)}</span>}
+                </li>
+              ))}
+            </ul>
+          )}
+          {f.causes.length > 0 && <p class="quiet">Perhaps: {f.causes.join("; or ")}.</p>}
+          <p><code>{f.advice}</code></p>
           <p class="links">
             <a href={mapOf(f)}>show on the map</a>
             <a href={href("site", { run: run.name, site: f.site, step: f.step })}>open {siteWord(f.site)}</a>

@@ -26,6 +26,7 @@ from torchtap.errors import PlanError
 from torchtap.plan import Tap, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.visit import Call as WalkedCall
 from torchtap.taps.walk.visit import Stop, Visiting
@@ -111,7 +112,7 @@ class Catcher:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.calls or self.outputs)
 
-    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         own = self._module is self._root  # whose hooks would run outside of this
         try:
             if own and self._kind == "input":
@@ -127,7 +128,7 @@ class Catcher:
 
     # -- the visitor's side ---------------------------------------------------------------------------------
 
-    def before(self, call: WalkedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: WalkedCall, args: Args, kwargs: Kwargs) -> None:
         """A module is given these values. What a checkpoint repeats was caught the first time."""
         if not call.repeated:
             self._take_input(args, kwargs)
@@ -137,7 +138,7 @@ class Catcher:
         if not call.repeated:
             self._take_output(output)
 
-    def _take_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _take_input(self, args: Args, kwargs: Kwargs) -> None:
         if self._wants_more():
             self.calls.append(Call(self._kept(args), self._kept(kwargs)))
             self._end()

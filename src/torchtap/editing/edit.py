@@ -28,6 +28,7 @@ from torchtap.names import belongs_to
 from torchtap.plan import Plan, Port, Tap, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.structure import map_inputs, map_leaves
 from torchtap.taps.walk.visit import Call, Stop, Visiting
 
@@ -95,9 +96,7 @@ class Edit:
 
     # -- the visitor's side ---------------------------------------------------------------------------------
 
-    def before(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """A module is given these values."""
         return map_inputs(call.input_names, args, kwargs, partial(self._change, call.key, call.number))
 

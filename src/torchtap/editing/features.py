@@ -26,6 +26,7 @@ from torchtap.errors import PlanError, SelectionError
 from torchtap.plan import Plan, Port, Tap, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site, selectors_of
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call, Stop, Visiting
 
@@ -123,7 +124,7 @@ class Features(nn.Module):
 
         return graph_with_values(self._original[0], self._plan, self._stop)
 
-    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         """A module is given these values."""
         self._take(call, input_leaves(call.input_names, args, kwargs))
 

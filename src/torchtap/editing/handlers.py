@@ -21,6 +21,7 @@ from torch import nn
 from torchtap.editing.eager_only import hookable
 from torchtap.errors import PlanError
 from torchtap.sites import places
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call, Stop, Visiting
 
@@ -78,7 +79,7 @@ class HandedOver:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         """A visitor's."""
         if not call.repeated and not self._telling:
             if call.number == 0:  # what a pass that failed has left behind

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from torchtap.errors import ForwardStoppedError
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.structure import map_leaves
 
 __all__ = ["Call", "LayerCatcher"]
@@ -22,8 +23,8 @@ __all__ = ["Call", "LayerCatcher"]
 class Call(NamedTuple):
     """The arguments of one call."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
 
 @final

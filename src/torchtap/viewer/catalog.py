@@ -207,7 +207,7 @@ class Catalog:
         if entry is None:
             return
         errors = sum(finding.severity == "error" for finding in found)
-        counted = {"errors": errors, "warnings": len(found) - errors}
+        counted = {"errors": errors, "warnings": sum(finding.severity == "warning" for finding in found)}
         if entry.card.findings != counted:
             with self._lock:
                 self.tick += 1

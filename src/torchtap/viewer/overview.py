@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from torchtap.names import site_name
 from torchtap.viewer.cards import phases_of, short_text
 from torchtap.viewer.catalog import Catalog
@@ -133,7 +135,18 @@ def findings_of(catalog: Catalog, name: str) -> bytes:
         for entry in listed:
             entry["total"] = len(entry["sites"])
             entry["sites"] = entry["sites"][:200]
+            for number in entry["evidence"]:
+                number["points"] = _points(shown, number["site"], number["statistic"])
         return encode_json({"findings": listed, "marks": marks, "revision": shown.revision})
+
+
+def _points(shown: OpenRun, site: str, statistic: str) -> list[float | None]:
+    """A recorded series in the space of a word: the values of at most sixty steps, evenly spread."""
+    if statistic not in shown.statistics.get(site, ()):
+        return []
+    values = shown.run.series(site, statistic, partial=True).values
+    some = values[np.unique(np.linspace(0, len(values) - 1, min(60, len(values))).round().astype(int))]
+    return [float(value) if np.isfinite(value) else None for value in some]
 
 
 def coverage_of(shown: OpenRun) -> bytes:

@@ -38,7 +38,7 @@ __all__ = [
 LOGGED = ":value."
 _BARS = "▁▂▃▄▅▆▇█"
 _COLUMNS = ("mean", "std", "absmax", "l2", "zeros")
-_COLOURS = {"error": "bold red", "warning": "yellow"}
+_COLOURS = {"error": "bold red", "warning": "yellow", "info": "blue"}
 
 
 def sparkline(values: npt.ArrayLike, width: int = 24) -> str:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import torchtap as tt
 from torchtap.names import read_name
 from torchtap.taps.alike.site_map import SiteMap
+from torchtap.taps.receive import reasons
 
 Form = Callable[[nn.Module, tuple[Any, ...]], Any]
 
@@ -444,3 +445,14 @@ def test_the_modules_inside_one_that_an_fx_graph_calls_are_known() -> None:
     assert set(dict(seen.items())) == set(dict(eager.items())) >= {"1.linear1:output", "1.norm2:output"}
     for site, value in eager.items():
         assert torch.equal(seen[site], value), site
+
+
+def test_an_exported_program_lists_the_modules_that_left_nothing_in_its_graph() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Dropout(0.5), nn.Linear(4, 2)).eval()
+    x = torch.randn(3, 4)
+    program = torch.export.export(model, (x,))
+    with tt.capture(program, "*:output") as seen:
+        program.module()(x)
+    assert set(dict(seen.items())) >= {"0:output", "3:output", ":output"}
+    missing = {each.site: each.reason for each in seen.coverage()}
+    assert missing["1:output"] == reasons.NO_OPERATION

@@ -155,7 +155,7 @@ class Fading(Rule):
         recent = slice(max(8, found.values.shape[1] - LAST), None)
         with np.errstate(invalid="ignore", divide="ignore"):
             left = found.values[:, recent] / early[:, None]
-        going_on = np.nanmax(np.where(np.isfinite(left), left, np.nan), axis=0) > 1e-2
+        going_on = np.where(np.isfinite(left), left, 0.0).max(axis=0) > 1e-2
         hits = []
         for row, place in enumerate(found.places):
             gone = (left[row] < self.share) & (found.values[row, recent] > 0) & going_on

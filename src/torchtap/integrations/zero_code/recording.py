@@ -170,7 +170,7 @@ def closing_line(folder: str) -> str:
     from torchtap.store.read.reader import open_run
 
     run = open_run(folder)
-    findings = diagnose(run)
+    findings = [each for each in diagnose(run) if each.severity != "info"]
     wrong = "; ".join(str(each) for each in findings[:3]) or "nothing looks wrong"
     more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
     return f"{len(run.steps())} steps in {folder}: {wrong}{more}. Look: torchtap view {folder}"

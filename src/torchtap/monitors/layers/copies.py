@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from threading import get_ident
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torchtap.monitors.layers.numbering import ChosenLayers
 from torchtap.names import parse_name, site_name
 from torchtap.reduce import Full
 from torchtap.sites import input_names, places
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.walker import Walker
 
@@ -76,14 +77,14 @@ class BlockCopies:
             sites = _with_calls(sites)
         return sites, [value if value.is_cpu else value.cpu() for _, value in kept]
 
-    def _returned(self, stop: tuple[str, str], output: Any) -> None:
+    def _returned(self, stop: tuple[str, str], output: object) -> None:
         path, site = stop
         if type(output) is Tensor:
             self._keep(site, output)
         else:
             self._keep_first(path, "output", leaves(output))
 
-    def _entering(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _entering(self, path: str, args: Args, kwargs: Kwargs) -> None:
         self._keep_first(path, "input", input_leaves(input_names(self._modules[path]), args, kwargs))
 
     def _keep_first(self, path: str, kind: str, found: Iterator[tuple[str, Tensor]]) -> None:
@@ -102,7 +103,7 @@ class BlockCopies:
             warnings.warn(f"{site} could not be recorded: {error}", RuntimeWarning, stacklevel=2)
 
 
-def _leave_alone(*_: Any) -> None:
+def _leave_alone(*_: object) -> None:
     """What a compiler that follows the hooks finds: the recorder tells that such a pass brought nothing."""
 
 

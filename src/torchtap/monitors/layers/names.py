@@ -34,7 +34,7 @@ class LayerNames:
     blocks: tuple[str, ...]
 
 
-def find_layers(model: Any) -> LayerNames:
+def find_layers(model: object) -> LayerNames:
     """The embedding and the blocks of a model; an error when there is no list of like modules to be found."""
     found = places(tree_of(model))  # in forms that have no modules any more, what stands in for them
     lists = [(place, children) for place in found if (children := _like_children(place.module))]
@@ -58,7 +58,7 @@ def find_layers(model: Any) -> LayerNames:
     return LayerNames(_embedding(model, found), tuple(blocks))
 
 
-def final_norm(model: Any, names: LayerNames) -> str | None:
+def final_norm(model: object, names: LayerNames) -> str | None:
     """The norm that the last block's output goes through outside the blocks, as far as the modules' order tells."""
     found = {place.path: place.module for place in places(tree_of(model))}
     way = [names.blocks[-1], *paths_around(names.blocks[-1])]
@@ -90,7 +90,7 @@ def _class_name(module: nn.Module) -> str:
     return str(getattr(module, "original_name", type(module).__qualname__))
 
 
-def _embedding(model: Any, found: list[Place]) -> str | None:
+def _embedding(model: object, found: list[Place]) -> str | None:
     ask: Callable[[], Any] | None = getattr(model, "get_input_embeddings", None)
     if callable(ask):
         try:

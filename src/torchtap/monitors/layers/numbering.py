@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 from torchtap.errors import SelectionError
 from torchtap.monitors.layers.names import LayerNames, find_layers
@@ -24,7 +24,7 @@ _EMBEDDING = "embedding"
 class ChosenLayers:
     """What was asked for: everything, some blocks by index, or selectors."""
 
-    def __init__(self, model: Any, asked: Sequence[int | str] | None) -> None:
+    def __init__(self, model: object, asked: Sequence[int | str] | None) -> None:
         self._all = asked is None
         by_index = asked is None or any(isinstance(each, int) or each == _EMBEDDING for each in asked)
         self.names: LayerNames | None = find_layers(model) if by_index else _found(model)
@@ -103,7 +103,7 @@ class ChosenLayers:
         return None
 
 
-def _found(model: Any) -> LayerNames | None:
+def _found(model: object) -> LayerNames | None:
     try:
         return find_layers(model)
     except SelectionError:  # selectors then say all that is known

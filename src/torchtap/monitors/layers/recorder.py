@@ -43,6 +43,7 @@ from torchtap.reduce import Full
 from torchtap.session import watch
 from torchtap.store.record import StepRecord
 from torchtap.taps.attach import form_of
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.ways import HookWay
 from torchtap.watching import Watch
 
@@ -201,13 +202,13 @@ class LayerRecorder:
 
     # A pass.
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._lock.acquire()
         self._depth += 1
         if self._depth == 1:
             self._open(kwargs)
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _end(self, module: nn.Module, args: Args, output: Any) -> None:
         if self._depth == 0:
             return
         try:
@@ -218,7 +219,7 @@ class LayerRecorder:
         finally:
             self._lock.release()
 
-    def _open(self, kwargs: dict[str, Any]) -> None:
+    def _open(self, kwargs: Kwargs) -> None:
         self._cached = _cache_length(kwargs)
         self._failed = False
         if self._copies is not None:
@@ -333,7 +334,7 @@ class _Around:
             self._attributes["forward"] = self._before
 
 
-def _cache_length(kwargs: dict[str, Any]) -> int:
+def _cache_length(kwargs: Kwargs) -> int:
     """How many tokens a key-value cache among the arguments already holds."""
     for name in ("past_key_values", "past_key_value", "cache", "kv_cache"):
         cache = kwargs.get(name)

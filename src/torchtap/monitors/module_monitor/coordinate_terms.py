@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from torchtap.monitors.module_monitor.naming import leaf_name
 from torchtap.reduce.row_norms import RowNorms, of_change, of_steps, row_count
+from torchtap.taps.walk.arguments import Args
 from torchtap.taps.walk.leaves import leaves
 
 __all__ = ["Measured", "Terms"]
@@ -57,7 +58,7 @@ class Terms:
         )
 
     def of(
-        self, inputs: tuple[Any, ...], output: Any, between: Any, start_inputs: tuple[Any, ...], start: Any
+        self, inputs: Args, output: object, between: object, start_inputs: Args, start: object
     ) -> list[Measured]:
         """All terms of one call."""
         found = self._of_output(output, between, start)
@@ -119,7 +120,7 @@ class Terms:
         return of_change(now, functional.layer_norm(other, shape, None, None, epsilon))
 
     @torch.no_grad()
-    def _of_projections(self, inputs: tuple[Any, ...], start_inputs: tuple[Any, ...]) -> list[Measured]:
+    def _of_projections(self, inputs: Args, start_inputs: Args) -> list[Measured]:
         """The projections of query, key and value, which are no modules of their own."""
         found: list[Measured] = []
         for index, part in enumerate(("q", "k", "v")):

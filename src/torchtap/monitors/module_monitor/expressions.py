@@ -65,7 +65,7 @@ def recognise(function: Callable[..., Any], arguments: int = 1) -> Reading:
     return Reading(answer.formula if answer.kind == "number" else None, safe=True)
 
 
-def _followed(function: Any, stand_ins: tuple[Value, ...]) -> Value:
+def _followed(function: object, stand_ins: tuple[Value, ...]) -> Value:
     """What a function makes of stand-ins; raises where that cannot be told."""
     if isinstance(function, functools.partial):
         plain = all(isinstance(given, (int, float, str, type(None))) for given in function.keywords.values())
@@ -109,7 +109,7 @@ def _check_plain(function: FunctionType, arguments: int) -> None:
         raise Unknowable("it would handle the failure of what is out of reach")
 
 
-def _stand_in_for(found: Any) -> Any:
+def _stand_in_for(found: object) -> Any:
     """What takes the place of a global; None for what is to be out of reach."""
     if found is math:
         return math
@@ -134,11 +134,11 @@ class _Module:
         return functools.partial(_noted, _MODULES[self._module] + name)
 
 
-def _noted(name: str, *args: Any, **kwargs: Any) -> Value:
+def _noted(name: str, *args: object, **kwargs: Any) -> Value:
     return outcome(name, args, kwargs)
 
 
-def _torch_function(function: Any) -> Callable[..., Value]:
+def _torch_function(function: object) -> Callable[..., Value]:
     """A stand-in for a function or a method of torch."""
     name = getattr(function, "__name__", "")
     if name and getattr(Tensor, name, None) is function:
@@ -150,7 +150,7 @@ def _torch_function(function: Any) -> Callable[..., Value]:
     raise Unknowable("no function of torch's")
 
 
-def _is_torch_function(function: Any) -> bool:
+def _is_torch_function(function: object) -> bool:
     try:
         _torch_function(function)
     except Unknowable:

@@ -12,7 +12,7 @@ Not here: recognising formulas (`expressions`), keys and steps (`storage`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -117,22 +117,14 @@ class Ledger:
             for bound, value in zip(bounds, values, strict=True):
                 self.take(bound, value)
             return
-        batches: dict[Any, tuple[list[BoundMetrics], list[Tensor]]] = {}
-        if len({(value.dtype, value.device) for value in values}) == 1:
-            batches[values[0].dtype] = (bounds, values)
-        else:
-            for bound, value in zip(bounds, values, strict=True):
-                some, their = batches.setdefault((value.dtype, value.device), ([], []))
-                some.append(bound)
-                their.append(value)
         with torch.no_grad():
-            for some, their in batches.values():
+            for some, their in _alike(bounds, values):
                 dtype = their[0].dtype
                 if dtype not in _FLOATS:
                     for bound, value in zip(some, their, strict=True):
                         self.take(bound, value)
                     continue
-                wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+                wide = torch.float32 if dtype in _HALVES else None
                 self._norms.append((some, torch.stack(list(foreach_norm(their, 2, wide)))))
 
     def add(self, keys: Sequence[str], totals: Sequence[float], count: int) -> None:
@@ -162,14 +154,10 @@ class Ledger:
         copies: tuple[Tensor, ...] | None = None
         for metric in metrics:
             try:
-                if metric.reading.safe:
-                    result = metric.function(*plain)
-                elif bound.subject in ("activations", "activation differences"):
-                    if copies is None:
-                        copies = tuple(each.clone() for each in plain)
-                    result = metric.function(*copies)
-                else:
-                    result = metric.function(*plain)
+                given = plain
+                if not metric.reading.safe and bound.subject in ("activations", "activation differences"):
+                    given = copies = copies or tuple(each.clone() for each in plain)
+                result = metric.function(*given)
                 tensor = _as_tensor(result, values)
                 if bound.scalar and tensor.numel() != 1:
                     raise MetricError(f"it gave a tensor of shape {tuple(tensor.shape)}, not one number")
@@ -361,7 +349,21 @@ class _Layout:
         return np.bincount(self._groups, weights=numbers) / np.bincount(self._groups)
 
 
-def _as_tensor(result: Any, values: tuple[Tensor, ...]) -> Tensor:
+def _alike(
+    bounds: list[BoundMetrics], values: list[Tensor]
+) -> Iterable[tuple[list[BoundMetrics], list[Tensor]]]:
+    """The values of one dtype on one device together."""
+    if len({(value.dtype, value.device) for value in values}) == 1:
+        return [(bounds, values)]
+    batches: dict[tuple[torch.dtype, torch.device], tuple[list[BoundMetrics], list[Tensor]]] = {}
+    for bound, value in zip(bounds, values, strict=True):
+        some, their = batches.setdefault((value.dtype, value.device), ([], []))
+        some.append(bound)
+        their.append(value)
+    return batches.values()
+
+
+def _as_tensor(result: object, values: tuple[Tensor, ...]) -> Tensor:
     """A metric's result, flat, detached, and in memory of its own."""
     if isinstance(result, Tensor):
         flat = result.detach().flatten()

@@ -22,11 +22,11 @@ class _Link:
 
     __slots__ = ("is_reference", "monitor")
 
-    def __init__(self, monitor: Any = None, is_reference: bool = False) -> None:
+    def __init__(self, monitor: object = None, is_reference: bool = False) -> None:
         self.monitor = monitor
         self.is_reference = is_reference
 
-    def __deepcopy__(self, memo: Any) -> _Link:
+    def __deepcopy__(self, memo: object) -> _Link:
         return _Link()
 
     __copy__ = __deepcopy__
@@ -41,7 +41,7 @@ _NO_LINK = _Link()
 class MonitorMixin:
     """A module that subclasses this may log values of its own: ``if self.is_monitoring: ...``."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: Any) -> None:
         # Named before nn.Module among the bases, this is the initialiser that runs; named after it, it may be called
         # once more on a module that is complete.
         if not isinstance(self, nn.Module) or "_parameters" not in self.__dict__:

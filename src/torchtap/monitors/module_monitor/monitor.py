@@ -330,7 +330,7 @@ class ModuleMonitor(MetricRegistry):
     # -- activations --------------------------------------------------------------------------------------
 
     def monitor_activations(
-        self, module: str | nn.Module, activations: Any, is_reference: bool = False
+        self, module: str | nn.Module, activations: object, is_reference: bool = False
     ) -> None:
         """Take a value as a module's output. Hooks do it for every module; this is for values of one's own."""
         if not self.current_step_monitored:
@@ -355,7 +355,7 @@ class ModuleMonitor(MetricRegistry):
             )
         self._given.add(name)
 
-    def _take_output(self, name: str, output: Any) -> None:
+    def _take_output(self, name: str, output: object) -> None:
         if self._given is not None:
             self._take_once(name)
         if isinstance(output, Tensor):
@@ -387,7 +387,7 @@ class ModuleMonitor(MetricRegistry):
             return
         self._ledger.take_pair(bound, value.cpu() if self.cpu_offload else value, reference)
 
-    def _take_reference_output(self, name: str, output: Any) -> None:
+    def _take_reference_output(self, name: str, output: object) -> None:
         if self.ignore_reference_module_activations:
             return
         if self.reference_module is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ class Visited:
         self.edition = -1  # of the metrics, when they were looked up
 
 
-def take_output(visited: Visited, output: Any) -> None:
+def take_output(visited: Visited, output: object) -> None:
     """A module has returned this."""
     monitor = visited.monitor
     if not monitor.within_monitoring_window:
@@ -46,7 +46,7 @@ def take_output(visited: Visited, output: Any) -> None:
         monitor._ledger.take(bound, output)
 
 
-def take_reference_output(visited: Visited, output: Any) -> None:
+def take_reference_output(visited: Visited, output: object) -> None:
     """A module of the reference has returned this. Under no_monitor, too: that is where a reference is run."""
     monitor = visited.monitor
     if monitor.current_step_monitored and not monitor.ignore_reference_module_activations:

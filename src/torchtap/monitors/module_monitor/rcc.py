@@ -31,6 +31,7 @@ from torchtap.monitors.module_monitor.reference import Copies
 from torchtap.monitors.module_monitor.replay import Replay, is_function
 from torchtap.names import paths_around
 from torchtap.reduce import row_norms
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.walker import shown_call
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
@@ -128,7 +129,7 @@ class RefinedCoordinateCheck:
 
     # -- both forwards ------------------------------------------------------------------------------------
 
-    def _on_forward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _on_forward(self, name: str, args: Args, kwargs: Kwargs, output: object) -> None:
         if not self.monitor.within_monitoring_window:
             return
         if self._at_once and name in self._awaited:
@@ -146,9 +147,7 @@ class RefinedCoordinateCheck:
         else:
             self._keywords.pop(name, None)
 
-    def _on_reference_forward(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def _on_reference_forward(self, name: str, args: Args, kwargs: Kwargs, output: object) -> None:
         monitor = self.monitor
         if not monitor.current_step_monitored or monitor.ignore_reference_module_activations:
             return
@@ -157,7 +156,7 @@ class RefinedCoordinateCheck:
         self._reference_outputs[name] = self._keep(output, copies)
         self._awaited.add(name)
 
-    def _keep(self, value: Any, copies: Copies) -> Any:
+    def _keep(self, value: object, copies: Copies) -> Any:
         """A value as it is now: tensors are copied, once however often they show up."""
         if isinstance(value, Tensor):
             kept = copies.of(value)
@@ -228,9 +227,7 @@ class RefinedCoordinateCheck:
             inputs[0] is other[0] for name in place.containers if (other := self.module_inputs.get(name))
         )
 
-    def _terms_of(
-        self, place: _Pair, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> list[Measured]:
+    def _terms_of(self, place: _Pair, args: Args, kwargs: Kwargs, output: object) -> list[Measured]:
         between = output if place.is_same_function() else self._between(place, args, kwargs)
         return place.terms.of(
             args,
@@ -240,7 +237,7 @@ class RefinedCoordinateCheck:
             self._reference_outputs[place.name],
         )
 
-    def _between(self, place: _Pair, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _between(self, place: _Pair, args: Args, kwargs: Kwargs) -> Any:
         """W_0 x_t. The reference is not taken for its own pass meanwhile, and uses up no randomness."""
         monitor, part = self.monitor, place.reference
         generators = () if self._replay.is_calm(part) else self._generators
@@ -290,7 +287,7 @@ class _Pair:
         return self._is_function and not any(map(self._replay.has_other_hook, (self._module, self.reference)))
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _to(value: object, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):

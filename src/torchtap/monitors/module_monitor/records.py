@@ -37,17 +37,20 @@ def site_of(key: str) -> tuple[str, str]:
     kind = _KINDS.get(prefix)
     if kind and place and statistic and not set(":#") & set(place):
         if kind == "output":
-            module, bracket, leaf = place.partition("[") if place != ROOT else (ROOT, "", "")
-            if module == "" and bracket:  # "[root module][0]"
-                module, _, leaf = place.removesuffix("]").rpartition("[")
-                leaf += "]"
-            path = "" if module == ROOT else module
-            site = site_name(path, "output", leaf.removesuffix("]"))
+            site = _output_site(place)
         else:
             site = site_name(parent_path(place), kind, last_part(place))
         if key_of(site, statistic) == key:
             return site, statistic
     return f":value.{key}", "value"
+
+
+def _output_site(place: str) -> str:
+    """The site of ``fc1``, ``lstm[1.0]``, ``[root module]`` or ``[root module][0]``."""
+    if place.startswith(ROOT):
+        return site_name("", "output", place.removeprefix(ROOT).strip("[]"))
+    module, _, leaf = place.partition("[")
+    return site_name(module, "output", leaf.removesuffix("]"))
 
 
 def key_of(site: str, statistic: str) -> str:

@@ -19,6 +19,7 @@ from torchtap._torch import compiled_in_place, has_global_hooks, version_of
 from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.reference import pooled_copy
 from torchtap.store.write.pool import HostPool
+from torchtap.taps.walk.arguments import Args, Kwargs
 
 __all__ = ["Replay", "is_function"]
 
@@ -73,7 +74,7 @@ class _Answer:
 
     __slots__ = ("args", "output", "output_version", "versions")
 
-    def __init__(self, args: tuple[Any, ...], output: Tensor) -> None:
+    def __init__(self, args: Args, output: Tensor) -> None:
         self.args = args
         self.versions = [_version(each) for each in args]
         self.output = output
@@ -122,9 +123,7 @@ class Replay:
             calm = self._calm[part] = _is_calm(part)
         return calm
 
-    def output_of(
-        self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, remember: bool
-    ) -> Any:
+    def output_of(self, part: nn.Module, args: Args, kwargs: Kwargs, *, remember: bool) -> Any:
         """What a part answers to a call. ``remember`` it where a container gets the same arguments."""
         if self.is_calm(part):
             output = self._run_calm(part, args, kwargs)
@@ -138,7 +137,7 @@ class Replay:
         """Let go of all answers."""
         self._answers.clear()
 
-    def _run_calm(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_calm(self, part: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Run a part whose code is known past the monitor's hooks, which would hear nothing now."""
         is_sequence = bool(part._modules)
         if self.has_other_hook(part) or (is_sequence and (kwargs or len(args) != 1)):
@@ -152,7 +151,7 @@ class Replay:
             value = self._run_calm(each, (value,), {}) if known is None else known
         return value
 
-    def _run(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, part: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         shadowed = [(each, each.__dict__.get("forward")) for each in self._answers if each is not part]
         for each, _ in shadowed:
             # Put beside nn.Module.__setattr__, which would look for parameters and buffers.
@@ -179,7 +178,7 @@ class Replay:
             return {key: self._stand_in(each) for key, each in value.items()}
         return value
 
-    def _remembered(self, part: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
+    def _remembered(self, part: nn.Module, args: Args) -> Tensor | None:
         """What a part answered to these arguments. It is handed out once: whoever gets it may change it."""
         answer = self._answers.get(part)
         if answer is None or not answer.is_to([self._original(each) for each in args]):

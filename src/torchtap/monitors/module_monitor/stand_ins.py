@@ -17,6 +17,8 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.taps.walk.arguments import Args, Kwargs
+
 __all__ = ["Formula", "Unknowable", "Value", "l2", "number_of", "outcome"]
 
 Columns: TypeAlias = npt.NDArray[np.float64]  # (fields, rows): moments.FIELDS
@@ -58,7 +60,7 @@ class Value:
     def __setattr__(self, name: str, value: object) -> None:
         raise Unknowable("an attribute is set")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Value:
+    def __call__(self, *args: object, **kwargs: Any) -> Value:
         if self.owner is None:
             raise Unknowable("a value is called")
         return outcome(self.name, (self.owner, *args), kwargs)
@@ -125,7 +127,7 @@ class Value:
     __contains__ = None
 
 
-def outcome(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+def outcome(name: str, args: Args, kwargs: Kwargs) -> Value:
     """What torch's function or method of this name makes of its arguments."""
     if not args or not isinstance(args[0], Value):
         raise Unknowable(f"{name} of something else than the value")
@@ -155,7 +157,7 @@ def number_of(value: Value) -> Value:
     return value if value.kind == "number" else _UNKNOWN
 
 
-def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _writes(name: str, args: Args, kwargs: Kwargs) -> bool:
     in_place = name.endswith("_") or kwargs.get("inplace") or kwargs.get("out") is not None
     return bool(in_place) or (name.startswith("functional.") and any(given is True for given in args[1:]))
 
@@ -164,7 +166,7 @@ _UNKNOWN = Value("unknown")
 _UNCHANGED = {"detach", "clone", "flatten", "ravel", "contiguous", "float", "double", "cpu"}
 
 
-def _norm(value: Value, rest: list[Any], kwargs: dict[str, Any], orders: dict[Any, Formula]) -> Value:
+def _norm(value: Value, rest: list[Any], kwargs: Kwargs, orders: dict[Any, Formula]) -> Value:
     kwargs = {key: given for key, given in kwargs.items() if given is not None and given is not False}
     if len(rest) > 1 or kwargs.keys() - {"p", "ord"} or value.kind not in ("x", "abs"):
         return _UNKNOWN
@@ -174,7 +176,7 @@ def _norm(value: Value, rest: list[Any], kwargs: dict[str, Any], orders: dict[An
     return _UNKNOWN if formula is None else Value("number", formula)
 
 
-def _spread(value: Value, rest: list[Any], kwargs: dict[str, Any], root: Callable[..., Any]) -> Value:
+def _spread(value: Value, rest: list[Any], kwargs: Kwargs, root: Callable[..., Any]) -> Value:
     if value.kind != "x" or kwargs.keys() - {"unbiased", "correction"} or len(rest) > 1 or (rest and kwargs):
         return _UNKNOWN
     unbiased = rest[0] if rest else kwargs.get("unbiased", True)
@@ -184,7 +186,7 @@ def _spread(value: Value, rest: list[Any], kwargs: dict[str, Any], root: Callabl
     return Value("number", lambda c: root(c[5] * c[5] * (c[0] / (c[0] - correction))))
 
 
-def _power(value: Value, rest: list[Any], kwargs: dict[str, Any]) -> Value:
+def _power(value: Value, rest: list[Any], kwargs: Kwargs) -> Value:
     if len(rest) != 1 or not isinstance(rest[0], (int, float)) or kwargs:
         return _UNKNOWN
     if value.kind in ("x", "abs") and rest[0] == 2:
@@ -193,11 +195,11 @@ def _power(value: Value, rest: list[Any], kwargs: dict[str, Any]) -> Value:
     return _of_number(value, lambda a: np.power(a, exponent))
 
 
-def _difference(value: Value, rest: list[Any], kwargs: dict[str, Any]) -> Value:
+def _difference(value: Value, rest: list[Any], kwargs: Kwargs) -> Value:
     return _arithmetic(operator.sub, value, rest[0]) if len(rest) == 1 and not kwargs else _UNKNOWN
 
 
-def _flat(value: Value, rest: list[Any], kwargs: dict[str, Any]) -> Value:
+def _flat(value: Value, rest: list[Any], kwargs: Kwargs) -> Value:
     return value if rest in ([-1], [(-1,)]) and not kwargs else _UNKNOWN
 
 

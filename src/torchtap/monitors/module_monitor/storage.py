@@ -135,15 +135,11 @@ class StorageManager:
         if metrics is None:
             return
         lists = {key: value for key, value in metrics.items() if type(value) is list}
-        averaged = [
-            key
-            for key, values in lists.items()
-            if isinstance(values[0], Tensor) and key not in self.aggregation_fns
-        ]
-        metrics.update(zip(averaged, means([lists[key] for key in averaged]), strict=True))
+        averaged = {key: values for key, values in lists.items() if self._is_averaged(key, values)}
+        metrics.update(zip(averaged, means(list(averaged.values())), strict=True))
         for key, values in lists.items():
-            if key in metrics and metrics[key] is not values:
-                continue  # averaged above
+            if key in averaged:
+                continue
             joined = torch.cat(values) if isinstance(values[0], Tensor) else values
             self._put(metrics, key, self.aggregation_fns.get(key, np.mean)(joined))
         if self.logger is not None:
@@ -152,8 +148,11 @@ class StorageManager:
                 f"Logged {len(metrics)} keys at step {step}. Total size of log data: {size:.2f} KB"
             )
 
+    def _is_averaged(self, key: str, values: list[Any]) -> bool:
+        return isinstance(values[0], Tensor) and key not in self.aggregation_fns
+
     @staticmethod
-    def _put(metrics: dict[str, Any], key: str, value: Any) -> None:
+    def _put(metrics: dict[str, Any], key: str, value: object) -> None:
         if not isinstance(value, dict):
             metrics[key] = _plain(value)
             return
@@ -183,7 +182,7 @@ class StorageManager:
         entries: Mapping[Any, Mapping[Any, Any]] = self.condensed_log_dict() if condensed else self.log_dict
         hdf5.save(filename, entries, flat=flat, refused=self._warn_unsaved)
 
-    def _warn_unsaved(self, entry: Any, reason: Exception) -> None:
+    def _warn_unsaved(self, entry: object, reason: Exception) -> None:
         if self.logger is not None:
             self.logger.warning("Could not save %s: %s", entry, reason)
 
@@ -193,7 +192,7 @@ class StorageManager:
         return hdf5.keys(filename)
 
     @staticmethod
-    def read_hdf5_entry(filename: str | os.PathLike[str], entry_key: Any) -> tuple[Any, Any] | None:
+    def read_hdf5_entry(filename: str | os.PathLike[str], entry_key: object) -> tuple[Any, Any] | None:
         """``(steps, values)`` of one key as arrays, or None where there is no such key."""
         return hdf5.read(filename, str(entry_key))
 
@@ -256,5 +255,5 @@ def _wide(piece: Tensor) -> Tensor:
     return (piece.abs() if piece.is_complex() else piece).to(torch.float64)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

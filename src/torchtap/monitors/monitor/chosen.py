@@ -92,7 +92,7 @@ def _clean(name: str, paths: Mapping[str, str]) -> str:
     return without_wrappers(name)
 
 
-def _layer(name: str, options: Any, path: str) -> MonitoredLayer:
+def _layer(name: str, options: object, path: str) -> MonitoredLayer:
     if not isinstance(options, Mapping):
         raise PlanError(
             f"layers_to_monitor[{name!r}] is {options!r}: give a dict with 'alias' and 'record_type', or None"
@@ -134,7 +134,7 @@ def _warn_of_containers(layer: MonitoredLayer, module: nn.Module) -> None:
 
 
 def check_settings(
-    layers: Iterable[MonitoredLayer], epochs_to_record: Any, batch_indices: Any
+    layers: Iterable[MonitoredLayer], epochs_to_record: object, batch_indices: object
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Epochs and batches, checked against the record types."""
     epochs = check_numbers(epochs_to_record, "epochs_to_record")
@@ -150,7 +150,7 @@ def check_settings(
     return epochs, batches
 
 
-def check_numbers(numbers: Any, name: str) -> tuple[int, ...]:
+def check_numbers(numbers: object, name: str) -> tuple[int, ...]:
     """Whole numbers from 0 on, in the order given."""
     if isinstance(numbers, (str, bytes)) or not isinstance(numbers, Iterable):
         raise PlanError(f"{name} is {numbers!r}: give a list of whole numbers")

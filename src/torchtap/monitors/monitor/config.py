@@ -48,7 +48,7 @@ class MonitorConfig:
     source: str
 
     @classmethod
-    def of(cls, settings: Any, source: str = "the configuration") -> MonitorConfig:
+    def of(cls, settings: object, source: str = "the configuration") -> MonitorConfig:
         """From a configuration's data."""
         if not isinstance(settings, Mapping):
             raise PlanError(
@@ -80,7 +80,7 @@ def _argument(key: str) -> str:
     return _ARGUMENTS.get(key, key.removeprefix("monitor_"))
 
 
-def _check(source: str, key: str, value: Any) -> None:
+def _check(source: str, key: str, value: object) -> None:
     if key not in _TYPES:
         near = difflib.get_close_matches(key, _TYPES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(_TYPES)}"
@@ -90,7 +90,7 @@ def _check(source: str, key: str, value: Any) -> None:
         raise PlanError(f"{source}: {key!r} is {value!r}; it has to be a {wanted}")
 
 
-def _single_layers(layers: Any) -> list[str]:
+def _single_layers(layers: object) -> list[str]:
     """The layers of which given batches are recorded; what is wrong with them is told when the monitor is made."""
     if isinstance(layers, Mapping):
         return [

@@ -71,7 +71,7 @@ class Outputs:
     # -- in -------------------------------------------------------------------------------------------------
 
     def add(
-        self, alias: str, epoch: int, batch: int, value: Any, *, ceiling: int | None, measured: bool
+        self, alias: str, epoch: int, batch: int, value: object, *, ceiling: int | None, measured: bool
     ) -> None:
         """Keep an output of one batch, on disk if memory is used up."""
         data = self.layers[alias]
@@ -181,7 +181,7 @@ class Outputs:
         self._saver.submit(lambda: write_item(place, item))
         return place
 
-    def _item(self, layer: MonitoredLayer, output: _Output, value: Any) -> dict[str, Any]:
+    def _item(self, layer: MonitoredLayer, output: _Output, value: object) -> dict[str, Any]:
         return {
             "epoch": output.epoch,
             "batch_idx": output.batch,
@@ -217,7 +217,7 @@ class Outputs:
         return iter(self.layers.values())
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     return map_leaves(value, lambda _, tensor: tensor.clone())
 
 

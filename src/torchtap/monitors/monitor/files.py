@@ -56,14 +56,14 @@ def writable_folder(folder: str | os.PathLike[str]) -> Path:
     return place
 
 
-def shape_of(output: Any) -> list[Any]:
+def shape_of(output: object) -> list[Any]:
     """``[2, 5, 16]`` for a tensor, a list of such lists for anything with several tensors."""
     if isinstance(output, Tensor):
         return list(output.shape)
     return [list(tensor.shape) for _, tensor in leaves(output)]
 
 
-def write_item(path: Path, item: Any) -> None:
+def write_item(path: Path, item: object) -> None:
     """Write tensors, numbers and text in any structure; the suffix of ``path`` says the format."""
     beside = path.with_name(f".{path.name}.part")
     try:
@@ -85,11 +85,11 @@ def read_item(path: str | os.PathLike[str]) -> Any:
     return reader(place)
 
 
-def _write_pt(path: Path, item: Any) -> None:
+def _write_pt(path: Path, item: object) -> None:
     torch.save(_without_foreign(item), path)
 
 
-def _without_foreign(tree: Any) -> Any:
+def _without_foreign(tree: object) -> Any:
     """The same, or an error where loading it would need a class that only the writer knows."""
     if isinstance(tree, dict):
         return {key: _without_foreign(value) for key, value in tree.items()}
@@ -115,7 +115,7 @@ def _read_pt(path: Path) -> Any:
     return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
 
 
-def _take_apart(item: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
+def _take_apart(item: object, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
     """Tensors by dotted name, and the structure with ``{"tensor": name}`` in their places, as JSON data."""
     if isinstance(item, np.ndarray):
         item = torch.from_numpy(item)
@@ -138,7 +138,7 @@ def _take_apart(item: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
     return tensors, {"tuple" if isinstance(item, tuple) else "list": list(facts.values())}
 
 
-def _put_together(facts: Any, tensors: Mapping[str, Any]) -> Any:
+def _put_together(facts: object, tensors: Mapping[str, Any]) -> Any:
     if not isinstance(facts, dict):
         return facts
     ((kind, inner),) = facts.items()
@@ -150,7 +150,7 @@ def _put_together(facts: Any, tensors: Mapping[str, Any]) -> Any:
     return tuple(made) if kind == "tuple" else made
 
 
-def _write_safetensors(path: Path, item: Any) -> None:
+def _write_safetensors(path: Path, item: object) -> None:
     from safetensors.torch import save_file
 
     tensors, facts = _take_apart(item)
@@ -169,7 +169,7 @@ def _read_safetensors(path: Path) -> Any:
     return from_names(tensors) if facts is None else _put_together(json.loads(facts), tensors)
 
 
-def _write_npz(path: Path, item: Any) -> None:
+def _write_npz(path: Path, item: object) -> None:
     tensors, facts = _take_apart(item)
     arrays: dict[str, Any] = {name: _array(tensor) for name, tensor in tensors.items()}
     arrays[_FACTS] = np.array(json.dumps(facts))

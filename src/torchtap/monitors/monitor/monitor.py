@@ -229,7 +229,7 @@ class Monitor:
         """The same for ``epoch_full``, with a file ``statistics`` beside each epoch's batches."""
         return self._save(self._epoch, layers)
 
-    def save_custom_output(self, output: Any, filename: str) -> Path:
+    def save_custom_output(self, output: object, filename: str) -> Path:
         """Write a result of your own into the output folder; the suffix says the format (``.pt`` by default)."""
         place = self.output_dir / filename
         if not place.resolve().is_relative_to(self.output_dir.resolve()):
@@ -284,7 +284,7 @@ class Monitor:
 
     # -- what arrives ---------------------------------------------------------------------------------------
 
-    def _custom_condition(self, output: Any) -> bool:
+    def _custom_condition(self, output: object) -> bool:
         """Whether an output is kept. A subclass may decide by itself."""
         return self._condition is None or bool(self._condition(output))
 
@@ -296,7 +296,7 @@ class Monitor:
         """
         layer = next(each for each in self._layers if each.name == layer_name)
 
-        def hook(module: nn.Module, input: Any, output: Any) -> None:
+        def hook(module: nn.Module, input: object, output: object) -> None:
             epoch, batch = self.current_epoch, self.current_batch_idx
             if epoch is not None and batch is not None and self._live(layer, epoch, batch):
                 kept = map_leaves(output, lambda _, tensor: tensor.detach().to("cpu", copy=True))
@@ -334,7 +334,7 @@ class Monitor:
         bones = self._watch.structure(layer.path)
         return from_names(by_leaf) if bones is None else fill(bones, by_leaf)
 
-    def _keep(self, layer: MonitoredLayer, epoch: int, batch: int, output: Any) -> None:
+    def _keep(self, layer: MonitoredLayer, epoch: int, batch: int, output: object) -> None:
         full = layer.record_type == "epoch_full"
         outputs = self._epoch if full else self._single
         if (epoch, batch) in outputs.layers[layer.alias].outputs:
@@ -423,6 +423,6 @@ def _lists(data: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
     return {each["layer"]: list(each["data"].values()) for each in data.values()}
 
 
-def _check_number(number: Any, call: str, what: str) -> None:
+def _check_number(number: object, call: str, what: str) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise PlanError(f"{call}({number!r}): {what} is a whole number from 0 on")

@@ -168,7 +168,7 @@ class TrainingClock:
         self.batches += 1
         self._listener.batch_begins(index)
 
-    def _on_pass(self, *_: Any) -> None:
+    def _on_pass(self, *_: object) -> None:
         if not self.hears_this_thread():
             return
         self._decide()
@@ -180,7 +180,7 @@ class TrainingClock:
             self._last, self._group = self._index + self._group - 1, 0
         self._in_use = True
 
-    def _on_pass_end(self, *_: Any) -> None:
+    def _on_pass_end(self, *_: object) -> None:
         """The next of the batches that were fetched together comes next."""
         if not self._ahead or self._current is None or not self._in_use:
             return

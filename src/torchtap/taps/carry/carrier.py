@@ -26,6 +26,7 @@ from torchtap.taps.carry.branches import silences
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.carry.travelling import NAMES, CopiedAlong, Packaged
 from torchtap.taps.receive import inside
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.untraced import Traveller, conceal, reveal
 from torchtap.taps.walk.ways import HookWay
@@ -91,7 +92,7 @@ class _Carrier(Traveller):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._state()  # for modules whose class makes their pickles: graph modules
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         return type(self)(*self._state())
 
     def _state(self) -> tuple[Any, ...]:
@@ -102,7 +103,7 @@ class _Carrier(Traveller):
 class OutputCarrier(_Carrier):
     """A forward hook: ``kinds`` are of ``output`` and ``grad_output``."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if _hears(self.address):
             emit_leaves(self.address, self.kinds, leaves(output), self.measured)
 
@@ -115,7 +116,7 @@ class InputCarrier(_Carrier):
         super().__init__(address, kinds)
         self.names = names
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if _hears(self.address):
             emit_leaves(self.address, self.kinds, input_leaves(self.names, args, kwargs), self.measured)
 
@@ -127,7 +128,7 @@ class InputCarrier(_Carrier):
 class EnterCarrier(_Carrier):
     """A forward pre-hook: while a tracer follows, notes that the module's forward begins."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if _traced():
             inside.paths.append(self.address)
 
@@ -136,7 +137,7 @@ class EnterCarrier(_Carrier):
 class LeaveCarrier(_Carrier):
     """A forward hook: while a tracer follows, notes that the module's forward is over."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if _traced() and inside.paths:
             inside.paths.pop()
 

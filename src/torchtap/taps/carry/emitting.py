@@ -39,7 +39,7 @@ class EmittingModel:
         self._brings = brings
         self._about = about
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> Any:
         receivers = self.receivers
         for receiver in receivers:
             receiver.begin_pass()
@@ -93,7 +93,7 @@ def attach_emitting(model: Any, receiver: Receiver) -> CarriedAttachment:
     return CarriedAttachment(receiver, None, [_Hearing(model, receiver)])
 
 
-def _check(model: Any) -> None:
+def _check(model: object) -> None:
     if not isinstance(model, EmittingModel):
         raise FormError(
             "cannot tap an AOTInductor model that torch loaded: it does not tell its sites; load its package with "

@@ -34,7 +34,7 @@ class Route(Protocol):
 class ForwardRoute:
     """Calls go to another ``forward``, kept in the instance, where it hides that of the class."""
 
-    def __init__(self, module: Any, forward: Callable[..., Any]) -> None:
+    def __init__(self, module: object, forward: Callable[..., Any]) -> None:
         self._attributes: dict[str, Any] = module.__dict__
         self._forward = forward
         self._before: list[Any] = []

@@ -193,12 +193,12 @@ def _define() -> torch.library.Library:
     return library
 
 
-def _nothing(value: Tensor, site: str, shape: Any = None) -> None:
+def _nothing(value: Tensor, site: str, shape: object = None) -> None:
     return None
 
 
 def _batched(name: str) -> Any:
-    def rule(info: Any, in_dims: tuple[int | None, ...], value: Tensor, site: str) -> tuple[None, None]:
+    def rule(info: object, in_dims: tuple[int | None, ...], value: Tensor, site: str) -> tuple[None, None]:
         """Under vmap the batch is one value, its mapped dimension first."""
         dim = in_dims[0]
         getattr(torch.ops.torchtap, name)(value if dim is None else value.movedim(dim, 0), site)

@@ -25,14 +25,14 @@ class PassListener(Protocol):
 
 def in_pass(
     receiver: PassListener,
-    model: Any,
+    model: object,
     call: Callable[..., Any],
     on_output: Callable[[Any], None] | None = None,
     on_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
 ) -> Callable[..., Any]:
     """``call`` with a pass of the receiver around it."""
 
-    def one_pass(*args: Any, **kwargs: Any) -> Any:
+    def one_pass(*args: object, **kwargs: Any) -> Any:
         receiver.begin_pass(getattr(model, "training", None))
         try:
             if on_call is not None:
@@ -94,7 +94,7 @@ class PassHooks:
             self._model.__dict__["_compiled_call_impl"] = self._covered
             self._covered = None
 
-    def _take_output(self, output: Any) -> None:
+    def _take_output(self, output: object) -> None:
         assert self._on_output is not None
         self._on_output(output)
 

@@ -15,6 +15,7 @@ from torchtap.names import site_name
 from torchtap.taps.carry import op
 from torchtap.taps.carry.carrier import emit_leaves
 from torchtap.taps.receive.entries import LivePort
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 
 __all__ = ["emitting_inputs", "emitting_output", "emitting_pass"]
@@ -24,18 +25,18 @@ def emitting_output(channel: op.Channel, port: LivePort) -> Callable[[Any], None
     """A function that emits the tensors that a module returned."""
     address, kinds = channel.prefix + port.port.site.path, (port.kind,)
 
-    def emit(output: Any) -> None:
+    def emit(output: object) -> None:
         if op.registered():
             emit_leaves(address, kinds, leaves(output))
 
     return emit
 
 
-def emitting_pass(channel: op.Channel, root: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+def emitting_pass(channel: op.Channel, root: nn.Module) -> Callable[[Args, Kwargs], None]:
     """A function that has the graph tell of each pass. The model's mode is a constant there: the compiler guards it."""
     prefix = channel.prefix
 
-    def emit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def emit(args: Args, kwargs: Kwargs) -> None:
         if not op.registered():
             return
         learning = torch.is_grad_enabled()
@@ -47,11 +48,11 @@ def emitting_pass(channel: op.Channel, root: nn.Module) -> Callable[[tuple[Any, 
     return emit
 
 
-def emitting_inputs(channel: op.Channel, port: LivePort) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+def emitting_inputs(channel: op.Channel, port: LivePort) -> Callable[[Args, Kwargs], None]:
     """A function that emits the tensors that a module was given."""
     address, kinds, names = channel.prefix + port.port.site.path, (port.kind,), port.input_names
 
-    def emit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def emit(args: Args, kwargs: Kwargs) -> None:
         if op.registered():
             emit_leaves(address, kinds, input_leaves(names, args, kwargs))
 

@@ -26,6 +26,7 @@ from torchtap._torch import in_backward
 from torchtap.names import site_name
 from torchtap.taps.eager.attention_maps import additive, attention_map
 from torchtap.taps.receive import inside
+from torchtap.taps.walk.arguments import Args, Kwargs
 
 __all__ = ["AttentionCall", "Listener", "listen"]
 
@@ -40,7 +41,7 @@ class _EntryPoint(NamedTuple):
 
     owner: Any
     name: str
-    bind: Callable[[tuple[Any, ...], dict[str, Any]], Bound]
+    bind: Callable[[Args, Kwargs], Bound]
     arguments: Callable[[Bound], Arguments | None]
     value: Part
     gives_heads: bool = False  # whether its result is that of each head
@@ -155,9 +156,9 @@ def _wrapper(original: Any, entry: _EntryPoint) -> Any:
 
 def _traced(
     original: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    bind: Callable[[tuple[Any, ...], dict[str, Any]], Bound],
+    args: Args,
+    kwargs: Kwargs,
+    bind: Callable[[Args, Kwargs], Bound],
     arguments_of: Callable[[Bound], Arguments | None],
 ) -> Any:
     """The same for Dynamo, which follows: the map becomes a part of the graph and leaves through the op."""
@@ -314,16 +315,16 @@ _SDPA_NAMES = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "
 _SDPA_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 
 
-def _binder(names: list[str], defaults: dict[str, Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Bound]:
+def _binder(names: list[str], defaults: dict[str, Any]) -> Callable[[Args, Kwargs], Bound]:
     """Builtins have no signature that Python can read, so theirs is written down here."""
 
-    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+    def bind(args: Args, kwargs: Kwargs) -> Bound:
         return {**dict.fromkeys(names), **defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
     return bind
 
 
-def _multi_head_binder() -> Callable[[tuple[Any, ...], dict[str, Any]], Bound]:
+def _multi_head_binder() -> Callable[[Args, Kwargs], Bound]:
     signature = inspect.signature(functional.multi_head_attention_forward)
     defaults = {p.name: None if p.default is p.empty else p.default for p in signature.parameters.values()}
     return _binder(list(defaults), defaults)

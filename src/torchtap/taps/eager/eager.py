@@ -13,7 +13,7 @@ Not here: hooks (`walk`), choosing sites (`sites`, `plan`), arithmetic (`reduce`
 
 from __future__ import annotations
 
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.gradients import ask_at_its_node
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.receive.state import StateReader
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.walker import Walker
@@ -139,18 +140,16 @@ class EagerAttachment:
     def _begin_pass(self) -> None:
         self._receiver.begin_pass(self._root.training)
 
-    def _await_outputs(self, port: LivePort, output: Any, repeated: bool) -> None:
+    def _await_outputs(self, port: LivePort, output: object, repeated: bool) -> None:
         self._receiver.take_gradients(port, leaves(output), repeated)
 
-    def _await_inputs(
-        self, port: LivePort, args: tuple[Any, ...], kwargs: dict[str, Any], repeated: bool
-    ) -> None:
+    def _await_inputs(self, port: LivePort, args: Args, kwargs: Kwargs, repeated: bool) -> None:
         found = input_leaves(port.input_names, args, kwargs)
         self._receiver.take_gradients(port, found, repeated)
 
     def _await_own_inputs(
-        self, port: LivePort, args: tuple[Any, ...], kwargs: dict[str, Any], repeated: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, port: LivePort, args: Args, kwargs: Kwargs, repeated: bool
+    ) -> tuple[Args, Kwargs]:
         """Let the module run on a view of each value, whose gradient is what this call alone sends back."""
         args, kwargs = map_leaves(args, _its_own), map_leaves(kwargs, _its_own)
         found = input_leaves(port.input_names, args, kwargs)
@@ -158,7 +157,7 @@ class EagerAttachment:
         return args, kwargs
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     """What a compiler's trace is to see."""
 
 

@@ -8,6 +8,7 @@ from a copy of the graph, which runs while a tap is live.
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable
 from typing import Any, final
 
 from torch import fx, nn
@@ -26,6 +27,7 @@ from torchtap.taps.graph.regions import (
     module_regions,
     outermost_class,
     without,
+    without_call,
     wrapped_paths,
 )
 from torchtap.taps.graph.values import digest_of, tap_values
@@ -36,8 +38,11 @@ from torchtap.taps.walk.stand_ins import skeleton
 __all__ = ["attach_exported", "attach_graph", "called_modules", "exported_tree", "graph_tree"]
 
 
-def graph_tree(model: fx.GraphModule) -> nn.Module:
-    """The modules that a plan binds to: real ones where the graph calls them, stand-ins elsewhere."""
+def graph_tree(model: fx.GraphModule, told: Iterable[str] = ()) -> nn.Module:
+    """The modules that a plan binds to: real ones where the graph calls them, stand-ins elsewhere.
+
+    ``told`` are paths of modules of which the graph itself may know nothing.
+    """
     real = called_modules(model)
     classes: dict[str, Any] = {"": outermost_class(model.graph)}
     inside = graph_paths(model)
@@ -47,7 +52,7 @@ def graph_tree(model: fx.GraphModule) -> nn.Module:
         for path, module in model.named_modules()
         if path not in wrapped and path not in inside and not any(is_inside(path, each) for each in inside)
     }
-    paths: dict[str, None] = dict.fromkeys(known)
+    paths: dict[str, None] = dict.fromkeys((*known, *(without(path, wrapped) for path in told)))
     for region in module_regions(model):
         paths[region.path] = None
         classes.setdefault(region.path, region.mark.described)
@@ -62,8 +67,8 @@ def graph_tree(model: fx.GraphModule) -> nn.Module:
 
 
 def exported_tree(program: ExportedProgram) -> nn.Module:
-    """The modules of an exported program."""
-    return graph_tree(program.module())
+    """The modules of an exported program, which still lists those that left no operation in its graph."""
+    return graph_tree(program.module(), (without_call(entry.fqn) for entry in program.module_call_graph))
 
 
 def graph_paths(model: fx.GraphModule) -> set[str]:

@@ -37,6 +37,7 @@ __all__ = [
     "module_regions",
     "outermost_class",
     "without",
+    "without_call",
     "wrapped_paths",
 ]
 
@@ -201,7 +202,7 @@ def _own_marks(node: fx.Node) -> Iterator[Mark]:
     wrapped: list[str] = []  # paths of what wrappers hold
     for call, entry in (node.meta.get("nn_module_stack") or {}).items():
         if isinstance(entry, tuple) and len(entry) == 2 and "_empty_nn_module_stack" not in str(entry[0]):
-            path, described = _plain(str(entry[0])), entry[1]
+            path, described = without_call(str(entry[0])), entry[1]
             if path == "_export_root" or path in wrapped:  # the model once more
                 continue
             if class_name(described) in WRAPPER_CLASSES:
@@ -215,7 +216,7 @@ def wrapped_paths(owner: fx.GraphModule) -> list[str]:
     for node in owner.graph.nodes:
         for path, described in (node.meta.get("nn_module_stack") or {}).values():
             if class_name(described) in WRAPPER_CLASSES:
-                found[join_path(_plain(str(path)), "module")] = None
+                found[join_path(without_call(str(path)), "module")] = None
     return list(found)
 
 
@@ -234,6 +235,6 @@ def class_name(described: Any) -> str:
     return described.__name__ if isinstance(described, type) else last_part(str(described))
 
 
-def _plain(path: str) -> str:
+def without_call(path: str) -> str:
     """A path without what export adds: the call's number, its own root, the wrapper of ``torch.compile``."""
     return without_compiler(path.partition("@")[0].removeprefix("_export_root."))

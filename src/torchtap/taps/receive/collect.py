@@ -82,9 +82,8 @@ class Collector:
                     if isinstance(value, Tensor) and not _is_number(value)
                 )
         for statistic, of_sites in tally.numbers.items():
-            sites, rows = numbers.setdefault((statistic,), ([], []))
-            sites += of_sites
-            rows += [[number] for number in of_sites.values()]
+            for site, number in of_sites.items():
+                _add_numbers(numbers, site, {statistic: number})
         tally.clear()
         for names, (sites, rows) in numbers.items():
             values = numbers_on_host(rows, coming)
@@ -175,11 +174,11 @@ def _results(folding: Folding, entry: Entry) -> dict[str, Any]:
     return results
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
 
 

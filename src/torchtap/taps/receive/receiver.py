@@ -31,6 +31,7 @@ from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.gradients import ask_for_gradient
+from torchtap.taps.walk.arguments import Args
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.structure import skeleton
 
@@ -213,7 +214,7 @@ class Receiver:
 
     # -- values -------------------------------------------------------------------------------------------
 
-    def take(self, port: LivePort, tree: Any) -> None:
+    def take(self, port: LivePort, tree: object) -> None:
         """A module's output, or any other structure of tensors, of the port's next call."""
         if self._between_passes and not self._begin_part(port):
             return
@@ -228,7 +229,7 @@ class Receiver:
         if not self._take_leaves(port, call, leaves(tree)):
             port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)
 
-    def take_inputs(self, port: LivePort, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def take_inputs(self, port: LivePort, args: Args, kwargs: Mapping[str, Any]) -> None:
         """A module's arguments."""
         if self._between_passes and not self._begin_part(port):
             return

@@ -63,19 +63,23 @@ class StateReader:
         if self._receiver.placing is not None:
             self._sharded = fsdp_sharded(self._receiver.plan.places[0].module)
         ports = [port for port in self._receiver.ports.values() if not live.isdisjoint(port.port.taps)]
-        by_parameter: dict[int, list[LivePort]] = {}
-        for port in ports:
-            if port.kind in _OF_PARAMETERS:
-                by_parameter.setdefault(id(self._parameter_of(port)), []).append(port)
+        self._parameters = self._by_parameter(ports)
         self._rates = next((port for port in ports if port.kind == "lr"), None)
         if self._rates is not None:
             places = self._receiver.plan.places
             self._known = {id(each) for place in places for each in place.module._parameters.values()}
-        self._parameters = {key: tuple(of_it) for key, of_it in by_parameter.items()}
         self._buffers = tuple(port for port in ports if port.kind == "buffer")
-        if by_parameter or self._rates is not None:
+        if self._parameters or self._rates is not None:
             training.listen(self)
             self._listens = True
+
+    def _by_parameter(self, ports: list[LivePort]) -> dict[int, tuple[LivePort, ...]]:
+        found: dict[int, tuple[LivePort, ...]] = {}
+        for port in ports:
+            if port.kind in _OF_PARAMETERS:
+                key = id(self._parameter_of(port))
+                found[key] = (*found.get(key, ()), port)
+        return found
 
     def finish_step(self) -> None:
         """Read what no optimizer step has brought yet."""

@@ -87,7 +87,7 @@ def stop_listening(listener: TrainingListener) -> None:
                 _installed.pop()()
 
 
-def innermost(optimizer: Any) -> list[Optimizer]:
+def innermost(optimizer: object) -> list[Optimizer]:
     """The torch optimizers inside whatever a framework hands out as one; nothing where there is none."""
     several = getattr(optimizer, "optimizers", None)
     if isinstance(several, dict):
@@ -115,7 +115,7 @@ def _install() -> None:
         _replace(clip_grad, "_group_tensors_by_device_and_dtype", _telling_clip)
 
 
-def _replace(owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(owner: object, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(owner, name)
     setattr(owner, name, wrapped(original))
     _installed.append(lambda: setattr(owner, name, original))
@@ -161,7 +161,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
     evaluated = False
 
-    def closure_then_tell(*arguments: Any, **keywords: Any) -> Any:
+    def closure_then_tell(*arguments: object, **keywords: Any) -> Any:
         nonlocal evaluated
         if evaluated:
             for listener in _all():
@@ -181,7 +181,7 @@ def _tell_ready(optimizer: Optimizer) -> None:
         listener.ready(optimizer)
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if not _leave(optimizer):
         return
     for stepped in getattr(_in_scaler, "stack", ()):
@@ -202,7 +202,7 @@ def _telling_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _telling_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(scaler: object, optimizer: object, *args: object, **kwargs: Any) -> Any:
         stepped: list[int] = []
         _in_scaler.stack = (*getattr(_in_scaler, "stack", ()), stepped)
         try:

@@ -14,6 +14,7 @@ from torch.fx import Proxy
 
 from torchtap._torch import pytree
 from torchtap.names import join_path
+from torchtap.taps.walk.arguments import Args
 
 __all__ = ["argument_name", "children", "input_leaves", "is_object", "keyword_name", "leaves"]
 
@@ -24,7 +25,7 @@ _NO_STRUCTURES = (Tensor, type, ModuleType, Enum, nn.Module, torch.Generator)
 
 
 def leaves(
-    tree: Any, prefix: str = "", around: tuple[Any, ...] = (), *, through_objects: bool = True
+    tree: object, prefix: str = "", around: tuple[Any, ...] = (), *, through_objects: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """``(name, tensor)`` for every tensor of a structure; a bare tensor has the empty name.
 
@@ -46,7 +47,7 @@ def leaves(
         yield from leaves(child, join_path(prefix, str(key)), around, through_objects=through_objects)
 
 
-def children(tree: Any) -> Iterator[tuple[Any, Any]]:
+def children(tree: object) -> Iterator[tuple[Any, Any]]:
     """The parts of a structure by key; nothing for what is none."""
     if tree is None or isinstance(tree, _PLAIN):
         return
@@ -68,7 +69,7 @@ def children(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(pytree.SUPPORTED_NODES[type(tree)].flatten_fn(tree)[0])
 
 
-def is_object(tree: Any) -> bool:
+def is_object(tree: object) -> bool:
     """Whether something is an object of a user's class that may hold tensors as attributes, as a cache does."""
     return (
         not isinstance(tree, _CONTAINERS)
@@ -81,7 +82,7 @@ def is_object(tree: Any) -> bool:
 
 def input_leaves(
     names: tuple[str, ...] | None,
-    args: tuple[Any, ...],
+    args: Args,
     kwargs: Mapping[str, Any],
     *,
     through_objects: bool = True,

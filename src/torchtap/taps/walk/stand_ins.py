@@ -55,7 +55,7 @@ def _fill(stand_in: nn.Module, real: nn.Module) -> None:
         stand_in.__dict__["forward"] = real.forward
 
 
-def _has_graph(module: Any) -> bool:
+def _has_graph(module: object) -> bool:
     """Whether a module has a graph of its own. A scripted list has the attribute, but raises when it is asked."""
     try:
         return hasattr(module, "graph")
@@ -63,7 +63,7 @@ def _has_graph(module: Any) -> bool:
         return False
 
 
-def _stand_in(described: Any) -> nn.Module:
+def _stand_in(described: object) -> nn.Module:
     base = described if isinstance(described, type) else find_class(described)
     if base is not None and issubclass(base, nn.Module):
         # Its own __init__ is left out: nothing of it is needed but its type and its forward's signature.
@@ -80,7 +80,7 @@ def is_stand_in(module: nn.Module) -> bool:
     return type(module).__module__ == __name__
 
 
-def find_class(dotted: Any) -> type | None:
+def find_class(dotted: object) -> type | None:
     """A class by its dotted name, if this process has it; nothing is imported."""
     module_name, _, name = str(dotted or "").rpartition(".")
     found = getattr(sys.modules.get(module_name), name, None)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchtap._torch import pytree
 from torchtap.names import first_part, join_path
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import argument_name, is_object, keyword_name, leaves
 
 __all__ = ["fill", "from_names", "map_inputs", "map_leaves", "plain", "skeleton"]
@@ -34,7 +35,7 @@ def map_leaves(
     if isinstance(tree, Tensor):
         return change(prefix, tree)
 
-    def child(key: Any, value: Any) -> Any:
+    def child(key: object, value: object) -> Any:
         return map_leaves(value, change, other, join_path(prefix, str(key)), (*around, tree))
 
     if isinstance(tree, Mapping):
@@ -71,10 +72,10 @@ def _rebuilt_sequence(tree: Any, child: Callable[[Any, Any], Any]) -> Any:
 
 def map_inputs(
     names: tuple[str, ...] | None,
-    args: tuple[Any, ...],
+    args: Args,
     kwargs: Mapping[str, Any],
     change: Callable[[str, Tensor], Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[Args, Kwargs]:
     """Arguments with ``change(name, tensor)`` for their tensors, named as `leaves.input_leaves` names them."""
     return (
         tuple(map_leaves(value, change, prefix=argument_name(names, n)) for n, value in enumerate(args)),
@@ -88,7 +89,7 @@ def _assigned(mapping: Any, values: Mapping[Any, Any]) -> Any:
     return mapping
 
 
-def skeleton(tree: Any) -> Any:
+def skeleton(tree: object) -> Any:
     """A structure without its values: what `fill` needs to build it again. It keeps no memory of the model's.
 
     None where a type of the user's cannot be built again; its values are taken all the same.
@@ -99,7 +100,7 @@ def skeleton(tree: Any) -> Any:
         return None
 
 
-def fill(bones: Any, values: Mapping[str, Any]) -> Any:
+def fill(bones: object, values: Mapping[str, Any]) -> Any:
     """The structure of a skeleton with these leaves; a leaf that is not among them is None."""
     return map_leaves(bones, lambda name, _: values.get(name))
 
@@ -118,11 +119,11 @@ def from_names(values: Mapping[str, Any]) -> Any:
     return built
 
 
-def _has_tensors(tree: Any) -> bool:
+def _has_tensors(tree: object) -> bool:
     return next(leaves(tree), None) is not None
 
 
-def plain(tree: Any) -> Any:
+def plain(tree: object) -> Any:
     """The structure in tuples, lists and dicts only, which any reader knows."""
     if isinstance(tree, Mapping):
         return {key: plain(value) for key, value in tree.items()}

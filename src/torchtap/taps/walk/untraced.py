@@ -48,11 +48,11 @@ class Hook(partial[Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()
 
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _inert
 
 
-def _inert(*_: Any) -> None:
+def _inert(*_: object) -> None:
     """What a hook of ours becomes where a module's own way of copying takes it along."""
 
 
@@ -76,12 +76,12 @@ class StandIn(ABC):
         """The forward that was among the module's own attributes; None where its class has it."""
 
 
-def is_wrapper(module: Any) -> bool:
+def is_wrapper(module: object) -> bool:
     """Whether a module is one of ours around another."""
     return hasattr(type(module), HELD)
 
 
-def held(module: Any) -> Any:
+def held(module: object) -> Any:
     """The module inside any number of our wrappers."""
     while is_wrapper(module):
         module = getattr(module, HELD)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, Self, final
 from torch import nn
 
 from torchtap.sites import input_names, unwrap
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.walker import Walker
 
 __all__ = ["Call", "Stop", "Visiting", "Visitor"]
@@ -45,12 +46,10 @@ class Call(NamedTuple):
 class Visitor(Protocol):
     """Sees values go in and out. Either method may return what to use instead, or None."""
 
-    def before(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """A module is about to run on these arguments."""
 
-    def after(self, call: Call, output: Any) -> Any:
+    def after(self, call: Call, output: object) -> Any:
         """A module returned this."""
 
 
@@ -115,8 +114,8 @@ class Visiting:
         number: int,
         names: tuple[str, ...] | None,
         stop: Stop,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         repeated: bool = False,
     ) -> Any:
         count = self._next(number, "input", repeated)
@@ -126,7 +125,7 @@ class Visiting:
         return self._visitor.before(Call(stop.path, count, repeated, parent, names, stop.key), args, kwargs)
 
     def _after(
-        self, number: int, names: tuple[str, ...] | None, stop: Stop, output: Any, repeated: bool = False
+        self, number: int, names: tuple[str, ...] | None, stop: Stop, output: object, repeated: bool = False
     ) -> Any:
         count = self._next(number, "output", repeated)
         outer = self._inside[:-1] if stop.inputs else self._inside

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchtap._torch import graph_task, in_backward
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.untraced import HookHandle
 from torchtap.taps.walk.ways import Handle, WayName, way_for
 
@@ -42,7 +43,7 @@ class _EveryThread:
 EVERY_THREAD: Heard = _EveryThread()
 
 
-def _unheeded(_: Any) -> None:
+def _unheeded(_: object) -> None:
     """A compiler follows the code, and there is nothing to put into its graph."""
 
 
@@ -55,7 +56,7 @@ def shown_output(
     """A forward hook that shows what a module returns, but not what a checkpoint repeats."""
 
     # Called for every module of every step, so the questions about thread and repetition are spelled out.
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+    def hook(module: nn.Module, args: object, output: object) -> Any:
         if is_compiling():
             return traced(output)
         if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
@@ -66,11 +67,11 @@ def shown_output(
 
 
 def shown_call(
-    stop: Stop, visit: Callable[[Stop, tuple[Any, ...], dict[str, Any], Any], None]
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+    stop: Stop, visit: Callable[[Stop, Args, Kwargs, Any], None]
+) -> Callable[[nn.Module, Args, Kwargs, Any], None]:
     """The same for a hook that is given the arguments too."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
         if not is_compiling() and graph_task() == -1:
             visit(stop, args, kwargs, output)
 
@@ -95,14 +96,14 @@ class Walker:
         self,
         begin: Callable[[], None],
         end: Callable[[], None] | None = None,
-        traced: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
+        traced: Callable[[Args, Kwargs], Any] | None = None,
     ) -> None:
         """Call ``begin`` ahead of everything in a pass, and ``end`` after it, also when the pass raised.
 
         A compiler's trace is no pass, and neither is a checkpoint's repetition of the whole model.
         """
 
-        def on_begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def on_begin(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             if is_compiling():
                 if traced is not None:
                     traced(args, kwargs)
@@ -113,7 +114,7 @@ class Walker:
         if end is None:
             return
 
-        def on_end(*_: Any) -> None:
+        def on_end(*_: object) -> None:
             if not is_compiling():
                 end()
 
@@ -129,13 +130,13 @@ class Walker:
         self,
         module: nn.Module,
         stop: Stop,
-        visit: Callable[[Stop, tuple[Any, ...], dict[str, Any]], Any],
-        traced: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        visit: Callable[[Stop, Args, Kwargs], Any],
+        traced: Callable[[Args, Kwargs], Any],
     ) -> None:
         """Show what the module is given. Repetitions are left out."""
         heard = self._heard
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
             if is_compiling():
                 return traced(args, kwargs)
             if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
@@ -154,7 +155,7 @@ class Walker:
         """Show what the module returns, and say whether a checkpoint repeats the call."""
         heard = self._heard
 
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        def hook(module: nn.Module, args: object, output: object) -> Any:
             if is_compiling():
                 return traced(output)
             if heard.thread == get_ident() or heard.thread is None:
@@ -167,13 +168,13 @@ class Walker:
         self,
         module: nn.Module,
         stop: Stop,
-        visit: Callable[[Stop, tuple[Any, ...], dict[str, Any], bool], Any],
-        traced: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        visit: Callable[[Stop, Args, Kwargs, bool], Any],
+        traced: Callable[[Args, Kwargs], Any],
     ) -> None:
         """Show what the module is given, and say whether a checkpoint repeats the call."""
         heard = self._heard
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
             if is_compiling():
                 return traced(args, kwargs)
             if heard.thread == get_ident() or heard.thread is None:

@@ -125,7 +125,7 @@ class _Forward(StandIn):
         self.was_own = "forward" in vars(module)
         functools.update_wrapper(self, self.plain, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> Any:
         return self.run(self.plain, args, kwargs)
 
     def own(self) -> Any:
@@ -165,7 +165,7 @@ def _forward_of_class(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
 
 
-def _itself(value: Any) -> Any:
+def _itself(value: object) -> Any:
     return value
 
 
@@ -208,7 +208,7 @@ class _Wrapper:
     _torchtap_held: nn.Module
     _torchtap_around: _Around
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> Any:
         held = self._torchtap_held
         return self._torchtap_around.run(held, held, args, kwargs)
 
@@ -218,7 +218,7 @@ class _Wrapper:
         held, around = self._torchtap_held, self._torchtap_around
 
         @functools.wraps(held.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: Any) -> Any:
             return around.run(held, held.forward, args, kwargs)
 
         return forward
@@ -230,7 +230,7 @@ class _Wrapper:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._torchtap_held, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return _itself, (self._torchtap_held,)
 
 
@@ -251,7 +251,7 @@ def _wrapper_of(module: nn.Module, around: _Around) -> Any:
     return wrapper
 
 
-def _hold(wrapper: Any, module: nn.Module) -> None:
+def _hold(wrapper: object, module: nn.Module) -> None:
     # Past nn.Module's own __setattr__, which would register the held module as a child of itself.
     object.__setattr__(wrapper, "_torchtap_held", module)
 
