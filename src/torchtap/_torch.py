@@ -177,8 +177,8 @@ def sparse_bytes(value: Tensor) -> int:
     return int(value._values().nbytes) + int(value._indices().nbytes)
 
 
-# ---- Modules and groups of tensors: there are slower or more careful ways. The bases of all dropouts (`AnyDropout`) and of
-# all norms that keep running statistics (`RunningNorm`) are what every such class of torch's is one of.
+# ---- Modules and groups of tensors: there are slower or more careful ways. `AnyDropout` and `RunningNorm` are the
+# bases of torch's dropouts and of its norms that keep running statistics.
 
 
 def has_global_hooks() -> bool:
