@@ -123,7 +123,7 @@ def fetch(address: str) -> bytes:
 
 
 def check_types(place: Installation) -> None:
-    """A typed program of a user's, by pyright, which runs outside of the environment: it needs Node and fetches itself."""
+    """A typed program of a user's, by pyright, which runs outside of the environment: it needs Node."""
     pyright = shutil.which("pyright")
     if pyright is None or shutil.which("node") is None or not answers([pyright, "--version"]):
         print("types: not looked at, there is no pyright that starts")
