@@ -34,6 +34,7 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 CORE = {
     "steps": "Training steps",
     "share": "The share of a step",
+    "accompanied": "Trainings that are accompanied all the time",
     "doctor": "Training under a doctor",
     "compiled": "Training steps of a compiled model",
     "capture": "Capturing tensors",

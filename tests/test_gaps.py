@@ -252,6 +252,18 @@ def test_a_parameter_that_comes_later_is_told(tmp_path: Path) -> None:
             assert any("weight_orig" in loss for loss in watch.lost), watch.lost
 
 
+def test_a_parameter_of_a_module_that_had_none_is_followed(tmp_path: Path) -> None:
+    made = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with tt.watch(made, tmp_path / "run", ["*:param"], follow_model=True) as watch:
+        for step in range(4):
+            if step == 1:
+                made[1].register_parameter("slope", nn.Parameter(torch.ones(3)))
+            with watch.step():
+                made(torch.ones(3, 4)).sum().backward()
+        assert watch.lost == []
+    assert tt.open(tmp_path / "run").series("1:param.slope", "l1").steps.tolist() == [1, 2, 3]
+
+
 def test_buffers_that_a_model_makes_anew_each_step_are_no_change(tmp_path: Path) -> None:
     class Running(nn.Module):
         def __init__(self) -> None:

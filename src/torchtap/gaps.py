@@ -8,11 +8,11 @@ then move to the model as it is now; without, what is missing is told, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchtap.errors import PlanError
 from torchtap.foreign_text import shown
@@ -55,19 +55,21 @@ class Gaps:
             (module._modules, list(module._modules.values())) for module in modules if module._modules
         ]
         self._childless = [module._modules for module in modules if not module._modules]
-        held = [each for each in modules if each._parameters or each._buffers] if self._state_asked else []
-        self._parameters = [(each._parameters, list(each._parameters.values())) for each in held]
-        self._leaves = [
-            (table, _leaves(table)) for each in held for table in (each._parameters, each._buffers)
+        held = list(modules) if self._state_asked else []
+        self._parameters = [
+            (each._parameters, list(each._parameters.values())) for each in held if each._parameters
         ]
+        self._buffers = [(each._buffers, len(each._buffers)) for each in held if each._buffers]
+        tables = [table for each in held for table in (each._parameters, each._buffers)]
+        self._empty = [table for table in tables if not table]
 
     def look(self) -> None:
         """Call it before a step begins."""
-        if self._tree_changed() or any(_leaves(table) != before for table, before in self._leaves):
+        if self._tree_changed():
             self._modules_changed()
-        elif self._parameters_replaced():
-            self._survey()
+        elif self._taps.armed and self._state_changed():
             self._put_on_again()  # an optimizer's parameters are known by their identity
+            self._modules_changed()
         gone = self._taps.hooks_gone()
         if gone:
             self._put_on_again()
@@ -94,9 +96,16 @@ class Gaps:
                 self._parents[position] = children, now
         return changed
 
-    def _parameters_replaced(self) -> bool:
-        # By identity: tensors that are compared are computed with.
-        return any(not all(map(is_, table.values(), before)) for table, before in self._parameters)
+    def _state_changed(self) -> bool:
+        """Whether parameters are others, or there are more or fewer. Where no tap is live, nobody need know yet.
+
+        Buffers are read by their names, and some models make new ones at each pass.
+        """
+        for table, before in self._parameters:
+            # By identity: tensors that are compared are computed with.
+            if len(table) != len(before) or not all(map(is_, table.values(), before)):
+                return True
+        return any(self._empty) or any(len(table) != count for table, count in self._buffers)
 
     def _modules_changed(self) -> None:
         replaced = self._taps.places_replaced()
@@ -134,10 +143,6 @@ class Gaps:
 def _faces(modules: Sequence[nn.Module | None]) -> list[int]:
     """Modules by their state: a wrapper of ours is a second face of the same module."""
     return [id(unwrap(module).__dict__) if module is not None else 0 for module in modules]
-
-
-def _leaves(table: Mapping[str, Tensor | None]) -> list[str]:
-    return [name for name, tensor in table.items() if tensor is not None]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -227,7 +227,9 @@ def test_an_optimizer_that_steps_in_the_backward_is_not_stepped_by_the_replay(tm
             losses.append(loss.item())
         return losses
 
-    assert len(both(loop, tmp_path)) == 1
+    (outcome,) = both(loop, tmp_path)
+    assert not outcome.replayed
+    assert "inside of the backward" in " ".join(outcome.notes)
 
 
 def test_a_batch_that_is_used_again_is_kept_as_it_was_and_odd_arguments_are_noted(tmp_path: Path) -> None:

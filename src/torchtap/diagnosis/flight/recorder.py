@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from torchtap._torch import in_backward
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.flight.dump import Outcome, write_dump
 from torchtap.diagnosis.flight.history import Ring
@@ -254,6 +255,8 @@ class FlightRecorder:
         while path.name in self._found:  # of an earlier training in the same folder
             path = path.with_name(f"{path.name}-again")
         rank = _rank()
+        if in_backward():
+            replaying = False
         if replaying is None:
             replaying = (rank[1] == 1 if self._replay is None else self._replay) and not _talks(self._models)
         so_far = self._watch.so_far()
@@ -283,6 +286,10 @@ class FlightRecorder:
         if not steps or steps[-1].step != step:
             notes.append(
                 f"no call of the model is kept of step {step}: give the recorder the module that is called"
+            )
+        if in_backward():
+            notes.append(
+                "an optimizer steps inside of the backward pass: the step is not whole, and is not replayed"
             )
         weights = (
             {name: unwrap(model).state_dict() for name, model in self._models.items()} if step == now else {}
