@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.planted_code import CODE_FAULTS, CODE_HARMLESS
 from benchmarks.planted_everywhere import EVERYWHERE_FAULTS, EVERYWHERE_HARMLESS, Everywhere
 from benchmarks.planted_models import FAMILIES, LAYERS
 from benchmarks.planted_zoo import ARCHITECTURES, build
@@ -91,7 +92,10 @@ def everywhere() -> Iterator[Case]:
     """Every architecture by every change that fits any model, at depths that take turns."""
     depths = list(DEPTHS)
     for at, family in enumerate(ARCHITECTURES):
-        for table, harmless in ((EVERYWHERE_FAULTS, False), (EVERYWHERE_HARMLESS, True)):
+        for table, harmless in (
+            (EVERYWHERE_FAULTS | CODE_FAULTS, False),
+            (EVERYWHERE_HARMLESS | CODE_HARMLESS, True),
+        ):
             for n, (change, plant) in enumerate(table.items()):
                 depth = depths[(n + at) % len(depths)]
                 yield Case(family, change, depth, at_depth(plant, depth), harmless)

@@ -1,7 +1,7 @@
 """More models for planting faults: Hugging Face's from small configurations, and hand-written ones of other kinds.
 
-Together with `planted_models` they are fourteen architectures. All are in eval mode, with norms away from their
-initial values, so that a wrong norm shows.
+Together with `planted_models` and `planted_more` they are twenty-six architectures. All are in eval mode, with norms
+away from their initial values, so that a wrong norm shows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.planted_models import FAMILIES
 from benchmarks.planted_models import build as build_family
+from benchmarks.planted_more import MORE
 
 __all__ = ["ARCHITECTURES", "build"]
 
@@ -209,6 +210,7 @@ _BUILD: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "timm ViT": lambda: (TimmViT(), (torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)),)),
     "UNet": lambda: (UNet(), (torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)),)),
 }
+_BUILD |= MORE
 ARCHITECTURES = (*FAMILIES, *_BUILD)
 
 
@@ -221,10 +223,17 @@ def build(architecture: str, seed: int = 0) -> tuple[nn.Module, Any]:
         model, inputs = _BUILD[architecture]()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name or "ln_" in name or "layer_norm" in name:
+                if name.endswith(("A_log", ".D")):
+                    continue  # of a state space: its decay must stay one
+                if "norm" in name or "ln_" in name or "layer_norm" in name or ".bn" in name:
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 elif parameter.dim() == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
                 else:
                     parameter.mul_(3.0)  # initial weights are small: attention would hardly look anywhere
+            for name, buffer in model.named_buffers():
+                if name.endswith("running_mean"):
+                    buffer.normal_(0, 0.2)
+                elif name.endswith("running_var"):
+                    buffer.uniform_(0.5, 1.5)
     return model.eval(), inputs

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_a_sparkline_shows_a_single_spike_and_what_is_not_finite() -> None:
 
 def test_one_screen_has_progress_numbers_and_findings(run_folder: Path) -> None:
     run = tt.open(run_folder)
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=120, record=True, file=io.StringIO())
     console.print(live_view(run, rows=6, findings=tt.diagnose(run)))
     text = console.export_text()
     assert "step 29" in text

@@ -159,31 +159,36 @@ def _alignment(trace: Trace, listed: Trace, pairs: list[Paired], unused: list[Ru
 def _regroup(
     trace: Trace, listed: Trace, left: list[Node], right: list[Node], pairs: list[Paired]
 ) -> tuple[Trace, list[Paired]]:
-    taken_left, taken_right = {p.reference for p in pairs}, {p.target for p in pairs}
-    mine = [n for n in left if n.leaf and n.weight is not None and n.path not in taken_left]
-    theirs = [n for n in right if n.leaf and n.weight is not None and n.path not in taken_right]
+    """Pair what is in one piece on one side with its pieces on the other; the reference's trace with such pieces."""
+    mine = _unpaired(left, {pair.reference for pair in pairs})
+    theirs = _unpaired(right, {pair.target for pair in pairs})
     found: list[Paired] = []
-    for whole in theirs:  # the target has one piece where the reference has several
-        parts = _parts_of(whole, [n for n in mine if n.path not in taken_left], listed, trace)
+    for whole in list(theirs):
+        parts = _parts_of(whole, mine, listed, trace)
         if parts:
-            taken_left |= {n.path for n in parts}
-            taken_right.add(whole.path)
-            trace, joined = _joined(trace, [n.path for n in parts])
+            mine, theirs = _without(mine, parts), _without(theirs, [whole])
+            trace, joined = _joined(trace, [part.path for part in parts])
             found.append(Paired(joined, whole.path, "one piece in the target"))
     for whole in mine:
-        if whole.path in taken_left:
-            continue
-        parts = _parts_of(whole, [n for n in theirs if n.path not in taken_right], trace, listed)
+        parts = _parts_of(whole, theirs, trace, listed)
         if parts:
-            taken_left.add(whole.path)
-            taken_right |= {n.path for n in parts}
-            sizes = [_last_size(listed, n.path) for n in parts]
-            trace = _cut(trace, whole.path, sizes)
+            theirs = _without(theirs, parts)
+            trace = _cut(trace, whole.path, [_last_size(listed, part.path) for part in parts])
             found += [
                 Paired(f"{whole.path}[{n}]", part.path, "a piece of one in the reference")
                 for n, part in enumerate(parts)
             ]
     return trace, found
+
+
+def _unpaired(nodes: list[Node], taken: set[str]) -> list[Node]:
+    """Modules with weights of their own that have no partner."""
+    return [node for node in nodes if node.leaf and node.weight is not None and node.path not in taken]
+
+
+def _without(nodes: list[Node], used: list[Node]) -> list[Node]:
+    paths = {node.path for node in used}
+    return [node for node in nodes if node.path not in paths]
 
 
 def _parts_of(whole: Node, candidates: list[Node], whole_trace: Trace, parts_trace: Trace) -> list[Node]:
