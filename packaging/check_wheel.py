@@ -125,12 +125,17 @@ def fetch(address: str) -> bytes:
 def check_types(place: Installation) -> None:
     """A typed program of a user's, by pyright, which runs outside of the environment: it needs Node."""
     pyright = shutil.which("pyright")
-    if pyright is None or shutil.which("node") is None:
-        print("types: not looked at, pyright or Node is missing")
+    if pyright is None or shutil.which("node") is None or not answers([pyright, "--version"]):
+        print("types: not looked at, there is no pyright that starts")
         return
     words = [pyright, "--pythonpath", str(place.bin / "python"), str(ROOT / "packaging" / "consumer.py")]
     done = subprocess.run(words, capture_output=True, text=True, cwd=place.folder, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def answers(words: list[str]) -> bool:
+    """Whether a command can be had."""
+    return subprocess.run(words, capture_output=True, timeout=300, check=False).returncode == 0
 
 
 CHECKS = (check_native, check_demo, check_compare, check_report, check_view, check_types)

@@ -1,9 +1,10 @@
 """Run the tests with another torch, in an environment of its own that is removed afterwards.
 
-    python packaging/compat.py 2.15.0 [--keep] [tests/taps tests/clock …]
+    python3.13 packaging/compat.py 2.15.0 [--keep] [tests/taps tests/clock …]
 
-Everything but torch comes in the versions of constraints.txt. Prints a line for each folder of tests, each failure and
-each kind of skip, and one row for the table of docs/install.md. Exit code 1 where a test failed.
+The Python that runs this is the one that is tested. Everything but torch comes in the versions of constraints.txt.
+Prints a line for each folder of tests, each failure and each kind of skip, and a row for the table of docs/install.md.
+Exit code 1 where a test failed.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="leave the environment for another run")
     parser.add_argument("--workers", type=int, default=2)
     asked = parser.parse_args()
-    folder = ROOT / ".venv-compat" / asked.torch
+    folder = ROOT / ".venv-compat" / f"{asked.torch}-py{sys.version_info.major}.{sys.version_info.minor}"
     try:
         outcome = tested(environment_with(asked.torch, folder), asked.tests, asked.workers)
     finally:

@@ -2,7 +2,7 @@
 #
 #   make dist          an sdist with the built page, and a wheel for this platform, into dist/
 #   make check-dist    install that wheel with no compiler and no Node, and try it
-#   make compat TORCH=2.15.0 [COMPAT_TESTS="tests/taps tests/clock"] [COMPAT=--keep]
+#   make compat TORCH=2.15.0 [PYTHON=python3.13] [COMPAT_TESTS="tests/taps tests/clock"] [COMPAT=--keep]
 #                      the tests with another torch, in an environment of its own
 
 .PHONY: dist check-dist

@@ -150,13 +150,16 @@ PROVOKED: dict[str, Any] = {
     "UNCERTAIN_CALL": lambda: like(Again()),
     "NOT_PUT_IN": not_put_in,
 }
-# Provoked where the compiler, the optimizer and nested tensors are tested.
+# Provoked where the compiler, the optimizer, several ranks and nested tensors are tested.
 ELSEWHERE = {
+    "IN_A_BRANCH",
     "NOT_CALLED_OR_COMPILED",
     "NO_STEP_ENDED",
     "NO_OPTIMIZER_STATE",
     "NO_OPTIMIZER_STEP",
     "NESTED_ATTENTION",
+    "NO_ELEMENT",
+    "NO_LOCAL_GRADIENT",
 }
 
 

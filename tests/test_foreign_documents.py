@@ -18,6 +18,7 @@ import torchtap as tt
 from torchtap.cli import main
 from torchtap.errors import TorchtapError
 from torchtap.monitors.monitor.config import read_config
+from torchtap.monitors.monitor.files import read_item
 from torchtap.plan import Plan
 from torchtap.store.write.writer import RunWriter
 from torchtap.taps.alike.site_map import SiteMap
@@ -85,6 +86,19 @@ def test_a_map_with_hostile_names_is_printed_as_text(tmp_path: Path) -> None:
     made = SiteMap(form="x", sites={}, missing={"\x1b[2Ja:output": "\x1b]0;owned\x07"})
     assert "\x1b" not in str(made)
     assert "\x07" not in str(made)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".npz", ".safetensors"])
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\x03\x04", b"\x80\x02cos\nsystem\n.", b"\xff" * 99, b"[" * 9000]
+)
+def test_a_hostile_file_of_a_monitor_is_an_error_of_torchtap(
+    tmp_path: Path, suffix: str, content: bytes
+) -> None:
+    path = tmp_path / f"item{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(TorchtapError):
+        read_item(path)
 
 
 # -- archives that burst ------------------------------------------------------------------------------------------

@@ -131,12 +131,10 @@ def test_where_torch_does_not_tell_the_careful_answer_is_given(monkeypatch: pyte
     assert _torch.has_global_hooks()
 
 
-@pytest.mark.parametrize("name", ["_torchdynamo_orig_backend", "_torchdynamo_orig_callable"])
-def test_a_users_backend_is_found_under_either_name(name: str) -> None:
-    def backend() -> None: ...
-    def inner() -> None: ...
-    def outer() -> None: ...
+def test_a_users_backend_is_found_inside_of_what_dynamo_wraps_around_it() -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        return graph.forward
 
-    setattr(inner, name, backend)
-    setattr(outer, name, inner)
-    assert _torch.user_backend(outer) is backend
+    compiled = torch.compile(nn.Linear(2, 2), backend=backend)
+    found = _torch.user_backend(compiled.dynamo_ctx.callback)
+    assert backend in (found, getattr(found, "compiler_fn", None))  # a function is kept with its options

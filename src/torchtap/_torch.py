@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
@@ -31,9 +33,11 @@ from torchtap.errors import FormError
 __all__ = [
     "OPERATORS",
     "TORCH_VERSION",
+    "AnyDropout",
     "DispatchMode",
     "FakeTensor",
     "FunctionalTensor",
+    "RunningNorm",
     "archive_reader",
     "base_of",
     "below_autograd",
@@ -173,7 +177,8 @@ def sparse_bytes(value: Tensor) -> int:
     return int(value._values().nbytes) + int(value._indices().nbytes)
 
 
-# ---- Modules and groups of tensors: there are slower or more careful ways.
+# ---- Modules and groups of tensors: there are slower or more careful ways. `AnyDropout` and `RunningNorm` are the
+# bases of torch's dropouts and of its norms that keep running statistics.
 
 
 def has_global_hooks() -> bool:
@@ -292,12 +297,10 @@ def compiled_function(function: object) -> Callable[..., Any] | None:
 def user_backend(callback: Callable[..., Any]) -> Callable[..., Any]:
     """The backend that the user named, inside of what Dynamo wraps around it.
 
-    Torch 2.9 keeps what is wrapped as ``_torchdynamo_orig_callable``, later ones as ``_torchdynamo_orig_backend``.
+    By hand: torch's own function for this has one name in 2.9 and another in later ones.
     """
-    later, earlier = "_torchdynamo_orig_backend", "_torchdynamo_orig_callable"
-    name = later if hasattr(callback, later) else earlier
-    while hasattr(callback, name):
-        callback = getattr(callback, name)
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
     return callback
 
 

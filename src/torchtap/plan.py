@@ -28,6 +28,7 @@ __all__ = ["Plan", "Port", "Tap", "candidates", "make_plan", "tap"]
 _LISTED: dict[Kind, str] = {
     "param": "_parameters",
     "param_grad": "_parameters",
+    "param_grad_local": "_parameters",
     "param_grad_accumulated": "_parameters",
     "param_grad_unclipped": "_parameters",
     "update": "_parameters",

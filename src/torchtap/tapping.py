@@ -48,7 +48,7 @@ class Tapping:
         self.receiver = Receiver(
             plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock, placing=placing
         )
-        self._collector = Collector(self.receiver.folding)
+        self._collector = Collector(self.receiver.folding, among_ranks=placing is not None)
         self._attachment = attach(model, self.receiver, way, site_map)
         # Of several models each call is a pass; what holds them together is never called.
         self._members = [PassHooks(each, self.receiver) for each in (models or {}).values()]

@@ -145,6 +145,14 @@ def ddp_unused(rank: int, world: int, folder: Path | None) -> Result:
     return train(model, folder, rank, world)
 
 
+STAGES = [tt.tap(["*:param_grad", "*:param_grad_local"], tt.Full()), tt.tap("*:param_grad_local")]
+
+
+@case(2)
+def ddp_stages(rank: int, world: int, folder: Path | None) -> Result:
+    return train(DistributedDataParallel(made()), folder, rank, world, micro=2, taps=STAGES)
+
+
 @case(2)
 def ddp_compiled(rank: int, world: int, folder: Path | None) -> Result:
     torch.compiler.reset()
@@ -168,7 +176,8 @@ def fsdp(rank: int, world: int, folder: Path | None) -> Result:
 
 @case(2)
 def fsdp_kept(rank: int, world: int, folder: Path | None) -> Result:
-    return train(sharded(made(), reshard_after_forward=False), folder, rank, world, clip=0.05)
+    taps = [*TAPS, tt.tap("*:param_grad_local")]
+    return train(sharded(made(), reshard_after_forward=False), folder, rank, world, clip=0.05, taps=taps)
 
 
 @case(2)

@@ -7,7 +7,22 @@ import torch
 
 import torchtap as tt
 
-STATISTICS = ("count", "mean", "std", "min", "max", "absmax", "l1", "l2", "rms", "zeros", "nans", "infs")
+STATISTICS = (
+    "count",
+    "mean",
+    "std",
+    "min",
+    "max",
+    "absmax",
+    "l1",
+    "l2",
+    "rms",
+    "zeros",
+    "nans",
+    "infs",
+    "p50",
+    "p99",
+)
 
 
 def differences(
@@ -49,7 +64,7 @@ def _numbers(world: tt.Run, alone: tt.Run, site: str, relative: float, factor: i
         if ours.steps.tolist() != theirs.steps.tolist():
             found.append(f"{site} {statistic}: steps {ours.steps} beside {theirs.steps}")
             continue
-        times = 1 if statistic in ("count", "zeros", "nans", "infs") else factor
+        times = 1 if statistic in ("count", "zeros", "nans", "infs", "p50", "p99") else factor
         # A mean of numbers that cancel is as exact as their size allows.
         scale = alone.series(site, "rms").values if statistic == "mean" else np.zeros(len(theirs.values))
         near = np.isclose(ours.values, times * theirs.values, rtol=relative, atol=0, equal_nan=True)

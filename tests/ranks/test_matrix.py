@@ -58,7 +58,9 @@ def test_a_watch_changes_no_bit_of_any_gradient_on_any_rank(folder: Path, name: 
         assert told["gradients"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in (*PIPELINES, "fsdp_mixed")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in (*PIPELINES, "fsdp_mixed", "ddp_stages")]
+)
 def test_all_ranks_together_are_what_one_process_records_on_the_joined_batch(
     folder: Path, name: str, tmp_path: Path
 ) -> None:
@@ -112,6 +114,20 @@ def _roots(run: tt.Run) -> tuple[str, ...]:
     return tuple(site for site in run.sites() if not site.startswith("layers."))
 
 
+def test_a_gradient_is_had_before_and_after_ranks_average_it(folder: Path) -> None:
+    run = tt.open(folder / "ddp_stages")
+    for path in ("embed", "blocks.1.mlp.down"):
+        local, reduced = f"{path}:param_grad_local.weight", f"{path}:param_grad.weight"
+        assert str(run.placement(local).axes[0].share) == "partial(avg)"
+        assert (run.placement(local).stage, run.placement(reduced).stage) == ("local", "reduced")
+        for step in range(STEPS):
+            own = [run.rank(rank).tensor(local, step) for rank in (0, 1)]
+            assert not torch.allclose(own[0], own[1])
+            whole = run.tensor(reduced, step)
+            assert torch.allclose((own[0] + own[1]) / 2, whole, rtol=1e-12, atol=1e-14)
+            assert torch.allclose(run.tensor(local, step), whole, rtol=1e-12, atol=1e-14)
+
+
 def test_what_nobody_knows_is_said_to_be_unknown(folder: Path) -> None:
     assert unknown(tt.open(folder / "ddp")) == ["positions:output", "positions:grad_output"]
     assert unknown(tt.open(folder / "fsdp")) == ["positions:output", "positions:grad_output"]
@@ -148,13 +164,13 @@ def test_mixed_precision_gives_values_in_the_precision_of_each(folder: Path) -> 
 
 
 def test_a_rank_without_an_element_of_a_parameter_says_so(folder: Path) -> None:
-    reasons = {
+    told = {
         each["reason"]
         for rank in (0, 1)
         for each in tt.open(folder / "fsdp1", rank=rank).coverage()["missing"]
     }
-    assert any("no element of the parameter" in reason for reason in reasons)
-    assert not any("frozen" in reason for reason in reasons)
+    assert any("no element of the parameter" in reason for reason in told)
+    assert not any("frozen" in reason for reason in told)
 
 
 def test_a_table_has_each_number_of_the_whole_once(folder: Path) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from torch import Tensor
 
-from torchtap.errors import ReductionError
 from torchtap.reduce import Reduction, Result, SampleSpread
 from torchtap.testing import ReductionContract
 
@@ -42,6 +40,6 @@ def test_sequences_of_different_lengths_join() -> None:
     assert state.shape[1] == 6
 
 
-def test_a_single_number_is_refused() -> None:
-    with pytest.raises(ReductionError):
-        SampleSpread().update(None, torch.tensor(1.0))
+def test_a_single_number_says_nothing_of_samples() -> None:
+    keep = SampleSpread()
+    assert torch.isnan(torch.as_tensor(keep.result(keep.update(None, torch.tensor(1.0)))["between"]))

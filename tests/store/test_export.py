@@ -119,7 +119,7 @@ def test_an_export_that_fails_leaves_the_older_file(
 
 
 def test_an_unknown_format_says_which_there_are(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="parquet, csv, jsonl, hdf5, npz, pt"):
+    with pytest.raises(RunError, match="parquet, dataset, csv, jsonl, hdf5, npz, pt"):
         export_run(run, "xlsx", tmp_path / "a")
 
 

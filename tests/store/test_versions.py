@@ -17,6 +17,7 @@ from torchtap.errors import TorchtapError
 from torchtap.store.files.layout import SegmentName, parse_segment
 from torchtap.store.format.seal import is_sealed, seal
 from torchtap.store.read.reader import Run, open_run
+from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 
 
@@ -226,3 +227,20 @@ def test_a_document_of_another_attempt_is_told(tmp_path: Path, file: str) -> Non
     assert any(file in problem and "attempt 0" in problem for problem in run.problems)
     assert run.manifest.get("labels") != "first"
     assert run.series(SITES[0], "mean").values.tolist() == [number(4, 0, 0)]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", None])
+def test_a_damaged_manifest_does_not_put_an_attempt_before_those_that_it_followed(
+    tmp_path: Path, damage: bytes | None
+) -> None:
+    for shift in (0, 100):
+        for rank in (0, 1):
+            with RunWriter(tmp_path / "run", manifest={}, rank=rank, world=2) as writer:
+                block = ScalarBlock(SITES, STATISTICS, np.full((3, 3), shift + 4.0))
+                writer.write(StepRecord(4, None, None, "train", 1.0, (block,), ()))
+    for path in (tmp_path / "run").glob("rank-*/attempt-0001/*.json"):
+        if path.name != "closed.json":
+            content = path.read_bytes()
+            flipped = content.replace(b'"created": "2', b'"created": "1')  # a thousand years earlier
+            path.write_bytes(flipped if damage is None else damage)
+    assert open_run(tmp_path / "run").series(SITES[0], "mean").values.tolist() == [104.0]

@@ -14,7 +14,12 @@ __all__ = ["command"]
 
 @click.command("export")
 @click.argument("run")
-@click.option("--to", "target", required=True, help="parquet, hdf5, pt, npz, csv or jsonl.")
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    help="parquet, dataset (parquet files by rank), hdf5, pt, npz, csv or jsonl.",
+)
 @click.option("-o", "--out", help="Where to; by default beside the run.")
 @click.option("--partial", is_flag=True, help="Of a damaged run, what there is.")
 @click.option("--json", "as_json", is_flag=True, help="What was written, as JSON.")

@@ -109,6 +109,10 @@ class Reduction(ABC, Generic[State]):
     def result(self, state: State) -> Result:
         """What the fold amounts to: named numbers (floats or 0-dim tensors) and named tensors."""
 
+    def to_merge(self, state: State) -> dict[str, Tensor]:
+        """What a reader needs beside the result to merge this fold with other ranks'; nothing where that is enough."""
+        return {}
+
     @abstractmethod
     def spec(self) -> dict[str, Any]:
         """The reduction as JSON: ``{"reduction": name, ...its parameters}``."""

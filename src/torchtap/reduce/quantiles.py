@@ -98,6 +98,13 @@ class Quantiles(Reduction[tuple[Tensor, Tensor]]):
             for share, value in zip(self.at, found.unbind(), strict=True)
         }
 
+    def to_merge(self, state: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """The sketch as whole numbers: bins that hold anything and their counts, behind the ends and the fineness."""
+        counts, ends = state[0].to("cpu"), state[1].to("cpu", torch.float64)
+        places = counts.nonzero().reshape(-1)
+        head = torch.stack([ends.view(torch.int64), torch.tensor([self._grid.per_octave, 0])], 1)
+        return {"sketch": torch.cat([head, torch.stack([places, counts[places]])], 1)}
+
     @cached_property
     def _middles(self) -> Tensor:
         """A number in the middle of each bin; beyond the grid, one that the ends of the data will limit."""

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.readable import readable_real
 from torchtap.reduce.transforms import outside_transforms
@@ -35,10 +34,8 @@ class SampleSpread(Reduction[Tensor]):
     @outside_transforms
     def update(self, state: Tensor | None, value: Tensor) -> Tensor:
         plain = readable_real(value)
-        if not plain.dim():
-            raise ReductionError(
-                "SampleSpread needs a value with at least one dimension; got a single number"
-            )
+        if not plain.dim():  # a loss among a model's outputs: one sample of one feature
+            plain = plain.reshape(1, 1)
         flat = plain.reshape(len(plain), -1) if plain.numel() else plain.new_zeros((0, 1))
         stride = max(1, -(-flat.shape[1] // self.features))
         some = torch.nan_to_num(flat[:, ::stride].double(), 0.0, 0.0, 0.0)

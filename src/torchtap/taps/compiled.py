@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -81,13 +81,19 @@ class CompiledRegion:
     """A compiled module and its further compilations, one for each set of carriers that was ever on together."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._reference = ref(module)  # who keeps regions keeps no model alive
         self._live: dict[frozenset[int], Callable[..., Any]] = {}
         self.armed: frozenset[int] = frozenset()
         self._forward = _compiled_forward(module)
         by_forward = is_compiled_module(module) or self._forward is not None
         self._slot = "forward" if by_forward else "_compiled_call_impl"
         self._plain: Any = None
+
+    @property
+    def _module(self) -> nn.Module:
+        module = self._reference()
+        assert module is not None  # whoever switches has the model
+        return module
 
     def switch(self, armed: frozenset[int]) -> None:
         """Run the compilation that has exactly these channels' carriers in it; none is the user's own."""

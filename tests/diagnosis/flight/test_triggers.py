@@ -243,3 +243,25 @@ def test_what_happened_is_told_in_one_warning_and_a_callback(tmp_path: Path) -> 
     assert told == recorder.dumps
     assert ["the engineer wants to see it" in str(each.message) for each in caught] == [True]
     assert "1 dumps" in repr(recorder)
+
+
+def test_a_doctor_beside_the_recorder_has_the_step_after_its_error_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    forgotten = torch.optim.SGD(model[0].parameters(), 0.05)  # the last layer is in no optimizer
+    found: list[Finding] = []
+    with tt.flight_recorder(model, forgotten, tmp_path / "flights") as recorder:
+
+        def hear(finding: Finding) -> None:
+            found.append(finding)
+            recorder.finding(finding)
+
+        with tt.doctor(model, forgotten, on_finding=hear, quiet=True):
+            for _ in range(6):
+                F.cross_entropy(model(torch.randn(8, 6)), torch.randint(3, (8,))).backward()
+                forgotten.step()
+                model.zero_grad()
+    errors = [each for each in found if each.severity == "error"]
+    assert [each.trigger for each in recorder.outcomes] == ["finding"] * len(errors)
+    assert [each.reason for each in recorder.outcomes] == [each.message for each in errors]
+    assert errors

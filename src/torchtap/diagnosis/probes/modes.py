@@ -6,10 +6,9 @@ from typing import final
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from torchtap._torch import AnyDropout, RunningNorm
 from torchtap.diagnosis.probes.base import Ears, Patient, Telling
 from torchtap.names import site_name
 from torchtap.taps.carry.passes import PassHooks
@@ -23,9 +22,9 @@ _LOOKS = 3
 
 def has_mode(module: nn.Module) -> bool:
     """Whether a module does other things in training than in evaluation."""
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, AnyDropout):
         return module.p > 0
-    return isinstance(module, _NormBase) and module.track_running_stats
+    return isinstance(module, RunningNorm) and module.track_running_stats
 
 
 @final
@@ -110,4 +109,4 @@ class ModeProbe(Ears):
 
 def _is_reestimated(module: nn.Module) -> bool:
     """Batch norm without a momentum averages over all batches: somebody computes its statistics anew."""
-    return isinstance(module, _NormBase) and module.momentum is None
+    return isinstance(module, RunningNorm) and module.momentum is None

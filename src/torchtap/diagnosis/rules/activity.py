@@ -24,6 +24,11 @@ def is_layer(place: Place) -> bool:
     return any(word in place.module_class for word in _LAYERS)
 
 
+def is_whole(place: Place) -> bool:
+    """Whether a site is all that its module returns."""
+    return not place.leaf
+
+
 def is_layer_weight(place: Place) -> bool:
     return is_layer(place) and place.leaf.endswith("weight")
 
@@ -86,12 +91,14 @@ class DeadValues(Rule):
     concludes: ClassVar[str] = "Nearly all values of an output are exactly zero, step after step."
     trust: ClassVar[Trust] = "threshold"
     needs: ClassVar[tuple[Need, ...]] = (Need("output", "zeros"),)
-    wrong_if: ClassVar[str] = "The output is sparse by design: a router, a mask, one-hot vectors."
+    wrong_if: ClassVar[str] = (
+        "The output is sparse by design: a router, a mask, one-hot vectors. Parts of a tuple are passed over."
+    )
     causes: ClassVar[tuple[str, ...]] = ("units that never fire", "an input that is nearly all zero")
     fix: ClassVar[str] = "Look at the learning rate, the biases and what feeds this module."
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
-        found = chart.grid("zeros", "output", last=LAST)
+        found = chart.grid("zeros", "output", last=LAST, where=is_whole)
         hits = []
         for row in np.flatnonzero((found.values >= self.share).any(axis=1)) if found else ():
             column = first_run(found.values[row] >= self.share, self.length)
@@ -118,8 +125,11 @@ class ConstantOutput(Rule):
     fix: ClassVar[str] = "Look at the module's weights and at its input: the output does not depend on it."
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
-        spread, sizes = chart.grid("std", "output", last=LAST), chart.grid("absmax", "output", last=LAST)
-        counts = chart.grid("count", "output", last=LAST)
+        spread, sizes = (
+            chart.grid("std", "output", last=LAST, where=is_whole),
+            chart.grid("absmax", "output", last=LAST, where=is_whole),
+        )
+        counts = chart.grid("count", "output", last=LAST, where=is_whole)
         if (
             not spread
             or spread.values.shape != sizes.values.shape

@@ -158,7 +158,8 @@ def _draw(axis: Axes, check: WidthCheck, term: str, colors: dict[str, str]) -> N
     axis.set_xticks(check.widths, [str(width) for width in check.widths])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
+    if axis.lines:  # a term that is 0 at every width has none
+        axis.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
 
 
 def plot_widths(checks: Sequence[WidthCheck], path: str | os.PathLike[str]) -> None:

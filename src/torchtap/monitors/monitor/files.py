@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtap.errors import OutputError, PlanError
+from torchtap.errors import OutputError, PlanError, RunCorruptError, TorchtapError
+from torchtap.foreign_text import shown
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import from_names, plain
 
@@ -82,7 +83,15 @@ def read_item(path: str | os.PathLike[str]) -> Any:
     reader = _READERS.get(place.suffix)
     if reader is None:
         raise PlanError(f"{place}: a monitor's files end in {', '.join(_READERS)}")
-    return reader(place)
+    try:
+        return reader(place)
+    except (FileNotFoundError, TorchtapError):
+        raise
+    except (
+        Exception
+    ) as error:  # a damaged or foreign file fails anywhere in torch, numpy, safetensors or JSON
+        said = shown(f"{type(error).__name__}: {error}")
+        raise RunCorruptError(f"{place} cannot be read: {said}") from error
 
 
 def _write_pt(path: Path, item: object) -> None:

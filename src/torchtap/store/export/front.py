@@ -3,18 +3,21 @@
 | to        | what it holds                                              | extra     |
 | --------- | ---------------------------------------------------------- | --------- |
 | `parquet` | every number, one a row, with the run's name as a column    | `arrow`   |
+| `dataset` | a folder of parquet files, one for each rank: its own numbers | `arrow` |
 | `csv`     | every number, one a row                                     |           |
 | `jsonl`   | every number, one JSON object a row                         |           |
 | `hdf5`    | a series for each site and statistic, and every tensor      | `hdf5`    |
 | `npz`     | the same, under flat names                                  |           |
 | `pt`      | the same as tensors; loads with `weights_only=True`         |           |
 
-The file appears whole: it is written under a temporary name first.
+The file, or the folder, appears whole: it is written under a temporary name first.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +32,7 @@ __all__ = ["FORMATS", "export_run"]
 
 FORMATS = {
     "parquet": "torchtap.store.export.rows:write_parquet",
+    "dataset": "torchtap.store.export.rows:write_dataset",
     "csv": "torchtap.store.export.rows:write_csv",
     "jsonl": "torchtap.store.export.rows:write_json_lines",
     "hdf5": "torchtap.store.export.arrays:write_hdf5",
@@ -49,7 +53,19 @@ def export_run(run: Run, to: str, path: str | os.PathLike[str]) -> Path:
     temporary = target.with_name(f".tmp-{os.getpid()}{target.suffix or f'.{to}'}")
     try:
         write(run, temporary)
+        if (
+            temporary.is_dir()
+            and target.is_dir()
+            and all(p.name.startswith("rank=") for p in target.iterdir())
+        ):
+            shutil.rmtree(target)  # an older dataset; a folder with anything else in it stays
         os.replace(temporary, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise RunError(f"{target} is there already, and is not empty") from error
+        raise
     finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
     return target

@@ -16,7 +16,7 @@ from torchtap.foreign_text import storable
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
-__all__ = ["write_csv", "write_json_lines", "write_parquet"]
+__all__ = ["write_csv", "write_dataset", "write_json_lines", "write_parquet"]
 
 
 def write_parquet(run: Run, path: Path) -> None:
@@ -32,6 +32,17 @@ def write_parquet(run: Run, path: Path) -> None:
     name = storable(Path(run.path.rstrip("/")).name)
     runs = pyarrow.DictionaryArray.from_arrays(np.zeros(table.num_rows, np.int32), [name])
     pyarrow.parquet.write_table(table.add_column(0, "run", runs), path)
+
+
+def write_dataset(run: Run, path: Path) -> None:
+    """A folder ``rank=<k>`` for each rank with its own numbers, as engines for large tables read partitions.
+
+    One rank is in memory at a time.
+    """
+    for rank in run.ranks if run.shown_rank is None else [run.shown_rank]:
+        folder = path / f"rank={rank}"
+        folder.mkdir(parents=True)
+        write_parquet(run.rank(rank), folder / "numbers.parquet")
 
 
 def write_csv(run: Run, path: Path) -> None:

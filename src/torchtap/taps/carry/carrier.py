@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
@@ -157,7 +158,10 @@ class Scriptable(Traveller):
 
 @final
 class Carriers:
-    """The carriers of some sites (path, module, kind) on a channel. They can be switched on and off again and again."""
+    """The carriers of some sites (path, module, kind) on a channel. They can be switched on and off again and again.
+
+    They are kept for the next session on the same sites, and keep no model alive.
+    """
 
     def __init__(
         self,
@@ -168,9 +172,9 @@ class Carriers:
     ) -> None:
         op.register()
         self.channel = op.Channel(purpose)
-        self._ways = [(module, self.channel.prefix + path) for path, module in ways]
+        self._ways = [(ref(module), self.channel.prefix + path) for path, module in ways]
         self._handles: list[Any] = []
-        self._modules: list[tuple[nn.Module, InputCarrier | None, OutputCarrier | None]] = []
+        self._modules: list[tuple[ref[nn.Module], InputCarrier | None, OutputCarrier | None]] = []
         kinds_of: dict[str, tuple[nn.Module, list[str]]] = {}
         for path, module, kind in sites:
             kinds_of.setdefault(path, (module, []))[1].append(kind)
@@ -179,13 +183,16 @@ class Carriers:
             for carrier in carriers:
                 if carrier is not None:
                     carrier.measured = tuple(kind for kind in carrier.kinds if (path, kind) in measured)
-            self._modules.append((module, *carriers))
+            self._modules.append((ref(module), *carriers))
 
     def switch_on(self) -> None:
         """Have the modules emit."""
-        for module, address in self._ways:
-            self._handles += note_the_way(module, address)
-        for module, before, after in self._modules:
+        for held, address in self._ways:
+            if (module := held()) is not None:
+                self._handles += note_the_way(module, address)
+        for held, before, after in self._modules:
+            if (module := held()) is None:
+                continue
             if before is not None:
                 self._handles.append(_ALONG.before(module, before))
             if after is not None:

@@ -147,6 +147,8 @@ class Placing:
         stated = self._stated(entry, axis)
         if stated is not None:
             return _of_dim(stated, entry.shape)
+        if entry.site.kind == "param_grad_local" and axis in self._mesh.data:
+            return Share("partial", op="avg")
         if entry.site.kind in _HELD or entry.site.kind.startswith("param"):
             return _UNKNOWN if _differs_by_rank(entry.site) else _REPLICATE
         planned = self._planned(entry, axis)

@@ -40,8 +40,9 @@ class Coming:
 class Collector:
     """Empties tallies step by step; remembers the shape of each grid, so that equal steps share their names."""
 
-    def __init__(self, folding: Folding) -> None:
+    def __init__(self, folding: Folding, *, among_ranks: bool = False) -> None:
         self._folding = folding
+        self._among_ranks = among_ranks  # whether a reader will merge what is collected with other processes'
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._rows: dict[frozenset[int], tuple[int, Rows, tuple[str, ...]]] = {}
 
@@ -120,7 +121,8 @@ class Collector:
     def _finish(self, entry: Entry, fold: Fold) -> dict[str, Any]:
         state, fold.state = fold.state, None
         try:
-            return fold.reduction.result(state)
+            result = fold.reduction.result(state)
+            return {**result, **fold.reduction.to_merge(state)} if self._among_ranks else result
         except Exception as error:
             self._folding.lose(entry.name, error)
             return {}

@@ -23,6 +23,7 @@ __all__ = [
     "NO_FORWARD",
     "NO_GRADIENT",
     "NO_LEAF",
+    "NO_LOCAL_GRADIENT",
     "NO_OPERATION",
     "NO_OPTIMIZER_STATE",
     "NO_OPTIMIZER_STEP",
@@ -50,6 +51,7 @@ REPLACED = "its module was replaced after the taps were put on; nothing came sin
 NO_BACKWARD = "no backward pass reached it"
 NO_GRADIENT = "the value does not require grad"
 NO_PARAMETER_GRADIENT = "its gradient was None: frozen, or not part of the loss"
+NO_LOCAL_GRADIENT = "FSDP hands out gradients that are reduced already"
 NO_ELEMENT = "this rank holds no element of the parameter: another one's shard has it"
 NO_OPTIMIZER_STATE = "the optimizer keeps nothing for it"
 NO_OPTIMIZER_STEP = "no optimizer stepped with it while it was live"

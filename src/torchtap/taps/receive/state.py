@@ -2,9 +2,10 @@
 
 Parameters and gradients are read just before the optimizer changes them: after its closure, after unscaling and
 clipping. A gradient has further sites for its earlier stages: as it was accumulated (``param_grad_accumulated``, before
-unscaling) and before it was clipped (``param_grad_unclipped``). Where nothing scales or clips, all three are the same
-value. What an optimizer did (``update``), what it keeps (``optim_state``) and its learning rates (``lr``) are read
-when it has stepped. What no optimizer brought is read at the end of the step, and so are buffers.
+unscaling), before it was clipped (``param_grad_unclipped``), and, among several ranks, before these averaged it
+(``param_grad_local``). Where nothing scales, clips or averages, all four are the same value. What an optimizer did
+(``update``), what it keeps (``optim_state``) and its learning rates (``lr``) are read when it has stepped. What no
+optimizer brought is read at the end of the step, and so are buffers.
 
 A step may hold several closure calls (LBFGS) and several updates (a critic's, five for one of the generator). Then
 ``param`` is what the first update found, ``param_grad`` and its stages are what the last one used, ``optim_state`` is
@@ -23,12 +24,13 @@ from torch.optim.optimizer import Optimizer
 from torchtap._torch_distributed import fsdp_sharded, local_part, spec_of
 from torchtap.taps.receive import reasons, training
 from torchtap.taps.receive.entries import LivePort
+from torchtap.taps.receive.local_gradients import LocalGradients
 from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["StateReader"]
 
-_BEFORE_UPDATE = ("param", "param_grad", "param_grad_unclipped", "param_grad_accumulated")
-_GRADIENTS = ("param_grad", "param_grad_unclipped", "param_grad_accumulated")
+_GRADIENTS = ("param_grad", "param_grad_unclipped", "param_grad_accumulated", "param_grad_local")
+_BEFORE_UPDATE = ("param", *_GRADIENTS)
 _OF_PARAMETERS = (*_BEFORE_UPDATE, "update", "optim_state")
 
 
@@ -50,12 +52,15 @@ class StateReader:
         self._before: dict[int, Tensor] = {}  # id of a parameter -> a copy of it before the update
         self._listens = False
         self._sharded: dict[tuple[int, str], Any] = {}  # what manages parameters that are gathered at times
+        self._local = LocalGradients() if receiver.placing is not None else None  # None: nobody averages them
 
     def arm(self, live: frozenset[int]) -> None:
         """A step begins in which these taps are live."""
         self._taken.clear()
         self._passed.clear()
         self._before.clear()
+        if self._local is not None:
+            self._local.clear()
         if live == self._armed:
             return
         self.disarm()
@@ -64,6 +69,8 @@ class StateReader:
             self._sharded = fsdp_sharded(self._receiver.plan.places[0].module)
         ports = [port for port in self._receiver.ports.values() if not live.isdisjoint(port.port.taps)]
         self._parameters = self._by_parameter(ports)
+        if self._local is not None:
+            self._local.watch(self._averaged(ports))
         self._rates = next((port for port in ports if port.kind == "lr"), None)
         if self._rates is not None:
             places = self._receiver.plan.places
@@ -99,6 +106,8 @@ class StateReader:
         if self._listens:
             training.stop_listening(self)
             self._listens = False
+        if self._local is not None:
+            self._local.stop()
         self._armed = frozenset()
         self._parameters, self._buffers, self._rates = {}, (), None
 
@@ -191,7 +200,9 @@ class StateReader:
                 or (key in self._taken and key not in self._passed)
             ):
                 continue
-            value: Tensor | None = parameter if port.kind == "param" else parameter.grad
+            value = self._value_of(port, parameter)
+            if value is None and port.note == reasons.NO_LOCAL_GRADIENT:
+                continue
             if value is None:
                 port.note = reasons.NO_PARAMETER_GRADIENT if parameter.numel() else reasons.NO_ELEMENT
                 continue
@@ -200,6 +211,22 @@ class StateReader:
             if scale is not None and port.kind in ("param_grad", "param_grad_unclipped"):
                 value = value / scale
             self._receiver.take_tensor(port, value)
+
+    def _value_of(self, port: LivePort, parameter: Tensor) -> Tensor | None:
+        if port.kind == "param":
+            return parameter
+        if port.kind == "param_grad_local" and self._local is not None:
+            return self._local.of(parameter)
+        return parameter.grad
+
+    def _averaged(self, ports: Sequence[LivePort]) -> list[Tensor]:
+        """The parameters whose local gradients are asked for and can be had."""
+        asked = [port for port in ports if port.kind == "param_grad_local"]
+        for port in asked:
+            if (id(port.port.site.module), port.port.site.leaf) in self._sharded:
+                port.note = reasons.NO_LOCAL_GRADIENT
+        wanted = [self._parameter_of(port) for port in asked if port.note != reasons.NO_LOCAL_GRADIENT]
+        return [parameter for parameter in wanted if parameter is not None]
 
     def _take_update(self, port: LivePort, parameter: Tensor) -> None:
         before = self._before.get(id(parameter))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 __all__ = ["SUMS", "Fold", "How", "needed", "way_of"]
 
-How = Literal["moments", "sum", "min", "max", "mean", "own"]
+How = Literal["moments", "sum", "min", "max", "mean", "quantile", "own"]
 Numbers = npt.NDArray[np.float64]
 Columns = Mapping[str, Numbers]
 

@@ -24,6 +24,7 @@ from torchtap.store.read.world.assembled import Assembled, Piece, Summed
 from torchtap.store.read.world.folding import Fold, How, needed, way_of
 from torchtap.store.read.world.launches import Launch
 from torchtap.store.read.world.sharing import Sharing, share_out
+from torchtap.store.read.world.sketch import quantile, share_of
 
 __all__ = ["Launched"]
 
@@ -115,9 +116,18 @@ class Launched:
         if len(sharing.parts) == 1:
             return "own"
         how = way_of(statistic)
+        if how == "own" and share_of(statistic) is not None and "quantiles" in self._reductions():
+            return "quantile"
         if how != "own" or not sharing.is_batch:
             return how
         return self._metrics().get(statistic, "own")
+
+    def _reductions(self) -> set[str]:
+        """What the taps kept."""
+        plan = self.lowest.manifest.get("plan")
+        taps = plan.get("taps", ()) if isinstance(plan, dict) else ()
+        keeps = [tap.get("keep") for tap in taps if isinstance(tap, dict)]
+        return {str(keep.get("reduction")) for keep in keeps if isinstance(keep, dict)}
 
     def _metrics(self) -> dict[str, How]:
         """How metrics of the user combine, by name: over parts of a batch as over passes."""
@@ -152,11 +162,26 @@ class Launched:
         self, site: str, statistic: str, phase: str, sharing: Sharing, *, partial: bool
     ) -> Series:
         how = self.way(statistic, sharing)
+        if how == "quantile":
+            return self._quantiles(site, statistic, phase, sharing, partial=partial)
         if how == "own":
             return self._own_series(site, statistic, phase, sharing.parts[0], partial=partial)
         folded = self._fold([site], statistic, phase, sharing, how, partial=partial)
         here = folded[2][0]
         return Series(folded[0][here], folded[1][0, here])
+
+    def _quantiles(self, site: str, statistic: str, phase: str, sharing: Sharing, *, partial: bool) -> Series:
+        """A quantile from the parts' sketches, at the steps at which each part has one."""
+        share = share_of(statistic)
+        own = self.strand(sharing.parts[0][0]).series(site, statistic, phase, partial=partial)
+        steps, values = [], []
+        for step in own.steps.tolist():
+            found = [self._stored(part, site, step, "sketch", "quantiles", phase) for part in sharing.parts]
+            sketches = [each[1].array() for each in found if each is not None]
+            if sketches and share is not None and (partial or len(sketches) == len(found)):
+                steps.append(step)
+                values.append(quantile(sketches, share))
+        return Series(np.array(steps, np.int64), np.array(values, np.float64))
 
     def _own_series(
         self, site: str, statistic: str, phase: str, ranks: Sequence[int], *, partial: bool
@@ -275,6 +300,8 @@ class Launched:
         partial: bool,
     ) -> dict[str, Series]:
         how = self.way(statistic, sharing)
+        if how == "quantile":
+            return {site: self._quantiles(site, statistic, phase, sharing, partial=partial) for site in sites}
         if how == "own":
             rank = sharing.parts[0][0]
             own = self.strand(rank).matrix(statistic, sites, steps, lambda _: phase, partial=partial)

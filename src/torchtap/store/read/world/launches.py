@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 from torchtap.errors import RunError
 from torchtap.store.files.folder import Folder
 from torchtap.store.files.layout import LAUNCH, MANIFEST, attempt_folder, parse_attempt, rank_folder
-from torchtap.store.format.seal import JSON_LIMIT, load_json
+from torchtap.store.format.seal import JSON_LIMIT, is_sealed, load_json
 
 __all__ = ["Launch", "find_launches"]
 
@@ -73,7 +73,13 @@ def find_launches(root: Folder, ranks: Iterable[int]) -> list[Launch]:
 
 def _parts(folder: Folder, rank: int) -> list[_Part]:
     attempts = sorted(number for name in folder.names() if (number := parse_attempt(name)) is not None)
-    return [_part(folder.child(attempt_folder(attempt)), rank, attempt) for attempt in attempts]
+    parts, latest = [], 0.0
+    for attempt in attempts:
+        part = _part(folder.child(attempt_folder(attempt)), rank, attempt)
+        # Attempts of a rank came in the order of their numbers, also where a document is damaged or a clock went back.
+        latest = max(latest, part.created)
+        parts.append(part._replace(created=latest))
+    return parts
 
 
 def _part(folder: Folder, rank: int, attempt: int) -> _Part:
@@ -94,7 +100,9 @@ def _part(folder: Folder, rank: int, attempt: int) -> _Part:
 def _object(folder: Folder, file: str) -> dict[str, Any]:
     with suppress(OSError, RunError, ValueError), folder.open(file) as opened:
         if opened.size <= JSON_LIMIT:
-            found = load_json(opened.read(0, opened.size))
+            text = opened.read(0, opened.size)
+            is_sealed(text)  # raises where it is not what was written
+            found = load_json(text)
             return found if isinstance(found, dict) else {}
     return {}
 
