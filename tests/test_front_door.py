@@ -40,7 +40,7 @@ def test_the_door_is_narrow() -> None:
 
 RESULTS = {
     *("Birth", "Bisection", "Comparison", "Doctor", "Edit", "ExtraOutputs", "Features"),
-    *("Finding", "Findings", "FlightRecorder", "Missing", "Rule", "Run", "Seen"),
+    *("Finding", "Findings", "FlightRecorder", "Invariants", "Missing", "Rule", "Run", "Seen"),
     *("Selector", "Site", "Tap", "Verification", "Watch", "make_plan"),
 }
 

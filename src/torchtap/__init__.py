@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torchtap.diagnosis.finding import Findings as Findings
     from torchtap.diagnosis.flight.recorder import FlightRecorder as FlightRecorder
     from torchtap.diagnosis.flight.recorder import flight_recorder as flight_recorder
+    from torchtap.diagnosis.learned.invariants import Invariants as Invariants
+    from torchtap.diagnosis.learned.learning import learn as learn
     from torchtap.diagnosis.rules.base import Rule as Rule
     from torchtap.diagnosis.run import diagnose as diagnose
     from torchtap.editing.catcher import Catcher as Catcher
@@ -152,6 +154,7 @@ _HOME = {
     "Gram": "torchtap.reduce",
     "Histogram": "torchtap.reduce",
     "HooksManager": "torchtap.monitors.module_monitor",
+    "Invariants": "torchtap.diagnosis.learned.invariants",
     "JsonLinesSink": "torchtap.sinks",
     "LayerRecorder": "torchtap.monitors.layers.recorder",
     "MemorySink": "torchtap.sinks",
@@ -221,6 +224,7 @@ _HOME = {
     "get_layer_hidden_states": "torchtap.monitors.layers.recorder",
     "instrument": "torchtap.taps.travel.instrument",
     "layer_changes": "torchtap.comparison.adjacent",
+    "learn": "torchtap.diagnosis.learned.learning",
     "list_sites": "torchtap.session",
     "load": "torchtap.taps.travel.load",
     "match": "torchtap.matching",
@@ -279,6 +283,7 @@ __all__ = [
     "hand_over",
     "instrument",
     "layer_changes",
+    "learn",
     "list_sites",
     "load",
     "match",

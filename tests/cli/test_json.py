@@ -63,6 +63,9 @@ def test_what_a_command_says_of_a_run_is_strict_json(
     assert tailed["sites"][":value.loss"]["value"] == "inf"
     assert any("NaN" in str(finding) or "nan" in str(finding) for finding in tailed["findings"])
     assert isinstance(printed(capfd, "diagnose", run, "--json"), list)
+    learned = printed(capfd, "learn", run, "-o", tmp_path / "good.json", "--json")
+    assert learned["sites"] == {"train": 4}
+    assert isinstance(printed(capfd, "diagnose", run, "--against", tmp_path / "good.json", "--json"), list)
     exported = printed(capfd, "export", run, "--to", "csv", "-o", tmp_path / "run.csv", "--json")
     assert Path(exported["path"]).is_file()
     report = printed(capfd, "report", run, "-o", tmp_path / "page.html", "--json")
@@ -141,7 +144,7 @@ def test_tail_tells_programs_of_each_new_step(tmp_path: Path) -> None:
     assert lines[-1]["step"] == 3
 
 
-READ_ONLY = ("show", "tail", "diagnose", "export", "report", "view")
+READ_ONLY = ("show", "tail", "diagnose", "learn", "export", "report", "view")
 
 
 @pytest.mark.parametrize("name", READ_ONLY)

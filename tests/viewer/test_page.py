@@ -190,6 +190,23 @@ def test_findings_lead_to_the_map_and_the_site(visit: Visit) -> None:
     page.wait_for_selector("section.site")
 
 
+def test_findings_list_their_evidence_with_the_series_that_it_is_from(visit: Visit, run_folder: Path) -> None:
+    expected = next(each for each in tt.diagnose(run_folder) if len(each.evidence))
+    page = visit.go("#/findings?run=first")
+    found = page.locator("article.finding", has_text=expected.message).first
+    items = found.get_by_role("list", name="Evidence").locator("> li")
+    items.first.wait_for()
+    assert items.count() == len(expected.evidence)
+    for item, number in zip(items.all(), expected.evidence, strict=True):
+        text = item.inner_text()
+        assert text.strip().startswith(f"{number.name}:")
+        assert float(item.locator("b").inner_text()) == pytest.approx(number.value, rel=5e-3)
+        if number.step is not None:
+            assert f"at step {number.step}" in text
+        if number.site and number.statistic:
+            assert item.locator("svg.spark").count() == 1
+
+
 def test_runs_lie_over_each_other_and_the_first_divergence_is_named(visit: Visit) -> None:
     page = visit.go("#/compare?run=first&site=head:output&statistic=std")
     page.wait_for_selector(".uplot canvas")

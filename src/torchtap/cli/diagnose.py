@@ -19,7 +19,8 @@ __all__ = ["command"]
 @click.option(
     "--rules", "every_rule", is_flag=True, help="Say of each rule that could not judge what it needs."
 )
-def command(run: str, as_json: bool, every_rule: bool) -> None:
+@click.option("--against", help="A file of `torchtap learn`: also say what of it no longer holds.")
+def command(run: str, as_json: bool, every_rule: bool, against: str | None) -> None:
     """Say what looks wrong in RUN: where it begins, since when, and what to look at.
 
     Exit code 1 where a finding is an error, 0 otherwise.
@@ -27,7 +28,7 @@ def command(run: str, as_json: bool, every_rule: bool) -> None:
     from torchtap.cli.console import say_json
     from torchtap.diagnosis.run import diagnose
 
-    findings = diagnose(run)
+    findings = diagnose(run, against=against)
     if as_json:
         say_json([each.to_dict() for each in findings])
     else:

@@ -16,7 +16,7 @@ from torchtap.store.read.phases import TRAINING
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
-__all__ = ["LEARNED", "chart_of", "fill"]
+__all__ = ["LEARNED", "chart_of", "chosen", "fill"]
 
 LOSS = ":value.loss"
 PORTION = 8  # columns between two looks
@@ -38,7 +38,7 @@ def fill(chart: Chart, run: Run) -> Iterator[None]:
         chart.structure = structures[-1]
     passes, skipped = _by_step(run.clock())
     recorded = np.asarray(run.steps(), np.int64)
-    steps = _chosen(np.array([step for step in recorded.tolist() if passes.get(step)], np.int64))
+    steps = chosen(np.array([step for step in recorded.tolist() if passes.get(step)], np.int64))
     losses = _losses(run)
     waiting = sorted(facts, key=lambda fact: fact.step)
     tables = _tables(run, steps)
@@ -105,7 +105,8 @@ def _learning(
     return learns
 
 
-def _chosen(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def chosen(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The steps of a run that are looked at: all, or of a very long run the first ones and others evenly spread."""
     if len(steps) <= _MOST:
         return steps
     spread = np.linspace(_FIRST, len(steps) - 1, _MOST - _FIRST).round().astype(np.int64)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Findings, Unjudged
 from torchtap.diagnosis.judging import Ward
+from torchtap.diagnosis.learned.holding import what_no_longer_holds
+from torchtap.diagnosis.learned.invariants import Invariants, read_invariants
 from torchtap.diagnosis.reading import chart_of, fill
 from torchtap.diagnosis.rules.base import Rule
 from torchtap.diagnosis.rules.registry import all_rules
@@ -22,11 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["diagnose"]
 
 
-def diagnose(run: Run | str | os.PathLike[str], *, rules: Sequence[Rule] | None = None) -> Findings:
+def diagnose(
+    run: Run | str | os.PathLike[str],
+    *,
+    rules: Sequence[Rule] | None = None,
+    against: Invariants | str | os.PathLike[str] | None = None,
+) -> Findings:
     """What looks wrong in ``run`` (a run or the path of one): an empty list if nothing does.
 
     ``rules`` are those to ask, with limits of your own; without it all that are installed. ``unjudged`` of the answer
-    names the rules that could not judge this run, and what to record for them.
+    names the rules that could not judge this run, and what to record for them. ``against`` is what `learn` has
+    learned from good runs, or the file of it: what of it no longer holds is told, too.
 
     >>> for finding in diagnose("runs/exp1"):  # doctest: +SKIP
     ...     print(finding)
@@ -35,6 +43,7 @@ def diagnose(run: Run | str | os.PathLike[str], *, rules: Sequence[Rule] | None 
         from torchtap.store.read.reader import open_run
 
         run = open_run(run, partial=True)
+    learned = read_invariants(against) if isinstance(against, (str, os.PathLike)) else against
     failed: dict[str, str] = {}
     if rules is None:
         rules, failed = all_rules()
@@ -45,7 +54,9 @@ def diagnose(run: Run | str | os.PathLike[str], *, rules: Sequence[Rule] | None 
         ward.chart.ranks = {rank: _whole_chart(run.rank(rank)) for rank in run.ranks}
         ward.look()
     found = ward.findings()
-    return Findings(found, (*found.unjudged, *(Unjudged(name, why) for name, why in failed.items())))
+    broken = Findings() if learned is None else what_no_longer_holds(learned, run)
+    unimported = (Unjudged(name, why) for name, why in failed.items())
+    return Findings([*found, *broken], (*found.unjudged, *unimported, *broken.unjudged))
 
 
 def _whole_chart(run: Run) -> Chart:

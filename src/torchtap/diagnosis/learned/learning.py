@@ -1,0 +1,224 @@
+"""`learn`: good runs in, what held in all of them out.
+
+Ranges belong to a site, a statistic, a phase and a stretch of the training. Their margin follows from the runs: each is
+held against the others, and the most that one of them leaves the others' range by, over all sites of the kind, counts
+twice; half of the range's own width comes on top. With one run alone there is no such measure, and sizes get a factor
+of two. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.diagnosis.learned.invariants import Bound, Invariants, SiteHabits
+from torchtap.diagnosis.learned.numbers import (
+    COUNTS,
+    LOGGED,
+    RANGED,
+    SIZES,
+    Grid,
+    Numbers,
+    numbers_of,
+    on_scale,
+    window_of,
+)
+from torchtap.errors import DiagnosisError
+from torchtap.names import kind_of
+from torchtap.store.read.phases import TRAINING
+
+if TYPE_CHECKING:
+    from torchtap.store.read.reader import Run
+
+__all__ = ["learn"]
+
+_LEAST = math.log(1.05)  # of a margin; for logged numbers, the share of their size
+_LEAST_OF_ONE = math.log(2.0)
+_TIED = frozenset(("param", "param_grad", "update"))
+Key = tuple[str, str, int]  # site, statistic, window
+
+
+def learn(runs: Sequence[Run | str | os.PathLike[str]]) -> Invariants:
+    """What held in all of these runs, which went well: the same training with other seeds, best three or more.
+
+    ``write(path)`` of the answer keeps it; `diagnose` takes it, or the file, as ``against``.
+    """
+    from torchtap.store.read.reader import open_run
+
+    opened = [open_run(run, partial=True) if isinstance(run, (str, os.PathLike)) else run for run in runs]
+    if not opened:
+        raise DiagnosisError("there is nothing to learn from: name at least one run that went well")
+    numbers = [numbers_of(run) for run in opened]
+    phases = {
+        phase: _phase([each[phase] for each in numbers])
+        for phase in numbers[0]
+        if all(phase in each for each in numbers)
+    }
+    training = [each[TRAINING] for each in numbers if TRAINING in each]
+    if not any(phases.values()):
+        raise DiagnosisError(
+            "these runs have no statistics of the same sites: record them with the same plan, with tt.Stats()"
+        )
+    whole = len(training) == len(numbers)
+    last = min(
+        int(max((n.steps.max() for n in each.values() if len(n.steps)), default=0)) for each in numbers
+    )
+    return Invariants(
+        [str(run.path) for run in opened],
+        phases,
+        _equal(training) if whole else [],
+        _falling(training) if whole else [],
+        last,
+    )
+
+
+def _phase(numbers: list[Numbers]) -> dict[str, SiteHabits]:
+    common = [site for site in numbers[0].sites if all(site in each.rows() for each in numbers)]
+    habits = {site: SiteHabits() for site in common}
+    for site, ranges in _ranges(common, numbers).items():
+        habits[site].ranges = ranges
+    missed = [each.missed() for each in numbers]
+    rows = [each.rows() for each in numbers]
+    for site, own in habits.items():
+        places = [row[site] for row in rows]
+        own.always = not any(grid[place].any() for grid, place in zip(missed, places, strict=True))
+        own.constant = _constants(numbers, places)
+        if kind_of(site) == "param":
+            own.moves = _moves(numbers, places)
+    return habits
+
+
+def _row(numbers: Numbers, statistic: str, row: int) -> Grid:
+    grid = numbers.grids.get(statistic)
+    return np.full(len(numbers.steps), np.nan) if grid is None else grid[row]
+
+
+def _constants(numbers: list[Numbers], places: list[int]) -> dict[str, float]:
+    found = {}
+    for statistic in COUNTS:
+        values = np.concatenate([_row(n, statistic, row) for n, row in zip(numbers, places, strict=True)])
+        values = values[~np.isnan(values)]
+        if len(values) and np.isfinite(values[0]) and (values == values[0]).all():
+            found[statistic] = float(values[0])
+    return found
+
+
+def _moves(numbers: list[Numbers], places: list[int]) -> bool | None:
+    changes = []
+    for each, row in zip(numbers, places, strict=True):
+        values = _row(each, "rms", row)
+        changes.append(np.diff(values[~np.isnan(values)]) != 0)
+    if min(map(len, changes)) < 2:
+        return None
+    together = np.concatenate(changes)
+    return True if together.all() else None if together.any() else False
+
+
+def _ranges(sites: list[str], numbers: list[Numbers]) -> dict[str, dict[str, list[Bound]]]:
+    extremes = _extremes(sites, numbers)
+    margins: defaultdict[tuple[str, str, int], float] = defaultdict(float)
+    for (site, statistic, window), ends in extremes.items():
+        group = (kind_of(site), statistic, window)
+        margins[group] = max(margins[group], _most_left_out(ends))
+    steps = np.concatenate([each.steps for each in numbers])
+    windows = window_of(steps)
+    found: dict[str, dict[str, list[Bound]]] = {}
+    for (site, statistic, window), ends in extremes.items():
+        stretch = steps[windows == window]
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
+        margin = 2 * margins[kind_of(site), statistic, window] + _own_margin(statistic, low, high, len(ends))
+        bound = Bound(
+            int(stretch.min()),
+            int(stretch.max()),
+            _off_scale(statistic, low - margin),
+            _off_scale(statistic, high + margin),
+        )
+        found.setdefault(site, {}).setdefault(statistic, []).append(bound)
+    return found
+
+
+def _extremes(sites: list[str], numbers: list[Numbers]) -> dict[Key, list[tuple[float, float]]]:
+    """The smallest and the largest value of each run, where every run has one."""
+    found: defaultdict[Key, list[tuple[float, float]]] = defaultdict(list)
+    for each in numbers:
+        windows, rows = window_of(each.steps), each.rows()
+        for statistic in (name for name in RANGED if name in each.grids):
+            grid = on_scale(statistic, each.grids[statistic])
+            for window in np.unique(windows).tolist():
+                part = grid[:, windows == window]
+                for site in sites:
+                    values = part[rows[site]]
+                    values = values[~np.isnan(values)]
+                    if len(values):
+                        found[site, statistic, window].append((float(values.min()), float(values.max())))
+    return {key: ends for key, ends in found.items() if len(ends) == len(numbers)}
+
+
+def _most_left_out(ends: list[tuple[float, float]]) -> float:
+    """The most by which one run leaves the range of the others."""
+    most = 0.0
+    for own, (low, high) in enumerate(ends):
+        others = [each for other, each in enumerate(ends) if other != own]
+        if others:
+            beyond = (min(each[0] for each in others) - low, high - max(each[1] for each in others))
+            most = max(most, *(each for each in beyond if math.isfinite(each)), 0.0)
+    return most
+
+
+def _own_margin(statistic: str, low: float, high: float, runs: int) -> float:
+    width = high - low if math.isfinite(high - low) else 0.0
+    least = _LEAST if runs > 1 else _LEAST_OF_ONE
+    if statistic == LOGGED and math.isfinite(width):
+        least *= max(abs(low), abs(high)) if math.isfinite(low) and math.isfinite(high) else 0.0
+    return width / 2 + least
+
+
+def _off_scale(statistic: str, value: float) -> float | None:
+    """A limit as it stands in the file. A size of zero is no lower limit."""
+    if statistic in SIZES:
+        value = math.exp(value) if value < 700 else math.inf
+    return value if math.isfinite(value) else None
+
+
+def _equal(numbers: list[Numbers]) -> list[list[str]]:
+    """Groups of parameters, or of their gradients, that had the same numbers in each record of each run."""
+    groups: defaultdict[tuple[bytes, ...], list[str]] = defaultdict(list)
+    rows = [each.rows() for each in numbers]
+    for site in numbers[0].sites:
+        if kind_of(site) not in _TIED or not all(site in own for own in rows):
+            continue
+        found = [each.grids[s][own[site]] for each, own in zip(numbers, rows, strict=True)
+                 for s in SIZES if s in each.grids]  # fmt: skip
+        if any(_varies(values) for values in found):
+            groups[(kind_of(site).encode(), *(values.tobytes() for values in found))].append(site)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _varies(values: npt.NDArray[np.float64]) -> bool:
+    return len(np.unique(values[~np.isnan(values)])) > 2
+
+
+def _falling(numbers: list[Numbers]) -> list[str]:
+    """Logged numbers whose last third was lower than their first, in each run."""
+    rows = [each.rows() for each in numbers]
+    return [
+        site
+        for site in numbers[0].sites
+        if all(
+            site in own and falls(_row(each, LOGGED, own[site]))
+            for each, own in zip(numbers, rows, strict=True)
+        )
+    ]
+
+
+def falls(values: Grid) -> bool:
+    """Whether the last third of a series is lower than the first."""
+    values = values[~np.isnan(values)]
+    third = len(values) // 3
+    return bool(third and np.median(values[-third:]) < np.median(values[:third]))
