@@ -3,6 +3,7 @@
 "Same" is said only when nothing is left that could be otherwise:
 - the results of the model were compared and agree, or every site was;
 - nothing was unreadable, of another shape, or NaN everywhere;
+- of a value in unknown parts on ranks, what it leads to agrees;
 - a site that only one side has lies inside a module whose output was compared and agrees;
 - of recordings: every step is in both, neither is known to be damaged, and half of the sites were compared.
 """
@@ -53,6 +54,11 @@ def doubts(rows: Sequence[Row], unaligned: Sequence[Unaligned], *, live: bool) -
         if hit and not (live and _results(rows)):
             note = f" ({hit[0].note})" if hit[0].note else ""
             why.append(f"{counted(len(hit), 'site')} {text}, first {hit[0].site}{note}")
+    parts = [row for row in rows if row.status == "unknown part" and not _made_good(row, rows)]
+    if parts:
+        why.append(
+            f"{counted(len(parts), 'site')} of which parts lie on ranks, first {parts[0].site} ({parts[0].note})"
+        )
     agree = {row.module for row in rows if row.kind == "output" and row.status in AGREES}
     agree -= {row.module for row in rows if row.kind == "output" and row.status not in AGREES}
     missing = [(row.site, row.note) for row in rows if row.status == "missing"]
@@ -73,6 +79,17 @@ def _results(rows: Sequence[Row]) -> bool:
     """Whether the model's own results were compared and agree."""
     results = [row for row in rows if row.module == "" and row.kind == "output"]
     return bool(results) and all(row.status in AGREES for row in results)
+
+
+def _made_good(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether what could not be compared could only have mattered through something that agrees: a module's gradient
+    through those of its parameters, a value through the output of a module around it."""
+    if row.kind in _FORWARD:
+        around = {row.module, *paths_around(row.module)}
+        outer = [each for each in rows if each.kind == "output" and each.module in around and each is not row]
+    else:
+        outer = [each for each in rows if each.kind == "param_grad" and each.module == row.module]
+    return any(each.status in AGREES for each in outer) and all(each.status != "diverged" for each in outer)
 
 
 def _inside(site: str, agree: set[str]) -> bool:

@@ -35,7 +35,15 @@ __all__ = [
 
 # What becomes of a site: compared (the first four), or not, and why. A site that only one side has is in `unaligned`.
 Status = Literal[
-    "equal", "within", "diverged", "compensated", "missing", "other shape", "unreadable", "not comparable"
+    "equal",
+    "within",
+    "diverged",
+    "compensated",
+    "missing",
+    "other shape",
+    "unreadable",
+    "not comparable",
+    "unknown part",  # of a whole that lies on several ranks
 ]
 Origin = Literal["local", "inherited", "accumulated", "structure", "update", "unknown"]
 Outcome = Literal["same", "differs", "cannot tell"]

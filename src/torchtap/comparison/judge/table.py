@@ -24,6 +24,7 @@ _COLOURS = {
     "other shape": "red",
     "unreadable": "yellow",
     "not comparable": "yellow",
+    "unknown part": "yellow",
 }
 _MOST_ROWS = 40
 

@@ -26,8 +26,10 @@ from torchtap.comparison.measure.profile import locate
 from torchtap.comparison.measure.signature import signature
 from torchtap.comparison.measure.terms import MOST, differing_term, hidden_only
 from torchtap.comparison.measure.values import Value
+from torchtap.comparison.recorded.blame import blamed
 from torchtap.comparison.recorded.first import Missing, first_of_rows, missing_evidence, next_up
 from torchtap.comparison.recorded.measuring import Measuring, changed
+from torchtap.comparison.recorded.ranked import Ranked
 from torchtap.comparison.recorded.recordings import Recording
 from torchtap.comparison.recorded.training import explain_training
 from torchtap.errors import CompareError, TorchtapError
@@ -142,6 +144,7 @@ class _Work:
 
     def __post_init__(self) -> None:
         self.measuring = Measuring(self.reference, self.target, self.harmless)
+        self.ranked = Ranked(self.measuring)
 
     def run(self, steps: list[int], live: bool) -> None:
         """Go through the steps until one differs."""
@@ -169,11 +172,11 @@ class _Work:
             self._key = key
             self.alignment = align(left, right, self.rules, signatures=self._signature)
         self.unaligned = list(self.alignment.unaligned)
-        self.measuring.begin(left, right)
+        self.ranked.begin(left, right)
         self.rows = []
         worst = 0.0
         for pair in self.alignment.pairs:
-            row = self.measuring.row(pair, step, worst)
+            row = self.ranked.row(pair, step, worst)
             self.rows.append(row)
             if row.status == "within" and math.isfinite(row.error):
                 worst = max(worst, row.error)
@@ -198,11 +201,25 @@ class _Work:
         first, row = found
         if missing is not None and missing.side == "reference" and missing.place < first.index:
             return next_up(missing, step)
+        of_ranks = self._of_ranks(row)
+        if of_ranks:
+            return replace(first, what=of_ranks, step=step)
         if several:
             told = explain_training(self.reference, self.target, self.rows, row.kind, self.current, before)
             if told is not None:
                 return told
         return replace(self._located(first, row), step=step)
+
+    def _of_ranks(self, row: Row) -> str:
+        """What ranks of the target did to a value, where that explains the difference."""
+        spread = self.ranked.spreads[1]
+        if spread is None or self.ranked.spreads[0] is not None or row.status != "diverged":
+            return ""
+        pair = next(p for p in self.alignment.pairs if p.reference == row.site)
+        right = None if pair.rule is not None else self.reference.value(row.site, self.current)
+        if right is None:
+            return row.note if row.note.startswith("wrong on") else ""
+        return blamed(spread, row.target_site, self.current, right)
 
     def _located(self, first: First, row: Row) -> First:
         """Where in its value the error sits, and which exact relation it has, if any."""
