@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torchtap.diagnosis.chart import Chart
@@ -17,6 +18,7 @@ from torchtap.diagnosis.learned.invariants import Invariants, read_invariants
 from torchtap.diagnosis.reading import chart_of, fill
 from torchtap.diagnosis.rules.base import Rule
 from torchtap.diagnosis.rules.registry import all_rules
+from torchtap.errors import RunError
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
@@ -51,12 +53,21 @@ def diagnose(
     for _ in fill(ward.chart, run):
         ward.look()
     if len(run.ranks) > 1 and run.shown_rank is None:
-        ward.chart.ranks = {rank: _whole_chart(run.rank(rank)) for rank in run.ranks}
+        ward.chart.ranks = _charts_of_ranks(run)
         ward.look()
     found = ward.findings()
     broken = Findings() if learned is None else what_no_longer_holds(learned, run)
     unimported = (Unjudged(name, why) for name, why in failed.items())
     return Findings([*found, *broken], (*found.unjudged, *unimported, *broken.unjudged))
+
+
+def _charts_of_ranks(run: Run) -> dict[int, Chart]:
+    """What each rank recorded; of a rank that cannot be read, `Run.problems` tells."""
+    charts: dict[int, Chart] = {}
+    for rank in run.ranks:
+        with suppress(RunError):
+            charts[rank] = _whole_chart(run.rank(rank))
+    return charts
 
 
 def _whole_chart(run: Run) -> Chart:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -45,7 +45,7 @@ class DeadUnits(Rule):
     name: ClassVar[str] = "dead-units"
     concludes: ClassVar[str] = "A large part of a layer's units fires for no sample and gets no gradient."
     trust: ClassVar[Trust] = "invariant"
-    needs: ClassVar[tuple[Need, ...]] = (Need("param_grad", "dead_share"),)
+    needs: ClassVar[tuple[Need, ...]] = (Need("param_grad", "dead_share", or_kind="output"),)
     wrong_if: ClassVar[str] = "The units are for inputs that have not come yet."
     causes: ClassVar[tuple[str, ...]] = (
         "a bias far below zero, or one huge step that pushed it there",
@@ -55,18 +55,21 @@ class DeadUnits(Rule):
     fix: ClassVar[str] = "nn.init.zeros_(layer.bias)  # or nn.LeakyReLU() in place of nn.ReLU()"
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
-        found = chart.grid("dead_share", "param_grad", last=LAST, where=is_layer_weight)
-        if not found:
-            return
+        # The gradient of a layer's weight tells; so does an output of which somebody keeps `Units`.
+        hits = self._hits(chart, "param_grad", is_layer_weight) or self._hits(chart, "output", is_whole)
+        message = "{value:.0%} of the units of {site}{also} never fire"
+        evidence = [Evidence("share of dead units", h.value, h.site, "dead_share", h.step) for h in hits[:1]]
+        yield from self.found(hits, message, evidence=evidence)
+
+    def _hits(self, chart: Chart, kind: str, where: Callable[[Place], bool]) -> list[Hit]:
+        found = chart.grid("dead_share", kind, last=LAST, where=where)
         samples = _samples(chart)
         hits: list[Hit] = []
-        for row, place in enumerate(found.places):
+        for row, place in enumerate(found.places if found else ()):
             column = first_run(found.values[row] >= self.share, self.length)
             if column is not None and samples.get(place.module, self.samples) >= self.samples:
                 hits.append(hit_at(place, found.step(column), found.values[row, column]))
-        message = "{value:.0%} of the units of {site}{also} are dead: no sample makes them fire"
-        evidence = [Evidence("share of dead units", h.value, h.site, "dead_share", h.step) for h in hits[:1]]
-        yield from self.found(hits, message, evidence=evidence)
+        return hits
 
 
 def _samples(chart: Chart) -> dict[str, float]:

@@ -28,12 +28,13 @@ class Need:
 
     kind: str
     statistic: str = ""
+    or_kind: str = ""  # another kind that serves as well
 
     def met(self, chart: Chart) -> bool:
         """Whether the chart has it."""
         if not self.kind:
             return bool(chart.structure.trainable or chart.structure.frozen)
-        return chart.has(self.kind, self.statistic)
+        return any(chart.has(kind, self.statistic) for kind in (self.kind, self.or_kind) if kind)
 
     @property
     def how(self) -> str:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError
 
-__all__ = ["Ranges", "doubt_about", "in_doubt"]
+__all__ = ["Ranges", "doubt_about", "in_doubt", "inside", "joined"]
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -23,13 +23,14 @@ def in_doubt(steps: Sequence[npt.NDArray[np.int64]], lost: Sequence[Ranges]) -> 
     marks: list[npt.NDArray[np.bool_]] = []
     later: list[tuple[int, int]] = []
     for own, ranges in zip(reversed(steps), reversed(lost), strict=True):
-        marks.append(_inside(own, later))
+        marks.append(inside(own, later))
         if ranges:
-            later = _joined([*later, *ranges])
+            later = joined([*later, *ranges])
     return np.concatenate([np.zeros(0, bool), *reversed(marks)])
 
 
-def _inside(steps: npt.NDArray[np.int64], ranges: Ranges) -> npt.NDArray[np.bool_]:
+def inside(steps: npt.NDArray[np.int64], ranges: Ranges) -> npt.NDArray[np.bool_]:
+    """Which of the steps lie in one of the ranges, which are ascending and do not overlap."""
     if not ranges or not len(steps):
         return np.zeros(len(steps), bool)
     lows = np.array([low for low, _ in ranges], np.int64)
@@ -39,15 +40,15 @@ def _inside(steps: npt.NDArray[np.int64], ranges: Ranges) -> npt.NDArray[np.bool
     return found
 
 
-def _joined(ranges: Ranges) -> list[tuple[int, int]]:
+def joined(ranges: Ranges) -> list[tuple[int, int]]:
     """The same steps in ranges that do not overlap, ascending."""
-    joined: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
-        if joined and low <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(high, joined[-1][1])
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(high, found[-1][1])
         elif low <= high:
-            joined.append((low, high))
-    return joined
+            found.append((low, high))
+    return found
 
 
 def doubt_about(steps: npt.NDArray[np.int64]) -> RunCorruptError:

@@ -24,6 +24,7 @@ from torchtap.store.files.layout import attempt_folder, parse_attempt, rank_fold
 from torchtap.store.format.scalars import CLOCK
 from torchtap.store.read.assemble import matrix_of, phases_of, series_of, steps_of, table_of
 from torchtap.store.read.clock import Timeline
+from torchtap.store.read.doubt import Ranges
 from torchtap.store.read.grids import Axes, AxesCache
 from torchtap.store.read.lookup import described_sites, find_tensor
 from torchtap.store.read.part import Part
@@ -183,6 +184,11 @@ class Strand:
             for attempt in self._aside
         )
         return [*found, *beside]
+
+    @property
+    def lost_steps(self) -> Ranges:
+        """The steps of files that are damaged or missing."""
+        return [steps for part in self._parts.values() for steps in part.lost_steps]
 
     def events(self) -> list[dict[str, Any]]:
         return [event for part in self._parts.values() for event in part.events()]

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torchtap.errors import RunFormatError
 from torchtap.placement import Placement
 from torchtap.store.files.folder import Folder
+from torchtap.store.read.doubt import Ranges, doubt_about, inside, joined
 from torchtap.store.read.grids import AxesCache
 from torchtap.store.read.phases import TRAINING, first_phase
 from torchtap.store.read.results import Matrix, Series, Table, TensorRef
@@ -115,6 +116,24 @@ class World:
             yield launches[0], None
         else:
             yield from zip(launches, self._owned(), strict=True)
+
+    def _doubted(self) -> list[Ranges]:
+        """For each launch the steps that a later one recorded again and has lost: an earlier one's do not count."""
+        later: list[tuple[int, int]] = []
+        found: list[Ranges] = []
+        for launched in reversed(self.launches):
+            found.append(later)
+            later = joined([*later, *(each for strand in launched.strands() for each in strand.lost_steps)])
+        return found[::-1]
+
+    def _doubtful(
+        self, steps: npt.NDArray[np.int64], lost: Ranges, *, partial: bool
+    ) -> npt.NDArray[np.bool_]:
+        """Which of a launch's own steps are in doubt. That is an error, unless the caller wants what there is."""
+        doubt = inside(steps, lost)
+        if doubt.any() and not partial:
+            raise doubt_about(steps[doubt])
+        return doubt
 
     def _at(self, step: int) -> Launched:
         """The launch that a step belongs to."""
@@ -248,12 +267,14 @@ class World:
 
     def series(self, site: str, statistic: str, phase: str, *, partial: bool) -> Series:
         steps, values = [np.zeros(0, np.int64)], [np.zeros(0)]
-        for launched, own in self._in_turn():
+        lenient = partial or self._partial
+        for (launched, own), lost in zip(self._in_turn(), self._doubted(), strict=True):
             if site in launched.holders():
-                found = launched.series(site, statistic, phase, partial=partial or self._partial)
-                inside = slice(None) if own is None else np.isin(found.steps, own)
-                steps.append(found.steps[inside])
-                values.append(found.values[inside])
+                found = launched.series(site, statistic, phase, partial=lenient)
+                kept = slice(None) if own is None else np.isin(found.steps, own)
+                doubt = self._doubtful(found.steps[kept], lost, partial=lenient)
+                steps.append(found.steps[kept])
+                values.append(np.where(doubt, np.nan, found.values[kept]))
         at, of = np.concatenate(steps), np.concatenate(values)
         order = np.argsort(at, kind="stable")
         return Series(at[order], of[order])
@@ -277,8 +298,12 @@ class World:
         kept = [(each.steps if own is None else np.intersect1d(each.steps, own), each) for each, own in found]
         wanted = np.unique(np.concatenate([at for at, _ in kept])) if steps is None else np.unique(steps)
         values = np.full((len(sites), len(wanted)), np.nan)
-        for at, each in kept:
-            values[:, np.searchsorted(wanted, at)] = each.values[:, np.searchsorted(each.steps, at)]
+        for (at, each), lost in zip(kept, self._doubted(), strict=True):
+            own_values = each.values[:, np.searchsorted(each.steps, at)]
+            recorded = ~np.isnan(own_values).all(axis=0)
+            doubt = np.zeros(len(at), bool)
+            doubt[recorded] = self._doubtful(at[recorded], lost, partial=lenient)
+            values[:, np.searchsorted(wanted, at)] = np.where(doubt, np.nan, own_values)
         return Matrix(list(sites), wanted, values)
 
     def table(self, sites: list[str], statistics: list[str], *, partial: bool) -> Table:
@@ -288,17 +313,22 @@ class World:
 
     def tensors(self, site: str | None) -> list[TensorRef]:
         found: list[TensorRef] = []
-        for launched, own in self._in_turn():
-            found += [ref for ref in launched.tensors(site) if own is None or ref.step in own]
+        for (launched, own), lost in zip(self._in_turn(), self._doubted(), strict=True):
+            refs = [ref for ref in launched.tensors(site) if own is None or ref.step in own]
+            if self._partial:
+                doubt = inside(np.array([ref.step for ref in refs], np.int64), lost)
+                refs = [ref for ref, doubted in zip(refs, doubt.tolist(), strict=True) if not doubted]
+            found += refs
         return found
 
     def find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str
     ) -> Found | None:
-        if step is not None:
-            return self._at(step).find(site, step, field, reduction, phase, gaps=self._partial)
-        for launched in reversed(self.launches):
-            found = launched.find(site, None, field, reduction, phase, gaps=self._partial)
+        searched = self.launches if step is None else [self._at(step)]
+        for launched in reversed(searched):
+            found = launched.find(site, step, field, reduction, phase, gaps=self._partial)
             if found is not None:
+                lost = self._doubted()[self.launches.index(launched)]
+                self._doubtful(np.array([found.ref().step], np.int64), lost, partial=False)
                 return found
         return None
