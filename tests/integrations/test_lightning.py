@@ -156,6 +156,14 @@ def test_the_loss_and_what_is_logged_are_in_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_the_loss_of_accumulated_batches_is_what_the_last_training_step_returned(tmp_path: Path) -> None:
+    model = Classifier()
+    fit(model, [TorchtapCallback(tmp_path / "run", TAPS)], accumulate_grad_batches=2)
+    losses = tt.open(tmp_path / "run").series(":value.loss", "value").values.tolist()
+    assert losses == pytest.approx(model.losses[1::2])  # Lightning itself hands out a half of it
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_two_networks_with_two_optimizers_make_one_step_of_a_batch(tmp_path: Path) -> None:
     fit(Adversaries(), [TorchtapCallback(tmp_path / "run", TAPS)], limit_val_batches=0)
     run = tt.open(tmp_path / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,55 @@ def test_a_script_runs_though_the_variable_names_no_plan(tmp_path: Path) -> None
     )
     assert len(losses_of(done.stdout)) == 5
     assert done.stderr.count("torchtap: this training is not recorded") == 1
+
+
+INTERRUPTED = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+{end}
+"""
+
+
+def test_a_script_that_an_interrupt_ends_dies_of_it_as_ever(tmp_path: Path) -> None:
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED.format(end="raise KeyboardInterrupt"))
+    start(sys.executable, script, folder=tmp_path, expect=-signal.SIGINT)
+    done = start(*RUN, "--out", "run", script, folder=tmp_path, expect=-signal.SIGINT)
+    assert "torchtap view run" in done.stderr
+    assert len(tt.open(tmp_path / "run").steps()) == 3
+
+
+def test_a_script_that_deals_with_an_interrupt_ends_as_it_says(tmp_path: Path) -> None:
+    script = tmp_path / "caught.py"
+    script.write_text(
+        INTERRUPTED.format(
+            end="try:\n    raise KeyboardInterrupt\nexcept KeyboardInterrupt:\n    raise SystemExit(3)"
+        )
+    )
+    start(*RUN, "--out", "run", script, folder=tmp_path, expect=3)
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file stands where the folder should be")
+    script = tmp_path / "train.py"
+    script.write_text(INTERRUPTED.format(end="raise SystemExit(3)"))
+    done = start(*RUN, "--out", "taken/run", script, folder=tmp_path, expect=3)
+    assert done.stderr.splitlines() == [
+        "torchtap: this training is not recorded: cannot begin a run in taken/run: Not a directory"
+    ]
+
+
+@pytest.mark.parametrize("word", ["0", "off", "False"])
+def test_the_variable_can_say_no(tmp_path: Path, word: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(INTERRUPTED.format(end=""))
+    done = start(sys.executable, script, folder=tmp_path, environment={"TORCHTAP": word})
+    assert done.stderr == ""
+    assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_recording_becomes_rarer_where_it_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What torch calls at the end of ``import torch``, in every process: it records a training if ``TORCHTAP`` is set.
 
 torch finds `start` by the entry point group ``torch.backends``. It guarantees:
-- without ``TORCHTAP`` in the environment it returns at once and imports nothing;
+- without ``TORCHTAP`` in the environment, or with 0, false, no or off, it returns at once and imports nothing;
 - it never raises, because torch would turn an error into a failed ``import torch``.
 """
 
@@ -15,11 +15,12 @@ __all__ = ["start"]
 
 def start() -> None:
     """Record this process's training, if the environment asks for it."""
-    if not os.environ.get("TORCHTAP"):
+    words = os.environ.get("TORCHTAP", "")
+    if words.lower() in ("", "0", "false", "no", "off"):
         return
     try:
         from torchtap.integrations.zero_code.recording import begin
 
-        begin(os.environ["TORCHTAP"])
+        begin(words)
     except Exception as error:
         print(f"torchtap: this training is not recorded: {error}", file=sys.stderr)

@@ -59,6 +59,8 @@ class TorchtapCallback(Callback):  # type: ignore[misc]
         if self._training is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and pl_module.automatic_optimization:
+            loss = loss * trainer.accumulate_grad_batches  # Lightning has divided what training_step returned
         # Lightning goes on showing the numbers of the last validation: they are not of this step.
         logged = {k: v for k, v in trainer.logged_metrics.items() if k not in self._of_validation}
         self._of_training |= set(logged)

@@ -10,6 +10,7 @@ It guarantees:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pkgutil
 import sys
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap.diagnosis.doctor import Doctor, doctor
-from torchtap.errors import PlanError
+from torchtap.errors import PlanError, RecordingLostError
 from torchtap.integrations.zero_code.discovery import Discovery
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
 from torchtap.pace import Pace
@@ -70,6 +71,7 @@ class Recording:
             models = {"": named_model(settings.model)}
         model: Any = models[""] if set(models) == {""} else models
         self._folder = settings.folder()
+        make_folder(self._folder)
         sinks = [make_sink(each) for each in settings.sinks]
         labels = {"command": " ".join(sys.argv), **settings.labels}
         if settings.doctor:
@@ -116,6 +118,7 @@ class Recording:
                 _say(closing_line(self._folder))
         except Exception as error:
             _say(f"the recording could not be ended: {error}")
+        keep_the_exit_code_of_an_interrupt()
 
 
 @final
@@ -151,6 +154,30 @@ def taps_of(settings: Settings) -> list[Tap]:
         except TypeError as error:
             raise PlanError(f"tap {dict(each)!r}: {error}") from None
     return taps
+
+
+def make_folder(folder: str) -> None:
+    """Make the run folder, so that one which cannot be written is told once, before anything is recorded."""
+    if "://" in folder:
+        return  # a store elsewhere makes its own places
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise RecordingLostError(f"cannot begin a run in {folder}: {error.strerror or error}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RecordingLostError(f"cannot begin a run in {folder}: the folder cannot be written")
+
+
+def keep_the_exit_code_of_an_interrupt() -> None:
+    """Let a script that Ctrl-C ended die of SIGINT, as it does without us.
+
+    Python remembers that an interrupt ended the program, and forgets it when a string is executed afterwards. Modules
+    that the end of a recording imports do this (every dataclass is made so). An interrupt that leaves a string sets
+    it again, whether or not somebody catches it then.
+    """
+    if issubclass(getattr(sys, "last_type", None) or Exception, KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt", {})
 
 
 def named_model(name: str) -> nn.Module:
