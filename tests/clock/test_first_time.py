@@ -162,3 +162,24 @@ def test_a_plan_of_functions_cannot_be_read_back() -> None:
     text = tt.make_plan(nested(), [tt.tap("*:output", when=lambda moment: True)]).to_json()
     with pytest.raises(PlanError, match="a file does not hold it"):
         Plan.from_json(text, nested())
+
+
+def test_a_path_without_a_kind_means_the_output_of_stored_tensors_too(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with (
+        tt.watch(model, tmp_path / "run", "0:output", keep=[tt.Full(), tt.Histogram()]) as watch,
+        watch.step(),
+    ):
+        out = model(torch.ones(2, 4))
+    run = tt.open(tmp_path / "run")
+    assert torch.equal(run.tensor("0"), out)
+    assert run.histogram("0").counts.sum() == 8
+
+
+@pytest.mark.parametrize("name", ["TensorBoardSink", "JsonLinesSink"])
+def test_a_sink_tells_of_a_statistic_that_does_not_exist(tmp_path: Path, name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    sink = getattr(tt.sinks, name)(tmp_path / "numbers", statistics=["stdd"])
+    with pytest.warns(RuntimeWarning, match=f"{name} was asked for statistic 'stdd'"):
+        with tt.watch(model, None, "0:output", sinks=[sink]) as watch, watch.step():
+            model(torch.ones(2, 4))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.models import CNN, GPT, Tagger, Thrice
@@ -175,3 +180,26 @@ def test_a_model_that_cannot_be_traced_says_so_when_scripted() -> None:
 
     with pytest.raises(TypeError, match=r"features of this Branching cannot be scripted.* compile or export"):
         torch.jit.script(tt.features(Branching(), "fc"))
+
+
+def saved_and_loaded(extractor: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(extractor, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), saved_and_loaded]
+)
+def test_a_copy_gives_the_values_too_and_keeps_its_mode(
+    model: GPT, tokens: Tensor, again: Callable[[nn.Module], nn.Module]
+) -> None:
+    extractor = tt.features(model, SITES, until="blocks.1:output").eval()
+    second = again(extractor)
+    assert not any(module.training for module in second.modules())
+    assert_same(second(tokens)[1], extractor(tokens)[1])
+    with torch.no_grad():  # a copy has parameters of its own
+        next(second.parameters()).zero_()
+    assert next(extractor.parameters()).any()

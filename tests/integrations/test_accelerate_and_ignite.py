@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from tests.integrations.by_hand import ByHand
-from torch import nn
+from torch import Tensor, nn
 
 import torchtap as tt
 from torchtap.errors import SessionError
@@ -137,3 +138,36 @@ def test_an_evaluator_that_is_the_trainer_is_refused() -> None:
     model = net()
     with pytest.raises(SessionError, match="is the trainer itself"):
         TorchtapHandler(model, torch.optim.SGD(model.parameters()), None).attach(engine, {"valid": engine})
+
+
+def test_ignite_an_evaluation_that_fails_ends_its_phase(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = [torch.randn(3, 4) for _ in range(6)]
+    evaluated: list[int] = []  # Ignite does not run a failed engine every time it is asked
+
+    def update(engine: Engine, batch: Tensor) -> float:
+        model.train()
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def evaluate(engine: Engine, batch: Tensor) -> None:
+        model.eval()
+        model(batch)
+        evaluated.append(trainer.state.iteration - 1)
+        raise OSError("a batch that cannot be read")
+
+    def evaluate_and_go_on(engine: Engine) -> None:
+        with contextlib.suppress(OSError):
+            evaluator.run(batches)
+
+    trainer, evaluator = Engine(update), Engine(evaluate)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), evaluate_and_go_on)
+    TorchtapHandler(model, optimizer, tmp_path / "run", "*:output").attach(trainer, {"val": evaluator})
+    trainer.run(batches)
+    run = tt.open(tmp_path / "run")
+    assert run.series(":output", "count", phase="train").steps.tolist() == [0, 1, 2, 3, 4, 5]
+    assert run.series(":output", "count", phase="val").steps.tolist() == evaluated != []

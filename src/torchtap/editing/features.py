@@ -8,7 +8,7 @@ The result is an ordinary ``nn.Module`` over the same parameters and buffers. It
   operations after it, of which nothing is used, until ``run_decompositions`` drops them).
 
 The second tree has a train/eval mode of its own, taken over when it is made; a module that is put into the model
-later is not in it.
+later is not in it. Copies and files of it hold the model and the sites, and make a second tree of their own.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Features(nn.Module):
             raise PlanError("features needs at least one site, e.g. 'blocks.3:output'")
         self.until = None if until is None else Selector.of(until)
         taps = [Tap((each,), Stats()) for each in (*selectors, *([self.until] if self.until else []))]
+        self._asked = (selectors, self.until)
         self._plan: Plan = make_plan(root, taps)
         self._stop = len(selectors) if self.until else None  # index of the tap that ends the forward
         _check(self._plan.ports, self._stop)
@@ -94,6 +95,11 @@ class Features(nn.Module):
             ],
         )
         self._visiting.begin()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Hooks do not travel with a module; what they were made of does."""
+        modes = [module.training for module in self.modules()]
+        return _made_again, (self._original[0], *self._asked, modes)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -167,6 +173,13 @@ class Features(nn.Module):
                 RuntimeWarning,
                 stacklevel=4,
             )
+
+
+def _made_again(model: Any, sites: list[Selector], until: Selector | None, modes: list[bool]) -> Features:
+    again = Features(model, sites, until)
+    for module, training in zip(again.modules(), modes, strict=True):
+        module.training = training
+    return again
 
 
 def _in_plain_export() -> bool:

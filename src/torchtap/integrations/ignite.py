@@ -46,6 +46,7 @@ class TorchtapHandler:
                 raise SessionError(f"the evaluator {name!r} is the trainer itself")
             evaluator.add_event_handler(Events.STARTED, self._begin_phase, name)
             evaluator.add_event_handler(Events.COMPLETED, self._end_phase, name)
+            evaluator.add_event_handler(Events.EXCEPTION_RAISED, self._fail_phase)
         return self
 
     def _start(self, trainer: Engine) -> None:
@@ -80,6 +81,13 @@ class TorchtapHandler:
                 self.watch.log(
                     {f"{name}/{key}": each for key, each in metrics.items() if isinstance(each, float)}
                 )
+
+    def _fail_phase(self, evaluator: Engine, error: BaseException) -> None:
+        """What comes after an evaluation that failed is no part of it."""
+        phase, self._phase = self._phase, None
+        if phase is not None:
+            phase.__exit__(None, None, None)
+        raise error
 
     def _fail(self, trainer: Engine, error: BaseException) -> None:
         """Ignite takes an exception that a handler heard of as dealt with; this one is not."""

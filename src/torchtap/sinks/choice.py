@@ -66,6 +66,7 @@ class Choice:
         self._statistics = None if statistics is None else frozenset(statistics)
         self._label: Callable[[str, str, str], str] = label
         self._met: set[str] = set()  # selectors and statistics that something came for
+        self._asked = False  # whether any number came by
         self._parts: dict[tuple[int, int, str], _Part] = {}
 
     def name_by(self, label: Callable[[str, str, str], str]) -> None:
@@ -81,11 +82,18 @@ class Choice:
         self._met.update(picking)
         return bool(picking)
 
+    def takes_of(self, statistics: Sequence[str]) -> list[tuple[int, str]]:
+        """Those of a grid's statistics that were asked for, each with its column."""
+        self._asked = True
+        self._met.update(statistics)
+        asked = self._statistics
+        return [(column, name) for column, name in enumerate(statistics) if asked is None or name in asked]
+
     def tell_what_never_came(self, sink: str) -> None:
         """Warn of sites and statistics that were asked for and of which no record had any."""
         asked = [f"site {each.text!r}" for each in self._selectors or () if each.text not in self._met]
         asked += [f"statistic {each!r}" for each in sorted((self._statistics or frozenset()) - self._met)]
-        if asked and self._parts:
+        if asked and self._asked:
             warnings.warn(
                 f"{sink} was asked for {', '.join(asked)}, and no record had it: see which sites and statistics "
                 "the taps keep",
@@ -135,12 +143,7 @@ class Choice:
         return part
 
     def _make(self, block: ScalarBlock, phase: str) -> _Part:
-        self._met.update(block.statistics)
-        columns = [
-            (column, name)
-            for column, name in enumerate(block.statistics)
-            if self._statistics is None or name in self._statistics
-        ]
+        columns = self.takes_of(block.statistics)
         rows = [(row, name) for row, name in enumerate(block.sites) if self.takes(name)]
         width = len(block.statistics)
         return _Part(

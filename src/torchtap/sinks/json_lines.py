@@ -36,21 +36,19 @@ class JsonLinesSink:
         sites: Selectable | Sequence[Selectable] | None = None,
         statistics: Sequence[str] | None = None,
     ) -> None:
-        self._choice = Choice(sites)
-        self._statistics = None if statistics is None else frozenset(statistics)
+        self._choice = Choice(sites, statistics)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed by close()
 
     def write(self, record: StepRecord) -> None:
         values: dict[str, dict[str, float | str]] = {}
         for block in record.scalars:
+            columns = self._choice.takes_of(block.statistics)
             for row, site in enumerate(block.sites):
                 if (block.present is None or block.present[row]) and self._choice.takes(site):
-                    numbers = zip(block.statistics, block.values[row].tolist(), strict=True)
+                    numbers = block.values[row].tolist()
                     values.setdefault(site, {}).update(
-                        (name, _number(number))
-                        for name, number in numbers
-                        if self._statistics is None or name in self._statistics
+                        (name, _number(numbers[column])) for column, name in columns
                     )
         line: dict[str, Any] = {
             "step": record.step,
@@ -82,4 +80,5 @@ class JsonLinesSink:
         self._file.flush()
 
     def close(self) -> None:
+        self._choice.tell_what_never_came("JsonLinesSink")
         self._file.close()

@@ -106,6 +106,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def close(self) -> None:
+        self._choice.tell_what_never_came("TensorBoardSink")
         if self._given:
             self._writer.flush()
         else:

@@ -35,6 +35,9 @@ class Agreement:
     steps: npt.NDArray[np.int64]
     same: Same
     seen: Same
+    alone: npt.NDArray[
+        np.int64
+    ]  # the rank that differs from all others, which agree; -1 where there is no such
 
 
 def agreement(chart: Chart, kind: str) -> Agreement | None:
@@ -52,7 +55,19 @@ def agreement(chart: Chart, kind: str) -> Agreement | None:
     prints = np.stack([_prints(each, kind, [place.name for place in places], steps) for each in charts])
     seen = np.asarray(np.isfinite(prints).all(axis=(0, 1)), np.bool_)
     same = np.asarray((prints == prints[:1]).all(axis=(0, 1)), np.bool_)
-    return Agreement(places, steps, same, seen)
+    return Agreement(places, steps, same, seen, _alone(list(chart.ranks), prints))
+
+
+def _alone(ranks: list[int], prints: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """At each site and step the one rank unlike the rest; of two that differ nobody can say which is right."""
+    found = np.full(prints.shape[2:], -1, np.int64)
+    if len(ranks) < 3:
+        return found
+    for index, rank in enumerate(ranks):
+        rest = np.delete(prints, index, axis=0)
+        agree = (rest == rest[:1]).all(axis=(0, 1))
+        found[agree & (prints[index] != rest[0]).any(axis=0)] = rank
+    return found
 
 
 def _prints(
@@ -112,14 +127,19 @@ class RanksDrift(_RankRule):
         found = agreement(chart, "param")
         if found is None:
             return
-        hits = []
+        hits: list[Hit] = []
+        odd: dict[int, set[int]] = {}  # by step, the ranks that go apart there
         for row, place in enumerate(found.places):
             if found.seen[row, 0] and found.same[row, 0]:
                 apart = np.flatnonzero(found.seen[row] & ~found.same[row])
                 if len(apart):
-                    hits.append(Hit(place.name, int(found.steps[apart[0]]), float(len(apart)), place.index))
+                    step = int(found.steps[apart[0]])
+                    hits.append(Hit(place.name, step, float(len(apart)), place.index))
+                    odd.setdefault(step, set()).add(int(found.alone[row, apart[0]]))
+        first = odd[min(odd)] if odd else set()
+        who = "differs" if len(first) != 1 or -1 in first else f"rank {first.pop()} alone differs"
         yield from self.say(
-            chart, hits, "{site}{also} was the same on all ranks and differs from step {step} on"
+            chart, hits, f"{{site}}{{also}} was the same on all ranks and {who} from step {{step}} on"
         )
 
 
@@ -170,7 +190,13 @@ def _inputs(chart: Chart) -> Agreement | None:
     if found is None:
         return None
     rows = [row for row, place in enumerate(found.places) if is_model_input(place)]
-    return Agreement([found.places[row] for row in rows], found.steps, found.same[rows], found.seen[rows])
+    return Agreement(
+        [found.places[row] for row in rows],
+        found.steps,
+        found.same[rows],
+        found.seen[rows],
+        found.alone[rows],
+    )
 
 
 @final

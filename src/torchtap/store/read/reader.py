@@ -379,6 +379,7 @@ class Run:
     def _find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str | None = None
     ) -> Found:
+        site = spelled_out(site, self._view.site_names())
         for chosen in [phase] if phase is not None else in_order(self.phases):
             found = self._view.find(site, step, field, reduction, chosen)
             if found is not None:
