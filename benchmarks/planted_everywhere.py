@@ -198,9 +198,10 @@ def whole_in_bfloat16(model: nn.Module, depth: float) -> str | None:
 
 def rounded_to_int8(model: nn.Module, depth: float) -> str | None:
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            scale = module.weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127.0
-            module.weight.data.copy_((module.weight / scale).round() * scale)
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) or type(module).__name__ == "Conv1D":
+            rows = module.weight.detach().flatten(1)
+            scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127.0
+            module.weight.data.copy_(((rows / scale).round() * scale).view_as(module.weight))
     return ""
 
 

@@ -21,6 +21,7 @@ __all__ = ["quantized_like", "weight_of"]
 
 _BITS = (8, 4, 6, 3, 2)
 _GROUPS = (0, -1, 32, 64, 128, 16)  # the whole tensor, a row, so many columns
+_MANY, _SOME = 64, 8  # fewer numbers lie on some lattice by chance; far fewer always do
 _OFF_LATTICE = 0.03  # of a step; rounding of the scale itself
 
 
@@ -43,19 +44,22 @@ def quantized_like(
     """
     mine = {place.path: place.module for place in places(reference)}
     schemes: dict[str, _Scheme] = {}
+    small: dict[str, _Scheme] = {}  # of so few numbers that they tell nothing of what was meant
     weights = 0
     for place in places(target):
         path = place.path if names is None else names.get(place.path, "\0")
         plain = mine.get(path)
         weight = None if plain is None else getattr(plain, "weight", None)
         if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() >= 2:
-            weights += 1
+            few = weight.numel() < _MANY
+            weights += not few
             scheme = _scheme_of(weight.detach(), place.module)
             if scheme is not None:
-                schemes[path] = scheme
+                (small if few and not scheme.inputs else schemes)[path] = scheme
     meant = any(scheme.inputs for scheme in schemes.values())
     if not schemes or not (meant or 2 * len(schemes) >= weights):
         return None
+    schemes |= small
     try:
         copied = copy.deepcopy(reference)
     except Exception:  # a model that cannot be copied has no such floor
@@ -127,8 +131,7 @@ def _grouped(rows: Tensor, group: int) -> Tensor | None:
 
 
 def _on_lattice(steps: Tensor) -> bool:
-    # A handful of numbers lies on some lattice by chance.
-    return steps.numel() >= 64 and bool(((steps - steps.round()).abs() < _OFF_LATTICE).all())
+    return steps.numel() >= _SOME and bool(((steps - steps.round()).abs() < _OFF_LATTICE).all())
 
 
 def _rounded(weight: Tensor, scheme: _Scheme) -> Tensor:
