@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,3 +25,13 @@ def _same_start() -> Iterator[None]:
     from torchtap.taps.receive import active
 
     assert not active._active, "a session is still listening"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """One browser for all tests of pages: a process can drive one at a time."""
+    from tests.viewer.browsing import chromium, need_browser
+
+    need_browser()
+    with chromium() as opened:
+        yield opened

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from tests.models import GPT
-from tests.viewer.browsing import chromium
 from torch.nn import functional
 
 import torchtap as tt
@@ -129,18 +127,8 @@ def server(folder: Path) -> Iterator[str]:
         process.wait(30)
 
 
-def need_browser() -> None:
-    """Skip without a browser; in CI that is a failure."""
-    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
-        reason = "no Chromium on this machine (`make browser` installs one)"
-        if os.environ.get("CI", "").lower() == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-
-
-def test_the_page_shows_the_scalars(logs: Path, tmp_path: Path) -> None:
-    need_browser()
-    with server(logs / "logs") as address, chromium() as browser:
+def test_the_page_shows_the_scalars(logs: Path, tmp_path: Path, browser: Any) -> None:
+    with server(logs / "logs") as address:
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         page.goto(
             f"{address}/?forceSVG=true#timeseries"

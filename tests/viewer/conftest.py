@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.viewer.browsing import chromium, need_browser
 from tests.viewer.recordings import small_run, train
 
 import torchtap as tt
@@ -24,14 +21,6 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model from another seed, going well."""
     taps = [tt.tap("*:output", keep=tt.Stats()), tt.tap("*:param_grad", keep=tt.Stats())]
     return train(tmp_path_factory.mktemp("runs") / "second", steps=30, seed=3, taps=taps)
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    """One browser for all tests of the page."""
-    need_browser()
-    with chromium() as opened:
-        yield opened
 
 
 @pytest.fixture
