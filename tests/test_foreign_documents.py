@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -119,10 +118,8 @@ def test_an_archive_that_bursts_is_refused_before_it_is_unpacked(tmp_path: Path,
             for _ in range(300):
                 file.write(b" " * (1 << 20))
     assert path.stat().st_size < 1 << 20
-    started = time.process_time()
-    with pytest.raises(TorchtapError, match=r"unpack|AOTInductor"):
+    with pytest.raises(TorchtapError, match=r"unpack to|AOTInductor"):  # by the sizes that the archive names
         tt.load(path)
-    assert time.process_time() - started < 2
 
 
 def test_an_honest_script_and_program_are_read(tmp_path: Path) -> None:
