@@ -43,6 +43,7 @@ Stage = Literal["local", "reduced"]
 Spans = tuple[tuple[int, int], ...]  # stretches of one dimension: start and end
 
 _KINDS = get_args(Kind)
+_STAGES = get_args(Stage)
 _SHARE = re.compile(r"(shard|batch|replicate|partial|unknown)(?:\((?:(-?\d{1,3})|([a-z]{1,16}))\))?")
 _WORD = re.compile(r"(\w+)(?:\(([^()]*)\))?")
 _MOST_BOXES = 4096
@@ -131,28 +132,21 @@ class Placement:
 
 def placement_of(facts: Any) -> Placement | None:
     """A placement from its JSON, which may come from anywhere; None where it is none."""
-    match facts:
-        case {"axes": list(axes)} if len(axes) <= 16:
-            pass
-        case _:
-            return None
-    found = [_axis(axis) for axis in axes]
-    if any(axis is None for axis in found):
+    axes = facts.get("axes") if isinstance(facts, dict) else None
+    if not isinstance(axes, list) or len(axes) > 16:
         return None
-    shape, boxes = facts.get("shape"), facts.get("boxes")
-    stage, root = facts.get("stage"), facts.get("root", 0)
-    if shape is not None and not _are_sizes(shape):
+    found = [axis for axis in map(_axis, axes) if axis is not None]
+    shape, boxes, flat = facts.get("shape"), facts.get("boxes"), facts.get("flat") is True
+    if len(found) < len(axes) or not _are_extents(shape, boxes, flat):
         return None
-    flat = facts.get("flat") is True
-    if boxes is not None and not _are_boxes(boxes, [prod(shape)] if flat and shape is not None else shape):
-        return None
+    stage, root = facts.get("stage"), facts.get("root")
     return Placement(
-        tuple(axis for axis in found if axis is not None),
+        tuple(found),
         None if shape is None else tuple(shape),
-        None if boxes is None else tuple(Box(tuple(offset), tuple(size)) for offset, size in boxes),
+        _boxes(boxes),
         flat,
-        stage if stage in get_args(Stage) else None,
-        root if type(root) is int and root >= 0 else 0,
+        stage if stage in _STAGES else None,
+        max(root, 0) if type(root) is int else 0,
     )
 
 
@@ -175,18 +169,31 @@ def _are_sizes(sizes: Any) -> bool:
     )
 
 
+def _are_extents(shape: Any, boxes: Any, flat: bool) -> bool:
+    """Whether this can be the shape of a whole, where it is said, and these the boxes in it, where they are."""
+    if shape is not None and not _are_sizes(shape):
+        return False
+    return boxes is None or _are_boxes(boxes, [prod(shape)] if flat and shape is not None else shape)
+
+
 def _are_boxes(boxes: Any, shape: Any) -> bool:
     """Whether these are boxes that lie inside a whole of this shape."""
     if shape is None or not isinstance(boxes, list) or len(boxes) > _MOST_BOXES:
         return False
-    for box in boxes:
-        if not (isinstance(box, list) and len(box) == 2 and all(map(_are_sizes, box))):
-            return False
-        if not len(box[0]) == len(box[1]) == len(shape):
-            return False
-        if any(start + size > end for start, size, end in zip(*box, shape, strict=True)):
-            return False
-    return True
+    return all(_is_box(box, shape) for box in boxes)
+
+
+def _boxes(boxes: list[list[list[int]]] | None) -> tuple[Box, ...] | None:
+    return None if boxes is None else tuple(Box(tuple(offset), tuple(size)) for offset, size in boxes)
+
+
+def _is_box(box: Any, shape: list[int]) -> bool:
+    if not (isinstance(box, list) and len(box) == 2 and all(map(_are_sizes, box))):
+        return False
+    offset, size = box
+    if not len(offset) == len(size) == len(shape):
+        return False
+    return all(start + long <= end for start, long, end in zip(offset, size, shape, strict=True))
 
 
 # -- from sizes -----------------------------------------------------------------------------------------------
@@ -226,6 +233,15 @@ class Layout(NamedTuple):
     axis: str | None = None
 
 
+_MEANT = {
+    "batch": Share("batch", 0),
+    "replicated": Share("replicate"),
+    "replicate": Share("replicate"),
+}
+_ALONE = {**_MEANT, "unknown": Share("unknown")}
+_ALONG_AN_AXIS = {**_MEANT, "partial": Share("partial", op="sum")}
+
+
 def read_layout(text: str) -> tuple[Layout, ...]:
     """What a user says of a site: ``"batch"``, ``"replicated"``, ``"shard(1, tp)"``, ``"batch(dp); partial(tp)"``."""
     found = tuple(_statement(part.strip(), text) for part in text.split(";") if part.strip())
@@ -239,20 +255,12 @@ def _statement(part: str, text: str) -> Layout:
     if read is None:
         raise _no_layout(text)
     word, inside = read[1], [each.strip() for each in (read[2] or "").split(",") if each.strip()]
-    match word, inside:
-        case "batch", []:
-            return Layout(Share("batch", 0))
-        case "batch", [str(axis)]:
-            return Layout(Share("batch", 0), axis)
-        case (("replicated" | "replicate"), []):
-            return Layout(Share("replicate"))
-        case (("replicated" | "replicate"), [str(axis)]):
-            return Layout(Share("replicate"), axis)
-        case "partial", [str(axis)]:
-            return Layout(Share("partial", op="sum"), axis)
-        case "unknown", []:
-            return Layout(Share("unknown"))
-        case "shard", [str(dim), str(axis)] if dim.removeprefix("-").isdigit():
+    match inside:
+        case [] if word in _ALONE:
+            return Layout(_ALONE[word])
+        case [str(axis)] if word in _ALONG_AN_AXIS:
+            return Layout(_ALONG_AN_AXIS[word], axis)
+        case [str(dim), str(axis)] if word == "shard" and dim.removeprefix("-").isdigit():
             return Layout(Share("shard", int(dim)), axis)
     raise _no_layout(text)
 

@@ -229,14 +229,16 @@ def _parted(
     theirs: tuple[float, float, float],
     noisy: tuple[float, float, float] | None,
 ) -> bool:
-    norm = mine[0]
-    for n, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        if (math.isnan(a) and math.isnan(b)) or a == b:
-            continue
-        if not (math.isfinite(a) and math.isfinite(b)):
-            return True
-        scale = norm if norm > 0 else 1.0
-        noise = 0.0 if noisy is None or not math.isfinite(noisy[n]) else abs(noisy[n] - a) / scale
-        if abs(a - b) / scale > _STATISTICS_MARGIN * max(noise, 1e-6):
-            return True
-    return False
+    scale = mine[0] if mine[0] > 0 else 1.0
+    noise = [
+        0.0 if not math.isfinite(n) else abs(n - a) / scale for a, n in zip(mine, noisy or mine, strict=True)
+    ]
+    return any(_far(*each, scale) for each in zip(mine, theirs, noise, strict=True))
+
+
+def _far(mine: float, theirs: float, noise: float, scale: float) -> bool:
+    if mine == theirs or (math.isnan(mine) and math.isnan(theirs)):
+        return False
+    if not (math.isfinite(mine) and math.isfinite(theirs)):
+        return True
+    return abs(mine - theirs) / scale > _STATISTICS_MARGIN * max(noise, 1e-6)

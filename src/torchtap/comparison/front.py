@@ -62,13 +62,13 @@ def compare(
     ``gradients``  also compare gradients; a function of the model's output gives the loss
     ``shadow``     run the target's modules on the reference's inputs as well (live eager models only)
     """
-    live = is_live(reference), is_live(target)
-    if not any(live) and not any(map(is_live, (golden, *listed(repeat)))):
+    if not any(map(is_live, (reference, target, golden, *listed(repeat)))):
         return compare_stored(reference, target, rules=rules, repeat=repeat, golden=golden, steps=steps)
     if inputs is None:
         raise CompareError("comparing a model needs inputs=..., for example inputs=(x,)")
     batches = as_batches(inputs)
-    if all(live) and is_eager(reference) and is_eager(target) and repeat is None and golden is None:
+    alone = repeat is None and golden is None
+    if alone and all(is_live(each) and is_eager(each) for each in (reference, target)):
         result = located(_live(reference, target, batches, tuple(rules), shadow), target)
         if gradients is False or result.first is not None:
             return result

@@ -45,16 +45,16 @@ def recording_of(thing: Any) -> Recording:
     """A recording of something that is not to be run."""
     if isinstance(thing, (str, os.PathLike)):
         return _from_path(thing)
-    if hasattr(thing, "tensors") and hasattr(thing, "matrix"):
+    if _has(thing, "tensors", "matrix"):
         return RunRecording(thing)
-    if hasattr(thing, "sites") and hasattr(thing, "value") and hasattr(thing, "problems"):
+    if _has(thing, "sites", "value", "problems"):
         return thing  # type: ignore[no-any-return]
     if isinstance(thing, Mapping):
         values, left = _tensors_of(thing)
         if not values:
             raise CompareError("the mapping has no tensors to compare")
         return MemoryRecording(values, "values", left)
-    if isinstance(thing, Sequence) and not isinstance(thing, str) and thing:
+    if isinstance(thing, Sequence):
         values, left = _tensors_of(
             {site_name(f"layer_{n}", "output"): value for n, value in enumerate(thing)}
         )
@@ -64,6 +64,10 @@ def recording_of(thing: Any) -> Recording:
         f"cannot compare a {type(thing).__name__}: give a run, a folder of layer files, a mapping from names to "
         "tensors, or a model together with inputs=..."
     )
+
+
+def _has(thing: object, *names: str) -> bool:
+    return all(hasattr(thing, name) for name in names)
 
 
 def _tensors_of(thing: Mapping[Any, Any]) -> tuple[dict[str, Comparable], tuple[str, ...]]:

@@ -185,8 +185,7 @@ class _Work:
             if kind_of(site.name) != "output" or path in found:
                 continue
             looked_at = None if signatures is None or order not in free else signatures(reference, site.name)
-            shape = None if site.shape is None else tuple(n for n in site.shape if n != 1)
-            found[path] = Node(path, order, shape, looked_at, leaf=path not in outer)
+            found[path] = Node(path, order, _without_ones(site.shape), looked_at, leaf=path not in outer)
         return list(found.values())
 
     def _pair_module(self, mine: str, theirs: str, why: str) -> None:
@@ -213,20 +212,23 @@ class _Work:
         for (left_start, right_start), (left_end, right_end) in pairwise(anchors):
             lefts = [n for n in range(left_start + 1, left_end) if n not in self.paired]
             rights = [n for n in range(right_start + 1, right_end) if n not in self.taken]
-            if not lefts or not rights:
-                continue
-            left_signs = [_signature(self.reference[n]) for n in lefts]
-            right_signs = [_signature(self.target[n]) for n in rights]
-            if None in left_signs or None in right_signs:
-                continue
-            if left_signs == right_signs:
-                for a, b in zip(lefts, rights, strict=True):
-                    self.pair(a, b, "structure")
-                continue
-            counts = Counter(left_signs), Counter(right_signs)
-            for a, sign in zip(lefts, left_signs, strict=True):
-                if counts[0][sign] == 1 and counts[1][sign] == 1:
-                    self.pair(a, rights[right_signs.index(sign)], "structure")
+            if lefts and rights:
+                self._pair_stretch(lefts, rights)
+
+    def _pair_stretch(self, lefts: list[int], rights: list[int]) -> None:
+        """Pair two stretches that run the same; of others, what stands in each of them once."""
+        left_signs = [_signature(self.reference[n]) for n in lefts]
+        right_signs = [_signature(self.target[n]) for n in rights]
+        if None in left_signs or None in right_signs:
+            return
+        if left_signs == right_signs:
+            for a, b in zip(lefts, rights, strict=True):
+                self.pair(a, b, "structure")
+            return
+        counts = Counter(left_signs), Counter(right_signs)
+        for a, sign in zip(lefts, left_signs, strict=True):
+            if counts[0][sign] == 1 and counts[1][sign] == 1:
+                self.pair(a, rights[right_signs.index(sign)], "structure")
 
     def finish(self, unused: list[Rule]) -> Alignment:
         pairs = tuple(
@@ -255,23 +257,38 @@ def _unwrapped(name: str) -> str:
     return str(parts._replace(path=without_wrappers(parts.path)))
 
 
+def _without_ones(shape: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if shape is None else tuple(n for n in shape if n != 1)
+
+
 def _best_prefix(reference: set[str], target: set[str]) -> tuple[str, bool] | None:
-    best: tuple[int, str, bool] | None = None
-    for names, others, on_reference in ((reference, target, True), (target, reference, False)):
-        found: Counter[str] = Counter()
-        for name in names:
-            parts = read_name(name)
-            for outer in list(paths_around(parts.path))[-4:]:
-                prefix = f"{outer}."
-                if outer and str(parts._replace(path=parts.path.removeprefix(prefix))) in others:
-                    found[prefix] += 1
-        for prefix, hits in sorted(found.items()):
-            # One name in common is a coincidence; the larger of two, then the first in the alphabet, is taken.
-            if hits >= min(2, len(names), len(others)) and (
-                best is None or (-hits, prefix) < (-best[0], best[1])
-            ):
-                best = (hits, prefix, on_reference)
-    return None if best is None else best[1:]
+    """The prefix that pairs most names once it is gone, and whether it is the reference's.
+
+    One name in common is a coincidence. Of two prefixes with as many names the first in the alphabet is taken.
+    """
+    least = min(2, len(reference), len(target))
+    found = [
+        (-hits, prefix, not on_reference)
+        for names, others, on_reference in ((reference, target, True), (target, reference, False))
+        for prefix, hits in _prefixes(names, others).items()
+        if hits >= least
+    ]
+    if not found:
+        return None
+    _, prefix, on_target = min(found)
+    return prefix, not on_target
+
+
+def _prefixes(names: set[str], others: set[str]) -> Counter[str]:
+    """How many names become one of the others when a prefix is taken away, by prefix."""
+    found: Counter[str] = Counter()
+    for name in names:
+        parts = read_name(name)
+        for outer in list(paths_around(parts.path))[-4:]:
+            prefix = f"{outer}."
+            if outer and str(parts._replace(path=parts.path.removeprefix(prefix))) in others:
+                found[prefix] += 1
+    return found
 
 
 def _shapes_fit(a: KnownSite, b: KnownSite) -> bool:

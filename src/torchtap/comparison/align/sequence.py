@@ -14,8 +14,9 @@ Not here: how values and weights become signatures (`live.matching`, `recorded.m
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import final
 
 import numpy as np
@@ -57,6 +58,9 @@ class Node:
     )
     type_name: str = ""
     leaf: bool = True
+
+
+_Feature = Callable[[Node], object]
 
 
 @final
@@ -138,15 +142,10 @@ class _Work:
         inside_right = {
             node.path: {p for p, q in self.pairs.items() if is_inside(q, node.path)} for node in right
         }
-        scored: list[tuple[float, int, int, Node, Node]] = []
-        for a in left:
-            for b in right:
-                both = len(inside_left[a.path] & inside_right[b.path])
-                if not both or not _shapes_fit(a, b):
-                    continue
-                share = both / len(inside_left[a.path] | inside_right[b.path])
-                bonus = 0.1 * _values_agree(a, b) + 0.02 * (last_part(a.path) == last_part(b.path))
-                scored.append((-(share + bonus), a.order, b.order, a, b))
+        scored = [
+            (-_shared_inside(a, b, inside_left[a.path], inside_right[b.path]), a.order, b.order, a, b)
+            for a, b in product(left, right)
+        ]
         for score, _, _, a, b in sorted(scored, key=lambda entry: entry[:3]):
             if -score > 0.34 and self._fits_the_tree(a.path, b.path):
                 self.pair(a.path, b.path, f"{min(-score, 1.0):.0%} of the same modules inside")
@@ -180,44 +179,43 @@ class _Work:
         return sorted(pairs, key=lambda pair: order.get(pair.reference, -1))
 
 
+def _shared_inside(a: Node, b: Node, in_a: set[str], in_b: set[str]) -> float:
+    """The share of leaves that two containers have in common, a little more where they are alike themselves."""
+    both = len(in_a & in_b)
+    if not both or not _shapes_fit(a, b):
+        return 0.0
+    return (
+        both / len(in_a | in_b) + 0.1 * _values_agree(a, b) + 0.02 * (last_part(a.path) == last_part(b.path))
+    )
+
+
 @final
 class _Scores:
     """What each pair of nodes has in common, as numbers and in words."""
 
     def __init__(self, left: list[Node], right: list[Node]) -> None:
         prefixes = _prefix_of([n.path for n in left], [n.path for n in right])
-        self.parts: dict[str, npt.NDArray[np.bool_]] = {
-            "the same values": _value_matrix(left, right),
-            "the same name": _equal(
-                [_without(n.path, prefixes[0]) for n in left], [_without(n.path, prefixes[1]) for n in right]
-            ),
-            "the same last name": _equal(
-                [last_part(n.path) for n in left], [last_part(n.path) for n in right]
-            ),
-            "the same type": _equal([n.type_name or "?" for n in left], [n.type_name or "??" for n in right]),
-            "the same numbers in the name": _equal(
-                [_numbers(n.path) for n in left], [_numbers(n.path) for n in right]
-            ),
-            "the same shape": _equal([n.shape for n in left], [n.shape for n in right]),
-        }
         same, near, possible = _weight_matrices(left, right)
-        self.parts["the same weights"] = same
-        self.parts["nearly the same weights"] = near & ~same
-        worth = {
-            "the same values": _VALUE,
-            "the same weights": _WEIGHT,
-            "nearly the same weights": _NEAR_WEIGHT,
-            "the same name": _NAME,
-            "the same last name": _LAST_NAME,
-            "the same type": _TYPE,
-            "the same numbers in the name": _NUMBERS,
-            "the same shape": _SHAPE,
-        }
+
+        def equal(of_left: _Feature, of_right: _Feature | None = None) -> npt.NDArray[np.bool_]:
+            return _equal([*map(of_left, left)], [*map(of_right or of_left, right)])
+
+        named = equal(lambda n: _without(n.path, prefixes[0]), lambda n: _without(n.path, prefixes[1]))
+        scored: tuple[tuple[str, float, npt.NDArray[np.bool_]], ...] = (
+            ("the same values", _VALUE, _value_matrix(left, right)),
+            ("the same name", _NAME, named),
+            ("the same last name", _LAST_NAME, equal(lambda n: last_part(n.path))),
+            ("the same type", _TYPE, equal(lambda n: n.type_name or "?", lambda n: n.type_name or "??")),
+            ("the same numbers in the name", _NUMBERS, equal(lambda n: _numbers(n.path))),
+            ("the same shape", _SHAPE, equal(lambda n: n.shape)),
+            ("the same weights", _WEIGHT, same),
+            ("nearly the same weights", _NEAR_WEIGHT, near & ~same),
+        )
+        self.parts = {name: part for name, _, part in scored}
         total = np.zeros((len(left), len(right)))
-        for name, part in self.parts.items():
-            total += worth[name] * part
+        for _, worth, part in scored:
+            total += worth * part
         unlike = np.array([[not _shapes_fit(a, b) for b in right] for a in left])
-        named = self.parts["the same name"]
         total[unlike & ~named] = _IMPOSSIBLE
         total[~possible & ~named] = _IMPOSSIBLE
         self.total: Floats = total
@@ -317,16 +315,23 @@ def _without(path: str, prefix: str) -> str:
 def _prefix_of(left: list[str], right: list[str]) -> tuple[str, str]:
     """A prefix that all of one side's names have and that pairs most of them with the other's once it is gone."""
     best = (_common(left, right), "", "")
-    for side in (0, 1):
-        names = (left, right)[side]
-        outer = {around for name in names for around in list(paths_around(name))[-3:] if around}
-        for prefix in sorted(f"{around}." for around in outer):
-            cut = [name.removeprefix(prefix) for name in names]
-            hits = _common(cut, right) if side == 0 else _common(left, cut)
-            # One name in common is a coincidence, not a prefix.
-            if hits > best[0] and hits >= max(2, len(names) // 4):
-                best = (hits, prefix, "") if side == 0 else (hits, "", prefix)
+    for hits, prefix in _prefixes(left, right):
+        if hits > best[0]:
+            best = (hits, prefix, "")
+    for hits, prefix in _prefixes(right, left):
+        if hits > best[0]:
+            best = (hits, "", prefix)
     return best[1], best[2]
+
+
+def _prefixes(names: list[str], others: list[str]) -> Iterator[tuple[int, str]]:
+    """Prefixes of names, each with how many names of the other side are met without it."""
+    outer = {around for name in names for around in list(paths_around(name))[-3:] if around}
+    for prefix in sorted(f"{around}." for around in outer):
+        hits = _common([name.removeprefix(prefix) for name in names], others)
+        # One name in common is a coincidence, not a prefix.
+        if hits >= max(2, len(names) // 4):
+            yield hits, prefix
 
 
 def _common(left: list[str], right: list[str]) -> int:

@@ -28,6 +28,8 @@ svg { width: 100%; height: auto } svg text { font: 11px system-ui, sans-serif; f
 .scroll { overflow-x: auto }
 """
 
+_COLOURS = {"diverged": "#d0342c", "compensated": "#b7791f", "equal": "#8a8f98"}
+
 
 def page(result: Comparison) -> str:
     """The whole page."""
@@ -60,49 +62,62 @@ def _embedded(result: Comparison) -> str:
     return json.dumps(json.loads(result.to_json())).replace("<", "\\u003c")
 
 
+class _Axes:
+    """Where a site and an error lie in the chart; errors have a logarithmic axis."""
+
+    WIDTH, HEIGHT, LEFT, TOP = 1060, 320, 48, 10
+
+    def __init__(self, rows: list[Row]) -> None:
+        values = [v for row in rows for v in (row.error, row.floor) if 0 < v < math.inf]
+        self.low = math.floor(math.log10(min(values))) if values else -8
+        self.high = max(math.ceil(math.log10(max(values))) if values else 0, self.low + 1)
+        self._sites = len(rows)
+
+    def x(self, n: int) -> float:
+        return self.LEFT + (self.WIDTH - self.LEFT - 10) * (n + 0.5) / self._sites
+
+    def y(self, value: float) -> float:
+        if value <= 0:
+            level: float = self.low
+        else:
+            level = min(self.high, max(self.low, math.log10(value) if value < math.inf else self.high))
+        return self.TOP + (self.HEIGHT - self.TOP - 24) * (self.high - level) / (self.high - self.low)
+
+
 def _chart(result: Comparison) -> str:
     """Error and floor of each compared site on a logarithmic axis."""
     rows = [row for row in result.rows if row.status in COMPARED and not math.isnan(row.error)]
     if not rows:
         return ""
-    values = [v for row in rows for v in (row.error, row.floor) if 0 < v < math.inf]
-    low = math.floor(math.log10(min(values))) if values else -8
-    high = max(math.ceil(math.log10(max(values))) if values else 0, low + 1)
-    width, height, left, top = 1060, 320, 48, 10
-
-    def x(n: int) -> float:
-        return left + (width - left - 10) * (n + 0.5) / len(rows)
-
-    def y(value: float) -> float:
-        level = low if value <= 0 else min(high, max(low, math.log10(value) if value < math.inf else high))
-        return top + (height - top - 24) * (high - level) / (high - low)
-
+    axes = _Axes(rows)
+    width, height, left = axes.WIDTH, axes.HEIGHT, axes.LEFT
     out = [f"<svg viewBox='0 0 {width} {height}' role='img' aria-label='error of each site'>"]
-    for level in range(low, high + 1, max(1, (high - low) // 8)):
-        at = y(10.0**level)
+    for level in range(axes.low, axes.high + 1, max(1, (axes.high - axes.low) // 8)):
+        at = axes.y(10.0**level)
         out.append(f"<line x1='{left}' y1='{at:.1f}' x2='{width}' y2='{at:.1f}' stroke='#8883'/>")
         out.append(f"<text x='4' y='{at + 4:.1f}'>1e{level}</text>")
-    floor = " ".join(f"{x(n):.1f},{y(row.floor):.1f}" for n, row in enumerate(rows))
+    floor = " ".join(f"{axes.x(n):.1f},{axes.y(row.floor):.1f}" for n, row in enumerate(rows))
     out.append(f"<polyline points='{floor}' fill='none' stroke='#888' stroke-dasharray='4 3'/>")
-    for n, row in enumerate(rows):
-        colour = {"diverged": "#d0342c", "compensated": "#b7791f", "equal": "#8a8f98"}.get(
-            row.status, "#2a8f4f"
-        )
-        first = result.first is not None and row.site == result.first.site
-        radius = 6 if first else 3
-        label = f"{row.site}: error {number(row.error)}, floor {number(row.floor)}, {row.status}"
-        out.append(
-            f"<circle cx='{x(n):.1f}' cy='{y(row.error):.1f}' r='{radius}' fill='{colour}'>"
-            f"<title>{in_html(label)}</title></circle>"
-        )
-        if first:
-            out.append(
-                f"<line x1='{x(n):.1f}' y1='{top}' x2='{x(n):.1f}' y2='{height - 20}' stroke='{colour}' opacity='.5'/>"
-            )
+    first = None if result.first is None else result.first.site
+    out += [_dot(axes, n, row, row.site == first) for n, row in enumerate(rows)]
     out.append(f"<text x='{left}' y='{height - 4}'>{in_html(rows[0].site)}</text>")
     out.append(f"<text x='{width - 10}' y='{height - 4}' text-anchor='end'>{in_html(rows[-1].site)}</text>")
     out.append("</svg><p class='small'>Dots: relative L2 error. Dashed: noise floor.</p>")
     return "".join(out)
+
+
+def _dot(axes: _Axes, n: int, row: Row, first: bool) -> str:
+    """A site's error; the first that differs is larger and has a line through it."""
+    colour = _COLOURS.get(row.status, "#2a8f4f")
+    label = f"{row.site}: error {number(row.error)}, floor {number(row.floor)}, {row.status}"
+    x = f"{axes.x(n):.1f}"
+    dot = (
+        f"<circle cx='{x}' cy='{axes.y(row.error):.1f}' r='{6 if first else 3}' fill='{colour}'>"
+        f"<title>{in_html(label)}</title></circle>"
+    )
+    if not first:
+        return dot
+    return f"{dot}<line x1='{x}' y1='{axes.TOP}' x2='{x}' y2='{axes.HEIGHT - 20}' stroke='{colour}' opacity='.5'/>"
 
 
 def _elements(first: First | None) -> str:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torchtap.comparison.align.pairing import Unaligned
 from torchtap.comparison.judge.result import AGREES, First, Outcome, Row
@@ -20,6 +20,11 @@ from torchtap.names import paths_around, read_name
 __all__ = ["decide", "doubts"]
 
 _LEAST_COVERAGE = 0.5
+_NOT_COMPARED = {
+    "unreadable": "cannot be read",
+    "other shape": "with another shape",
+    "not comparable": "cannot be compared",
+}
 _FORWARD = ("input", "output", "attention", "value")
 
 
@@ -44,35 +49,46 @@ def decide(
 
 def doubts(rows: Sequence[Row], unaligned: Sequence[Unaligned], *, live: bool) -> list[str]:
     """Reasons why agreement of what was compared is not enough."""
-    why = []
-    for status, text in (
-        ("unreadable", "cannot be read"),
-        ("other shape", "with another shape"),
-        ("not comparable", "cannot be compared"),
-    ):
+    alone = [each for each in unaligned if each.side != "rule"]
+    return [
+        *([] if live and _results(rows) else _not_compared(rows)),
+        *_in_parts(rows),
+        *_one_sided(rows, alone),
+        *_too_few(rows, len(rows) + len(alone), live=live),
+    ]
+
+
+def _not_compared(rows: Sequence[Row]) -> Iterator[str]:
+    for status, text in _NOT_COMPARED.items():
         hit = [row for row in rows if row.status == status]
-        if hit and not (live and _results(rows)):
+        if hit:
             note = f" ({hit[0].note})" if hit[0].note else ""
-            why.append(f"{counted(len(hit), 'site')} {text}, first {hit[0].site}{note}")
+            yield f"{counted(len(hit), 'site')} {text}, first {hit[0].site}{note}"
+
+
+def _in_parts(rows: Sequence[Row]) -> Iterator[str]:
     parts = [row for row in rows if row.status == "unknown part" and not _made_good(row, rows)]
     if parts:
-        why.append(
-            f"{counted(len(parts), 'site')} of which parts lie on ranks, first {parts[0].site} ({parts[0].note})"
-        )
-    agree = {row.module for row in rows if row.kind == "output" and row.status in AGREES}
-    agree -= {row.module for row in rows if row.kind == "output" and row.status not in AGREES}
-    missing = [(row.site, row.note) for row in rows if row.status == "missing"]
-    missing += [(each.site, each.why) for each in unaligned if each.side != "rule"]
-    open_ = [site for site, _ in missing if not _inside(site, agree)]
+        first = parts[0]
+        yield f"{counted(len(parts), 'site')} of which parts lie on ranks, first {first.site} ({first.note})"
+
+
+def _one_sided(rows: Sequence[Row], alone: Sequence[Unaligned]) -> Iterator[str]:
+    outputs = [row for row in rows if row.kind == "output"]
+    agree = {row.module for row in outputs if row.status in AGREES}
+    agree -= {row.module for row in outputs if row.status not in AGREES}
+    missing = [*(row.site for row in rows if row.status == "missing"), *(each.site for each in alone)]
+    open_ = [site for site in missing if not _inside(site, agree)]
     if open_:
-        why.append(f"{counted(len(open_), 'site')} in one of them alone, first {open_[0]}")
+        yield f"{counted(len(open_), 'site')} in one of them alone, first {open_[0]}"
+
+
+def _too_few(rows: Sequence[Row], total: int, *, live: bool) -> Iterator[str]:
     compared = sum(row.status in AGREES for row in rows)
-    total = len(rows) + sum(each.side != "rule" for each in unaligned)
     if not compared:
-        why.append("nothing at all could be compared")
+        yield "nothing at all could be compared"
     elif not live and compared < _LEAST_COVERAGE * total:
-        why.append(f"{compared} of {total} sites are too few")
-    return why
+        yield f"{compared} of {total} sites are too few"
 
 
 def _results(rows: Sequence[Row]) -> bool:

@@ -149,15 +149,19 @@ class Comparison:
         on statistics alone, "none" where the outcome is that nothing can be told."""
         if self.outcome == "cannot tell":
             return "none"
-        if self.first is not None:
-            decisive = [row for row in self.rows if row.site == self.first.site]
-            sure = self.first.sure == "certain"
-        else:
-            decisive = [row for row in self.rows if row.status in COMPARED]
-            sure = self.forwards > 0 or all(row.status == "equal" for row in decisive)
+        decisive = self._decisive()
         if decisive and all(row.note == STATISTICS_ONLY for row in decisive):
             return "low"
-        return "high" if sure else "medium"
+        if self.first is not None:
+            return "high" if self.first.sure == "certain" else "medium"
+        equal = all(row.status == "equal" for row in decisive)
+        return "high" if equal or self.forwards > 0 else "medium"
+
+    def _decisive(self) -> list[Row]:
+        """The rows that the outcome rests on."""
+        if self.first is not None:
+            return [row for row in self.rows if row.site == self.first.site]
+        return [row for row in self.rows if row.status in COMPARED]
 
     @property
     def compared(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from typing import final
 
@@ -96,22 +97,24 @@ def _chosen(result: Comparison, every: bool) -> list[int]:
     total = len(result.rows)
     if every or total <= _MOST_ROWS:
         return list(range(total))
-    chosen = {0, total - 1, total - 2}
-    if result.first is not None:
-        at = next((n for n, row in enumerate(result.rows) if row.site == result.first.site), 0)
-        chosen |= set(range(max(0, at - 8), min(total, at + 9)))
+    chosen = {0, total - 1, total - 2, *_around_first(result)}
     local = [n for n, row in enumerate(result.rows) if row.origin == "local"]
-    worst = sorted(
-        range(total),
-        key=lambda n: -result.rows[n].excess if result.rows[n].excess == result.rows[n].excess else 0,
-    )
     odd = [n for n, row in enumerate(result.rows) if row.status not in COMPARED]
-    for group in (local, odd, worst):
-        for n in group:
-            if len(chosen) >= _MOST_ROWS:
-                break
-            chosen.add(n)
+    excess = [0.0 if math.isnan(row.excess) else row.excess for row in result.rows]
+    worst = sorted(range(total), key=lambda n: -excess[n])
+    for n in (*local, *odd, *worst):
+        if len(chosen) >= _MOST_ROWS:
+            break
+        chosen.add(n)
     return sorted(chosen)
+
+
+def _around_first(result: Comparison) -> range:
+    """The rows before and after the first that differs."""
+    if result.first is None:
+        return range(0)
+    at = next((n for n, row in enumerate(result.rows) if row.site == result.first.site), 0)
+    return range(max(0, at - 8), min(len(result.rows), at + 9))
 
 
 def _add(table: Table, row: Row, result: Comparison) -> None:

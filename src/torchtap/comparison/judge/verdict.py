@@ -19,7 +19,7 @@ Not here: running models (`live`), reading recordings (`recorded`), words (`word
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -70,11 +70,14 @@ def judge_live(found: Evidence) -> tuple[tuple[Row, ...], First | None]:
     if blamed:
         return tuple(rows), _first_blamed(found, blamed, rows)
     if settled and _results_agree(rows):
-        # Values between two compensated modules differ as they must.
-        return tuple(replace(r, status="compensated") if r.status == "diverged" else r for r in rows), None
-    if found.ran_forced:
-        return tuple(rows), _first_drift(rows, events)
-    return tuple(rows), _first_free(rows, events)
+        return tuple(map(_forgiven, rows)), None
+    first = _first_drift if found.ran_forced else _first_free
+    return tuple(rows), first(rows, events)
+
+
+def _forgiven(row: Row) -> Row:
+    """Values between two compensated modules differ as they must."""
+    return replace(row, status="compensated") if row.status == "diverged" else row
 
 
 def _rows(found: Evidence) -> Iterator[Row]:
@@ -154,21 +157,12 @@ def _faults(found: Evidence, events: dict[str, Event]) -> Iterator[_Fault]:
 
 
 def _compensated(found: Evidence, faults: list[_Fault], rows: list[Row]) -> set[str]:
-    """Faults that do not leave a module whose own outputs, in the free pass, are right.
-
-    A module around a wrong number has to be a larger one; of an oddity also the module that made it.
-    """
-    right = right_modules(found, rows)
+    """Faults that do not leave a module whose own outputs, in the free pass, are right."""
+    held = _held(faults, right_modules(found, rows))
+    settled = {fault.site for fault, _ in held if fault.oddity is not None}
     inside: dict[str, set[str]] = {}
-    settled: set[str] = set()
-    for fault in faults:
-        # What a module changed in place does not leave by its outputs.
-        itself = fault.oddity is not None and fault.oddity.kind != "in place"
-        outer = around(fault.author, itself=itself)
-        module = next((each for each in outer if each in right), None)
-        if module is not None and fault.oddity is not None:
-            settled.add(fault.site)
-        elif module is not None:
+    for fault, module in held:
+        if fault.oddity is None:
             inside.setdefault(module, set()).add(fault.site)
     blamed = _blamed_in_float32(found) if inside else None
     for module, sites in inside.items():
@@ -177,6 +171,21 @@ def _compensated(found: Evidence, faults: list[_Fault], rows: list[Row]) -> set[
         elif cancels(found, module, sites):
             settled |= sites
     return settled
+
+
+def _held(faults: list[_Fault], right: Collection[str]) -> list[tuple[_Fault, str]]:
+    """Faults with the smallest module around them that is right.
+
+    A module around a wrong number has to be a larger one; of an oddity also the module that made it, unless it was
+    changed in place: that does not leave a module by its outputs.
+    """
+    found = []
+    for fault in faults:
+        itself = fault.oddity is not None and fault.oddity.kind != "in place"
+        module = next((each for each in around(fault.author, itself=itself) if each in right), None)
+        if module is not None:
+            found.append((fault, module))
+    return found
 
 
 def _blamed_in_float32(found: Evidence) -> set[str] | None:
@@ -215,25 +224,28 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
     module = fault.author
     if any("quantizer" in source for source in found.floors.sources):
         fault, module = _worst(found, blamed)
-    measures, floor = found.forced[fault.site], found.floors.forced[fault.site]
-    others = tuple(dict.fromkeys(f.author for f in blamed if f.author not in (None, module) and f.author))
     healed, own = _replace(found, blamed, fault, rows)
-    later_oddities = any(f.oddity is not None for f in blamed)
+    only_numbers = all(each.oddity is None for each in blamed)
     return First(
         site=fault.site,
         module=_reported(found, module, fault.site, own),
         index=fault.at,
-        error=measures.rel_l2,
-        floor=floor.l2,
+        error=found.forced[fault.site].rel_l2,
+        floor=found.floors.forced[fault.site].l2,
         origin="local",
-        sure="certain" if healed and not later_oddities and _proven(found, fault, rows) else "likely",
+        sure="certain" if healed and only_numbers and _proven(found, fault, rows) else "likely",
         where=own,
         parameters=differing_parameters(found.reference, found.target, plain_module(module), found.names),
         healed=healed,
-        others=tuple(plain_module(other) for other in others),
+        others=_other_authors(blamed, module),
         evidence="on the reference's own inputs",
         what=relation(found, fault.site),
     )
+
+
+def _other_authors(blamed: list[_Fault], module: str) -> tuple[str, ...]:
+    authors = dict.fromkeys(each.author for each in blamed)
+    return tuple(plain_module(author) for author in authors if author and author != module)
 
 
 def _proven(found: Evidence, fault: _Fault, rows: list[Row]) -> bool:

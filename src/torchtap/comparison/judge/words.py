@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torchtap.comparison.judge.result import AGREES, COMPARED, First, Row
 from torchtap.comparison.measure.profile import Profile
@@ -63,19 +63,27 @@ def differs(first: First, rows: Sequence[Row], total: int, profile: Profile | No
     if first.origin == "update":
         return f"From step {first.step} on {first.what}. This is {first.sure}."
     at = "" if first.step is None else f"at step {first.step}, "
-    text = at + _where(first, profile, _unfinite(first, rows))
-    if first.parameters:
-        text += f"; {', '.join(first.parameters[:3])}"
+    told = [
+        at + _where(first, profile, _unfinite(first, rows)),
+        ", ".join(first.parameters[:3]),
+        *_reach(first),
+    ]
+    compared = sum(row.status in COMPARED for row in rows)
+    if compared != total:
+        told.append(covered(compared, total))
+    text = "; ".join(part for part in told if part)
+    return f"{text[0].upper()}{text[1:]}. This is {first.sure}."
+
+
+def _reach(first: First) -> Iterator[str]:
+    """How far a difference goes, and whether it is alone."""
     if first.contained is not None:
         inside = f"`{first.contained}`" if first.contained else "the model"
-        text += f"; the difference does not leave {inside}, whose output agrees"
-    if first.healed and not first.others:
-        text += "; with the reference's value in its place everything after it agrees"
-    elif first.others:
-        text += f"; {len(first.others)} more wrong on their own: {', '.join(first.others[:4])}"
-    compared = sum(row.status in COMPARED for row in rows)
-    rest = "" if compared == total else f"; {covered(compared, total)}"
-    return text[0].upper() + text[1:] + f"{rest}. This is {first.sure}."
+        yield f"the difference does not leave {inside}, whose output agrees"
+    if first.others:
+        yield f"{len(first.others)} more wrong on their own: {', '.join(first.others[:4])}"
+    elif first.healed:
+        yield "with the reference's value in its place everything after it agrees"
 
 
 def _unfinite(first: First, rows: Sequence[Row]) -> str:

@@ -62,10 +62,9 @@ def _nodes(model: nn.Module, trace: Trace) -> list[Node]:
     modules = {place.path: place.module for place in places(model)}
     first: dict[str, tuple[int, Event]] = {}
     for at, event in enumerate(trace.events):
-        if event.kind == "output" and event.module not in first:
-            first[event.module] = (at, event)
-    called = {called.module for called in trace.calls}
-    outer = {path for each in called for path in paths_around(each)}
+        if event.kind == "output":
+            first.setdefault(event.module, (at, event))
+    outer = {path for called in trace.calls for path in paths_around(called.module)}
     found = []
     for path, (at, event) in first.items():
         value = trace.values[event.site]

@@ -25,21 +25,25 @@ def differing_parameters(
         left, right = own_tensors(reference, module), own_tensors(target, theirs)
     except AttributeError:
         return ()
-    notes = []
-    for name in dict.fromkeys([*left, *right]):
-        a, b = left.get(name), right.get(name)
-        if a is None or b is None:
-            notes.append(f"{name} is only in the {'target' if a is None else 'reference'}")
-        elif a.shape != b.shape:
-            if names is None or sorted(a.shape) != sorted(b.shape):
-                notes.append(
-                    f"{name} has shape {tuple(a.shape)} in the reference and {tuple(b.shape)} in the target"
-                )
-        else:
-            a, b = _at_one_precision(a, b)
-            if not torch.equal(a, b):
-                notes.append(_difference(name, a, b))
-    return tuple(notes)
+    notes = (
+        _note(name, left.get(name), right.get(name), ported=names is not None)
+        for name in dict.fromkeys([*left, *right])
+    )
+    return tuple(note for note in notes if note)
+
+
+def _note(name: str, mine: Tensor | None, theirs: Tensor | None, *, ported: bool) -> str:
+    """How one tensor differs; empty when it does not. A port may hold a tensor with its axes in another order."""
+    if mine is None or theirs is None:
+        return f"{name} is only in the {'target' if mine is None else 'reference'}"
+    if mine.shape != theirs.shape:
+        if ported and sorted(mine.shape) == sorted(theirs.shape):
+            return ""
+        return (
+            f"{name} has shape {tuple(mine.shape)} in the reference and {tuple(theirs.shape)} in the target"
+        )
+    mine, theirs = _at_one_precision(mine, theirs)
+    return "" if torch.equal(mine, theirs) else _difference(name, mine, theirs)
 
 
 def _at_one_precision(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, final
 
 import torch
@@ -43,6 +44,14 @@ class _Frame:
     path: str  # the reference's name for the module
     versions: Versions
     clean: bool = True  # whether its code had nothing but the reference's values so far
+
+
+class _Met(Enum):
+    """How a value met the reference's at its site."""
+
+    NOT = auto()  # it has another shape, or is a mask that says something else
+    OTHERWISE_SPELT = auto()  # the same mask in another dtype
+    ALIKE = auto()
 
 
 @final
@@ -192,10 +201,8 @@ class Probe:
             return {}, False  # a call that the reference did not make is told once, by `_note_call`
         expected = self._expected.get((frame.path, kind, frame.call.number), [])
         sites = _match(found, expected, self._trace.values, self._names is None)
-        maker = frame if kind == "output" else (self._frames[-1] if self._frames else None)
-        author = frame.path if kind == "output" else frame.call.parent
-        if author is not None and self._names is not None and kind == "input":
-            author = self._names.get(author, author)
+        maker = frame if kind == "output" else next(reversed(self._frames), None)
+        author = self._author(frame, kind)
         whole = self._note_unmatched(frame.path, kind, author, found, expected, sites)
         instead: dict[str, Tensor] = {}
         for leaf, value in found:
@@ -203,26 +210,35 @@ class Probe:
             if site is None:
                 continue
             reference = self._trace.values[site]
-            self._last = max(self._last, self._place[site] + 1)
-            if not _alike(reference, value, self._names is None):
-                why = f"its shape is {_shape(value)}, in the reference {_shape(reference)}"
-                self._odd(site, self._place[site], author, "shape", why)
-                whole = False
-                continue
-            if maker is not None and not maker.clean:
-                self.unproven.add(site)
-            self.dtypes[site] = value.dtype
-            self.measures[site] = measure(
-                reference, value.detach().reshape(reference.shape), brief=self._brief
-            )
-            if (reference.dtype == torch.bool) != (value.dtype == torch.bool):
-                # A mask in another spelling cannot be handed over; the model's own says the same, or proves nothing.
-                whole = whole and self.measures[site].identical
-                continue
-            put = self._instead(site, kind, reference, value)
+            met = self._meet(site, reference, value, author, maker is None or maker.clean)
+            whole = whole and met is not _Met.NOT
+            put = self._instead(site, kind, reference, value) if met is _Met.ALIKE else None
             if put is not None:
                 instead[leaf] = put
         return instead, whole
+
+    def _author(self, frame: _Frame, kind: str) -> str | None:
+        """The module that made a value, by the reference's name where it has one."""
+        if kind == "output":
+            return frame.path
+        author = frame.call.parent
+        return author if author is None or self._names is None else self._names.get(author, author)
+
+    def _meet(self, site: str, reference: Tensor, value: Tensor, author: str | None, clean: bool) -> _Met:
+        """Measure a value against the reference's at its site. ``clean``: its maker had the reference's values."""
+        self._last = max(self._last, self._place[site] + 1)
+        if not _alike(reference, value, self._names is None):
+            why = f"its shape is {_shape(value)}, in the reference {_shape(reference)}"
+            self._odd(site, self._place[site], author, "shape", why)
+            return _Met.NOT
+        if not clean:
+            self.unproven.add(site)
+        self.dtypes[site] = value.dtype
+        self.measures[site] = measure(reference, value.detach().reshape(reference.shape), brief=self._brief)
+        if (reference.dtype == torch.bool) != (value.dtype == torch.bool):
+            # A mask in another spelling cannot be handed over; the model's own says the same, or proves nothing.
+            return _Met.OTHERWISE_SPELT if self.measures[site].identical else _Met.NOT
+        return _Met.ALIKE
 
     def _note_unmatched(
         self,
@@ -254,21 +270,29 @@ class Probe:
 
     def _instead(self, site: str, kind: str, reference: Tensor, value: Tensor) -> Tensor | None:
         """The value to go on with in place of the model's own; ``None`` to leave it."""
-        if site in self._heal:
+        healed = site in self._heal
+        if healed:
             self.replaced[site] = value.detach().clone()
-        if self._forced or site in self._heal:
-            put = reference.to(value.device, self._cast_of(value.dtype)).reshape(value.shape)
-            if self._share and value.is_floating_point():
-                # What is not finite cannot be moved by a share; there the model's own value stays.
-                moved = put.double() + self._share * (value.double() - put.double())
-                put = torch.where(torch.isfinite(moved), moved, value.double()).to(value.dtype)
-            if self._noise is not None and kind == "input":
-                return jitter(put, self._noise)
+        if self._forced or healed:
+            put = self._jittered(self._of_reference(reference, value), kind == "input")
             # The trace is not the model's to change in place.
             return put.clone() if put.data_ptr() == reference.data_ptr() else put
-        if self._noise_outputs and self._noise is not None and kind == "output":
-            return jitter(value, self._noise)
-        return value.to(self._cast_of(value.dtype)) if value.dtype != self._cast_of(value.dtype) else None
+        if self._noise_outputs and kind == "output":
+            return self._jittered(value)
+        cast = self._cast_of(value.dtype)
+        return None if cast == value.dtype else value.to(cast)
+
+    def _jittered(self, value: Tensor, wanted: bool = True) -> Tensor:
+        return jitter(value, self._noise) if wanted and self._noise is not None else value
+
+    def _of_reference(self, reference: Tensor, value: Tensor) -> Tensor:
+        """The reference's value as the model would have it, with the share of the difference that is to stay."""
+        put = reference.to(value.device, self._cast_of(value.dtype)).reshape(value.shape)
+        if not (self._share and value.is_floating_point()):
+            return put
+        # What is not finite cannot be moved by a share; there the model's own value stays.
+        moved = put.double() + self._share * (value.double() - put.double())
+        return torch.where(torch.isfinite(moved), moved, value.double()).to(value.dtype)
 
     def _cast_of(self, dtype: torch.dtype) -> torch.dtype:
         return self._cast if self._cast is not None and dtype.is_floating_point else dtype

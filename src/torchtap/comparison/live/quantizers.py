@@ -8,7 +8,7 @@ wrong scale in the target does not excuse itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -42,24 +42,34 @@ def quantized_like(
     Modules of torch's quantization were meant. Weights that only lie on a lattice were when half of them do; fewer are
     a suspicion.
     """
-    mine = {place.path: place.module for place in places(reference)}
     schemes: dict[str, _Scheme] = {}
     small: dict[str, _Scheme] = {}  # of so few numbers that they tell nothing of what was meant
     weights = 0
-    for place in places(target):
-        path = place.path if names is None else names.get(place.path, "\0")
-        plain = mine.get(path)
-        weight = None if plain is None else getattr(plain, "weight", None)
-        if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() >= 2:
-            few = weight.numel() < _MANY
-            weights += not few
-            scheme = _scheme_of(weight.detach(), place.module)
-            if scheme is not None:
-                (small if few and not scheme.inputs else schemes)[path] = scheme
+    for path, weight, module in _weights(reference, target, names):
+        few = weight.numel() < _MANY
+        weights += not few
+        scheme = _scheme_of(weight.detach(), module)
+        if scheme is not None:
+            (small if few and not scheme.inputs else schemes)[path] = scheme
     meant = any(scheme.inputs for scheme in schemes.values())
     if not schemes or not (meant or 2 * len(schemes) >= weights):
         return None
-    schemes |= small
+    return _rounded_copy(reference, schemes | small)
+
+
+def _weights(
+    reference: nn.Module, target: nn.Module, names: Mapping[str, str] | None
+) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """The reference's weights that could have been quantized, with their module in the target."""
+    mine = {place.path: place.module for place in places(reference)}
+    for place in places(target):
+        path = place.path if names is None else names.get(place.path, "\0")
+        weight = getattr(mine.get(path), "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() >= 2:
+            yield path, weight, place.module
+
+
+def _rounded_copy(reference: nn.Module, schemes: Mapping[str, _Scheme]) -> nn.Module | None:
     try:
         copied = copy.deepcopy(reference)
     except Exception:  # a model that cannot be copied has no such floor

@@ -310,7 +310,11 @@ def _sample(value: Array) -> npt.NDArray[np.float64]:
 def _amount(sums: Sums, shape: tuple[int, ...], histogram_distance: float) -> Measures:
     seen = sums.compared
     nan_if_brief = math.nan if sums.brief else 0.0
-    max_abs = max(sums.max_abs, 0.0) if seen else math.nan
+
+    def if_seen(number: float) -> float:
+        return number if seen else math.nan
+
+    max_abs = if_seen(max(sums.max_abs, 0.0))
     reference_l2, difference_l2 = math.sqrt(sums.rr), math.sqrt(sums.dd)
     rel_linf = _ratio(max_abs, sums.absmax)
     # Squares of the smallest numbers are zero; the largest error then speaks for all.
@@ -321,14 +325,14 @@ def _amount(sums: Sums, shape: tuple[int, ...], histogram_distance: float) -> Me
         identical=sums.unequal == 0,
         max_abs=max_abs,
         mean_abs=_share(sums.sum_abs, seen),
-        max_rel=sums.max_rel + nan_if_brief if seen else math.nan,
+        max_rel=if_seen(sums.max_rel + nan_if_brief),
         mean_rel=_share(sums.sum_rel, seen) + nan_if_brief,
-        rel_l2=rel_l2 if seen else math.nan,
-        rel_linf=rel_linf if seen else math.nan,
-        cosine=_cosine(sums.tr, sums.tt, sums.rr, sums.unequal == 0) if seen else math.nan,
+        rel_l2=if_seen(rel_l2),
+        rel_linf=if_seen(rel_linf),
+        cosine=if_seen(_cosine(sums.tr, sums.tt, sums.rr, sums.unequal == 0)),
         cosine_scaled=_share(sums.dd, sums.tt + sums.rr) if sums.tt + sums.rr else 0.0,
-        sqnr_db=_decibel(reference_l2, difference_l2) if seen else math.nan,
-        max_ulp=sums.max_ulp + nan_if_brief if seen else math.nan,
+        sqnr_db=if_seen(_decibel(reference_l2, difference_l2)),
+        max_ulp=if_seen(sums.max_ulp + nan_if_brief),
         mean_ulp=_share(sums.sum_ulp, seen) + nan_if_brief,
         within=_share(sums.within, sums.count) + nan_if_brief,
         histogram_distance=histogram_distance + nan_if_brief,

@@ -45,19 +45,27 @@ def pattern(reference: Comparable, target: Comparable) -> str:
     if tuple(reference.shape) != tuple(target.shape) or not 1 < math.prod(reference.shape) <= MOST:
         return ""
     mine, theirs = value_of(reference), value_of(target)
-    r, t = mine.wide(), theirs.wide()
-    if r.shape != t.shape or not (np.isfinite(r).all() and np.isfinite(t).all()):
+    step = max(resolution(mine.dtype), resolution(theirs.dtype))
+    two = _two(mine.wide(), theirs.wide(), step)
+    if two is None:
         return ""
+    return _zero(two) or _scaled(two) or _rearranged(two) or _partly(two)
+
+
+def _two(r: Wide, t: Wide, step: float) -> _Two | None:
+    """Two finite values that differ, with what a relation may leave unexplained; else None."""
+    if r.shape != t.shape or not (np.isfinite(r).all() and np.isfinite(t).all()):
+        return None
     difference, size = _norm(t - r), _norm(r)
     if not (0.0 < difference < math.inf and 0.0 < size < math.inf):
-        return ""
-    if not t.any():
-        return "all zero"
-    step = max(resolution(mine.dtype), resolution(theirs.dtype))
+        return None
     rounding = 4 * step * size
     allowed = min(max(_LEFT_OVER * difference, rounding), 0.05 * difference)
-    two = _Two(r, t, allowed, 3 if step > 1e-4 else 4)
-    return _scaled(two) or _rearranged(two) or _partly(two)
+    return _Two(r, t, allowed, 3 if step > 1e-4 else 4)
+
+
+def _zero(two: _Two) -> str:
+    return "" if two.t.any() else "all zero"
 
 
 def factor(reference: Wide, target: Wide) -> tuple[float, float]:
@@ -89,24 +97,29 @@ def _scaled(two: _Two) -> str:
 
 
 def _rearranged(two: _Two) -> str:
+    along = (_along(two, axis) for axis in range(two.r.ndim) if two.r.shape[axis] > 1)
+    return _transposed(two) or next((named for named in along if named), "")
+
+
+def _transposed(two: _Two) -> str:
     r = two.r
-    if r.ndim >= 2:
-        turned = r.swapaxes(-1, -2)
-        if r.shape[-1] == r.shape[-2] and two.explained_by(turned):
-            return "the reference's transposed"
-        if r.shape[-1] != r.shape[-2] and two.explained_by(turned.reshape(r.shape)):
-            return "the reference's transposed, read in the wrong layout"
-    for axis in range(r.ndim):
-        if r.shape[axis] < 2:
-            continue
-        if two.explained_by(np.flip(r, axis)):
-            return f"the reference's reversed along axis {axis}"
-        if any(_shifted(two, axis, by) for by in (1, -1)):
-            return f"the reference's shifted by one along axis {axis}"
-        named = _reordered(two, axis)
-        if named:
-            return named
+    if r.ndim < 2:
+        return ""
+    turned = r.swapaxes(-1, -2)
+    if r.shape[-1] == r.shape[-2]:
+        return "the reference's transposed" if two.explained_by(turned) else ""
+    if two.explained_by(turned.reshape(r.shape)):
+        return "the reference's transposed, read in the wrong layout"
     return ""
+
+
+def _along(two: _Two, axis: int) -> str:
+    """What was done to the order of one axis."""
+    if two.explained_by(np.flip(two.r, axis)):
+        return f"the reference's reversed along axis {axis}"
+    if any(_shifted(two, axis, by) for by in (1, -1)):
+        return f"the reference's shifted by one along axis {axis}"
+    return _reordered(two, axis)
 
 
 def _shifted(two: _Two, axis: int, by: int) -> bool:

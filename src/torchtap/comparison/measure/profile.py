@@ -80,9 +80,7 @@ def locate(reference: Comparable, target: Comparable, *, elements: int = 10, chu
     rows = left.size // columns if columns else 0
     if not rows:
         return Profile((), ())
-    per_axis = 0 < rows <= _MOST_ROWS
-    row_energy = np.zeros(rows if per_axis else 0)
-    column_energy = np.zeros(columns)
+    energies = _Energies(rows, columns)
     worst: list[tuple[float, int, float, float]] = []
     # Whole rows in each piece, so that both sums are plain reductions.
     step = max(1, chunk // columns) * columns
@@ -90,16 +88,28 @@ def locate(reference: Comparable, target: Comparable, *, elements: int = 10, chu
         a, b = r.astype(np.float64), t.astype(np.float64)
         distance = _apart(a, b)
         _keep_worst(worst, offset, distance, a, b, elements)
-        if per_axis and offset % columns == 0 and distance.size % columns == 0:
-            energy = np.minimum(distance, 1e150).reshape(-1, columns) ** 2
-            row_energy[offset // columns : offset // columns + len(energy)] = energy.sum(1)
-            column_energy += energy.sum(0)
-        else:
-            per_axis = False
+        energies.add(offset, distance)
     found = tuple(Element(_unravel(-flat, shape), r, t) for _, flat, r, t in sorted(worst, reverse=True))
-    if not per_axis or not shape:
+    if not energies.whole or not shape:
         return Profile(found, ())
-    return Profile(found, _concentrations(row_energy.reshape(shape[:-1]), column_energy, shape))
+    return Profile(found, _concentrations(energies.rows.reshape(shape[:-1]), energies.columns, shape))
+
+
+class _Energies:
+    """The squared error of each row and of each column, as long as there are not too many and they come whole."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.whole = rows <= _MOST_ROWS
+        self.rows = np.zeros(rows if self.whole else 0)
+        self.columns = np.zeros(columns)
+
+    def add(self, offset: int, distance: npt.NDArray[np.float64]) -> None:
+        columns = len(self.columns)
+        self.whole = self.whole and offset % columns == 0 and distance.size % columns == 0
+        if self.whole:
+            energy = np.minimum(distance, 1e150).reshape(-1, columns) ** 2
+            self.rows[offset // columns : offset // columns + len(energy)] = energy.sum(1)
+            self.columns += energy.sum(0)
 
 
 def _apart(a: Wide, b: Wide) -> Wide:

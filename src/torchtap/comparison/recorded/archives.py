@@ -185,21 +185,22 @@ def _odd_end(file: FileIO, entries: list[zipfile.ZipInfo]) -> str:
     start = file.seek(0, 2) - _TAIL
     file.seek(max(0, start))
     tail = file.read()
-    if b"PK\x06\x06" not in tail and b"PK\x06\x07" not in tail:
+    if b"PK" not in tail and b"PK" not in tail:
         return ""
     magic, size, made, needed, disk, first, count, total, length, offset = _END_64.unpack_from(tail)
-    fine = (made, needed) in _VERSIONS and (magic, size, disk, first) == (
-        b"PK\x06\x06",
-        _END_64.size - 12,
-        0,
-        0,
-    )
-    fine = fine and count == total == len(entries) and offset + length == start
-    fine = fine and _LOCATOR.unpack_from(tail, _END_64.size) == (b"PK\x06\x07", 0, start, 1)
-    magic, disk, first, count, total, length_32, offset_32, comment = _END.unpack_from(
+    locator = _LOCATOR.unpack_from(tail, _END_64.size)
+    magic_32, disk_32, first_32, count_32, total_32, length_32, offset_32, comment = _END.unpack_from(
         tail, _END_64.size + _LOCATOR.size
     )
-    fine = fine and (magic, disk, first, comment) == (b"PK\x05\x06", 0, 0, 0)
-    fine = fine and {count, total} <= {len(entries), 0xFFFF}
-    fine = fine and length_32 in (length, 0xFFFFFFFF) and offset_32 in (offset, 0xFFFFFFFF)
-    return "" if fine else "its directory"
+    fine = (
+        (made, needed) in _VERSIONS,
+        (magic, size, disk, first) == (b"PK", _END_64.size - 12, 0, 0),
+        count == total == len(entries),
+        offset + length == start,
+        locator == (b"PK", 0, start, 1),
+        (magic_32, disk_32, first_32, comment) == (b"PK", 0, 0, 0),
+        {count_32, total_32} <= {len(entries), 0xFFFF},
+        length_32 in (length, 0xFFFFFFFF),
+        offset_32 in (offset, 0xFFFFFFFF),
+    )
+    return "" if all(fine) else "its directory"

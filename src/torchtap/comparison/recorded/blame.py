@@ -18,6 +18,7 @@ from torchtap.comparison.measure.patterns import factor
 from torchtap.comparison.measure.terms import MOST
 from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.spread import Spread
+from torchtap.placement import Placement
 
 __all__ = ["blamed"]
 
@@ -30,23 +31,29 @@ Wide = npt.NDArray[np.float64]
 
 def blamed(spread: Spread, site: str, step: int, reference: Value) -> str:
     """What the ranks did to a value that should be the reference's, in words; empty where nothing fits exactly."""
-    placed = spread.placement(site, step)
-    holders = spread.holders(site, step)
-    if placed is None or not 1 < len(holders) <= _MOST_RANKS or prod(reference.shape) > MOST:
+    if prod(reference.shape) > MOST or spread.placement(site, step) is None:
         return ""
-    values = {rank: spread.ranks[rank].value(site, step) for rank in holders}
-    parts = {rank: value.wide() for rank, value in values.items() if value is not None}
-    if len(parts) != len(holders):
+    parts = _all_parts(spread, site, step)
+    if parts is None:
         return ""
     right = reference.wide()
     near = _SLACK * resolution(reference.dtype)
     if spread.is_shared(site, step):
-        if any(part.shape != right.shape for part in parts.values()):
-            return ""
-        return _of_replicas(parts, right, near)
+        alike = all(part.shape == right.shape for part in parts.values())
+        return _of_replicas(parts, right, near) if alike else ""
     return _of_parts(spread, site, step, parts, right, near) or _factor_in_words(
         spread.run.array(site, step).astype(np.float64), right, len(parts)
     )
+
+
+def _all_parts(spread: Spread, site: str, step: int) -> dict[int, Wide] | None:
+    """What each rank that has a value holds; None where one cannot be read, or there is one rank, or very many."""
+    holders = spread.holders(site, step)
+    if not 1 < len(holders) <= _MOST_RANKS:
+        return None
+    values = {rank: spread.ranks[rank].value(site, step) for rank in holders}
+    parts = {rank: value.wide() for rank, value in values.items() if value is not None}
+    return parts if len(parts) == len(holders) else None
 
 
 def _of_replicas(parts: dict[int, Wide], right: Wide, near: float) -> str:
@@ -101,18 +108,24 @@ def _expected(spread: Spread, site: str, step: int, parts: dict[int, Wide], righ
         if placed is None or placed.flat:
             continue
         if placed.boxes is not None and len(placed.boxes) == 1:
-            box = placed.boxes[0]
-            own = right[tuple(slice(at, at + size) for at, size in zip(box.offset, box.size, strict=True))]
+            offset, size = placed.boxes[0]
+            own = right[tuple(slice(at, at + long) for at, long in zip(offset, size, strict=True))]
         else:
-            cut = [axis.share for axis in placed.axes if axis.share.divides]
-            if len(placed.axes) != 1 or len(cut) != 1 or not part.ndim:
+            dim = _only_cut(placed)
+            if dim is None or not part.ndim:
                 continue
-            dim = cut[0].dim or 0
             own = right.take(range(start, min(start + part.shape[dim], right.shape[dim])), axis=dim)
             start += part.shape[dim]
         if own.shape == part.shape:
             found[rank] = own
     return found
+
+
+def _only_cut(placed: Placement) -> int | None:
+    """The dimension along which a value on one axis of ranks is cut; None where there are more, or none."""
+    if len(placed.axes) != 1 or not placed.axes[0].share.divides:
+        return None
+    return placed.axes[0].share.dim or 0
 
 
 def _is_near(one: Wide, other: Wide, near: float) -> bool:

@@ -20,7 +20,7 @@ from typing import final
 from torchtap.comparison.align.pairing import Alignment, Unaligned, align
 from torchtap.comparison.align.rules import Rule
 from torchtap.comparison.judge.outcome import decide, doubts
-from torchtap.comparison.judge.result import AGREES, COMPARED, Comparison, First, Row
+from torchtap.comparison.judge.result import AGREES, Comparison, First, Row
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.profile import locate
 from torchtap.comparison.measure.signature import signature
@@ -55,23 +55,22 @@ def compare_recordings(
     problems = [*reference.problems(), *target.problems()]
     work = _Work(reference, target, tuple(rules), list(harmless))
     work.run(steps, live)
-    if not any(row.status in COMPARED for row in work.rows) and work.first is None and not work.rows:
+    if work.first is None and not work.rows:
         raise CompareError(_nothing(reference, target, work, problems))
     rows = tuple(work.rows)
-    several = len(steps) > 1
-    if several:
+    also = before = ""
+    if len(steps) > 1:
         rows = tuple(replace(row, step=work.current) for row in rows)
+        also = f", over {len(work.seen)} steps"
+        before = f"; the {len(work.seen) - 1} steps before agree." if len(work.seen) > 1 else ""
     further = [*work.doubtful, *apart, *reference.damage(), *target.damage()]
-    also = f", over {len(work.seen)} steps" if several else ""
     outcome, verdict = decide(work.first, rows, work.unaligned, live=live, further=further, also=also)
-    if several and work.first is not None and len(work.seen) > 1:
-        verdict = verdict[:-1] + f"; the {len(work.seen) - 1} steps before agree."
     return Comparison(
         reference=reference.label,
         target=target.label,
         rows=rows,
         first=work.first,
-        verdict=verdict,
+        verdict=verdict[:-1] + before if before and work.first is not None else verdict,
         basis=", ".join(work.measuring.used) or "none",
         unaligned=tuple(work.unaligned),
         problems=(*apart, *problems),
@@ -79,6 +78,13 @@ def compare_recordings(
         outcome=outcome,
         pairing=work.alignment.pairs,
     )
+
+
+def _is_at_hand(row: Row, module: str) -> bool:
+    """Whether a module's own code has this value: its parameters, what it was given, what a child returned."""
+    if row.module == module and row.kind in ("param", "input"):
+        return True
+    return bool(row.kind == "output" and row.module) and parent_path(row.module) == module
 
 
 def _common_steps(
@@ -243,9 +249,7 @@ class _Work:
         if prod(value.shape) > MOST:
             return
         for row in self.rows:
-            own = row.kind in ("param", "input") and row.module == first.module
-            made = row.kind == "output" and row.module and parent_path(row.module) == first.module
-            if (own or made) and row.site != first.site and row.status in AGREES:
+            if row.site != first.site and row.status in AGREES and _is_at_hand(row, first.module):
                 term = self.reference.value(row.site, self.current)
                 if term is not None:
                     yield row.site, term

@@ -7,7 +7,7 @@ target recorded the same kind of value elsewhere in the same step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from torchtap.comparison.align.pairing import KnownSite, Unaligned
@@ -94,23 +94,27 @@ def first_of_rows(rows: Sequence[Row]) -> tuple[First, Row] | None:
     if at is None:
         return None
     row, earlier = rows[at], rows[:at]
-    reshaped = row.status == "other shape"
-    agreed = next((each for each in reversed(earlier) if each.status in AGREES), None)
+    agreed = _last_that_agrees(earlier)
     local = _is_local(row, rows)
+    told = (local or agreed is not None) and _stands_out(row, earlier)
     first = First(
         site=row.site,
         module=_author(row, rows),
         index=row.index,
         error=row.error,
         floor=row.floor,
-        origin="structure" if reshaped else ("local" if local else "unknown"),
-        sure="likely" if (local or agreed is not None) and _stands_out(row, earlier) else "possible",
+        origin="local" if local else "unknown",
+        sure="likely" if told else "possible",
         evidence="its inputs agree" if local and row.kind != "input" else "",
-        after=None if agreed is None else agreed.site,
-        contained=None if reshaped else _container_that_agrees(row, rows),
-        what=row.note if reshaped else "",
+        after=agreed,
     )
-    return first, row
+    if row.status == "other shape":
+        return replace(first, origin="structure", what=row.note), row
+    return replace(first, contained=_container_that_agrees(row, rows)), row
+
+
+def _last_that_agrees(rows: Sequence[Row]) -> str | None:
+    return next((each.site for each in reversed(rows) if each.status in AGREES), None)
 
 
 def _is_local(row: Row, rows: Sequence[Row]) -> bool:

@@ -16,7 +16,7 @@ from typing import final
 
 from torchtap.comparison.align.pairing import KnownSite, Pair
 from torchtap.comparison.align.rules import Rule, Side
-from torchtap.comparison.judge.result import STATISTICS_ONLY, Row, Status
+from torchtap.comparison.judge.result import STATISTICS_ONLY, Row
 from torchtap.comparison.judge.status import note_of, status_of
 from torchtap.comparison.measure.dtypes import coarser, is_floating, resolution
 from torchtap.comparison.measure.floor import Floor, default_floor, floor_from
@@ -158,9 +158,8 @@ class Measuring:
         """Where a whole tensor is missing on one side: the largest relative change of any statistic."""
         mine = self._numbers(0, self.reference, blank.site, step, left)
         theirs = self._numbers(1, self.target, blank.target_site, step, right)
-        if mine.get("count", 0.0) != theirs.get("count", 0.0) and "count" in mine and "count" in theirs:
-            note = f"it has {theirs['count']:.0f} elements, in the reference {mine['count']:.0f}"
-            return replace(blank, status="other shape", note=note)
+        if (resized := _resized(mine, theirs)) is not None:
+            return replace(blank, status="other shape", note=resized)
         compared = [name for name in STATISTICS if name in mine and name in theirs]
         if not compared:
             return replace(blank, note="neither whole tensors nor statistics were kept on both sides")
@@ -170,19 +169,15 @@ class Measuring:
         floor = self._learnt_statistics(blank, step, mine) or _default(self._dtype(blank), before)
         self.used.update(dict.fromkeys(floor.sources))
         excess = error / (floor.l2 * floor.margin)
-        number = compared == ["value"]
-        # Equal statistics do not prove equal values; of one number there is nothing else to know.
-        agrees: Status = "equal" if number and error == 0.0 else "within"
-        return replace(
+        row = replace(
             blank,
-            status="diverged" if excess > 1.0 else agrees,
+            status="diverged" if excess > 1.0 else "within",
             error=error,
             floor=floor.l2,
             excess=excess,
-            note=f"{theirs['value']:.6g}, in the reference {mine['value']:.6g}"
-            if number
-            else STATISTICS_ONLY,
+            note=STATISTICS_ONLY,
         )
+        return _of_one_number(row, mine["value"], theirs["value"]) if compared == ["value"] else row
 
     def _numbers(
         self, side: int, recording: Recording, site: str, step: int, value: Value | None
@@ -233,6 +228,21 @@ class Measuring:
             return None
         least = max(largest, 0.5 * resolution("float32"))
         return Floor(least, least, tuple(dict.fromkeys(sources)))
+
+
+def _resized(mine: dict[str, float], theirs: dict[str, float]) -> str | None:
+    """How the numbers of elements differ, where both are known."""
+    if "count" not in mine or "count" not in theirs or mine["count"] == theirs["count"]:
+        return None
+    return f"it has {theirs['count']:.0f} elements, in the reference {mine['count']:.0f}"
+
+
+def _of_one_number(row: Row, mine: float, theirs: float) -> Row:
+    """Equal statistics do not prove equal values; of one number there is nothing else to know."""
+    note = f"{theirs:.6g}, in the reference {mine:.6g}"
+    if row.status == "within" and row.error == 0.0:
+        return replace(row, status="equal", note=note)
+    return replace(row, note=note)
 
 
 def _default(dtype: str, before: float) -> Floor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -105,19 +105,24 @@ def read_saved(path: Path) -> Any:
         raise Unreadable("it is no archive")
     archive = Archive(path)
     inside = {name.partition("/")[2]: name for name in archive.names}
-    if "data.pkl" not in inside or archive.size(inside["data.pkl"]) > _MOST_PICKLE:
-        raise Unreadable("it has no short description")
-    if "byteorder" in inside and archive.read(inside["byteorder"]) != b"little":
-        raise Unreadable("its bytes are in another order")
-    for name in archive.names:  # what is not asked for is checked as well; storages when they are read
-        if not name.partition("/")[2].startswith("data/"):
-            archive.read(name)
+    _check_parts(archive, inside)
     try:
         return _Reader(archive, inside).load()
     except (Unreadable, RunCorruptError):
         raise
     except Exception as error:  # a damaged pickle may fail anywhere
         raise Unreadable(f"{type(error).__name__}: {error}") from error
+
+
+def _check_parts(archive: Archive, inside: Mapping[str, str]) -> None:
+    """Read all but the storages: what is not asked for is checked as well, storages when they are read."""
+    if "data.pkl" not in inside or archive.size(inside["data.pkl"]) > _MOST_PICKLE:
+        raise Unreadable("it has no short description")
+    if "byteorder" in inside and archive.read(inside["byteorder"]) != b"little":
+        raise Unreadable("its bytes are in another order")
+    for name in archive.names:
+        if not name.partition("/")[2].startswith("data/"):
+            archive.read(name)
 
 
 @final

@@ -10,6 +10,8 @@ before it is to blame.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,6 @@ __all__ = ["explain_training"]
 
 _FITS = 0.03  # what a fit may leave unexplained
 _ALIKE = 0.02  # how far the factors of two parameters may be apart
-_WORDS = {"param": "update", "update": "update", "param_grad": "gradient"}
 
 Wide = npt.NDArray[np.float64]
 Change = tuple[Wide, Wide, Wide | None]  # the reference's, the target's, and the reference's parameter before
@@ -35,71 +36,101 @@ def explain_training(
 ) -> First | None:
     """The verdict when values of this kind are the first to differ; ``None`` when there is no more to say of them than
     of any other value. ``before`` is the step before, where there is one."""
-    wrong = [row for row in rows if row.kind == kind and row.status == "diverged"]
-    if not wrong or kind not in (*_WORDS, "lr") or (kind == "param" and before is None):
-        return None
-    if kind == "lr":
-        how = f"the learning rate is another: {wrong[0].note}"
-        return _first(wrong, step, how)
-    changes = _changes(reference, target, wrong, kind, step, before)
-    how = _in_words(changes)
-    total = sum(row.kind == kind for row in rows)
-    if kind == "param_grad" and (not how or len(wrong) < max(2, total)):
-        return None  # one gradient that is wrong is told like any other value
-    if not how:
-        how = (
-            "differs, or it was changed by hand" if kind == "param" and len(wrong) == 1 < total else "differs"
+    of_kind = [row for row in rows if row.kind == kind]
+    wrong = [row for row in of_kind if row.status == "diverged"]
+    found = _Wrong(reference, target, wrong, len(of_kind), step, before)
+    explain = {
+        "param_grad": found.gradients,
+        "lr": found.rate,
+        "update": found.updates,
+        "param": found.parameters,
+    }.get(kind)
+    return explain() if explain is not None and wrong else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Wrong:
+    """The values of one kind that differ, and what is to be said of them."""
+
+    reference: Recording
+    target: Recording
+    rows: Sequence[Row]
+    total: int
+    step: int
+    before: int | None
+
+    def gradients(self) -> First | None:
+        """One gradient that is wrong is told like any other value; so are many that have nothing in common."""
+        if not len(self.rows) == self.total > 1:
+            return None
+        how = _in_words(self._values())
+        return self._first(self.step, self._told("gradient", how)) if how else None
+
+    def rate(self) -> First:
+        return self._first(self.step, f"the learning rate is another: {self.rows[0].note}")
+
+    def updates(self) -> First:
+        how = _in_words(self._values(with_parameters=True)) or "differs"
+        return self._first(self.step, self._told("update", how))
+
+    def parameters(self) -> First | None:
+        if self.before is None:
+            return None
+        by_hand = ", or it was changed by hand" if len(self.rows) == 1 < self.total else ""
+        how = _in_words(self._moves(self.before)) or f"differs{by_hand}"
+        return self._first(self.before, self._told("update", how))
+
+    def _told(self, what: str, how: str) -> str:
+        if len(self.rows) == self.total > 1:
+            return f"every {what} (of all {self.total} parameters) {how}"
+        first = _name(self.rows[0].site)
+        return f"the {what} of {len(self.rows)} of {self.total} parameters, first {first}, {how}"
+
+    def _first(self, step: int, what: str) -> First:
+        first = self.rows[0]
+        return First(
+            site=first.site,
+            module="" if len({row.module for row in self.rows}) > 1 else first.module,
+            index=first.index,
+            error=first.error,
+            floor=first.floor,
+            origin="update",
+            sure="likely",
+            step=step,
+            what=what,
         )
-    what = _WORDS[kind]
-    who = (
-        f"every {what} (of all {total} parameters)"
-        if len(wrong) == total > 1
-        else f"the {what} of {len(wrong)} of {total} parameters, first {_name(wrong[0].site)},"
-    )
-    return _first(wrong, before if kind == "param" and before is not None else step, f"{who} {how}")
 
+    def _moves(self, before: int) -> list[Change]:
+        """What each of these parameters became since the step before; those that were kept whole."""
+        found: list[Change] = []
+        for row in self.rows:
+            at = ((self.reference, row.site), (self.target, row.target_site))
+            values = [_wide(side, site, when) for side, site in at for when in (before, self.step)]
+            whole = [value for value in values if value is not None]
+            if len(whole) == len(values) and len({value.shape for value in whole}) == 1:
+                old, new, their_old, their_new = whole
+                found.append((new - old, their_new - their_old, old))
+        return found
 
-def _first(wrong: Sequence[Row], step: int, what: str) -> First:
-    first = wrong[0]
-    module = "" if len({row.module for row in wrong}) > 1 else first.module
-    return First(
-        site=first.site,
-        module=module,
-        index=first.index,
-        error=first.error,
-        floor=first.floor,
-        origin="update",
-        sure="likely",
-        step=step,
-        what=what,
-    )
+    def _values(self, *, with_parameters: bool = False) -> list[Change]:
+        """What each of these values was; those that were kept whole."""
+        found = []
+        for row in self.rows:
+            mine = _wide(self.reference, row.site, self.step)
+            theirs = _wide(self.target, row.target_site, self.step)
+            if mine is None or theirs is None or mine.shape != theirs.shape:
+                continue
+            old = None
+            if with_parameters:
+                old = _wide(self.reference, str(read_name(row.site)._replace(kind="param")), self.step)
+            found.append((mine, theirs, old if old is not None and old.shape == mine.shape else None))
+        return found
 
 
 def _name(site: str) -> str:
     name = read_name(site)
     return f"`{join_path(name.path, name.leaf)}`"
-
-
-def _changes(
-    reference: Recording, target: Recording, rows: Sequence[Row], kind: str, step: int, before: int | None
-) -> list[Change]:
-    """What each of these values was, or became since the step before; those that were kept whole."""
-    found = []
-    for row in rows:
-        new, their_new = _wide(reference, row.site, step), _wide(target, row.target_site, step)
-        old = their_old = None
-        if kind == "param" and before is not None:
-            old, their_old = _wide(reference, row.site, before), _wide(target, row.target_site, before)
-            if old is None or their_old is None or new is None or their_new is None:
-                continue
-            if len({value.shape for value in (old, new, their_old, their_new)}) > 1:
-                continue
-            new, their_new = new - old, their_new - their_old
-        elif kind == "update":
-            old = _wide(reference, str(read_name(row.site)._replace(kind="param")), step)
-        if new is not None and their_new is not None and new.shape == their_new.shape:
-            found.append((new, their_new, old if old is not None and old.shape == new.shape else None))
-    return found
 
 
 def _wide(recording: Recording, site: str, step: int) -> Wide | None:
@@ -112,21 +143,22 @@ def _wide(recording: Recording, site: str, step: int) -> Wide | None:
 
 def _in_words(updates: list[Change]) -> str:
     """One relation that holds for all updates; empty when there is none."""
-    if not updates:
-        return ""
     moved = [update for update in updates if update[0].any()]
     if moved and not any(theirs.any() for _, theirs, _ in moved):
         return "is missing in the target"
     scale = _shared([factor(mine, theirs) for mine, theirs, _ in moved])
     if scale is not None:
         return f"is {scale:.3g} × the reference's"
+    decay = _decay(updates)
+    if decay is None:
+        return ""
+    return f"is the reference's {'+' if decay > 0 else '−'} {abs(decay):.2g} × the parameter (weight decay)"
+
+
+def _decay(updates: list[Change]) -> float | None:
+    """The share of the parameters that all of the target's updates have on top."""
     decayed = [(theirs - mine, old) for mine, theirs, old in updates if old is not None and old.any()]
-    decay = _shared([factor(old, extra) for extra, old in decayed if extra.any()])
-    if decay is not None:
-        return (
-            f"is the reference's {'+' if decay > 0 else '−'} {abs(decay):.2g} × the parameter (weight decay)"
-        )
-    return ""
+    return _shared([factor(old, extra) for extra, old in decayed if extra.any()])
 
 
 def _shared(fits: list[tuple[float, float]]) -> float | None:

@@ -7,7 +7,7 @@ up in the same order. ``.grad`` is not touched and no hook that waits for it is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -28,6 +28,12 @@ class Replayed:
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
     error: Exception | None = None
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Accumulate a gradient, as ``.grad`` would."""
+        if gradient is not None:
+            known = self.gradients.get(id(parameter))
+            self.gradients[id(parameter)] = gradient if known is None else known + gradient
 
 
 def replay(
@@ -71,21 +77,14 @@ def _backward(
     task: int,
     models: Mapping[str, nn.Module],
 ) -> None:
+    """One backward pass through these passes; its gradients are added to the result's."""
     found: list[tuple[Tensor, Tensor]] = []
     for number in members:
-        outputs, handed = result.outputs[number], passes[number].seeds[task]
-        roots = {leaf: outputs[leaf] for leaf in handed if leaf in outputs and outputs[leaf].requires_grad}
-        # One tensor may stand at several places of an output; its gradient counts once.
-        own = {id(root): (root, handed[leaf]) for leaf, root in roots.items()}
-        found += _independent(list(own.values()))
-    used = {passes[number].model for number in members}
-    parameters = [
-        each for name in used for each in models[name].parameters() if each.requires_grad and each.is_leaf
-    ]
-    parameters = list({id(each): each for each in parameters}.values())
+        found += _independent(_roots(result.outputs[number], passes[number].seeds[task]))
+    parameters = _trained(models[name] for name in {passes[number].model for number in members})
     if not found or not parameters:
         return
-    targets, seeds = [target for target, _ in found], [seed for _, seed in found]
+    targets, seeds = (list(each) for each in zip(*found, strict=True))
     try:
         gradients = list(
             torch.autograd.grad(targets, parameters, seeds, retain_graph=True, allow_unused=True)
@@ -95,9 +94,22 @@ def _backward(
             raise
         gradients = _by_backward(targets, seeds, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None:
-            known = result.gradients.get(id(parameter))
-            result.gradients[id(parameter)] = gradient if known is None else known + gradient
+        result.add(parameter, gradient)
+
+
+def _roots(outputs: Mapping[str, Tensor], handed: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The outputs that a backward pass began at, each with what it was handed.
+
+    One tensor may stand at several places of an output; its gradient counts once.
+    """
+    roots = {leaf: outputs[leaf] for leaf in handed if leaf in outputs and outputs[leaf].requires_grad}
+    return list({id(root): (root, handed[leaf]) for leaf, root in roots.items()}.values())
+
+
+def _trained(models: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of some models that take gradients, each once."""
+    parameters = [each for model in models for each in model.parameters()]
+    return list({id(each): each for each in parameters if each.requires_grad and each.is_leaf}.values())
 
 
 def _by_backward(roots: list[Tensor], seeds: list[Tensor], parameters: list[nn.Parameter]) -> list[Any]:

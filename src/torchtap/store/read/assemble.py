@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,13 +64,20 @@ def phases_of(parts: Sequence[Part], timeline: Timeline) -> dict[str, set[str]]:
             rows = shown & (here == phase)
             if (id(grid.axes), phase) in known or not rows.any():
                 continue
-            arrived = None if grid.present is None else np.atleast_1d(grid.presence()[:, rows].any(axis=1))
-            if arrived is None or arrived.all():
+            arrived = _arrived(grid, rows)
+            if len(arrived) == len(grid.axes.sites):
                 known.add((id(grid.axes), phase))
-            for index, site in enumerate(grid.axes.sites):
-                if arrived is None or arrived[index]:
-                    found.setdefault(site, set()).add(phase)
+            for site in arrived:
+                found.setdefault(site, set()).add(phase)
     return found
+
+
+def _arrived(grid: Grid, rows: npt.NDArray[np.bool_]) -> Sequence[str]:
+    """The sites of a grid of which any number is in these rows."""
+    if grid.present is None:
+        return grid.axes.sites
+    present = np.atleast_1d(grid.presence()[:, rows].any(axis=1))
+    return [site for site, is_there in zip(grid.axes.sites, present, strict=True) if is_there]
 
 
 def steps_of(parts: Sequence[Part], timeline: Timeline, site: str, phase: str) -> npt.NDArray[np.int64]:
@@ -96,47 +103,81 @@ def matrix_of(
 ) -> Matrix:
     """One statistic of many sites by steps, each site in one phase; the last record of a step counts."""
     wanted = timeline.steps if steps is None else np.unique(np.asarray(steps, np.int64))
-    values = np.full((len(sites), len(wanted)), np.nan)
-    position = {site: index for index, site in enumerate(sites)}
-    seen = np.zeros(len(wanted), bool)
-    shared: dict[
-        tuple[int, str], list[tuple[int, int]]
-    ] = {}  # by axes, which thousands of grids have in common
-    for start, grid, phase in (
-        (*each, phase) for each in _grids(parts, timeline) for phase in timeline.phases
-    ):
+    filling = _Filling(timeline, sites, wanted, phase_of)
+    for start, grid in _grids(parts, timeline) if len(wanted) else ():
         column = grid.axes.statistic_index.get(statistic)
-        if column is None or not len(wanted) or not len(grid.rows):
-            continue
-        row = grid.rows + start
-        step = timeline.clock.step[row]
-        target = np.minimum(np.searchsorted(wanted, step), len(wanted) - 1)
-        keep = timeline.visible[row] & (wanted[target] == step)
-        if len(timeline.phases) > 1:
-            keep &= timeline.clock.phase[row] == phase
-        if not keep.any():
-            continue
-        here = shared.get((id(grid.axes), phase))
-        if here is None:
-            names = [(i, site) for i, site in enumerate(grid.axes.sites) if site in position]
-            here = [(i, position[site]) for i, site in names if phase_of(site) == phase]
-            shared[id(grid.axes), phase] = here
-        if not here:
-            continue
-        sources = [index for index, _ in here]
-        found = grid.rectangle(sources, column)
-        at = _corner([index for _, index in here], target[keep])
-        if not keep.all():
-            found = found[:, keep]
-        found = timeline.settled(row[keep], found)
-        if grid.present is None:
-            values[at] = found
-        else:
-            values[at] = np.where(grid.presence(sources)[:, keep], found, values[at])
-        seen[target[keep]] = True
+        if column is not None and len(grid.rows):
+            filling.take(grid, column, grid.rows + start)
+    values, seen = filling.values, filling.seen
     if steps is None and not seen.all():
         wanted, values = wanted[seen], values[:, seen]
     return Matrix(list(sites), wanted, values)
+
+
+class _Filling:
+    """A matrix of sites by steps that is filled grid by grid."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        sites: Sequence[str],
+        wanted: npt.NDArray[np.int64],
+        phase_of: Callable[[str], str],
+    ) -> None:
+        self.values = np.full((len(sites), len(wanted)), np.nan)
+        self.seen = np.zeros(len(wanted), bool)
+        self._timeline = timeline
+        self._wanted = wanted
+        self._position = {site: index for index, site in enumerate(sites)}
+        self._phase_of = phase_of
+        # By axes and phase: thousands of grids have the same axes.
+        self._shared: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
+
+    def take(self, grid: Grid, column: int, row: npt.NDArray[np.int64]) -> None:
+        """Put in what a grid has of the wanted steps, phase by phase."""
+        timeline = self._timeline
+        step = timeline.clock.step[row]
+        target = np.minimum(np.searchsorted(self._wanted, step), len(self._wanted) - 1)
+        shown = timeline.visible[row] & (self._wanted[target] == step)
+        for phase in timeline.phases:
+            keep = shown
+            if len(timeline.phases) > 1:
+                keep = shown & (timeline.clock.phase[row] == phase)
+            if keep.any():
+                self._put(grid, column, row, target, keep, phase)
+
+    def _put(
+        self,
+        grid: Grid,
+        column: int,
+        row: npt.NDArray[np.int64],
+        target: npt.NDArray[np.int64],
+        keep: npt.NDArray[np.bool_],
+        phase: str,
+    ) -> None:
+        sources, targets = self._places(grid, phase)
+        if not sources:
+            return
+        found = grid.rectangle(sources, column)
+        at = _corner(targets, target[keep])
+        if not keep.all():
+            found = found[:, keep]
+        found = self._timeline.settled(row[keep], found)
+        if grid.present is None:
+            self.values[at] = found
+        else:
+            self.values[at] = np.where(grid.presence(sources)[:, keep], found, self.values[at])
+        self.seen[target[keep]] = True
+
+    def _places(self, grid: Grid, phase: str) -> tuple[list[int], list[int]]:
+        """The rows of a grid whose sites are wanted in this phase, and their rows in the matrix."""
+        here = self._shared.get((id(grid.axes), phase))
+        if here is None:
+            names = [(i, site) for i, site in enumerate(grid.axes.sites) if site in self._position]
+            names = [(i, site) for i, site in names if self._phase_of(site) == phase]
+            here = [i for i, _ in names], [self._position[site] for _, site in names]
+            self._shared[id(grid.axes), phase] = here
+        return here
 
 
 def _corner(rows: list[int], columns: npt.NDArray[np.int64]) -> Any:
@@ -156,39 +197,18 @@ def table_of(
     """Every number of these sites and statistics, by step."""
     site_code = {name: code for code, name in enumerate(site_names)}
     statistic_code = {name: code for code, name in enumerate(statistic_names)}
-    pieces: list[tuple[npt.NDArray[Any], ...]] = []
+    pieces = [_NO_CELLS]
     for start, grid in _grids(parts, timeline):
-        sites = [index for index, name in enumerate(grid.axes.sites) if name in site_code]
-        statistics = [index for index, name in enumerate(grid.axes.statistics) if name in statistic_code]
         row = grid.rows + start
-        shown = timeline.visible[row]
-        if not sites or not statistics or not shown.any():
-            continue
-        values = timeline.settled(row[shown], grid.all_values()[np.ix_(sites, statistics)][:, :, shown])
-        values = values.transpose(2, 0, 1)
-        present = grid.presence()[sites][:, shown].T
-        codes = np.array([site_code[grid.axes.sites[index]] for index in sites], np.int32)
-        kinds = np.array([statistic_code[grid.axes.statistics[index]] for index in statistics], np.int32)
-        shape = values.shape
-        mask = np.broadcast_to(present[:, :, None], shape)
-        pieces.append(
-            (
-                np.broadcast_to(row[shown][:, None, None], shape)[mask],
-                np.broadcast_to(codes[None, :, None], shape)[mask],
-                np.broadcast_to(kinds[None, None, :], shape)[mask],
-                values[mask],
-            )
-        )
-    if pieces:
-        row, sites_, kinds_, value = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    else:
-        row, sites_, kinds_ = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32)
-        value = np.zeros(0)
+        piece = _cells(grid, row, timeline, site_code, statistic_code)
+        if piece is not None:
+            pieces.append(piece)
+    row, sites, statistics, value = (np.concatenate(column) for column in zip(*pieces, strict=True))
     clock = timeline.clock
     step = clock.step[row]
     if np.any(np.diff(step) < 0):
         order = np.argsort(step, kind="stable")
-        row, sites_, kinds_, value, step = row[order], sites_[order], kinds_[order], value[order], step[order]
+        row, sites, statistics, value, step = (each[order] for each in (row, sites, statistics, value, step))
     phase_codes = np.zeros(len(row), np.int32)
     for code, phase in enumerate(timeline.phases[1:], 1):
         phase_codes[clock.phase[row] == phase] = code
@@ -197,10 +217,42 @@ def table_of(
         clock.epoch[row],
         clock.batch[row],
         phase_codes,
-        sites_,
-        kinds_,
+        sites,
+        statistics,
         value,
         timeline.phases or ["train"],
         site_names,
         statistic_names,
+    )
+
+
+# A table's cells: their rows on the timeline, the codes of their sites and statistics, their values.
+_Cells = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float64]]
+_NO_CELLS: _Cells = (np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0))
+
+
+def _cells(
+    grid: Grid,
+    row: npt.NDArray[np.int64],
+    timeline: Timeline,
+    site_code: Mapping[str, int],
+    statistic_code: Mapping[str, int],
+) -> _Cells | None:
+    """What a grid has of a table; None where it has nothing."""
+    sites = [index for index, name in enumerate(grid.axes.sites) if name in site_code]
+    statistics = [index for index, name in enumerate(grid.axes.statistics) if name in statistic_code]
+    shown = timeline.visible[row]
+    if not sites or not statistics or not shown.any():
+        return None
+    values = timeline.settled(row[shown], grid.all_values()[np.ix_(sites, statistics)][:, :, shown])
+    values = values.transpose(2, 0, 1)
+    codes = np.array([site_code[grid.axes.sites[index]] for index in sites], np.int32)
+    kinds = np.array([statistic_code[grid.axes.statistics[index]] for index in statistics], np.int32)
+    shape = values.shape
+    mask = np.broadcast_to(grid.presence()[sites][:, shown].T[:, :, None], shape)
+    return (
+        np.broadcast_to(row[shown][:, None, None], shape)[mask],
+        np.broadcast_to(codes[None, :, None], shape)[mask],
+        np.broadcast_to(kinds[None, None, :], shape)[mask],
+        values[mask],
     )

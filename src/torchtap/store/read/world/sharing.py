@@ -30,39 +30,51 @@ class Sharing(NamedTuple):
 def share_out(placements: Mapping[int, Placement | None], *, summed: bool = False) -> Sharing:
     """How the values of some ranks belong together; ``summed`` has parts of a sum among the parts."""
     ranks = sorted(placements)
-    known = {rank: placed for rank in ranks if (placed := placements[rank]) is not None}
-    own = Sharing((tuple(ranks[:1]),), why_own="unknown" if len(ranks) > 1 else None)
-    if not known or len(known) < len(ranks):
-        return own
+    known = _of_one_mesh({rank: placements[rank] for rank in ranks})
+    if known is None:
+        return Sharing((tuple(ranks[:1]),), why_own="unknown" if len(ranks) > 1 else None)
+    known, why = _at_one_place(known, summed)
+    axes = next(iter(known.values())).axes
+    dividing = [number for number, axis in enumerate(axes) if _divides(axis, summed)]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, placed in known.items():
+        groups.setdefault(tuple(placed.axes[number].at for number in dividing), []).append(rank)
+    divided = [axes[number] for number in dividing]
+    return Sharing(
+        tuple(tuple(groups[key]) for key in sorted(groups)),
+        prod(axis.size for axis in divided),
+        _missing(divided, groups),
+        why,
+        is_batch=all(axis.share.kind == "batch" for axis in divided),
+    )
+
+
+def _of_one_mesh(placements: Mapping[int, Placement | None]) -> dict[int, Placement] | None:
+    """The ranks of the lowest mesh; None where some rank's placement is not known or the ranks' meshes differ."""
+    known = {rank: placed for rank, placed in placements.items() if placed is not None}
+    if not known or len(known) < len(placements):
+        return None
     root = min(placed.root for placed in known.values())
-    known = {rank: placed for rank, placed in known.items() if placed.root == root}
-    first = next(iter(known.values()))
-    signature = _signature(first)
-    if any(_signature(placed) != signature for placed in known.values()):
-        return own
+    of_root = {rank: placed for rank, placed in known.items() if placed.root == root}
+    return of_root if len({_signature(placed) for placed in of_root.values()}) == 1 else None
+
+
+def _at_one_place(
+    known: dict[int, Placement], summed: bool
+) -> tuple[dict[int, Placement], Literal["unknown", "partial"] | None]:
+    """Only the ranks at the lowest place of each axis along which values are not put together, and why."""
     why: Literal["unknown", "partial"] | None = None
-    for number, axis in enumerate(first.axes):
+    for number, axis in enumerate(next(iter(known.values())).axes):
         kind = axis.share.kind
         places = {placed.axes[number].at for placed in known.values()}
         if len(places) > 1 and (kind == "unknown" or (kind == "partial" and not summed)):
             why = "unknown" if "unknown" in (why, kind) else "partial"
             known = {rank: placed for rank, placed in known.items() if placed.axes[number].at == min(places)}
-    dividing = [
-        number
-        for number, axis in enumerate(first.axes)
-        if axis.share.divides or (summed and axis.share.kind == "partial")
-    ]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, placed in known.items():
-        groups.setdefault(tuple(placed.axes[number].at for number in dividing), []).append(rank)
-    axes = [first.axes[number] for number in dividing]
-    return Sharing(
-        tuple(tuple(groups[key]) for key in sorted(groups)),
-        prod(axis.size for axis in axes),
-        _missing(axes, groups),
-        why,
-        is_batch=all(axis.share.kind == "batch" for axis in axes),
-    )
+    return known, why
+
+
+def _divides(axis: Axis, summed: bool) -> bool:
+    return axis.share.divides or (summed and axis.share.kind == "partial")
 
 
 def _signature(placed: Placement) -> tuple[tuple[str, int, str], ...]:
