@@ -62,21 +62,27 @@ class Birth:
     def __str__(self) -> str:
         word = "NaN" if self.kind == "nan" else "inf"
         step = f", step {self.step}" if self.step is not None else ""
+        first = f"the first at {list(self.index)}"
         if not self.op:
             after = " (born after the model, in the loss)" if ":grad_output" in self.site else ""
-            found = f"{self.count} of them, the first at {list(self.index)}"
-            return f"{word} came in with {self.site}{after}{step}: {found}"
+            return f"{word} came in with {self.site}{after}{step}: {self.count} of them, {first}"
         where = f"in the {self.direction} of {self.module or 'the model itself'}"
         node = f" ({self.node})" if self.node else ""
-        text = (
-            f"{word} born {where}, by {self.op}{node}{step}: {self.count} of {'×'.join(map(str, self.shape)) or '1'}, "
-            f"the first at {list(self.index)}"
+        shape = "×".join(map(str, self.shape)) or "1"
+        return (
+            f"{word} born {where}, by {self.op}{node}{step}: {self.count} of {shape}, {first}{self._around()}"
         )
+
+    def _around(self) -> str:
+        """What led to it: the dtype's limit, the operator's arguments, the line."""
+        told = []
         if self.overflow and self.dtype in _LARGEST:
-            text += f"; {self.dtype} holds at most {_LARGEST[self.dtype]:.4g}"
+            told.append(f"; {self.dtype} holds at most {_LARGEST[self.dtype]:.4g}")
         if self.inputs:
-            text += "; its arguments: " + "; ".join(map(str, self.inputs))
-        return text + (f"; {self.line}" if self.line else "")
+            told.append("; its arguments: " + "; ".join(map(str, self.inputs)))
+        if self.line:
+            told.append(f"; {self.line}")
+        return "".join(told)
 
 
 @final
@@ -183,18 +189,19 @@ def find_nan(
 
 def _differentiate(search: Search, model: nn.Module, output: Any, target: Tensor | None) -> None:
     wanted = [each for each in model.parameters() if each.requires_grad]
-    if target is None:
-        found = [tensor for _, tensor in leaves(output) if tensor.requires_grad]
-        scalars = [tensor for tensor in found if tensor.ndim == 0]
-        targets = scalars[:1] or found
-    else:
-        targets = [target] if target.requires_grad else []
+    targets = _results(output) if target is None else [target] if target.requires_grad else []
     if not targets or not wanted:
         return
     with search.looking():
         seeds = [torch.ones_like(each) for each in targets]
         gradients = torch.autograd.grad(targets, wanted, seeds, allow_unused=True)
     search.look_at(each for each in gradients if each is not None)
+
+
+def _results(output: Any) -> list[Tensor]:
+    """What to differentiate of an output: its first number (a loss), or all of it."""
+    found = [tensor for _, tensor in leaves(output) if tensor.requires_grad]
+    return [tensor for tensor in found if tensor.ndim == 0][:1] or found
 
 
 class _Calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,31 +33,38 @@ def chart_of(run: Run) -> Chart:
 
 def fill(chart: Chart, run: Run) -> Iterator[None]:
     """Put the run into the chart, a few columns at a time; what was told by a step is there with it."""
-    facts = [fact for event in run.events(FACT) if (fact := read_fact(event)) is not None]
     structures = [found for event in run.events(STRUCTURE) if (found := read_structure(event)) is not None]
     if structures:
         chart.structure = structures[-1]
     passes, skipped = _by_step(run.clock())
     recorded = np.asarray(run.steps(), np.int64)
     steps = chosen(np.array([step for step in recorded.tolist() if passes.get(step)], np.int64))
-    losses = _losses(run)
-    waiting = sorted(facts, key=lambda fact: fact.step)
+    telling = _Telling(chart, run)
     tables = _tables(run, steps)
-    for begin in range(0, len(steps), PORTION):
-        for column in range(begin, min(begin + PORTION, len(steps))):
-            step = int(steps[column])
-            blocks = [_block(sites, statistic, values[:, column]) for sites, statistic, values in tables]
-            chart.add(step, blocks, passes=passes.get(step, 1), skipped=skipped.get(step, False))
-            while losses and losses[-1][0] <= step:
-                chart.add_loss(*losses.pop())
-            while waiting and waiting[0].step <= step:
-                chart.note(waiting.pop(0))
-        yield
-    while losses:
-        chart.add_loss(*losses.pop())
-    for fact in waiting:
-        chart.note(fact)
+    for column, step in enumerate(steps.tolist()):
+        blocks = [_block(sites, statistic, values[:, column]) for sites, statistic, values in tables]
+        chart.add(step, blocks, passes=passes.get(step, 1), skipped=skipped.get(step, False))
+        telling.up_to(step)
+        if (column + 1) % PORTION == 0 or column + 1 == len(steps):
+            yield
+    telling.up_to(math.inf)
     yield
+
+
+class _Telling:
+    """Losses and facts of a run, told to a chart in their order."""
+
+    def __init__(self, chart: Chart, run: Run) -> None:
+        facts = [fact for event in run.events(FACT) if (fact := read_fact(event)) is not None]
+        self._chart = chart
+        self._facts = sorted(facts, key=lambda fact: fact.step)[::-1]  # the last first
+        self._losses = _losses(run)
+
+    def up_to(self, step: float) -> None:
+        while self._losses and self._losses[-1][0] <= step:
+            self._chart.add_loss(*self._losses.pop())
+        while self._facts and self._facts[-1].step <= step:
+            self._chart.note(self._facts.pop())
 
 
 def _losses(run: Run) -> list[tuple[int, float]]:

@@ -124,13 +124,18 @@ def _replay_into(
     outcome.replayed = True
     if sum(record.passes for record in written) == len(moment.passes):  # else an update has come in between
         _compare(outcome, written, list(sink.records))
-    if comparable and result.gradients:
-        pairs = [(before.get(key), gradient) for key, gradient in result.gradients.items()]
-        known = [(own, again) for own, again in pairs if own is not None]
-        outcome.gradients_equal = all(same_bits(own, again) for own, again in known) if known else None
+    if comparable:
+        outcome.gradients_equal = _equal_gradients(before, result.gradients)
     if result.error is not None:
         outcome.notes.append(f"the replay raised {type(result.error).__name__}: {result.error}")
     outcome.birth = explain(models, moment)
+
+
+def _equal_gradients(before: Mapping[int, Tensor | None], again: Mapping[int, Tensor]) -> bool | None:
+    """Whether the replay's gradients are the step's bit for bit; None where there are none to compare."""
+    pairs = [(before.get(key), gradient) for key, gradient in again.items()]
+    known = [(own, gradient) for own, gradient in pairs if own is not None]
+    return all(same_bits(own, gradient) for own, gradient in known) if known else None
 
 
 def reproduce(

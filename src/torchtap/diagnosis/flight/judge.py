@@ -8,6 +8,7 @@ is known from then on.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -37,6 +38,12 @@ class Incident:
     site: str = ""
 
 
+def _at_sites(counts: Mapping[str, float]) -> Incident:
+    site, count = next(iter(counts.items()))
+    more = f" and {len(counts) - 1} more sites" if len(counts) > 1 else ""
+    return Incident("nonfinite", f"{count:,.0f} values that are not finite at {site}{more}", site)
+
+
 @final
 class Judge:
     """Knows what is usual in one training."""
@@ -58,23 +65,16 @@ class Judge:
         return found
 
     def _nonfinite(self, numbers: Numbers) -> Incident | None:
-        outcome = [each for each in (numbers.loss, numbers.norm) if each is not None]
-        healthy = all(map(math.isfinite, outcome))
         bad = rows_with(numbers.values, "nans", "infs") if numbers.values is not None else {}
-        if self._first and healthy and outcome:
+        odd = [
+            Incident("nonfinite", f"{name} is {number}")
+            for name, number in (("the loss", numbers.loss), ("the norm of the gradients", numbers.norm))
+            if number is not None and not math.isfinite(number)
+        ]
+        if self._first and not odd and (numbers.loss is not None or numbers.norm is not None):
             self._known.update(bad)
         news = {site: count for site, count in bad.items() if site not in self._known}
-        if news:
-            site = next(iter(news))
-            more = f" and {len(news) - 1} more sites" if len(news) > 1 else ""
-            return Incident(
-                "nonfinite", f"{news[site]:,.0f} values that are not finite at {site}{more}", site
-            )
-        if numbers.loss is not None and not math.isfinite(numbers.loss):
-            return Incident("nonfinite", f"the loss is {numbers.loss}")
-        if numbers.norm is not None and not math.isfinite(numbers.norm):
-            return Incident("nonfinite", f"the norm of the gradients is {numbers.norm}")
-        return None
+        return _at_sites(news) if news else next(iter(odd), None)
 
     def _spike(self, what: str, usual: Usual | None, value: float | None) -> Incident | None:
         limit = usual.judge(value) if usual is not None and value is not None else None

@@ -35,6 +35,7 @@ from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap
 from torchtap.session import watch
 from torchtap.sites import Selectable, unwrap
+from torchtap.store.record import StepRecord
 from torchtap.taps.receive.losses import LossCatcher
 from torchtap.taps.receive.training import innermost, listen, stop_listening
 
@@ -73,17 +74,7 @@ def flight_recorder(
     for name, value in (("steps", steps), ("batches", batches), ("limit", limit)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise PlanError(f"{name}={value!r}: give a whole number from 1 on")
-    models: dict[str, nn.Module] = dict(model) if isinstance(model, dict) else {"": model}
-    if not models or not all(isinstance(each, nn.Module) for each in models.values()):
-        raise PlanError(
-            f"flight_recorder({type(model).__name__}): give the nn.Module that the training calls, or {{name: module}}"
-        )
-    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    optimizers = [found for each in several for found in innermost(each)]
-    if not optimizers:
-        raise PlanError(
-            f"flight_recorder(…, {type(optimizer).__name__}): give the optimizer, or a list of them"
-        )
+    models, optimizers = _models_of(model), _optimizers_of(optimizer)
     ring = Ring(steps)
     watching = watch(model, None, taps, sinks=[ring])
     return FlightRecorder(
@@ -91,6 +82,25 @@ def flight_recorder(
         judge=Judge(spike, steps), batches=batches, batch_bytes=batch_bytes, replay=replay,
         replay_bytes=replay_bytes, limit=limit, signal=signal, on_dump=on_dump,
     )  # fmt: skip
+
+
+def _models_of(model: Any) -> dict[str, nn.Module]:
+    models: dict[str, nn.Module] = dict(model) if isinstance(model, dict) else {"": model}
+    if not models or not all(isinstance(each, nn.Module) for each in models.values()):
+        raise PlanError(
+            f"flight_recorder({type(model).__name__}): give the nn.Module that the training calls, or {{name: module}}"
+        )
+    return models
+
+
+def _optimizers_of(optimizer: Any) -> list[Optimizer]:
+    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [found for each in several for found in innermost(each)]
+    if not optimizers:
+        raise PlanError(
+            f"flight_recorder(…, {type(optimizer).__name__}): give the optimizer, or a list of them"
+        )
+    return optimizers
 
 
 @final
@@ -255,12 +265,9 @@ class FlightRecorder:
         while path.name in self._found:  # of an earlier training in the same folder
             path = path.with_name(f"{path.name}-again")
         rank = _rank()
-        if in_backward():
-            replaying = False
-        if replaying is None:
-            replaying = (rank[1] == 1 if self._replay is None else self._replay) and not _talks(self._models)
-        so_far = self._watch.so_far()
-        records = [*self._ring.records, *([so_far] if so_far is not None else [])]
+        if replaying is None or in_backward():
+            replaying = self._may_replay(rank[1])
+        records = self._records()
         with self._watch.paused(), self._keeper.paused():
             outcome = write_dump(
                 path, self._models, self._moment(step, now, incident), incident, records,
@@ -269,11 +276,20 @@ class FlightRecorder:
             )  # fmt: skip
         self.dumps.append(path)
         self.outcomes.append(outcome)
-        why = f"; {outcome.birth}" if outcome.birth is not None else ""
-        why += "" if outcome.reproduced is not False else "; the replay did not give the same values"
-        warn(f"torchtap kept step {step} in {path}: {incident.reason}{why}")
+        warn(f"torchtap kept step {step} in {path}: {incident.reason}{_what_came_of_it(outcome)}")
         if self._on_dump is not None:
             self._on_dump(path, outcome)
+
+    def _may_replay(self, ranks: int) -> bool:
+        if in_backward():
+            return False
+        wanted = ranks == 1 if self._replay is None else self._replay
+        return wanted and not _talks(self._models)
+
+    def _records(self) -> list[StepRecord]:
+        """The steps that are kept, and what is known of the one that is running."""
+        so_far = self._watch.so_far()
+        return [*self._ring.records, *([so_far] if so_far is not None else [])]
 
     def _moment(self, step: int, now: int, incident: Incident) -> Moment:
         kept = [*self._keeper.earlier, *([self._keeper.current] if self._keeper.current is not None else [])]
@@ -345,6 +361,11 @@ def _signal_number(asked: int | None) -> int | None:
 
 def _number(value: Tensor | None) -> float | None:
     return None if value is None else float(value)
+
+
+def _what_came_of_it(outcome: Outcome) -> str:
+    birth = f"; {outcome.birth}" if outcome.birth is not None else ""
+    return birth + ("; the replay did not give the same values" if outcome.reproduced is False else "")
 
 
 def _rank() -> tuple[int, int]:

@@ -8,7 +8,7 @@ No torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torchtap.diagnosis.finding import Evidence, Finding, Findings, Severity, Unjudged
 from torchtap.diagnosis.learned.invariants import Bound, Invariants, SiteHabits
 from torchtap.diagnosis.learned.learning import falls
-from torchtap.diagnosis.learned.numbers import LOGGED, SIZES, Grid, Numbers, numbers_of, on_scale
+from torchtap.diagnosis.learned.numbers import LOGGED, SIZES, Flags, Grid, Numbers, numbers_of, on_scale
 from torchtap.diagnosis.rules.windows import first_run
 from torchtap.foreign_text import shown
 from torchtap.names import kind_of
@@ -90,29 +90,38 @@ def _up_to(numbers: Numbers, last: int) -> Numbers:
 def _of_phase(sites: dict[str, SiteHabits], seen: Numbers, kinds: set[str]) -> Iterator[tuple[str, _Broken]]:
     rows, missed, came = seen.rows(), seen.missed(), seen.came()
     for site, habits in sites.items():
-        if site not in rows:
-            if habits.always and kind_of(site) in kinds and len(seen.steps):
-                yield "learned-missing", _Broken(site, int(seen.steps[0]), "does not come at all")
-            continue
-        row = rows[site]
-        due = np.flatnonzero(missed[row] | came[row])
-        if habits.always and (at := first_run(missed[row, due], _IN_A_ROW)) is not None:
-            begins = due[at - _IN_A_ROW + 1]
-            yield "learned-missing", _Broken(site, int(seen.steps[begins]), "no longer comes")
-        columns = np.flatnonzero(came[row])
-        values = {name: grid[row, columns] for name, grid in seen.grids.items()}
-        own = _Series(site, seen.steps[columns], values)
-        for each in own.out_of_range(habits.ranges):
-            yield "learned-range", each
-        for each in own.not_constant(habits.constant):
-            yield "learned-constant", each
-        yield from (("learned-moves", each) for each in own.moves_otherwise(habits.moves))
+        if site in rows:
+            row = rows[site]
+            yield from _of_site(site, habits, seen, row, missed[row], came[row])
+        elif habits.always and kind_of(site) in kinds and len(seen.steps):
+            yield "learned-missing", _Broken(site, int(seen.steps[0]), "does not come at all")
+    yield from ((_NEW_SITES, each) for each in _new_sites(sites, seen))
+
+
+def _new_sites(sites: Collection[str], seen: Numbers) -> Iterator[_Broken]:
+    """Sites that no good run had, of kinds that they had."""
+    rows, came = seen.rows(), seen.came()
     known = {kind_of(site) for site in sites}
     for site in seen.sites:
-        if site not in sites and kind_of(site) in known:
-            columns = np.flatnonzero(came[rows[site]])
-            if len(columns):
-                yield _NEW_SITES, _Broken(site, int(seen.steps[columns[0]]), "was not in the good runs")
+        columns = np.flatnonzero(came[rows[site]])
+        if site not in sites and kind_of(site) in known and len(columns):
+            yield _Broken(site, int(seen.steps[columns[0]]), "was not in the good runs")
+
+
+def _of_site(
+    site: str, habits: SiteHabits, seen: Numbers, row: int, missed: Flags, came: Flags
+) -> Iterator[tuple[str, _Broken]]:
+    """What a site that is there does otherwise than in the good runs."""
+    due = np.flatnonzero(missed | came)
+    if habits.always and (at := first_run(missed[due], _IN_A_ROW)) is not None:
+        begins = due[at - _IN_A_ROW + 1]
+        yield "learned-missing", _Broken(site, int(seen.steps[begins]), "no longer comes")
+    columns = np.flatnonzero(came)
+    values = {name: grid[row, columns] for name, grid in seen.grids.items()}
+    own = _Series(site, seen.steps[columns], values)
+    yield from (("learned-range", each) for each in own.out_of_range(habits.ranges))
+    yield from (("learned-constant", each) for each in own.not_constant(habits.constant))
+    yield from (("learned-moves", each) for each in own.moves_otherwise(habits.moves))
 
 
 @final

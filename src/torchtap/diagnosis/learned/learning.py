@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,31 +55,34 @@ def learn(runs: Sequence[Run | str | os.PathLike[str]]) -> Invariants:
     if not opened:
         raise DiagnosisError("there is nothing to learn from: name at least one run that went well")
     numbers = [numbers_of(run) for run in opened]
-    phases = {
-        phase: _phase([each[phase] for each in numbers])
-        for phase in numbers[0]
-        if all(phase in each for each in numbers)
-    }
-    training = [each[TRAINING] for each in numbers if TRAINING in each]
+    by_phase = _by_phase(numbers)
+    phases = {phase: _phase(found) for phase, found in by_phase.items()}
     if not any(phases.values()):
         raise DiagnosisError(
             "these runs have no statistics of the same sites: record them with the same plan, with tt.Stats()"
         )
-    whole = len(training) == len(numbers)
-    last = min(
-        int(max((n.steps.max() for n in each.values() if len(n.steps)), default=0)) for each in numbers
-    )
+    training = by_phase.get(TRAINING)
     return Invariants(
         [str(run.path) for run in opened],
         phases,
-        _equal(training) if whole else [],
-        _falling(training) if whole else [],
-        last,
+        _equal(training) if training else [],
+        _falling(training) if training else [],
+        min(map(_last_step, numbers)),
     )
 
 
+def _by_phase(numbers: list[dict[str, Numbers]]) -> dict[str, list[Numbers]]:
+    """The numbers of all runs by phase; those phases that each of them has."""
+    common = [phase for phase in numbers[0] if all(phase in each for each in numbers)]
+    return {phase: [each[phase] for each in numbers] for phase in common}
+
+
+def _last_step(phases: Mapping[str, Numbers]) -> int:
+    return int(max((each.steps.max() for each in phases.values() if len(each.steps)), default=0))
+
+
 def _phase(numbers: list[Numbers]) -> dict[str, SiteHabits]:
-    common = [site for site in numbers[0].sites if all(site in each.rows() for each in numbers)]
+    common = _common_sites(numbers)
     habits = {site: SiteHabits() for site in common}
     for site, ranges in _ranges(common, numbers).items():
         habits[site].ranges = ranges
@@ -189,15 +192,23 @@ def _off_scale(statistic: str, value: float) -> float | None:
 def _equal(numbers: list[Numbers]) -> list[list[str]]:
     """Groups of parameters, or of their gradients, that had the same numbers in each record of each run."""
     groups: defaultdict[tuple[bytes, ...], list[str]] = defaultdict(list)
-    rows = [each.rows() for each in numbers]
-    for site in numbers[0].sites:
-        if kind_of(site) not in _TIED or not all(site in own for own in rows):
+    for site in _common_sites(numbers):
+        if kind_of(site) not in _TIED:
             continue
-        found = [each.grids[s][own[site]] for each, own in zip(numbers, rows, strict=True)
-                 for s in SIZES if s in each.grids]  # fmt: skip
+        found = [values for each in numbers for values in _sizes(each, site)]
         if any(_varies(values) for values in found):
             groups[(kind_of(site).encode(), *(values.tobytes() for values in found))].append(site)
     return [group for group in groups.values() if len(group) > 1]
+
+
+def _common_sites(numbers: list[Numbers]) -> list[str]:
+    rows = [each.rows() for each in numbers]
+    return [site for site in numbers[0].sites if all(site in own for own in rows)]
+
+
+def _sizes(numbers: Numbers, site: str) -> list[Grid]:
+    row = numbers.rows()[site]
+    return [numbers.grids[statistic][row] for statistic in SIZES if statistic in numbers.grids]
 
 
 def _varies(values: npt.NDArray[np.float64]) -> bool:

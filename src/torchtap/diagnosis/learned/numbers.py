@@ -22,6 +22,7 @@ RANGED = (*SIZES, LOGGED)
 COUNTS = ("count", "nans", "infs")  # compared exactly
 
 Grid = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
 
 @final

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from torchtap.diagnosis.chart import Chart
+from torchtap.diagnosis.chart import Chart, Numbers
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
 from torchtap.diagnosis.places import Place
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
@@ -213,20 +213,27 @@ class Saturated(Rule):
         sizes, means = chart.grid("rms", "output", last=LAST), chart.grid("mean", "output", last=LAST)
         if not sizes or sizes.values.shape != means.values.shape:
             return
+        # What comes after the last layer is the model's answer, and may be sure of itself.
         layers = [place.index for place in sizes.places if is_layer(place)]
         hits = []
-        for row, place in enumerate(sizes.places):
-            if place.module_class not in ("Tanh", "Sigmoid") or not layers or place.index > layers[-1]:
-                continue  # what comes after the last layer is the model's answer, and may be sure of itself
-            if place.module_class == "Tanh":
-                slack, limit = 1 - sizes.values[row] ** 2, self.tanh
-            else:
-                slack, limit = means.values[row] - sizes.values[row] ** 2, self.sigmoid
-            column = first_run(slack <= limit, self.length)
+        for place, size, mean in zip(sizes.places, sizes.values, means.values, strict=True):
+            room = self._room(place, size, mean)
+            if room is None or not layers or place.index > layers[-1]:
+                continue
+            left, limit = room
+            column = first_run(left <= limit, self.length)
             if column is not None:
-                hits.append(hit_at(place, sizes.step(column), slack[column]))
+                hits.append(hit_at(place, sizes.step(column), left[column]))
         evidence = [
             Evidence("room that is left, on average", h.value, h.site, "rms", h.step) for h in hits[:1]
         ]
         message = "{site}{also} is saturated: nearly every value sits at the end of its range"
         yield from self.found(hits, message, evidence=evidence)
+
+    def _room(self, place: Place, size: Numbers, mean: Numbers) -> tuple[Numbers, float] | None:
+        """How far values are from the ends of their range on average, and the limit; None of what has no such range."""
+        if place.module_class == "Tanh":
+            return 1 - size**2, self.tanh
+        if place.module_class == "Sigmoid":
+            return mean - size**2, self.sigmoid
+        return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import numpy as np
@@ -191,36 +192,37 @@ class InitTooLarge(Rule):
     def judge(self, chart: Chart) -> Iterable[Finding]:
         if not chart.structure.fresh or not len(chart.steps):
             return
-        weights = chart.grid("rms", "param", where=is_main_weight)
-        outputs = chart.grid("rms", "output", where=is_main_layer)
-        sizes = {
-            place.module: values[0] for place, values in zip(outputs.places, outputs.values, strict=True)
-        }
-        order = {place.module: place.index for place in outputs.places}
-        grown = []
-        for row, place in enumerate(weights.places):
-            size = weights.values[row, 0]
-            gain = size * np.sqrt(_fan_in(place))
-            if gain > self.gain and np.isfinite(gain) and sizes.get(place.module, 0.0) > 1.0:
-                grown.append((order[place.module], place, float(gain)))
+        grown = self._grown(chart)
         answer = self._answer(chart)
-        if len(grown) < self.layers and not (grown and answer > self.answer):
+        if len(grown) < (1 if answer > self.answer else self.layers):
             return
         # Where norms follow, the size of weights does not matter: values have to have grown.
-        if (
-            answer <= self.answer / 2
-            and max((sizes.get(p.module, 0.0) for _, p, _ in grown), default=0.0) < 2 * self.gain
-        ):
+        if answer <= self.answer / 2 and max(size for _, _, size in grown) < 2 * self.gain:
             return
         step = int(chart.steps[0])
-        hits = [hit_at(place, step, gain) for _, place, gain in sorted(grown, key=lambda each: each[0])]
-        hits = [type(hit)(hit.site, hit.step, hit.value, order) for order, hit in enumerate(hits)]
+        hits = [replace(hit_at(place, step, gain), order=n) for n, (place, gain, _) in enumerate(grown)]
         evidence = [
             Evidence("gain of the layer", hits[0].value, hits[0].site, "rms", step),
             Evidence("size of the model's output", answer, ":output", "rms", step),
         ]
         message = "fresh weights are too large: {site}{also} makes its input {value:.1f} times larger"
         yield from self.found(hits, message, evidence=evidence)
+
+    def _grown(self, chart: Chart) -> list[tuple[Place, float, float]]:
+        """The weights that make their input larger by more than the limit, in order: by how much, and to which size."""
+        weights = chart.grid("rms", "param", where=is_main_weight)
+        outputs = chart.grid("rms", "output", where=is_main_layer)
+        made = {
+            place.module: (place.index, row[0])
+            for place, row in zip(outputs.places, outputs.values, strict=True)
+        }
+        found = []
+        for place, values in zip(weights.places, weights.values, strict=True):
+            index, size = made.get(place.module, (0, 0.0))
+            gain = float(values[0] * np.sqrt(_fan_in(place)))
+            if self.gain < gain < math.inf and size > 1.0:
+                found.append((index, place, gain, float(size)))
+        return [(place, gain, size) for _, place, gain, size in sorted(found, key=lambda each: each[0])]
 
     def _answer(self, chart: Chart) -> float:
         found = chart.grid("rms", "output", where=_is_answer)

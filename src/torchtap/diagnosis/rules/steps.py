@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.chart import EARLY, Chart
+from torchtap.diagnosis.chart import EARLY, Chart, Grid, Numbers
 from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
 from torchtap.diagnosis.places import Place
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
@@ -213,6 +213,15 @@ class StepTooSmall(Rule):
         yield from self.found(hits, message, evidence=evidence)
 
 
+def _pairs(changed: Grid, gradients: Grid) -> Iterator[tuple[Place, Numbers, int]]:
+    """The weights that have both: a row of updates, and the number of the row of gradients."""
+    rows = {place.name: row for row, place in enumerate(gradients.places)}
+    for place, values in zip(changed.places, changed.values, strict=True):
+        other = rows.get(site_name(place.module, "param_grad", place.leaf))
+        if other is not None:
+            yield place, values, other
+
+
 @final
 @dataclass(frozen=True)
 class LostUpdates(Rule):
@@ -243,17 +252,12 @@ class LostUpdates(Rule):
         if not changed or not gradients or len(sizes.places) != len(gradients.places):
             return
         first = np.nan_to_num(sizes.values[:, :8]).max(axis=1, keepdims=True)
-        asked = (
-            sizes.values[:, -changed.values.shape[1] :] > 1e-3 * first
-        )  # nothing is lost where nothing is left to do
-        by_name = {place.name: row for row, place in enumerate(gradients.places)}
+        # Nothing is lost where nothing is left to do.
+        asked = sizes.values[:, -changed.values.shape[1] :] > 1e-3 * first
         idle = (_still_warming(chart) | chart.skipped)[-changed.values.shape[1] :]
         hits = []
-        for row, place in enumerate(changed.places):
-            other = by_name.get(site_name(place.module, "param_grad", place.leaf))
-            if other is None:
-                continue
-            lost = changed.values[row] - gradients.values[other]
+        for place, stays, other in _pairs(changed, gradients):
+            lost = stays - gradients.values[other]
             column = first_run((lost > self.share) & asked[other] & ~idle, self.length)
             if column is not None:
                 hits.append(hit_at(place, changed.step(column), lost[column]))
@@ -263,7 +267,6 @@ class LostUpdates(Rule):
         severity: Severity = "warning" if known else "info"
         message = "{value:.0%} of {site}{also} have a gradient and do not change: updates are rounded away"
         evidence = [
-            Evidence("share of elements that stay", hit.value, hit.site, "zeros", hit.step)
-            for hit in hits[:1]
+            Evidence("share of elements that stay", h.value, h.site, "zeros", h.step) for h in hits[:1]
         ]
         yield from self.found(hits, message, severity=severity, evidence=evidence)

@@ -100,12 +100,16 @@ def parse_header(read: Callable[[int, int], bytes], file_size: int) -> Header:
         raise RunCorruptError("its metadata is not a map of text to text")
     data_size = file_size - 8 - length
     entries = {name: _entry(name, facts, data_size) for name, facts in head.items()}
+    _check_apart(entries.values())
+    return Header(entries, metadata, 8 + length, sealed)
+
+
+def _check_apart(entries: Iterable[Entry]) -> None:
     end = 0
-    for entry in sorted(entries.values(), key=itemgetter(3, 4)):
+    for entry in sorted(entries, key=itemgetter(3, 4)):
         if entry.start < end:
             raise RunCorruptError(f"the bytes of {entry.name[:80]!r} overlap with another entry's")
         end = entry.stop
-    return Header(entries, metadata, 8 + length, sealed)
 
 
 def _entry(name: str, facts: Any, data_size: int) -> Entry:

@@ -24,6 +24,15 @@ _VERIFIED_FIRST = (
 _PIECE = 4 << 20
 
 
+def _check_version(version: object, least: int, sealed: bool) -> None:
+    if type(version) is not int or version > FORMAT_VERSION:
+        raise RunFormatError(
+            f"its format is version {str(version)[:20]!r}; this torchtap reads up to {FORMAT_VERSION}"
+        )
+    if version < least or (version > 1 and not sealed):
+        raise RunCorruptError("its head has no checksum, which its format asks for")
+
+
 @final
 class Segment:
     """A safetensors file of a run. The head is read when it is made; data only when asked for.
@@ -44,13 +53,7 @@ class Segment:
                 )
             self.header: Header = parse_header(opened.read, opened.size)
         self.note = self.header.facts("torchtap")
-        version = self.note.get("format")
-        if type(version) is not int or version > FORMAT_VERSION:
-            raise RunFormatError(
-                f"its format is version {str(version)[:20]!r}; this torchtap reads up to {FORMAT_VERSION}"
-            )
-        if version < least_format or (version > 1 and not self.header.sealed):
-            raise RunCorruptError("its head has no checksum, which its format asks for")
+        _check_version(self.note.get("format"), least_format, self.header.sealed)
         if self.note.get("kind") != file.kind:
             raise RunCorruptError(
                 f"it holds {str(self.note.get('kind'))[:20]!r}, its name says {file.kind!r}"

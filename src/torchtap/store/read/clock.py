@@ -52,19 +52,23 @@ def read_clock(segment: Segment) -> ClockRows:
     }
     for name, unknown in _LATER.items():
         columns.setdefault(name, np.full(rows, unknown))
-    phases = segment.note.get("phases")
-    if not isinstance(phases, list) or not all(isinstance(phase, str) for phase in phases):
-        raise RunCorruptError("its phases are not names")
-    if rows[0] and int(columns["phase"].max()) >= len(phases):
+    names = _phase_names(segment)
+    if rows[0] and int(columns["phase"].max()) >= len(names):
         raise RunCorruptError("its clock has a phase without a name")
-    # an array of texts has room for the longest in every row
-    names = np.asarray([shortened(phase, _LONGEST_PHASE) for phase in phases] or [""], dtype=np.str_)
     for name in ("epoch", "batch"):
         unset = columns[name] < 0
         columns[name] = np.where(unset, -1, columns[name])
-    columns["phase"] = names[columns["phase"]]
+    # an array of texts has room for the longest in every row
+    columns["phase"] = np.asarray(names or [""], dtype=np.str_)[columns["phase"]]
     columns["skipped"] = columns["skipped"] != 0
     return ClockRows(**columns)
+
+
+def _phase_names(segment: Segment) -> list[str]:
+    phases = segment.note.get("phases")
+    if not isinstance(phases, list) or not all(isinstance(phase, str) for phase in phases):
+        raise RunCorruptError("its phases are not names")
+    return [shortened(phase, _LONGEST_PHASE) for phase in phases]
 
 
 def join_clocks(clocks: list[ClockRows]) -> ClockRows:

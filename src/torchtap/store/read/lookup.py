@@ -12,6 +12,7 @@ from torchtap.store.read.clock import Timeline
 from torchtap.store.read.part import Part
 from torchtap.store.read.results import TensorRef
 from torchtap.store.read.stored_tensors import StoredTensor
+from torchtap.store.write.tensors import TensorName
 
 __all__ = [
     "described_sites",
@@ -34,21 +35,19 @@ def find_tensor(
     phase: str,
 ) -> StoredTensor | None:
     """The first tensor of that name at a step; without ``step``, the one of the largest step."""
+
+    def is_it(name: TensorName) -> bool:
+        if (name.site, name.phase, name.field) != (site, phase, field):
+            return False
+        return step in (None, name.step) and reduction in (None, name.reduction)
+
     found: list[StoredTensor] = []
     for number, part in enumerate(parts):
         for name in reversed(part.tensor_names):
             if step is not None and not name.low <= step <= name.high:
                 continue
-            here = [
-                tensor
-                for tensor in part.tensors_in(name)
-                if tensor.name.site == site
-                and tensor.name.phase == phase
-                and tensor.name.field == field
-                and (step is None or tensor.name.step == step)
-                and (reduction is None or tensor.name.reduction == reduction)
-                and timeline.shown(number, tensor.name.step, phase)
-            ]
+            tensors = [tensor for tensor in part.tensors_in(name) if is_it(tensor.name)]
+            here = [tensor for tensor in tensors if timeline.shown(number, tensor.name.step, phase)]
             if here:
                 found += here
                 break  # segments follow the training, so that older ones have smaller steps

@@ -128,11 +128,7 @@ class Part:
         if len(self._renamed) > before or ((tensor_gaps or event_gaps) and not last):
             return False
         self._documents.keep_events(events)
-        self._notes = [
-            f"{self.label}: {kind} of flushes {first} to {final} are missing"
-            for kind, gaps in (("numbers", scalar_gaps), ("tensors", tensor_gaps), ("events", event_gaps))
-            for first, final in gaps
-        ]
+        self._notes = _missing_flushes(numbers=scalar_gaps, tensors=tensor_gaps, events=event_gaps)
         self._keep(scalars, set(tensors))
         self.tensor_names = tensors
         self.unfinished = sum(file.startswith(TEMPORARY) for file in files)
@@ -238,24 +234,24 @@ class Part:
     def _steps_lost(self, kept: list[SegmentName], gaps: list[tuple[int, int]]) -> Iterable[tuple[int, int]]:
         """The steps that damaged and missing records may have had: as the names of the files say, or in between."""
         end = kept[-1].last + 1 if kept else 0
-        holes = [*gaps, (end, _FAR)]
-        starts = [first for first, _ in holes]
         explained: set[int] = set()
+        for at, name in self._damaged([*gaps, (end, _FAR)]):
+            explained.add(at)
+            yield name.low, name.high
+        if self._records_missing() and not gaps and not explained:  # files at the end are gone
+            yield max((name.high for name in kept), default=-_FAR) + 1, _FAR
+        yield from _between(kept, [gap for at, gap in enumerate(gaps) if at not in explained])
+
+    def _damaged(self, holes: list[tuple[int, int]]) -> Iterable[tuple[int, SegmentName]]:
+        """Damaged files of numbers that leave a hole, each with the hole's place."""
+        starts = [first for first, _ in holes]
         for file in self._bad:
             name = parse_segment(file)
             if name is None or name.kind != "scalars":
                 continue
             at = bisect_right(starts, name.last) - 1  # the last hole that begins before this segment ends
             if at >= 0 and holes[at][1] >= name.first:
-                explained.add(at)
-                yield name.low, name.high
-        if self._records_missing() and not gaps and not explained:  # files at the end are gone
-            yield max((name.high for name in kept), default=-_FAR) + 1, _FAR
-        following = {name.first: at for at, name in enumerate(kept)}
-        for at, (_, last) in enumerate(gaps):
-            if at not in explained:
-                after = following[last + 1]
-                yield (kept[after - 1].high + 1 if after else -_FAR), kept[after].low - 1
+                yield at, name
 
     def _records_missing(self) -> int:
         """How many records the writer says it wrote and nobody finds."""
@@ -297,25 +293,28 @@ class Part:
 
     def problems(self) -> list[str]:
         """What is damaged, missing, lost or torn."""
-        found = [f"{self.label}: {file}: {what}" for file, what in (self._bad | self._bad_notes).items()]
+        found = [f"{file}: {what}" for file, what in (self._bad | self._bad_notes).items()]
         found += self._notes
         if missing := self._records_missing():
-            found.append(f"{self.label}: {missing} records are missing of those that were written")
+            found.append(f"{missing} records are missing of those that were written")
         if not self._documents.has_manifest and not self._bad.get(MANIFEST):
-            found.append(f"{self.label}: there is no manifest, the recording ended before it began")
-        lost = self.closing.get("lost") if self.closing is not None else None
-        told = [event for event in self.events() if event.get("kind") == "lost"]
-        if isinstance(lost, list):
-            # the writer's own sum, in the stead of its single events
-            found += [f"{self.label}: lost: {json.dumps(one)}" for one in lost[:_MOST_PROBLEMS]]
-            told = [event for event in told if "reason" not in event]
-        found += [f"{self.label}: {_told(event)}" for event in told[:_MOST_PROBLEMS]]
+            found.append("there is no manifest, the recording ended before it began")
+        found += self._losses()
         if self.closing is None and self.recording is False:
             rest = f"; {self.unfinished} unfinished file(s) were left behind" if self.unfinished else ""
-            found.append(
-                f"{self.label}: the recording was interrupted, what was not flushed yet is missing{rest}"
-            )
-        return [shown(problem, _LONGEST_PROBLEM) for problem in found]
+            found.append(f"the recording was interrupted, what was not flushed yet is missing{rest}")
+        return [shown(f"{self.label}: {problem}", _LONGEST_PROBLEM) for problem in found]
+
+    def _losses(self) -> list[str]:
+        """What was told as lost; at the end the writer's own sum stands in the stead of its single events."""
+        lost = self.closing.get("lost") if self.closing is not None else None
+        summed = lost if isinstance(lost, list) else None
+        events = [event for event in self.events() if event.get("kind") == "lost"]
+        told = [_told(event) for event in events if summed is None or "reason" not in event]
+        return [
+            *(f"lost: {json.dumps(one)}" for one in (summed or [])[:_MOST_PROBLEMS]),
+            *told[:_MOST_PROBLEMS],
+        ]
 
 
 def _covering(names: Iterable[SegmentName]) -> set[SegmentName]:
@@ -335,3 +334,19 @@ def _told(event: dict[str, Any]) -> str:
     facts = {name: value for name, value in event.items() if name not in told}
     rest = f" {json.dumps(facts)[:_LONGEST_PROBLEM]}" if facts else ""
     return f"lost: {str(event.get('reason') or event.get('message'))[:_LONGEST_PROBLEM]}{rest}"
+
+
+def _between(kept: list[SegmentName], gaps: list[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    """The steps that missing files may have had: those between the files before and after them."""
+    following = {name.first: at for at, name in enumerate(kept)}
+    for _, last in gaps:
+        after = following[last + 1]
+        yield (kept[after - 1].high + 1 if after else -_FAR), kept[after].low - 1
+
+
+def _missing_flushes(**gaps: list[tuple[int, int]]) -> list[str]:
+    return [
+        f"{kind} of flushes {first} to {last} are missing"
+        for kind, missing in gaps.items()
+        for first, last in missing
+    ]

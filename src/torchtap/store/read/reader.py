@@ -68,6 +68,18 @@ def open_run(
 open = open_run  # the front door's ``tt.open``
 
 
+def _ranks_in(path: str, names: Sequence[str], wanted: int | None) -> list[int]:
+    """The ranks that have a folder in a run; an error where this is no run, or the wanted rank is not there."""
+    ranks = sorted(found for name in names if (found := parse_rank(name)) is not None)
+    if not ranks:
+        if not names and ("://" in path or not os.path.isdir(path)):
+            raise RunNotFoundError(f"there is no run at {path}")
+        raise RunFormatError(f"{path} is not a run: it has no folder 'rank-00000'{run_inside(path, names)}")
+    if wanted is not None and wanted not in ranks:
+        raise SelectionError(f"the run at {path} has no rank {wanted}; its ranks are {ranks}")
+    return ranks
+
+
 @final
 class Run:
     """A recorded run. Made by `open_run`."""
@@ -86,25 +98,17 @@ class Run:
         self._phase = phase
         self._partial = partial
         root = folder_of(path)
-        names = root.names()
-        self._ranks = sorted(found for name in names if (found := parse_rank(name)) is not None)
-        if not self._ranks:
-            if not names and ("://" in path or not os.path.isdir(path)):
-                raise RunNotFoundError(f"there is no run at {path}")
-            raise RunFormatError(
-                f"{path} is not a run: it has no folder 'rank-00000'{run_inside(path, names)}"
-            )
-        if rank is not None and rank not in self._ranks:
-            raise SelectionError(f"the run at {path} has no rank {rank}; its ranks are {self._ranks}")
+        self._ranks = _ranks_in(path, root.names(), rank)
         self._asked = rank is not None or attempt is not None  # for one rank alone
-        one = len(self._ranks) == 1 or rank is not None or attempt is not None
         # Whose recording is shown; None for that of all.
-        self.shown_rank = (self._ranks[0] if rank is None else rank) if one else None
+        self.shown_rank = rank
+        if rank is None and (self._asked or len(self._ranks) == 1):
+            self.shown_rank = self._ranks[0]
         self._view: View
         if self.shown_rank is None:
             self._view = World(root, path, self._ranks, phase=phase, partial=partial)
         else:
-            only = None if attempt is None else [attempt]
+            only = [attempt] if attempt is not None else None
             self._view = Strand(root, path, self.shown_rank, axes={}, only=only, phase=phase, partial=partial)
         if phase is not None and phase not in self.phases:
             raise no_such_phase(path, phase, Run(path, rank=rank, attempt=attempt).phases)

@@ -5,7 +5,7 @@ Reading checks everything a note claims against the entry it stands beside, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -91,9 +91,7 @@ class StoredTensor:
             raise RunCorruptError(f"the indices of the sparse tensor {name} are not a list of positions")
         if about.shape != (indices.shape[1], *dense[sparse:]):
             raise RunCorruptError(f"the sparse tensor {name} has other values than indices")
-        if indices.size and not (
-            indices.min() >= 0 and (indices.max(axis=1) < np.array(dense[:sparse])).all()
-        ):
+        if not _lie_inside(indices, dense[:sparse]):
             raise RunCorruptError(f"the indices of the sparse tensor {name} lie outside of it")
         return indices
 
@@ -146,31 +144,42 @@ class StoredTensor:
         )
 
 
+def _lie_inside(indices: npt.NDArray[np.int64], shape: tuple[int, ...]) -> bool:
+    if not indices.size:
+        return True
+    return bool(indices.min() >= 0 and (indices.max(axis=1) < np.array(shape)).all())
+
+
 def _described(segment: Segment, entry: Entry) -> _Description:
     """Element type, shape, whether packed, and a sparse tensor's dense shape, checked against the entry."""
     note = segment.header.metadata.get(entry.name, "")
     if len(note) == len('{"crc32":"01234567"}') and note.startswith('{"crc32":"'):
         return _Description(BY_CODE[entry.code], entry.shape)  # nearly all of them: nothing but a checksum
     facts = segment.header.facts(entry.name)
-    stored, shape = BY_CODE[entry.code], entry.shape
-    packed = "codec" in facts
-    if "dtype" in facts:
-        named = BY_NAME.get(str(facts["dtype"]))
-        if named is None or entry.code != "U8" or not shape:
-            raise RunCorruptError(f"the entry {entry.name[:80]!r} is of an unknown dtype")
-        stored = named
-        if packed:
-            if facts["codec"] != "zstd":
-                raise RunCorruptError(f"the entry {entry.name[:80]!r} is compressed in an unknown way")
-            shape = _sizes(facts.get("stored_shape"), entry.name)
-        elif shape[-1] != stored.size:
-            raise RunCorruptError(f"the entry {entry.name[:80]!r} does not have the bytes of {stored.name}")
-        else:
-            shape = shape[:-1]
-    elif packed:
-        raise RunCorruptError(f"the compressed entry {entry.name[:80]!r} does not say what it holds")
+    stored, shape = _contents(entry, facts)
     sparse = str(facts.get("layout", "")).startswith("sparse")
-    return _Description(stored, shape, packed, _sizes(facts.get("shape"), entry.name) if sparse else None)
+    return _Description(
+        stored, shape, "codec" in facts, _sizes(facts.get("shape"), entry.name) if sparse else None
+    )
+
+
+def _contents(entry: Entry, facts: Mapping[str, Any]) -> tuple[StoredType, tuple[int, ...]]:
+    """Element type and shape of what an entry's bytes stand for."""
+    which = f"entry {entry.name[:80]!r}"
+    if "dtype" not in facts:
+        if "codec" in facts:
+            raise RunCorruptError(f"the compressed {which} does not say what it holds")
+        return BY_CODE[entry.code], entry.shape
+    stored = BY_NAME.get(str(facts["dtype"]))
+    if stored is None or entry.code != "U8" or not entry.shape:
+        raise RunCorruptError(f"the {which} is of an unknown dtype")
+    if "codec" in facts:
+        if facts["codec"] != "zstd":
+            raise RunCorruptError(f"the {which} is compressed in an unknown way")
+        return stored, _sizes(facts.get("stored_shape"), entry.name)
+    if entry.shape[-1] != stored.size:
+        raise RunCorruptError(f"the {which} does not have the bytes of {stored.name}")
+    return stored, entry.shape[:-1]
 
 
 def _sizes(numbers: Any, name: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
-from typing import Any, TypeVar, final
+from typing import Any, TypeGuard, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -75,9 +75,8 @@ class Strand:
 
     def refresh(self) -> None:
         known = {**self._parts, **self._aside}
-        for name in self._folder.names():
-            attempt = parse_attempt(name)
-            if attempt is not None and attempt not in known and (self._only is None or attempt in self._only):
+        for attempt in filter(self._is_wanted, map(parse_attempt, self._folder.names())):
+            if attempt not in known:
                 folder = self._folder.child(attempt_folder(attempt))
                 known[attempt] = Part(folder, self.rank, attempt, self._axes)
         if not known:
@@ -96,6 +95,9 @@ class Strand:
         self._names = None
         self._site_phases = None
         self._distinct = None
+
+    def _is_wanted(self, attempt: int | None) -> TypeGuard[int]:
+        return attempt is not None and (self._only is None or attempt in self._only)
 
     def follow(self, poll: float) -> Iterator[int]:
         seen: dict[int, int] = {}

@@ -7,7 +7,7 @@ before the merged segment appears.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -78,32 +78,31 @@ class _Forward:
 
 def merge_scalars(place: Place, sources: list[SegmentName], merged: SegmentName) -> int:
     """Write the segment that covers ``sources``. Returns its size."""
-    segments = [Segment(place.folder, name) for name in sources]
     phases: dict[str, int] = {}
     clocks: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in CLOCK}
     groups: dict[str, _Group] = {}
     start = 0
-    for segment in segments:
+    for segment in [Segment(place.folder, name) for name in sources]:
         for name, (code, kind) in CLOCK.items():
             clocks[name].append(segment.array(segment.entry(f"clock.{name}", code), kind))
         renumbered = [phases.setdefault(str(phase), len(phases)) for phase in segment.note["phases"]]
         clocks["phase"][-1] = np.array(renumbered, np.uint8)[clocks["phase"][-1]]
         _gather(segment, start, groups)
         start += len(clocks["step"][-1])
-
-    small: list[tuple[str, str, npt.NDArray[Any]]] = [
-        (f"clock.{name}", code, np.concatenate(clocks[name])) for name, (code, _) in CLOCK.items()
-    ]
-    small += [
-        (f"grid{number}.rows", "I64", np.concatenate(group.rows))
-        for number, group in enumerate(groups.values())
-    ]
-    for number, group in enumerate(groups.values()):
-        if (mask := group.presence()) is not None:
-            small.append((f"grid{number}.present", "BOOL", mask))
+    clock = [(f"clock.{name}", code, np.concatenate(clocks[name])) for name, (code, _) in CLOCK.items()]
     notes = {"torchtap": segment_note(merged, place.part, phases=list(phases))}
     notes |= {f"grid{number}": note for number, note in enumerate(groups)}
-    return _write(place, merged, small, list(groups.values()), notes)
+    return _write(place, merged, [*clock, *_columns(groups.values())], list(groups.values()), notes)
+
+
+def _columns(groups: Iterable[_Group]) -> list[tuple[str, str, npt.NDArray[Any]]]:
+    """Each grid's rows, then the masks of those that do not have every value."""
+    numbered = list(enumerate(groups))
+    masks = [(number, group.presence()) for number, group in numbered]
+    return [
+        *((f"grid{number}.rows", "I64", np.concatenate(group.rows)) for number, group in numbered),
+        *((f"grid{number}.present", "BOOL", mask) for number, mask in masks if mask is not None),
+    ]
 
 
 def _gather(segment: Segment, start: int, groups: dict[str, _Group]) -> None:

@@ -75,12 +75,8 @@ class RecordQueue:
 
     def put(self, record: StepRecord) -> None:
         """Hand a record over, within the bound."""
-        numbers = 64
-        for block in record.scalars:
-            numbers += block.values.nbytes
-        tensors = 0
-        for item in record.tensors:
-            tensors += nbytes_of(item.value)
+        numbers = 64 + sum([block.values.nbytes for block in record.scalars])
+        tensors = sum([nbytes_of(item.value) for item in record.tensors])
         with self._changed:
             if self._policy == "block":
                 if self._nbytes and self._nbytes + numbers + tensors > self._limit:
@@ -90,14 +86,17 @@ class RecordQueue:
                     self._dropped.count(record.step, tensors=len(record.tensors), rows=0, nbytes=tensors)
                     record, tensors = replace(record, tensors=()), 0
                 if self._nbytes and self._nbytes + numbers > 2 * self._limit:
-                    rows = sum(block.values.size for block in record.scalars)
+                    rows = sum([block.values.size for block in record.scalars])
                     self._dropped.count(record.step, tensors=0, rows=rows, nbytes=numbers)
                     return
-            self._nbytes += numbers + tensors
-            self._items.append((record, numbers + tensors))
-            if not self._urgent and self._nbytes >= self._wake:
-                self._urgent = True
-                self._changed.notify_all()
+            self._keep(record, numbers + tensors)
+
+    def _keep(self, record: StepRecord, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self._items.append((record, nbytes))
+        if not self._urgent and self._nbytes >= self._wake:
+            self._urgent = True
+            self._changed.notify_all()
 
     def _wait(self, nbytes: int) -> None:
         began = time.monotonic()

@@ -128,6 +128,12 @@ class TensorSegments:
         """How many bytes are in it."""
         return self._nbytes
 
+    def _make_room(self, name: TensorName, payload: Payload) -> None:
+        """A sparse tensor's two entries must share a segment, so room for both is made before the first."""
+        if self._stream is not None and self._head_size + 2 * _room_for(name, payload) > self._reserve:
+            self._commit()
+            self._attempted = 1
+
     def add(self, step: int, item: TensorItem, phase: str = TRAINING) -> Loss | None:
         """Put one tensor into the current segment. Returns what was lost if that failed."""
         try:
@@ -137,10 +143,7 @@ class TensorSegments:
         try:
             self._attempted += 1
             name = TensorName(step, item.reduction, item.field, item.site, phase=phase)
-            # A sparse tensor's two entries must share a segment, so room for both is made before the first.
-            if self._stream is not None and self._head_size + 2 * _room_for(name, payload) > self._reserve:
-                self._commit()
-                self._attempted = 1
+            self._make_room(name, payload)
             while (text := str(name)) in self._notes:
                 name = name._replace(copy=name.copy + 1)
             if payload.indices is not None:

@@ -36,10 +36,8 @@ def share_out(placements: Mapping[int, Placement | None], *, summed: bool = Fals
     known, why = _at_one_place(known, summed)
     axes = next(iter(known.values())).axes
     dividing = [number for number, axis in enumerate(axes) if _divides(axis, summed)]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, placed in known.items():
-        groups.setdefault(tuple(placed.axes[number].at for number in dividing), []).append(rank)
     divided = [axes[number] for number in dividing]
+    groups = _by_place(known, dividing)
     return Sharing(
         tuple(tuple(groups[key]) for key in sorted(groups)),
         prod(axis.size for axis in divided),
@@ -71,6 +69,14 @@ def _at_one_place(
             why = "unknown" if "unknown" in (why, kind) else "partial"
             known = {rank: placed for rank, placed in known.items() if placed.axes[number].at == min(places)}
     return known, why
+
+
+def _by_place(known: Mapping[int, Placement], axes: list[int]) -> dict[tuple[int, ...], list[int]]:
+    """The ranks at each place along some axes."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, placed in known.items():
+        groups.setdefault(tuple(placed.axes[number].at for number in axes), []).append(rank)
+    return groups
 
 
 def _divides(axis: Axis, summed: bool) -> bool:
