@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import click
@@ -137,24 +139,23 @@ def _print_statistics(console: Terminal, run: Run, pattern: str, statistic: str,
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True, min_width=5 if name == "zeros" else 7)
     table.add_column(statistic, no_wrap=True, min_width=room)
-    shown = 0
-    for site in chosen:
-        names = run.statistics(site)
-        if not names:
-            continue
-        if shown == rows:
-            break
-        shown += 1
-        followed = statistic if statistic in names else names[0]
-        cells = [_newest(run, site, name) if name in names else "" for name in columns]
-        if is_logged(site):  # one number, in the first column
-            cells[0] = _newest(run, site, followed)
-        table.add_row(site_word(site), *cells, sparkline(run.series(site, followed).values, room))
+    shown = list(islice((site for site in chosen if run.statistics(site)), rows))
+    for site in shown:
+        table.add_row(*_row(run, site, columns, statistic, room))
     console.print(table)
-    if len(chosen) > shown:
+    if len(chosen) > len(shown):
         console.print(
-            f"{len(chosen) - shown} further sites; --rows and --site choose among them", style="dim"
+            f"{len(chosen) - len(shown)} further sites; --rows and --site choose among them", style="dim"
         )
+
+
+def _row(run: Run, site: str, columns: Sequence[str], statistic: str, room: int) -> list[str]:
+    names = run.statistics(site)
+    followed = statistic if statistic in names else names[0]
+    cells = [_newest(run, site, name) if name in names else "" for name in columns]
+    if is_logged(site):  # one number, in the first column
+        cells[0] = _newest(run, site, followed)
+    return [site_word(site), *cells, sparkline(run.series(site, followed).values, room)]
 
 
 def _newest(run: Run, site: str, name: str) -> str:

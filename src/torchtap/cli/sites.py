@@ -38,21 +38,7 @@ def command(
     or pickled `.pt`, or an exported `.pt2`.
     """
     loaded = load_model(model, unsafe=unsafe)
-    from torchtap.cli.listing import can_come
-    from torchtap.names import KINDS
-    from torchtap.plan import candidates, make_plan
-    from torchtap.sites import places
-    from torchtap.taps.attach import tree_of
-
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise click.UsageError(f"--kind {unknown[0]}: the kinds are {', '.join(KINDS)}")
-    if selector is not None:
-        sites = [port.site for port in make_plan(tree_of(loaded), [selector]).ports]
-    else:
-        wanted: Any = frozenset(kinds) if kinds else frozenset(KINDS)
-        every = (names[0] for names in candidates(places(tree_of(loaded)), wanted))
-        sites = [site for site in every if can_come(site)]
+    sites = _sites(loaded, kinds, selector)
     rows = [(site.name, type(site.module).__name__, _source(site)) for site in sites]
     if as_json:
         say_json([{"site": name, "module": module, "forward": source} for name, module, source in rows])
@@ -130,3 +116,21 @@ def _module(source: str) -> Any:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
         raise FormError(f"cannot import {source!r}: {error}") from None
+
+
+def _sites(model: Any, kinds: tuple[str, ...], selector: str | None) -> list[Site]:
+    """The sites that a selector picks; without one, those of some kinds that can have a value."""
+    from torchtap.cli.listing import can_come
+    from torchtap.names import KINDS
+    from torchtap.plan import candidates, make_plan
+    from torchtap.sites import places
+    from torchtap.taps.attach import tree_of
+
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise click.UsageError(f"--kind {unknown[0]}: the kinds are {', '.join(KINDS)}")
+    if selector is not None:
+        return [port.site for port in make_plan(tree_of(model), [selector]).ports]
+    wanted: Any = frozenset(kinds or KINDS)
+    every = (names[0] for names in candidates(places(tree_of(model)), wanted))
+    return [site for site in every if can_come(site)]

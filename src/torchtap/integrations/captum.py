@@ -59,24 +59,34 @@ def attribute(
     (``baselines``, ``n_steps`` …). Passes made for this are not taken by the recording ``into``.
     """
     place = _place(model, site)
-    if method not in METHODS:
-        raise PlanError(f"method {method!r}: known are {', '.join(METHODS)}")
     at_inputs = place.path == "" and place.kind == "input"
-    name = METHODS[method][0 if at_inputs else 1]
-    if name is None:
-        where = "inner sites, e.g. 'blocks.3:output'" if at_inputs else "the model's inputs, ':input'"
-        raise PlanError(f"{method} is for {where}; {place.name} is not one")
+    name = _class_for(method, place, at_inputs)
     root = hookable(model, "attribution")
     forward = _OneOutput(root, output) if output else root
     with running_eagerly(model), into.paused() if into is not None else nullcontext():
         found = _run(name, forward, None if at_inputs else place, inputs, target, options)
     result = _chosen(found, place)
     if into is not None:
-        parts = result if isinstance(result, tuple) else (result,)
-        for number, part in enumerate(parts):
-            suffix = f".{number}" if len(parts) > 1 else ""
-            into.log(site_name(place.path, "value", f"{method}{suffix}"), part)
+        _log(into, place, method, result)
     return result
+
+
+def _class_for(method: str, place: Site, at_inputs: bool) -> str:
+    """The name of Captum's class: some are for the model's inputs, some for inner sites, some for both."""
+    if method not in METHODS:
+        raise PlanError(f"method {method!r}: known are {', '.join(METHODS)}")
+    name = METHODS[method][0 if at_inputs else 1]
+    if name is None:
+        where = "inner sites, e.g. 'blocks.3:output'" if at_inputs else "the model's inputs, ':input'"
+        raise PlanError(f"{method} is for {where}; {place.name} is not one")
+    return name
+
+
+def _log(into: Watch, place: Site, method: str, result: Tensor | tuple[Tensor, ...]) -> None:
+    parts = result if isinstance(result, tuple) else (result,)
+    for number, part in enumerate(parts):
+        suffix = f".{number}" if len(parts) > 1 else ""
+        into.log(site_name(place.path, "value", f"{method}{suffix}"), part)
 
 
 def _place(model: Any, site: Selectable) -> Site:

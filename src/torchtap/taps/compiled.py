@@ -199,31 +199,9 @@ _carriers: WeakKeyDictionary[nn.Module, dict[frozenset[tuple[str, str, bool]], C
 def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
     """Put a plan on a compiled model, or on one with compiled parts."""
     _never_compile_alone()
-    root = unwrap(model)
-    measured = frozenset(
-        (port.port.site.path, port.kind)
-        for port in receiver.ports.values()
-        if all(receiver.plan.taps[index].keep.block is not None for index in port.port.taps)
-    )
-    sites = frozenset(
-        (port.port.site.path, port.kind, (port.port.site.path, port.kind) in measured)
-        for port in receiver.ports.values()
-    )
     outside = _root_gradients(model, receiver)
     looks_inside = receiver.listens_to("attention") or receiver.listens_to("value")
-    known = _carriers.setdefault(root, {})
-    carriers = known.get(sites)
-    if carriers is None or carriers.channel.is_open():
-        carriers = known[sites] = Carriers(
-            (
-                (port.port.site.path, port.port.site.module, port.kind)
-                for port in receiver.ports.values()
-                if port.port.site.module is not None
-            ),
-            ((place.path, place.module) for place in receiver.plan.places) if looks_inside else (),
-            measured,
-            purpose=f"{type(root).__qualname__} {sorted(sites)}",
-        )
+    carriers = _carriers_for(unwrap(model), receiver, looks_inside)
     for port in receiver.ports.values():
         if is_silent(carriers.channel.prefix + site_name(port.port.site.path, port.kind)):
             port.note = reasons.IN_A_BRANCH
@@ -233,6 +211,30 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
     take = None if outside is None else partial(_take_gradients, receiver, outside)
     routes = [carriers, *compiled, *looking, PassHooks(model, receiver, take)]
     return CarriedAttachment(receiver, carriers.channel, routes)
+
+
+def _carriers_for(root: nn.Module, receiver: Receiver, looks_inside: bool) -> Carriers:
+    """Carriers of the plan's sites: those of an earlier session that had the same and is over, else new ones."""
+    ports = receiver.ports.values()
+    taps = receiver.plan.taps
+    measured = frozenset(
+        (port.port.site.path, port.kind)
+        for port in ports
+        if all(taps[index].keep.block is not None for index in port.port.taps)
+    )
+    places = [(port.port.site.path, port.kind) for port in ports]
+    sites = frozenset((*place, place in measured) for place in places)
+    known = _carriers.setdefault(root, {})
+    carriers = known.get(sites)
+    if carriers is None or carriers.channel.is_open():
+        modules = ((port.port.site.path, port.port.site.module, port.kind) for port in ports)
+        carriers = known[sites] = Carriers(
+            ((path, module, kind) for path, module, kind in modules if module is not None),
+            ((place.path, place.module) for place in receiver.plan.places) if looks_inside else (),
+            measured,
+            purpose=f"{type(root).__qualname__} {sorted(sites)}",
+        )
+    return carriers
 
 
 def _root_gradients(model: nn.Module, receiver: Receiver) -> LivePort | None:

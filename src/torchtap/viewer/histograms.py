@@ -20,7 +20,8 @@ _BINS = 96
 _TAIL = 0.001
 _LARGEST = 1 << 20  # bytes of one histogram
 
-Counted = tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]]  # step, counts, edges
+Floats = npt.NDArray[np.float64]
+Counted = tuple[int, Floats, Floats]  # step, counts, edges
 
 
 def histograms_of(shown: OpenRun, site: str, *, linear: bool = True, columns: int = 240) -> bytes:
@@ -33,21 +34,11 @@ def histograms_of(shown: OpenRun, site: str, *, linear: bool = True, columns: in
     if not found:
         return pack({"site": site, "total": 0}, {})
     equal = all(np.array_equal(found[0][2], edges) for _, _, edges in found)
-    beyond = np.zeros(len(found))
     if linear or not equal:
-        low, high = _span(found, _TAIL if linear else 0.0)
-        edges = np.linspace(low, high if high > low else low + (abs(low) or 1.0), _BINS + 1)
-        rows = np.stack([_rebin(counts, own, edges) for _, counts, own in found])
-        totals = np.array([counts.sum() for _, counts, _ in found])
-        beyond = np.maximum(0.0, totals - rows.sum(axis=1))
-        if linear:
-            rows = rows / np.maximum(totals, 1.0)[:, None] / np.diff(edges)
+        rows, edges, beyond = _in_equal_bins(found, linear)
     else:
-        edges = found[0][2]
-        held = np.flatnonzero(np.sum([counts for _, counts, _ in found], axis=0))
-        part = slice(held[0], held[-1] + 1) if len(held) else slice(0, len(edges) - 1)
-        edges = edges[part.start : part.stop + 1]
-        rows = np.stack([counts[part] for _, counts, _ in found])
+        rows, edges = _as_recorded(found)
+        beyond = np.zeros(len(found))
     return pack(
         {"site": site, "total": len(steps), "linear": linear, "revision": revision},
         {
@@ -57,6 +48,26 @@ def histograms_of(shown: OpenRun, site: str, *, linear: bool = True, columns: in
             "beyond": beyond,
         },
     )
+
+
+def _in_equal_bins(found: list[Counted], density: bool) -> tuple[Floats, Floats, Floats]:
+    """All steps in the same equal bins, the bins' edges, and how many values of each step lie outside."""
+    low, high = _span(found, _TAIL if density else 0.0)
+    edges = np.linspace(low, high if high > low else low + (abs(low) or 1.0), _BINS + 1)
+    rows = np.stack([_rebin(counts, own, edges) for _, counts, own in found])
+    totals = np.array([counts.sum() for _, counts, _ in found])
+    beyond = np.maximum(0.0, totals - rows.sum(axis=1))
+    if density:
+        rows = rows / np.maximum(totals, 1.0)[:, None] / np.diff(edges)
+    return rows, edges, beyond
+
+
+def _as_recorded(found: list[Counted]) -> tuple[Floats, Floats]:
+    """Counts and edges, without the bins at both ends that are empty in all steps."""
+    edges = found[0][2]
+    held = np.flatnonzero(np.sum([counts for _, counts, _ in found], axis=0))
+    part = slice(held[0], held[-1] + 1) if len(held) else slice(0, len(edges) - 1)
+    return np.stack([counts[part] for _, counts, _ in found]), edges[part.start : part.stop + 1]
 
 
 def _read(shown: OpenRun, site: str, columns: int) -> tuple[list[int], list[Counted], int]:

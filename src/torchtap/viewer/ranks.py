@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtap.foreign_text import browser_text
 from torchtap.names import kind_of
@@ -39,6 +40,17 @@ def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> b
     return pack(facts, {"low": low, "high": high, "steps": steps[starts].astype(np.float64)})
 
 
+def _column(run: Run, statistic: str, sites: list[str], step: int) -> npt.NDArray[np.float64]:
+    """A statistic of these sites in one rank's recording at a step; NaN where it has none."""
+    values = np.full(len(sites), np.nan)
+    there = set(run.sites())
+    rows = [row for row, site in enumerate(sites) if site in there]
+    if rows:
+        chosen = [sites[row] for row in rows]
+        values[rows] = run.matrix(statistic, chosen, [step], partial=True).values[:, 0]
+    return values
+
+
 def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> bytes:
     """Array values: sites × ranks at one step (None: the last that was recorded), NaN where a rank has nothing.
 
@@ -47,23 +59,15 @@ def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> byt
     """
     with shown.lock:
         ranks = _ranks(shown)
-        sites = [
-            site
-            for site in shown.sites
-            if statistic in shown.statistics[site] and (not kind or kind_of(site) == kind)
-        ][:_MOST_SITES]
+        sites = [site for site in shown.sites if statistic in shown.statistics[site]]
+        sites = [site for site in sites if kind in ("", kind_of(site))][:_MOST_SITES]
         steps = shown.run.steps()
         if not sites or not len(steps):
             raise Refused("no site of this kind has this statistic", 404)
         at = int(steps[-1]) if step is None else step
         values = np.full((len(sites), len(ranks)), np.nan)
         for column, rank in enumerate(ranks):
-            run = _rank(shown, rank)
-            there = set(run.sites())
-            rows = [row for row, site in enumerate(sites) if site in there]
-            if rows:
-                chosen = [sites[row] for row in rows]
-                values[rows, column] = run.matrix(statistic, chosen, [at], partial=True).values[:, 0]
+            values[:, column] = _column(_rank(shown, rank), statistic, sites, at)
         facts = {
             "statistic": statistic,
             "step": at,

@@ -7,7 +7,7 @@ is reduced to the least and greatest value of each cell; nothing is drawn of a s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -134,36 +134,52 @@ def slice_of(
         tensor = _difference(tensor, _drawable(minus[0], site, minus[1], window.field))
     shape = tuple(tensor.shape)
     flat = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor
-    across = _axis(window.across, flat.ndim - 1, flat.ndim)
-    down = _axis(window.down, flat.ndim - 2, flat.ndim)
-    stack = None if window.stack is None else _axis(window.stack, 0, flat.ndim)
-    if across == down or stack in (across, down):
-        raise Refused("a picture needs two different axes, and a stack a third")
-    place = list(window.index) + [0] * (flat.ndim - len(window.index))
-    where: list[int | slice] = []
-    for axis, length in enumerate(flat.shape):
-        if axis == down:
-            where.append(slice(window.first_row, window.last_row))
-        elif axis == across:
-            where.append(slice(window.first_column, window.last_column))
-        elif axis == stack:
-            where.append(slice(0, _MOST_STACKED))
-        else:
-            if not 0 <= place[axis] < max(1, length):
-                raise Refused(f"index {place[axis]} of axis {axis}, which has {length} places")
-            where.append(place[axis])
-    picture = flat[tuple(where)]
+    axes = _axes(window, flat.ndim)
+    picture = flat[_where(window, axes, flat.shape)]
     # The axes that are left, in the order stack, down, across.
-    left = [axis for axis in range(flat.ndim) if axis in (down, across, stack)]
-    order = [left.index(axis) for axis in (stack, down, across) if axis is not None]
-    picture = picture.transpose(order)
-    if stack is None:
+    left = sorted(axis for axis in axes if axis is not None)
+    picture = picture.transpose([left.index(axis) for axis in axes if axis is not None])
+    if axes.stack is None:
         picture = picture[np.newaxis]
     if picture.size == 0:
         raise Refused("this tensor is empty", 404)
     if picture.size > 64 * _MOST_CELLS:
         raise Refused(f"a slice of {picture.size:,} values is too large to draw; choose a smaller part", 413)
     return _encode(picture, shape, window)
+
+
+class _Axes(NamedTuple):
+    """Which axes of a tensor a picture shows; stack is None where there is one picture."""
+
+    stack: int | None
+    down: int
+    across: int
+
+
+def _axes(window: SliceWindow, dimensions: int) -> _Axes:
+    across = _axis(window.across, dimensions - 1, dimensions)
+    down = _axis(window.down, dimensions - 2, dimensions)
+    stack = None if window.stack is None else _axis(window.stack, 0, dimensions)
+    if across == down or stack in (across, down):
+        raise Refused("a picture needs two different axes, and a stack a third")
+    return _Axes(stack, down, across)
+
+
+def _where(window: SliceWindow, axes: _Axes, shape: tuple[int, ...]) -> tuple[int | slice, ...]:
+    """The part of a tensor that a picture shows."""
+    parts: dict[int | None, slice] = {
+        axes.stack: slice(0, _MOST_STACKED),
+        axes.down: slice(window.first_row, window.last_row),
+        axes.across: slice(window.first_column, window.last_column),
+    }
+    places = list(window.index) + [0] * (len(shape) - len(window.index))
+    where: list[int | slice] = []
+    for axis, length in enumerate(shape):
+        place = places[axis]
+        if axis not in parts and not 0 <= place < max(1, length):
+            raise Refused(f"index {place} of axis {axis}, which has {length} places")
+        where.append(parts.get(axis, place))
+    return tuple(where)
 
 
 def _encode(picture: npt.NDArray[Any], shape: tuple[int, ...], window: SliceWindow) -> bytes:

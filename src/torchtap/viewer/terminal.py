@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -151,16 +151,10 @@ def live_view(
     findings: Sequence[Finding] = (),
 ) -> RenderableType:
     """One screen of a training that is being written: how far, how fast, how it looks."""
-    steps = run.steps()
-    head = Text()
-    head.append(str(run.path), style="bold")
-    head.append(f"  {run.status}", style="green" if run.status == "recording" else "dim")
-    if len(steps):
-        head.append(f"  step {int(steps[-1]):,}  ({len(steps):,} recorded{_pace(run)})")
     names = matching_sites(run, list(patterns) or None) if run.sites() else []
     logged = [site for site in run.sites() if is_logged(site) and site not in names]
     chosen = names if len(names) <= rows else _spread(names, rows)
-    parts: list[Any] = [head, ""]
+    parts: list[RenderableType] = [_how_far(run), ""]
     if logged or chosen:
         shown = [*logged, *chosen]
         wide = spark_width(width, max(len(site_word(site)) for site in shown), len(_COLUMNS))
@@ -173,6 +167,16 @@ def live_view(
         parts += ["", findings_text(findings)]
     parts += [Text(f"problem: {problem}", style="red") for problem in run.problems[:3]]
     return Group(*parts)
+
+
+def _how_far(run: Run) -> Text:
+    steps = run.steps()
+    head = Text()
+    head.append(str(run.path), style="bold")
+    head.append(f"  {run.status}", style="green" if run.status == "recording" else "dim")
+    if len(steps):
+        head.append(f"  step {int(steps[-1]):,}  ({len(steps):,} recorded{_pace(run)})")
+    return head
 
 
 def _pace(run: Run) -> str:

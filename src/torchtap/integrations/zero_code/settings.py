@@ -64,7 +64,7 @@ class Settings:
         return made
 
     def _check(self, where: str) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        if type(self.every) is not int or self.every < 1:
             raise PlanError(f"{where}: every={self.every!r}: give a whole number of steps from 1 on")
         if self.share is not None and not (isinstance(self.share, (int, float)) and 0 < self.share < 1):
             raise PlanError(f"{where}: share={self.share!r}: a share of the time lies between 0 and 1")
@@ -72,9 +72,9 @@ class Settings:
             raise PlanError(f"{where}: doctor={self.doctor!r}: it is true or false")
         if self.doctor and self.tap:
             raise PlanError(f"{where}: a doctor brings its own plan; leave out either doctor or the taps")
-        for each in self.tap:
-            if not isinstance(each, Mapping) or "select" not in each:
-                raise PlanError(f"{where}: {each!r} is no tap: it has to say what to select")
+        odd = [each for each in self.tap if not isinstance(each, Mapping) or "select" not in each]
+        if odd:
+            raise PlanError(f"{where}: {odd[0]!r} is no tap: it has to say what to select")
 
     @classmethod
     def from_environment(cls, words: str) -> Settings:

@@ -51,16 +51,14 @@ def monitored_layers(model: nn.Module, asked: LayerConfig) -> tuple[MonitoredLay
             f"layers_to_monitor is {asked!r}: give a list of layer names, or a dict of name to "
             "{'alias': ..., 'record_type': 'single' or 'epoch_full'}"
         )
-    options = dict(asked) if isinstance(asked, Mapping) else None
+    options: Mapping[str, Any] = asked if isinstance(asked, Mapping) else {}
     names = list(asked)
     if not names:
         raise PlanError("layers_to_monitor is empty: name at least one layer")
     found = places(model)
     paths = {path: place.path for place in found for path in (place.path, *place.other_paths)}
     _check_known(names, paths)
-    layers = tuple(
-        _layer(name, (options or {}).get(name) or {}, paths[_clean(name, paths)]) for name in names
-    )
+    layers = tuple(_layer(name, options.get(name) or {}, paths[_clean(name, paths)]) for name in names)
     _check_apart([layer.alias for layer in layers])
     modules = {place.path: place.module for place in found}
     for layer in layers:

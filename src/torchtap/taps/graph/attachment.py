@@ -32,6 +32,7 @@ from torchtap.taps.graph.regions import (
 )
 from torchtap.taps.graph.values import digest_of, tap_values
 from torchtap.taps.receive import reasons
+from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.stand_ins import skeleton
 
@@ -98,35 +99,41 @@ def attach_graph(
     real: dict[str, nn.Module] = {"": model, **called_modules(model)}
     ports = receiver.ports.values()
     carried = {address(site)[1:3] for site in carried_sites(model)}
+    called = [port for port in ports if port.port.site.path in real]
+    inlined = [port for port in ports if port.port.site.path not in real]
     carriers = Carriers(
         (port.port.site.path, real[port.port.site.path], port.kind)
-        for port in ports
-        if port.port.site.path in real and (port.port.site.path, port.kind) not in carried
+        for port in called
+        if (port.port.site.path, port.kind) not in carried
     )
-    kinds_of: dict[str, list[str]] = {}
-    for port in ports:
-        if port.port.site.path not in real:
-            kinds_of.setdefault(port.port.site.path, []).append(port.kind)
+    prefix = carriers.channel.prefix
     tapped = editable_copy(model)
     if site_map is not None:
         site_map.check(digest_of(model))
-        mapped = mapped_sites(
-            site_map, receiver, without=carried | {(path, kind) for path in real for kind in KINDS}
-        )
-        tap_values(tapped, mapped, carriers.channel.prefix)
-        kinds_of = {}
-    readdress(tapped, carriers.channel.prefix)
-    known = tap_graph(tapped, kinds_of, carriers.channel.prefix)
-    known |= {path for path, _ in carried}
+        known = carried | {(path, kind) for path in real for kind in KINDS}
+        tap_values(tapped, mapped_sites(site_map, receiver, without=known), prefix)
+        readdress(tapped, prefix)
+        tap_graph(tapped, {}, prefix)
+    else:
+        readdress(tapped, prefix)
+        found = tap_graph(tapped, _kinds_by_path(inlined), prefix) | {path for path, _ in carried}
+        for port in inlined:
+            if port.port.site.path not in found:
+                port.note = reasons.NO_OPERATION
     for port in ports:
-        if port.port.site.path not in real and port.port.site.path not in known and site_map is None:
-            port.note = reasons.NO_OPERATION
         if port.kind in ("attention", "value"):
             port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
     # The tapped code runs on the model itself, so that it always has the model's present attributes.
     forward = types.MethodType(type(tapped).forward, model)
     routes: list[Any] = [EditedGraphs(model, tapped), ForwardRoute(model, forward)]
     return CarriedAttachment(receiver, carriers.channel, [*routes, carriers, PassHooks(model, receiver)])
+
+
+def _kinds_by_path(ports: Iterable[LivePort]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for port in ports:
+        found.setdefault(port.port.site.path, []).append(port.kind)
+    return found
 
 
 @final

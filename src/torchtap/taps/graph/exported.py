@@ -38,26 +38,36 @@ def _tap_outermost(program: ExportedProgram, graph: fx.Graph, kinds: Iterable[st
     nodes = {node.name: node for node in graph.nodes}
     body = next(node for node in graph.nodes if node.op != "placeholder")
     end = next(node for node in reversed(graph.nodes) if node.op == "output")
-    spec = program.call_spec
     for kind in kinds:
-        if kind.endswith("input") and spec.in_spec is not None:
-            args, kwargs = pytree.tree_unflatten(
-                _numbers(len(program.graph_signature.user_inputs)), spec.in_spec
-            )
-            names = [str(name) for name in _argument_names(program)]
-            given = dict(zip(names, args, strict=False)) | kwargs
-            tree: Any = next(iter(given.values())) if len(given) == 1 else given
-            for leaf, number in leaves(tree):
-                value = program.graph_signature.user_inputs[int(number)]
-                if isinstance(value, str) and value in nodes:
-                    emit_before(graph, body, nodes[value], "", f":{kind}", leaf)
-        elif kind.endswith("output") and spec.out_spec is not None:
-            outputs = list(program.graph_signature.user_outputs)
-            tree = pytree.tree_unflatten(_numbers(len(outputs)), spec.out_spec)
-            for leaf, number in leaves(tree):
-                value = outputs[int(number)]
-                if isinstance(value, str) and value in nodes:
-                    emit_before(graph, end, nodes[value], "", f":{kind}", leaf)
+        if kind.endswith("input"):
+            at, tree, values = body, _given(program), program.graph_signature.user_inputs
+        elif kind.endswith("output"):
+            at, tree, values = end, _returned(program), program.graph_signature.user_outputs
+        else:
+            continue
+        for leaf, number in leaves(tree):
+            value = values[int(number)]
+            if isinstance(value, str) and value in nodes:
+                emit_before(graph, at, nodes[value], "", f":{kind}", leaf)
+
+
+def _given(program: ExportedProgram) -> Any:
+    """The program's arguments as its caller names them, with their number in the place of each value."""
+    if program.call_spec.in_spec is None:
+        return None
+    count = len(program.graph_signature.user_inputs)
+    args, kwargs = pytree.tree_unflatten(_numbers(count), program.call_spec.in_spec)
+    names = [str(name) for name in _argument_names(program)]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return next(iter(given.values())) if len(given) == 1 else given
+
+
+def _returned(program: ExportedProgram) -> Any:
+    """What the program returns, with its number in the place of each value."""
+    if program.call_spec.out_spec is None:
+        return None
+    count = len(program.graph_signature.user_outputs)
+    return pytree.tree_unflatten(_numbers(count), program.call_spec.out_spec)
 
 
 def _numbers(count: int) -> list[torch.Tensor]:

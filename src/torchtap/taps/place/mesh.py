@@ -68,24 +68,31 @@ class ProcessMesh:
 def process_mesh(model: nn.Module) -> ProcessMesh | None:
     """The mesh as a model and its wrappers know it; None where this process is alone."""
     here = identity()
-    if here.world == 1 or here.told_by != "process group":
-        return None if here.world == 1 else ProcessMesh(here.rank, here.world)
+    if here.world == 1:
+        return None
     found = ProcessMesh(here.rank, here.world)
+    if here.told_by != "process group":
+        return found
     for module in model.modules():
-        for mesh in meshes_of(module):
-            for axis in mesh_axes(mesh):
-                found.add(axis)
-        found.data.update(found.add(axis) for axis in fsdp_axes(module))
-        groups = wrapper_group(module)
-        names = ("dp",) if len(groups) == 1 else ("replicate", "shard")
-        for group, name in zip(groups, names, strict=False):
-            axis = group_axis(group, name)
-            if len(axis.ranks) > 1:
-                found.data.add(found.add(axis))
-        if (plan := output_plan(module)) is not None:
-            mesh, layouts = plan
-            named = [found.add(axis) for axis in mesh_axes(mesh)]
-            if len(named) == 1:
-                found.plans[id(module)] = {named[0]: layouts}
+        _add_axes_of(module, found)
     found.flat = flat_pieces(model)
     return found
+
+
+def _add_axes_of(module: nn.Module, found: ProcessMesh) -> None:
+    """What one module knows of the mesh: its parameters' meshes, its wrappers' groups, its plan for outputs."""
+    for mesh in meshes_of(module):
+        for axis in mesh_axes(mesh):
+            found.add(axis)
+    found.data.update(found.add(axis) for axis in fsdp_axes(module))
+    groups = wrapper_group(module)
+    names = ("dp",) if len(groups) == 1 else ("replicate", "shard")
+    for group, name in zip(groups, names, strict=False):
+        axis = group_axis(group, name)
+        if len(axis.ranks) > 1:
+            found.data.add(found.add(axis))
+    if (plan := output_plan(module)) is not None:
+        mesh, layouts = plan
+        named = [found.add(axis) for axis in mesh_axes(mesh)]
+        if len(named) == 1:
+            found.plans[id(module)] = {named[0]: layouts}

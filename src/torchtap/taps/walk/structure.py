@@ -43,10 +43,7 @@ def map_leaves(
     if isinstance(tree, (list, tuple)):
         return _rebuilt_sequence(tree, child)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        copied = copy.copy(tree)
-        for each in dataclasses.fields(tree):
-            object.__setattr__(copied, each.name, child(each.name, getattr(tree, each.name, None)))
-        return copied
+        return _rebuilt_dataclass(tree, child)
     if is_object(tree) and not any(tree is each for each in around) and _has_tensors(tree):
         copied = copy.copy(tree)
         copied.__dict__.update({name: child(name, value) for name, value in tree.__dict__.items()})
@@ -56,6 +53,13 @@ def map_leaves(
         children, context = node.flatten_fn(tree)
         return node.unflatten_fn([child(index, value) for index, value in enumerate(children)], context)
     return other(tree)
+
+
+def _rebuilt_dataclass(tree: Any, child: Callable[[object, object], Any]) -> Any:
+    copied = copy.copy(tree)
+    for each in dataclasses.fields(tree):
+        object.__setattr__(copied, each.name, child(each.name, getattr(tree, each.name, None)))
+    return copied
 
 
 def _rebuilt_mapping(tree: Mapping[Any, Any], child: Callable[[Any, Any], Any]) -> Any:
