@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, final
 
 from torch import nn
 
 from torchtap._torch import something_was_compiled
-from torchtap.names import belongs_to, is_unplaced, path_parts
+from torchtap.names import KINDS, belongs_to, is_unplaced, path_parts
 from torchtap.sites import unwrap
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import LivePort
@@ -56,22 +57,26 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
             yield Missing(site, reasons.UNPLACED.format(names=", ".join(numbered)))
 
 
+# What is read when a step ends, and why it was not.
+_AT_A_STEP: dict[str, str] = {
+    **dict.fromkeys(("update", "optim_state", "lr"), reasons.NO_OPTIMIZER_STEP),
+    **dict.fromkeys([kind for kind in KINDS if kind.startswith("param")], reasons.NO_STEP_ENDED),
+    "buffer": reasons.NO_STEP_ENDED,
+}
+
+
 def _why_silent(receiver: Receiver, port: LivePort, ever_live: frozenset[int]) -> str:
     """Why nothing came from a place that the model has."""
     if ever_live.isdisjoint(port.port.taps):
         return reasons.OFF_SCHEDULE
-    is_gradient = port.kind.startswith("grad")
-    if is_gradient and any(entry is not None for entry in port.entries.values()):
-        return port.note or reasons.NO_BACKWARD
     if port.note:
         return port.note
-    if port.kind in ("update", "optim_state", "lr"):
-        return reasons.NO_OPTIMIZER_STEP
-    if port.kind.startswith("param") or port.kind == "buffer":
-        return reasons.NO_STEP_ENDED
-    if not port.called:
-        return _why_not_called(receiver, port)
-    return reasons.NO_BACKWARD if is_gradient else reasons.NO_LEAF
+    if port.kind in _AT_A_STEP:
+        return _AT_A_STEP[port.kind]
+    if port.kind.startswith("grad"):
+        went_by = any(entry is not None for entry in port.entries.values())
+        return reasons.NO_BACKWARD if went_by or port.called else _why_not_called(receiver, port)
+    return reasons.NO_LEAF if port.called else _why_not_called(receiver, port)
 
 
 def replaced_paths(receiver: Receiver) -> set[str]:
@@ -100,15 +105,13 @@ def _why_not_called(receiver: Receiver, port: LivePort) -> str:
 def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
     """Attention maps and named values come from somewhere inside: a tap is content with any of its modules."""
     never_seen = {"attention": reasons.NO_ATTENTION, "value": reasons.NO_VALUE}
-    for index, tap in enumerate(receiver.plan.asked):
-        for kind, reason in never_seen.items():
-            ports = receiver.ports.values()
-            asked = [port for port in ports if index in port.port.taps and port.kind == kind]
-            if not asked or any(port.arrived or _came_before(receiver, port) for port in asked):
-                continue
-            name = next((s.text for s in tap.selectors if kind in s.kinds), kind)
-            note = next((port.note for port in asked if port.note), reason)
-            yield Missing(name, note if index in ever_live else reasons.OFF_SCHEDULE)
+    for (index, tap), kind in product(enumerate(receiver.plan.asked), never_seen):
+        asked = [p for p in receiver.ports.values() if index in p.port.taps and p.kind == kind]
+        if not asked or any(port.arrived or _came_before(receiver, port) for port in asked):
+            continue
+        name = next((s.text for s in tap.selectors if kind in s.kinds), kind)
+        note = next((port.note for port in asked if port.note), never_seen[kind])
+        yield Missing(name, note if index in ever_live else reasons.OFF_SCHEDULE)
 
 
 def _came_before(receiver: Receiver, port: LivePort) -> bool:

@@ -106,13 +106,15 @@ class Capture:
             if entry.shape is not None:
                 came.update(entry.taps, entry.also.taps if entry.also is not None else ())
         silent = [index for index in range(len(self.plan.asked)) if index not in came]
-        if not silent:
-            return
+        if silent:
+            asked = ", ".join(repr(s.text) for index in silent for s in self.plan.asked[index].selectors)
+            reason = self._why_silent(silent)
+            warn(f"torchtap: nothing came from {asked}" + (f": {reason}" if reason else ""))
+
+    def _why_silent(self, taps: list[int]) -> str:
         reasons = {missing.site: missing.reason for missing in self.seen.coverage()}
-        ports = [port.site.name for port in self.plan.ports if port.taps[0] in silent]
-        reason = next((reasons[name] for name in ports if name in reasons), "")
-        asked = ", ".join(repr(s.text) for index in silent for s in self.plan.asked[index].selectors)
-        warn(f"torchtap: nothing came from {asked}" + (f": {reason}" if reason else ""))
+        ports = [port.site.name for port in self.plan.ports if port.taps[0] in taps]
+        return next((reasons[name] for name in ports if name in reasons), "")
 
     def __getitem__(self, name: object) -> Any:
         raise SessionError(

@@ -96,36 +96,41 @@ def prove_handover(device: str) -> str:
     """Numbers that cross from the device during training, step by step, against a plain copy; losses unchanged."""
     import torchtap as tt
 
-    losses: list[list[float]] = []
+    losses, expected = _train(device, None)
     with tempfile.TemporaryDirectory() as name:
-        for watched in (False, True):
-            torch.manual_seed(3)
-            model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(device)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            watch = tt.watch(model, Path(name) / "run", ["*:output", "*:grad_output"]) if watched else None
-            told, means = [], []
-            for step in range(12):
-                if watch is not None:
-                    watch.set_step(step)
-                value = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(device)
-                inner = model[0](value).detach() if watch is None else None
-                loss = model(value).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                told.append(float(loss))
-                means.append(float(inner.double().mean()) if inner is not None else 0.0)
-            losses.append(told)
-            if watch is None:
-                expected = means
-            else:
-                watch.close()
-        found = tt.open(Path(name) / "run").series("0:output", "mean").values.tolist()
-    assert losses[0] == losses[1], "a watched training has other losses"
+        folder = Path(name) / "run"
+        watched, _ = _train(device, folder)
+        found = tt.open(folder).series("0:output", "mean").values.tolist()
+    assert losses == watched, "a watched training has other losses"
     assert len(found) == 12, f"{len(found)} of 12 steps arrived"
     error = max(abs(one - other) for one, other in zip(found, expected, strict=True))
     assert error < 1e-6, f"means that crossed differ by {error}"
     return f"12 steps, losses bit by bit the same, means within {error:.1e}"
+
+
+def _train(device: str, folder: Path | None) -> tuple[list[float], list[float]]:
+    """The losses of a short training; watched into a folder, or else with the means of its first layer's output."""
+    import torchtap as tt
+
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = None if folder is None else tt.watch(model, folder, ["*:output", "*:grad_output"])
+    losses, means = [], []
+    for step in range(12):
+        if watch is not None:
+            watch.set_step(step)
+        value = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(device)
+        if watch is None:
+            means.append(float(model[0](value).detach().double().mean()))
+        loss = model(value).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    if watch is not None:
+        watch.close()
+    return losses, means
 
 
 def prove_forms(device: str) -> str:

@@ -39,6 +39,13 @@ class MapWindow:
     columns: int = 1200
     fold: int | None = None  # one row for each module of this depth
 
+    def span(self, steps: npt.NDArray[np.int64]) -> slice:
+        """The steps that are asked for, among those that there are."""
+        first = 0 if self.first_step is None else int(np.searchsorted(steps, self.first_step))
+        if self.last_step is None:
+            return slice(first, len(steps))
+        return slice(first, max(first, int(np.searchsorted(steps, self.last_step, side="right"))))
+
 
 def _inside(site: str, module: str) -> bool:
     path = path_of(site)
@@ -152,11 +159,7 @@ def heat_map(shown: OpenRun, window: MapWindow, grid: NumberGrid | None = None) 
         grid = shown.grid(window.statistic) if grid is None else grid
         bands, names = bands_of(grid, window)
         chosen = bands[window.first_row : window.last_row]
-        first = 0 if window.first_step is None else int(np.searchsorted(grid.steps, window.first_step))
-        last = len(grid.steps)
-        if window.last_step is not None:
-            last = int(np.searchsorted(grid.steps, window.last_step, side="right"))
-        span = slice(first, max(first, last))
+        span = window.span(grid.steps)
         low, high, row_starts, steps, count = _cells(shown, grid, bands, chosen, span, window)
         rows = [row for band in bands for row in band]
         key = ("range", window.statistic, window.kind, window.under)
@@ -168,7 +171,7 @@ def heat_map(shown: OpenRun, window: MapWindow, grid: NumberGrid | None = None) 
             "shownRows": len(chosen),
             "shownSteps": count,
             "allSteps": len(grid.steps),
-            "lastStep": int(grid.steps[last - 1]) if last > first else None,
+            "lastStep": int(grid.steps[span][-1]) if len(grid.steps[span]) else None,
             "revision": shown.revision,
             "sites": [grid.sites[row] for band in chosen for row in band],
             "names": None if names is None else names[window.first_row : window.last_row],

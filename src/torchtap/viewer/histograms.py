@@ -79,14 +79,17 @@ def _read(shown: OpenRun, site: str, columns: int) -> tuple[list[int], list[Coun
         chosen = [steps[start] for start in buckets(len(steps), columns)]
         if steps and chosen[-1] != steps[-1]:
             chosen.append(steps[-1])
-        found: list[Counted] = []
-        for step in chosen:
-            result = shown.run.histogram(site, step)
-            counts = np.asarray(result.counts, dtype=np.float64).ravel()
-            edges = np.asarray(result.edges, dtype=np.float64).ravel()
-            if len(edges) == len(counts) + 1 and len(counts) and np.isfinite(edges).all():
-                found.append((step, counts, edges))
-        return steps, found, shown.revision
+        found = [_counted(shown, site, step) for step in chosen]
+        return steps, [each for each in found if each is not None], shown.revision
+
+
+def _counted(shown: OpenRun, site: str, step: int) -> Counted | None:
+    """A step's counts and edges; None where they cannot be those of a histogram."""
+    result = shown.run.histogram(site, step)
+    counts = np.asarray(result.counts, dtype=np.float64).ravel()
+    edges = np.asarray(result.edges, dtype=np.float64).ravel()
+    sound = len(counts) > 0 and len(edges) == len(counts) + 1 and bool(np.isfinite(edges).all())
+    return (step, counts, edges) if sound else None
 
 
 def _span(found: list[Counted], tail: float) -> tuple[float, float]:

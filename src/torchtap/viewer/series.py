@@ -27,24 +27,7 @@ def series_of(
     with shown.lock:
         if site not in shown.position:
             raise Refused(f"this run has no site {site!r}", 404)
-        recorded = shown.statistics[site]
-        columns: dict[str, npt.NDArray[np.float64]] = {}
-        steps = np.zeros(0, dtype=np.int64)
-        for name in dict.fromkeys(statistics):
-            if name in recorded:
-                its_steps, values = shown.series(site, name)
-            elif name in DERIVED and site in shown.grid(name).row:
-                grid = shown.grid(name)
-                its_steps, values = grid.steps, grid.values[grid.row[site]].astype(np.float64)
-            else:
-                continue
-            if not columns:
-                steps = its_steps
-            elif not np.array_equal(steps, its_steps):
-                merged = np.union1d(steps, its_steps)
-                columns = {key: _onto(merged, steps, column) for key, column in columns.items()}
-                values, steps = _onto(merged, its_steps, values), merged
-            columns[name] = values
+        steps, columns = _on_common_steps(shown, site, statistics)
         total = len(steps)
         inside = np.ones(total, dtype=bool)
         if first_step is not None:
@@ -59,6 +42,30 @@ def series_of(
     for number, column in enumerate(columns.values()):
         arrays[f"s{number}"] = column[kept]
     return pack(facts, arrays)
+
+
+def _on_common_steps(
+    shown: OpenRun, site: str, statistics: list[str]
+) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[np.float64]]]:
+    """The statistics that the site has, all on the steps that any of them has."""
+    columns: dict[str, npt.NDArray[np.float64]] = {}
+    steps = np.zeros(0, dtype=np.int64)
+    for name in dict.fromkeys(statistics):
+        if name in shown.statistics[site]:
+            its_steps, values = shown.series(site, name)
+        elif name in DERIVED and site in shown.grid(name).row:
+            grid = shown.grid(name)
+            its_steps, values = grid.steps, grid.values[grid.row[site]].astype(np.float64)
+        else:
+            continue
+        if not columns:
+            steps = its_steps
+        elif not np.array_equal(steps, its_steps):
+            merged = np.union1d(steps, its_steps)
+            columns = {key: _onto(merged, steps, column) for key, column in columns.items()}
+            values, steps = _onto(merged, its_steps, values), merged
+        columns[name] = values
+    return steps, columns
 
 
 def _onto(

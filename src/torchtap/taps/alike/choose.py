@@ -89,17 +89,15 @@ class _Choice:
     def _pick(self, site: str, name: Name, candidates: Sequence[str]) -> str:
         call = self._values.calls.get((name.path, name.call), Call())
         given = self._given.get((name.path, name.kind, name.call), ())
-        if name.kind == "input":
-            tiers: list[tuple[str, ...]] = [call.entering]
-        else:
-            tiers = [call.leaving, call.inside]
-        for tier in tiers:
-            here = [key for key in candidates if key in tier]
-            fresh = [key for key in here if key not in given]
-            if len(fresh) > 1 and tier is not call.inside:
-                self.ambiguous[site] = tuple(here)
-            if here:
-                return (fresh or here)[-1 if name.kind != "input" and tier is call.inside else 0]
+        edge = [key for key in candidates if key in (call.entering if name.kind == "input" else call.leaving)]
+        if edge:
+            fresh = [key for key in edge if key not in given]
+            if len(fresh) > 1:
+                self.ambiguous[site] = tuple(edge)
+            return (fresh or edge)[0]
+        inside = [key for key in candidates if key in call.inside] if name.kind != "input" else []
+        if inside:
+            return ([key for key in inside if key not in given] or inside)[-1]
         if len(candidates) > 1:
             self.ambiguous[site] = tuple(candidates)
         return min(candidates, key=lambda key: (abs(self._order[key] - self._clock), self._order[key]))

@@ -99,27 +99,17 @@ def attach_graph(
     real: dict[str, nn.Module] = {"": model, **called_modules(model)}
     ports = receiver.ports.values()
     carried = {address(site)[1:3] for site in carried_sites(model)}
-    called = [port for port in ports if port.port.site.path in real]
-    inlined = [port for port in ports if port.port.site.path not in real]
-    carriers = Carriers(
-        (port.port.site.path, real[port.port.site.path], port.kind)
-        for port in called
-        if (port.port.site.path, port.kind) not in carried
-    )
+    called = [(port.port.site.path, port.kind) for port in ports if port.port.site.path in real]
+    carriers = Carriers((path, real[path], kind) for path, kind in called if (path, kind) not in carried)
     prefix = carriers.channel.prefix
     tapped = editable_copy(model)
     if site_map is not None:
         site_map.check(digest_of(model))
         known = carried | {(path, kind) for path in real for kind in KINDS}
         tap_values(tapped, mapped_sites(site_map, receiver, without=known), prefix)
-        readdress(tapped, prefix)
-        tap_graph(tapped, {}, prefix)
-    else:
-        readdress(tapped, prefix)
-        found = tap_graph(tapped, _kinds_by_path(inlined), prefix) | {path for path, _ in carried}
-        for port in inlined:
-            if port.port.site.path not in found:
-                port.note = reasons.NO_OPERATION
+    readdress(tapped, prefix)
+    inlined = [] if site_map is not None else [port for port in ports if port.port.site.path not in real]
+    _tap_inlined(tapped, inlined, prefix, {path for path, _ in carried})
     for port in ports:
         if port.kind in ("attention", "value"):
             port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
@@ -129,11 +119,15 @@ def attach_graph(
     return CarriedAttachment(receiver, carriers.channel, [*routes, carriers, PassHooks(model, receiver)])
 
 
-def _kinds_by_path(ports: Iterable[LivePort]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _tap_inlined(tapped: fx.GraphModule, ports: list[LivePort], prefix: str, carried: set[str]) -> None:
+    """Tap modules that a graph no longer calls; one of which it has no operation either says so."""
+    kinds: dict[str, list[str]] = {}
     for port in ports:
-        found.setdefault(port.port.site.path, []).append(port.kind)
-    return found
+        kinds.setdefault(port.port.site.path, []).append(port.kind)
+    found = tap_graph(tapped, kinds, prefix) | carried
+    for port in ports:
+        if port.port.site.path not in found:
+            port.note = reasons.NO_OPERATION
 
 
 @final

@@ -6,7 +6,7 @@ While a tap is live, calls of the model go to a tapped copy of it that has the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from torch import nn
@@ -58,17 +58,20 @@ def attach_script(model: Any, receiver: Receiver, site_map: SiteMap | None = Non
     else:
         copy = tapped_copy(model, kinds_of, channel.prefix)
         _note_reasons(model, receiver, constant, traced)
-    copies = dict(copy.named_modules())
-    shared = _SharedState(model, copy)
-    routes = []
-    for path, module in model.named_modules():
-        if "forward" in script_methods(script_core(module)) and path in copies:
-            forward = shared.around(copies[path].forward)
-            routes.append(ForwardRoute(module, in_pass(receiver, model, forward) if path == "" else forward))
     groups = [] if traced.is_traced else lookalike_paths(model)
     if groups:
         channel.open_through(lambda heard: DoubtfulNames(heard, groups))
-    return CarriedAttachment(receiver, channel, routes)
+    return CarriedAttachment(receiver, channel, list(_routes(model, copy, receiver)))
+
+
+def _routes(model: Any, copy: Any, receiver: Receiver) -> Iterator[ForwardRoute]:
+    """Each module's forward by way of the tapped copy's."""
+    copies = dict(copy.named_modules())
+    shared = _SharedState(model, copy)
+    for path, module in model.named_modules():
+        if "forward" in script_methods(script_core(module)) and path in copies:
+            forward = shared.around(copies[path].forward)
+            yield ForwardRoute(module, in_pass(receiver, model, forward) if path == "" else forward)
 
 
 def _mapped_copy(
@@ -87,13 +90,19 @@ def _why_not_scripted(instance: Any, kind: str) -> str:
     methods = forward_methods(instance).values()
     if not methods:
         return reasons.NO_FORWARD.format(name=last_part(instance.qualified_name))
-    if kind.endswith("input"):
-        types = [jit_type for method in methods for _, jit_type in inputs_of(method)]
-    else:
-        types = [each.type for method in methods for each in method.schema.returns]
-    if any(can_hold_tensors(jit_type) for jit_type in types):
+    of_method = _types_given if kind.endswith("input") else _types_returned
+    types = [jit_type for method in methods for jit_type in of_method(method)]
+    if any(map(can_hold_tensors, types)):
         return ""
     return reasons.NO_TENSOR_TYPE.format(types=", ".join(each.annotation_str for each in types) or "nothing")
+
+
+def _types_given(method: Any) -> list[Any]:
+    return [jit_type for _, jit_type in inputs_of(method)]
+
+
+def _types_returned(method: Any) -> list[Any]:
+    return [each.type for each in method.schema.returns]
 
 
 def _note_reasons(

@@ -13,6 +13,7 @@ edits a copy of the module, whose graphs nobody has run; its parameters and buff
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -40,34 +41,34 @@ def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str 
     """A copy of a scripted module that emits these kinds at these paths; ``prefix`` is a channel's."""
     op.register()
     copy = script_copy(module)
-    originals = script_modules(module)
     constants = constant_sites(copy)
     present = {op.address(site)[1:3] for site in constants}
     for site, nodes in constants.items():
         for node in nodes:  # the same constant may be there several times
             node.s_("value", prefix + site.rpartition("|")[2])
     # Instances of one class share its graph, so a class emits what any of its instances is asked for.
-    kinds_by_class: dict[str, set[str]] = {}
     instances: dict[str, list[tuple[str, Any]]] = {}
     for path, instance in script_modules(copy).items():
-        name = instance.qualified_name
-        instances.setdefault(name, []).append((path, instance))
-        asked = {kind for kind in kinds_of.get(path, ()) if (path, kind) not in present}
-        kinds_by_class.setdefault(name, set()).update(asked)
-    names = TracedNames(originals)
-    for name, members in instances.items():
-        for path, instance in members:
-            if instance.hasattr(PATH_ATTRIBUTE):
-                instance.setattr(PATH_ATTRIBUTE, prefix + path)
-            else:
-                add_script_text(instance, PATH_ATTRIBUTE, prefix + path)
-        first_path, first = members[0]
-        kinds = kinds_by_class[name] - _kinds_in(first)
-        if kinds:
-            for method_name, method in forward_methods(first).items():
-                traced = names if names.knows(first_path, method_name) else None
-                _edit(method, kinds, first_path, traced)
+        instances.setdefault(instance.qualified_name, []).append((path, instance))
+    names = TracedNames(script_modules(module))
+    for members in instances.values():
+        asked = {(path, kind) for path, _ in members for kind in kinds_of.get(path, ())} - present
+        _tap_class(members, {kind for _, kind in asked}, names, prefix)
     return copy
+
+
+def _tap_class(members: list[tuple[str, Any]], kinds: set[str], names: TracedNames, prefix: str) -> None:
+    """Tell the instances of one class their paths, and have their graph emit some kinds."""
+    for path, instance in members:
+        if instance.hasattr(PATH_ATTRIBUTE):
+            instance.setattr(PATH_ATTRIBUTE, prefix + path)
+        else:
+            add_script_text(instance, PATH_ATTRIBUTE, prefix + path)
+    first_path, first = members[0]
+    kinds = kinds - _kinds_in(first)
+    for method_name, method in forward_methods(first).items() if kinds else ():
+        traced = names if names.knows(first_path, method_name) else None
+        _edit(method, kinds, first_path, traced)
 
 
 def inputs_of(method: Any) -> list[tuple[str, Any]]:
@@ -122,23 +123,21 @@ def _kinds_in(instance: Any) -> set[str]:
 
 def _edit(method: Any, kinds: set[str], path: str, traced: TracedNames | None) -> None:
     graph = method.graph
-    given = sorted(kind for kind in kinds if kind.endswith("input"))
-    returned = sorted(kind for kind in kinds if kind.endswith("output"))
     values = list(graph.inputs())
     first = next(iter(graph.nodes()), graph.return_node())
     arguments = inputs_of(method)
     if traced is not None:
         types = [jit_type for _, jit_type in arguments]
         arguments = list(zip(traced.inputs(path, method.name), types, strict=True))
-    for kind in given:
+    for kind in sorted(kind for kind in kinds if kind.endswith("input")):
         for (leaf, jit_type), value in zip(arguments, values[1:], strict=True):
             _insert(graph, first, values[0], value, jit_type, f":{kind}" + (f".{leaf}" if leaf else ""), kind)
-    for kind in returned:
-        for value in list(graph.outputs()):
-            if traced is None:
-                _insert(graph, graph.return_node(), values[0], value, value.type(), f":{kind}", kind)
-            else:
-                _insert_traced(graph, values[0], value, kind, traced.outputs(path, method.name))
+    returned = sorted(kind for kind in kinds if kind.endswith("output"))
+    for kind, value in product(returned, list(graph.outputs())):
+        if traced is None:
+            _insert(graph, graph.return_node(), values[0], value, value.type(), f":{kind}", kind)
+        else:
+            _insert_traced(graph, values[0], value, kind, traced.outputs(path, method.name))
     graph.lint()
 
 
