@@ -117,7 +117,8 @@ class Gaps:
             return
         now = {port.site.name for port in plan.ports}
         added, removed = sorted(now - self._sites), sorted(self._sites - now)
-        if self._retap is not None and (added or removed or replaced):
+        gone = removed or replaced
+        if self._retap is not None and (added or gone):
             self._sites = now
             self._taps = self._retap(plan)
             return
@@ -127,9 +128,9 @@ class Gaps:
                 f"the model has {len(added)} more sites that the taps ask for ({_some(added)}): they came after the "
                 "watch was made and are not recorded; watch(follow_model=True) takes them in, or make a new watch"
             )
-        if removed or replaced:
+        if gone:
             self._tell(
-                f"modules that were under watch are gone or were replaced ({_some(removed or replaced)}): nothing "
+                f"modules that were under watch are gone or were replaced ({_some(gone)}): nothing "
                 "comes from them any more; watch(follow_model=True) goes over to what took their place, or make a new "
                 "watch"
             )

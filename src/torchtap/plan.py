@@ -336,8 +336,8 @@ def _matched(asked: Tap, found_places: tuple[Place, ...], all_match: bool) -> li
     """The ports that a tap wants, each with its names. With ``all_match`` every selector has to pick one."""
     kinds = frozenset().union(*(s.kinds for s in asked.selectors))
     matched = [names for names in candidates(found_places, kinds) if asked.may_want(names)]
-    for selector in asked.selectors:
-        if all_match and not any(selector.picks_port(site) for names in matched for site in names):
+    for selector in asked.selectors if all_match else ():
+        if not any(selector.picks_port(site) for names in matched for site in names):
             raise _picks_nothing(selector, found_places)
     if asked.alias and len(matched) > 1:
         some = ", ".join(names[0].name for names in matched[:3])

@@ -132,8 +132,8 @@ class Seen(Mapping[str, Any]):
             yield site_name(path, kind, "", call)
         if kind not in ("input", "grad_input"):
             return
-        for place in self._receiver.plan.places:
-            names = input_names(place.module) or () if place.path == path else ()
+        modules = [place.module for place in self._receiver.plan.places if place.path == path]
+        for names in filter(None, map(input_names, modules)):
             if int(first) < len(names):
                 named = names[int(first)]
                 yield site_name(path, kind, f"{named}.{more}" if more else named, call)

@@ -335,23 +335,23 @@ def _path_pattern(text: str) -> Callable[[str], bool]:
         return lambda path: True
     if "." not in text:
         return lambda path: path != "" and (path == text or fnmatch.fnmatchcase(last_part(path), text))
-    pieces: list[str] = []
-    components = path_parts(text)
-    for position, component in enumerate(components):
-        last = position == len(components) - 1
-        if component == "**":
-            # "a.**" is all inside a, so at least one component; elsewhere "**" may stand for none.
-            pieces.append(r"[^.]+(?:\.[^.]+)*" if last else r"(?:[^.]+\.)*")
-        else:
-            piece = (
-                fnmatch.translate(component).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
-            )
-            pieces.append(piece.replace(".*", "[^.]*").replace("(?>.*?", "(?>[^.]*?"))
-            if not last:
-                pieces.append(r"\.")
+    *outer, last = path_parts(text)
+    pieces = [_ANY_AROUND if each == "**" else _component(each) + r"\." for each in outer]
+    pieces.append(_ALL_INSIDE if last == "**" else _component(last))
     pattern = re.compile("".join(pieces))
     # A module may be called "[0]" or "a?": what a listing shows can be asked for as it stands.
     return lambda path: path == text or pattern.fullmatch(path) is not None
+
+
+# "a.**" is all inside a, so at least one component; elsewhere "**" may stand for none.
+_ALL_INSIDE = r"[^.]+(?:\.[^.]+)*"
+_ANY_AROUND = r"(?:[^.]+\.)*"
+
+
+def _component(text: str) -> str:
+    """A glob of one component as a regular expression."""
+    found = fnmatch.translate(text).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
+    return found.replace(".*", "[^.]*").replace("(?>.*?", "(?>[^.]*?")
 
 
 def selectors_of(

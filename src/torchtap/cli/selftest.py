@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 
 import click
 
@@ -26,22 +27,18 @@ def command(asked: tuple[str, ...], as_json: bool) -> None:
     """
     from torchtap.cli.proving import PROOFS, devices, facts
 
+    tell: Callable[[str], object] = (lambda line: None) if as_json else say
     parts = dict(facts())
-    if not as_json:
-        for name, fact in parts.items():
-            say(f"{name + ':':<17} {fact}")
+    for name, fact in parts.items():
+        tell(f"{name + ':':<17} {fact}")
     results = []
-    for device in devices(asked):
-        for name, proof in PROOFS.items():
-            result = _tried(device, name, proof)
-            results.append(result)
-            if not as_json:
-                say(result.line())
+    for device, (name, proof) in product(devices(asked), PROOFS.items()):
+        results.append(_tried(device, name, proof))
+        tell(results[-1].line())
     failed = sum(not result.held for result in results)
     if as_json:
         say_json({"facts": parts, "proofs": [asdict(result) for result in results], "held": not failed})
-    else:
-        say("everything held" if not failed else f"{failed} did not hold")
+    tell("everything held" if not failed else f"{failed} did not hold")
     raise SystemExit(1 if failed else 0)
 
 

@@ -23,14 +23,10 @@ def roots_of(parameters: set[int]) -> list[nn.Module]:
     ]
     parents: dict[int, list[nn.Module]] = {}
     for module in alive:
-        for child in module._modules.values():
-            if child is not None:
-                parents.setdefault(id(child), []).append(module)
-    found: dict[int, nn.Module] = {}
-    for module in alive:
-        if any(id(parameter) in parameters for parameter in module._parameters.values()):
-            for root in _outermost(module, parents):
-                found[id(root)] = root
+        for child in module._modules.values():  # an empty place gets an entry, too, that nobody asks for
+            parents.setdefault(id(child), []).append(module)
+    owners = [m for m in alive if any(id(each) in parameters for each in m._parameters.values())]
+    found = {id(root) for module in owners for root in _outermost(module, parents)}
     return [module for module in alive if id(module) in found]
 
 

@@ -48,12 +48,11 @@ def matching_sites(run: Run, patterns: Sequence[str] | None, kind: str | None = 
         if not found:
             raise SelectionError(f"none of the run's {len(listed)} sites matches {', '.join(patterns)}")
         return found
-    there = {place.kind for place in listed}
-    wanted = kind or next((k for k in _KINDS if k in there), next(iter(sorted(there)), ""))
-    found = [place.name for place in listed if place.kind == wanted]
-    if kind and not found:
-        raise SelectionError(f"the run has no sites of kind {kind!r}; it has {', '.join(sorted(there))}")
-    return found
+    there = sorted({place.kind for place in listed})
+    if kind and kind not in there:
+        raise SelectionError(f"the run has no sites of kind {kind!r}; it has {', '.join(there)}")
+    wanted = kind or next((k for k in (*_KINDS, *there) if k in there), "")
+    return [place.name for place in listed if place.kind == wanted]
 
 
 def picture_of(

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from torchtap.diagnosis.places import Place
 from torchtap.names import site_name
+from torchtap.store.read.reader import Run
 from torchtap.viewer.cards import phases_of, short_text
 from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.derived import derived_of
@@ -79,25 +81,7 @@ def about_run(shown: OpenRun) -> bytes:
         for place in shown.places:
             recorded = list(shown.statistics[place.name])
             statistics = tuple(recorded + derived_of(place.name, recorded, names))
-            shape = place.shape
-            sites.append(
-                {
-                    "name": place.name,
-                    "module": _text(place.module),
-                    "kind": place.kind,
-                    "class": _text(place.module_class),
-                    "source": _text(place.source),
-                    "shape": list(shape) if shape is not None and len(shape) <= _AXES else None,
-                    "dtype": _text(place.dtype),
-                    "statistics": lists.setdefault(statistics, len(lists)),
-                }
-            )
-        with_tensors: dict[str, list[str]] = {}
-        for reference in run.tensors():
-            what = "histogram" if "histogram" in str(reference.reduction).lower() else "tensor"
-            kinds = with_tensors.setdefault(reference.site, [])
-            if what not in kinds:
-                kinds.append(what)
+            sites.append({**_site(place), "statistics": lists.setdefault(statistics, len(lists))})
         environment = run.manifest.get("environment")
         return encode_json(
             {
@@ -106,7 +90,7 @@ def about_run(shown: OpenRun) -> bytes:
                 "revision": shown.revision,
                 "sites": sites,
                 "statistics": [list(names) for names in lists],
-                "tensors": with_tensors,
+                "tensors": _with_tensors(run),
                 "model": _module(run.model_tree),
                 "environment": {
                     _text(key): _text(value)
@@ -116,6 +100,28 @@ def about_run(shown: OpenRun) -> bytes:
                 "phases": phases_of(run),
             }
         )
+
+
+def _site(place: Place) -> dict[str, object]:
+    shape = place.shape
+    return {
+        "name": place.name,
+        "module": _text(place.module),
+        "kind": place.kind,
+        "class": _text(place.module_class),
+        "source": _text(place.source),
+        "shape": list(shape) if shape is not None and len(shape) <= _AXES else None,
+        "dtype": _text(place.dtype),
+    }
+
+
+def _with_tensors(run: Run) -> dict[str, list[str]]:
+    """What the sites that kept more than numbers have: histograms, tensors, in the order in which they came."""
+    found: dict[str, dict[str, None]] = {}
+    for reference in run.tensors():
+        what = "histogram" if "histogram" in str(reference.reduction).lower() else "tensor"
+        found.setdefault(reference.site, {})[what] = None
+    return {site: list(kinds) for site, kinds in found.items()}
 
 
 def findings_of(catalog: Catalog, name: str) -> bytes:

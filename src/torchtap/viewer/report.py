@@ -140,23 +140,31 @@ def _add_logged(archive: _Archive, shown: OpenRun) -> None:
 def _add_overview(archive: _Archive, shown: OpenRun) -> None:
     for question in ("about", "findings", "coverage"):
         archive.add(question, {"run": browser_text(shown.name)})
-    statistics: dict[str, dict[str, None]] = {}
-    for site, held in shown.statistics.items():
-        statistics.setdefault(kind_of(site), {}).update(dict.fromkeys(held))
+    maps = _maps(shown)
     sizes: dict[str, str | int] = {"columns": _COLUMNS, "rows": _ROWS}
     # The maps that tell most come first, so that a large run keeps them.
     for tier in (("rms", "nonfinite"), ("std", "absmax", "zeros", "l2", "grad/weight"), None):
-        for kind, names in statistics.items():
-            derived = ["nonfinite"] if "nans" in names else []
-            derived += ["grad/weight"] if kind == "param_grad" else []
-            for name in [*names, *derived]:
-                if (tier is None or name in tier) and archive.size < _BUDGET // 2:
-                    asked: dict[str, str | int] = {
-                        "run": browser_text(shown.name),
-                        "statistic": browser_text(name),
-                        "kind": browser_text(kind),
-                    }
-                    archive.add("map", asked, sizes)
+        for kind, name in maps:
+            if (tier is None or name in tier) and archive.size < _BUDGET // 2:
+                asked: dict[str, str | int] = {
+                    "run": browser_text(shown.name),
+                    "statistic": browser_text(name),
+                    "kind": browser_text(kind),
+                }
+                archive.add("map", asked, sizes)
+
+
+def _maps(shown: OpenRun) -> list[tuple[str, str]]:
+    """The maps that the page can draw of a run: a kind, and a statistic that is recorded of it or follows."""
+    statistics: dict[str, dict[str, None]] = {}
+    for site, held in shown.statistics.items():
+        statistics.setdefault(kind_of(site), {}).update(dict.fromkeys(held))
+    for kind, names in statistics.items():
+        if "nans" in names:
+            names["nonfinite"] = None
+        if kind == "param_grad":
+            names["grad/weight"] = None
+    return [(kind, name) for kind, names in statistics.items() for name in names]
 
 
 def _wanted(shown: OpenRun, patterns: Sequence[str]) -> list[str]:

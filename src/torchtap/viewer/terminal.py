@@ -114,15 +114,18 @@ def statistics_table(
     for site in sites:
         names = run.statistics(site)
         followed = next((n for n in (statistic, "rms", "std", "value") if n in names), None)
-        if followed is None:
-            continue
-        cells = [_number(name, newest(run, site, name)) if name in names else "" for name in _COLUMNS]
-        if followed == "value":  # a number of the training's own
-            cells[0] = _number("value", newest(run, site, followed))
-        style = _COLOURS.get(marks.get(site, ""), "")
-        line = sparkline(run.series(site, followed).values, width)
-        table.add_row(Text(site_word(site), style=style), *cells, line)
+        if followed is not None:
+            style = _COLOURS.get(marks.get(site, ""), "")
+            line = sparkline(run.series(site, followed).values, width)
+            table.add_row(Text(site_word(site), style=style), *_cells(run, site, names, followed), line)
     return table
+
+
+def _cells(run: Run, site: str, names: Sequence[str], followed: str) -> list[str]:
+    cells = [_number(name, newest(run, site, name)) if name in names else "" for name in _COLUMNS]
+    if followed == "value":  # a number of the training's own
+        cells[0] = _number("value", newest(run, site, followed))
+    return cells
 
 
 def spark_width(width: int, names: int, columns: int) -> int:

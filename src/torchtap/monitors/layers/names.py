@@ -37,12 +37,9 @@ class LayerNames:
 def find_layers(model: object) -> LayerNames:
     """The embedding and the blocks of a model; an error when there is no list of like modules to be found."""
     found = places(tree_of(model))  # in forms that have no modules any more, what stands in for them
-    lists = [(place, children) for place in found if (children := _like_children(place.module))]
-    outer = [
-        (place, children)
-        for place, children in lists
-        if not any(other.path != place.path and is_inside(place.path, other.path) for other, _ in lists)
-    ]
+    lists = {place.path: (place, _like_children(place.module)) for place in found}
+    lists = {path: each for path, each in lists.items() if each[1]}
+    outer = [each for path, each in lists.items() if not any(is_inside(path, other) for other in lists)]
     if not outer:
         raise SelectionError(
             f"{type(model).__name__} has no list of like modules that could be its blocks; "
@@ -50,7 +47,7 @@ def find_layers(model: object) -> LayerNames:
         )
     sizes = [sum(p.numel() for p in place.module.parameters()) for place, _ in outer]
     blocks = [
-        f"{place.path}.{name}" if place.path else name
+        join_path(place.path, name)
         for (place, children), size in zip(outer, sizes, strict=True)
         if size >= _SHARE * max(sizes)
         for name in children
@@ -74,15 +71,13 @@ def final_norm(model: object, names: LayerNames) -> str | None:
 
 def _like_children(module: nn.Module) -> list[str]:
     """The names of a list's members when they are two or more modules of one class that have parameters."""
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    if len(children) < 2 or not all(name.isdigit() for name, _ in children):
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    if len(children) < 2 or not all(map(str.isdigit, children)):
         return []
-    if len({_class_name(child) for _, child in children}) != 1:
-        return []
-    if not any(True for _, child in children for _ in child.parameters()):
+    if len(set(map(_class_name, children.values()))) != 1:
         return []
     # A list of bare layers (a plain stack of Linear) is not a list of blocks unless there is nothing better.
-    return [name for name, _ in children]
+    return list(children) if any(any(True for _ in child.parameters()) for child in children.values()) else []
 
 
 def _class_name(module: nn.Module) -> str:

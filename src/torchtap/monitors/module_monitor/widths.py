@@ -73,17 +73,18 @@ def check_widths(
         raise MonitorError(f"widths {list(widths)}: a growth takes two different widths at least, from 1 on")
     if steps < 1:
         raise MonitorError(f"steps={steps}: at step 0 nothing has changed yet; give 1 or more")
-    found: dict[str, dict[str, list[float]]] = {term: {} for term in TERMS}
+    trained = []
     for width in widths:
         torch.manual_seed(seed)
-        for term, layers in _train(build(width), steps).items():
-            for layer, size in layers.items():
-                found[term].setdefault(layer, []).append(size)
-    complete = {
-        term: {layer: tuple(sizes) for layer, sizes in layers.items() if len(sizes) == len(widths)}
-        for term, layers in found.items()
-    }
-    return WidthCheck(name or getattr(build, "__name__", "model"), tuple(widths), steps, complete)
+        trained.append(_train(build(width), steps))
+    found = {term: _at_all_widths([each.get(term, {}) for each in trained]) for term in TERMS}
+    return WidthCheck(name or getattr(build, "__name__", "model"), tuple(widths), steps, found)
+
+
+def _at_all_widths(sizes: list[dict[str, float]]) -> dict[str, tuple[float, ...]]:
+    """Each layer's sizes, width by width; those layers that every width has."""
+    common = [layer for layer in sizes[0] if all(layer in each for each in sizes)]
+    return {layer: tuple(each[layer] for each in sizes) for layer in common}
 
 
 def _train(setup: Setup, steps: int) -> dict[str, dict[str, float]]:

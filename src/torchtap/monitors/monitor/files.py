@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torchtap.errors import OutputError, PlanError, RunCorruptError, TorchtapError
 from torchtap.foreign_text import shown
+from torchtap.names import join_path
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import from_names, plain
 
@@ -132,19 +133,23 @@ def _take_apart(item: object, prefix: str = "") -> tuple[dict[str, Tensor], Any]
         name = prefix or "output"
         return {name: item.detach()}, {"tensor": name}
     if isinstance(item, dict):
-        pairs = [(str(key), value) for key, value in item.items()]
-    elif isinstance(item, (list, tuple)):
-        pairs = [(str(index), value) for index, value in enumerate(item)]
-    else:
-        return {}, _without_foreign(item)
+        tensors, facts = _take_parts(item.items(), prefix)
+        return tensors, {"dict": facts}
+    if isinstance(item, (list, tuple)):
+        tensors, facts = _take_parts(enumerate(item), prefix)
+        return tensors, {"tuple" if isinstance(item, tuple) else "list": list(facts.values())}
+    return {}, _without_foreign(item)
+
+
+def _take_parts(
+    parts: Iterable[tuple[object, object]], prefix: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
-    for key, value in pairs:
-        inner, facts[key] = _take_apart(value, f"{prefix}.{key}" if prefix else key)
+    for key, value in parts:
+        inner, facts[str(key)] = _take_apart(value, join_path(prefix, str(key)))
         tensors |= inner
-    if isinstance(item, dict):
-        return tensors, {"dict": facts}
-    return tensors, {"tuple" if isinstance(item, tuple) else "list": list(facts.values())}
+    return tensors, facts
 
 
 def _put_together(facts: object, tensors: Mapping[str, Any]) -> Any:
