@@ -64,8 +64,8 @@ def compare_recordings(
     further = [*work.doubtful, *apart, *reference.damage(), *target.damage()]
     also = f", over {len(work.seen)} steps" if several else ""
     outcome, verdict = decide(work.first, rows, work.unaligned, live=live, further=further, also=also)
-    if several and work.first is not None and len(work.seen) > 1:
-        verdict = verdict[:-1] + f"; the {len(work.seen) - 1} steps before agree."
+    if several and work.first is not None:
+        verdict = verdict[:-1] + _agreeing(work.seen, work.first) + "."
     return Comparison(
         reference=reference.label,
         target=target.label,
@@ -78,6 +78,14 @@ def compare_recordings(
         steps=tuple(work.seen),
         outcome=outcome,
         pairing=work.alignment.pairs,
+    )
+
+
+def _agreeing(seen: Sequence[int], first: First) -> str:
+    """How many steps before the one of the first difference agree."""
+    steps = sum(step < first.step for step in seen) if first.step is not None else 0
+    return (
+        "" if steps < 1 else "; the step before agrees" if steps == 1 else f"; the {steps} steps before agree"
     )
 
 
