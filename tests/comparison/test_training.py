@@ -225,3 +225,24 @@ def test_a_logged_loss_is_compared_and_a_time_is_not(tmp_path: Path) -> None:
     assert result.outcome == "same"
     assert result.row(":value.loss").status == "equal"
     assert not [row.site for row in result.rows if "seconds" in row.site]
+
+
+def test_steps_that_recorded_little_do_not_hide_what_the_others_agreed_on(tmp_path: Path) -> None:
+    def run(folder: Path) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tt.watch(model, folder, every=3).follow(optimizer) as watch:
+            for _ in range(5):  # the last step is off schedule and has the loss alone
+                optimizer.zero_grad()
+                loss = model(torch.ones(2, 4)).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                watch.log(loss=loss)
+        return folder
+
+    result = tt.compare(run(tmp_path / "a"), run(tmp_path / "b"))
+    assert result.outcome == "same"
+    assert {row.site for row in result.rows} >= {"0:output", "1:output", "2:output", ":output", ":value.loss"}
+    assert f"all {len(result.rows)} compared sites" in result.verdict
+    assert "over 5 steps" in result.verdict

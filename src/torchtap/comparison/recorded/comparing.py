@@ -60,7 +60,7 @@ def compare_recordings(
     rows = tuple(work.rows)
     several = len(steps) > 1
     if several:
-        rows = tuple(replace(row, step=work.current) for row in rows)
+        rows = tuple(row if row.step is not None else replace(row, step=work.current) for row in rows)
     further = [*work.doubtful, *apart, *reference.damage(), *target.damage()]
     also = f", over {len(work.seen)} steps" if several else ""
     outcome, verdict = decide(work.first, rows, work.unaligned, live=live, further=further, also=also)
@@ -148,6 +148,7 @@ class _Work:
     current: int = 0
     first: First | None = None
     _key: object = None
+    _worst: dict[str, Row] = field(default_factory=dict)  # of every site so far, its largest error
     _known: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
 
     def __post_init__(self) -> None:
@@ -164,6 +165,7 @@ class _Work:
             self.first = self._verdict(missing, before, several=len(steps) > 1)
             if self.first is not None:
                 return
+            self._remember(step, several=len(steps) > 1)
             doubted = doubts(self.rows, self.unaligned, live=live)
             if doubted and shown is None:
                 shown = (self.rows, self.unaligned, step)
@@ -171,6 +173,15 @@ class _Work:
                     self.doubtful.append(f"at step {step}: {doubted[0]}")
         if shown is not None:
             self.rows, self.unaligned, self.current = shown
+        else:  # a step may have recorded little: what agrees is told of all of them together
+            self.rows = list(self._worst.values())
+
+    def _remember(self, step: int, several: bool) -> None:
+        """Keep the row of each site at the step where its error is largest."""
+        for row in self.rows:
+            known = self._worst.get(row.site)
+            if known is None or row.error > known.error:
+                self._worst[row.site] = replace(row, step=step) if several else row
 
     def _step(self, step: int) -> Missing | None:
         self.current = step
