@@ -58,19 +58,20 @@ def compare_recordings(
     if work.first is None and not work.rows:
         raise CompareError(_nothing(reference, target, work, problems))
     rows = tuple(work.rows)
-    also = before = ""
+    also = ""
     if len(steps) > 1:
-        rows = tuple(replace(row, step=work.current) for row in rows)
+        rows = tuple(row if row.step is not None else replace(row, step=work.current) for row in rows)
         also = f", over {len(work.seen)} steps"
-        before = f"; the {len(work.seen) - 1} steps before agree." if len(work.seen) > 1 else ""
     further = [*work.doubtful, *apart, *reference.damage(), *target.damage()]
     outcome, verdict = decide(work.first, rows, work.unaligned, live=live, further=further, also=also)
+    if len(steps) > 1 and work.first is not None:
+        verdict = verdict[:-1] + _agreeing(work.seen, work.first) + "."
     return Comparison(
         reference=reference.label,
         target=target.label,
         rows=rows,
         first=work.first,
-        verdict=verdict[:-1] + before if before and work.first is not None else verdict,
+        verdict=verdict,
         basis=", ".join(work.measuring.used) or "none",
         unaligned=tuple(work.unaligned),
         problems=(*apart, *problems),
@@ -85,6 +86,14 @@ def _is_at_hand(row: Row, module: str) -> bool:
     if row.module == module and row.kind in ("param", "input"):
         return True
     return bool(row.kind == "output" and row.module) and parent_path(row.module) == module
+
+
+def _agreeing(seen: Sequence[int], first: First) -> str:
+    """How many steps before the one of the first difference agree."""
+    steps = sum(step < first.step for step in seen) if first.step is not None else 0
+    return (
+        "" if steps < 1 else "; the step before agrees" if steps == 1 else f"; the {steps} steps before agree"
+    )
 
 
 def _common_steps(
@@ -146,6 +155,7 @@ class _Work:
     current: int = 0
     first: First | None = None
     _key: object = None
+    _worst: dict[str, Row] = field(default_factory=dict)  # of every site so far, its largest error
     _known: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
 
     def __post_init__(self) -> None:
@@ -162,6 +172,7 @@ class _Work:
             self.first = self._verdict(missing, before, several=len(steps) > 1)
             if self.first is not None:
                 return
+            self._remember(step, several=len(steps) > 1)
             doubted = doubts(self.rows, self.unaligned, live=live)
             if doubted and shown is None:
                 shown = (self.rows, self.unaligned, step)
@@ -169,6 +180,15 @@ class _Work:
                     self.doubtful.append(f"at step {step}: {doubted[0]}")
         if shown is not None:
             self.rows, self.unaligned, self.current = shown
+        else:  # a step may have recorded little: what agrees is told of all of them together
+            self.rows = list(self._worst.values())
+
+    def _remember(self, step: int, several: bool) -> None:
+        """Keep the row of each site at the step where its error is largest."""
+        for row in self.rows:
+            known = self._worst.get(row.site)
+            if known is None or row.error > known.error:
+                self._worst[row.site] = replace(row, step=step) if several else row
 
     def _step(self, step: int) -> Missing | None:
         self.current = step
