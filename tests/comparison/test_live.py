@@ -273,13 +273,19 @@ def test_nan_everywhere_is_never_called_equal(net: Net) -> None:
     assert not result.same
 
 
-def test_models_that_share_nothing_but_their_input_are_never_the_same(net: Net, inputs: Any) -> None:
-    result = tt.compare(net, nn.Sequential(nn.Linear(16, 7), nn.Tanh()), inputs=inputs)
+@pytest.mark.parametrize(("width", "first"), [(5, "head:input"), (7, ":output")])
+def test_models_that_share_nothing_but_their_input_differ(
+    net: Net, inputs: Any, width: int, first: str
+) -> None:
+    result = tt.compare(net, nn.Sequential(nn.Linear(16, width), nn.Tanh()), inputs=inputs)
+    assert result.outcome == "differs"
+    assert result.first is not None
+    assert result.first.site == first
+    assert ("shape is (4, 7)" in result.first.what) == (width == 7)
     assert not result.same
-    assert result.outcome != "same"
-    assert result.unaligned
+    assert {row.site for row in result.rows if row.status in ("equal", "within")} == {":input"}
+    assert len(result.unaligned) > 20
     assert all(each.why for each in result.unaligned)
-    assert result.compared < 3  # the input alone may be shared
 
 
 def test_missing_inputs_are_asked_for(net: Net) -> None:
