@@ -106,12 +106,16 @@ def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[M
     """Attention maps and named values come from somewhere inside: a tap is content with any of its modules."""
     never_seen = {"attention": reasons.NO_ATTENTION, "value": reasons.NO_VALUE}
     for (index, tap), kind in product(enumerate(receiver.plan.asked), never_seen):
-        asked = [p for p in receiver.ports.values() if index in p.port.taps and p.kind == kind]
+        asked = _asked_by(receiver, index, kind)
         if not asked or any(port.arrived or _came_before(receiver, port) for port in asked):
             continue
         name = next((s.text for s in tap.selectors if kind in s.kinds), kind)
         note = next((port.note for port in asked if port.note), never_seen[kind])
         yield Missing(name, note if index in ever_live else reasons.OFF_SCHEDULE)
+
+
+def _asked_by(receiver: Receiver, tap: int, kind: str) -> list[LivePort]:
+    return [port for port in receiver.ports.values() if tap in port.port.taps and port.kind == kind]
 
 
 def _came_before(receiver: Receiver, port: LivePort) -> bool:

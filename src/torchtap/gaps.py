@@ -51,17 +51,14 @@ class Gaps:
 
     def _survey(self) -> None:
         modules = {id(module): module for member in self._members for module in member.modules()}.values()
-        self._parents = [
-            (module._modules, list(module._modules.values())) for module in modules if module._modules
-        ]
-        self._childless = [module._modules for module in modules if not module._modules]
+        children = [module._modules for module in modules]
+        self._parents = [(table, list(table.values())) for table in filter(None, children)]
+        self._childless = [table for table in children if not table]
         held = list(modules) if self._state_asked else []
-        self._parameters = [
-            (each._parameters, list(each._parameters.values())) for each in held if each._parameters
-        ]
-        self._buffers = [(each._buffers, len(each._buffers)) for each in held if each._buffers]
-        tables = [table for each in held for table in (each._parameters, each._buffers)]
-        self._empty = [table for table in tables if not table]
+        parameters, buffers = [each._parameters for each in held], [each._buffers for each in held]
+        self._parameters = [(table, list(table.values())) for table in filter(None, parameters)]
+        self._buffers = [(table, len(table)) for table in filter(None, buffers)]
+        self._empty = [table for table in (*parameters, *buffers) if not table]
 
     def look(self) -> None:
         """Call it before a step begins."""

@@ -336,16 +336,21 @@ def _matched(asked: Tap, found_places: tuple[Place, ...], all_match: bool) -> li
     """The ports that a tap wants, each with its names. With ``all_match`` every selector has to pick one."""
     kinds = frozenset().union(*(s.kinds for s in asked.selectors))
     matched = [names for names in candidates(found_places, kinds) if asked.may_want(names)]
+    sites = [site for names in matched for site in names]
     for selector in asked.selectors if all_match else ():
-        if not any(selector.picks_port(site) for names in matched for site in names):
+        if not any(map(selector.picks_port, sites)):
             raise _picks_nothing(selector, found_places)
     if asked.alias and len(matched) > 1:
-        some = ", ".join(names[0].name for names in matched[:3])
-        raise PlanError(
-            f"alias {asked.alias!r} stands for one place, but {asked.selectors[0].text!r} picks {len(matched)}: "
-            f"{some} …; use a narrower selector or no alias"
-        )
+        raise _picks_several(asked, matched)
     return matched
+
+
+def _picks_several(asked: Tap, matched: list[tuple[Site, ...]]) -> PlanError:
+    some = ", ".join(names[0].name for names in matched[:3])
+    return PlanError(
+        f"alias {asked.alias!r} stands for one place, but {asked.selectors[0].text!r} picks {len(matched)}: "
+        f"{some} …; use a narrower selector or no alias"
+    )
 
 
 def _check_aliases(aliases: list[str]) -> None:

@@ -103,25 +103,34 @@ class Steps:
 
     def pass_begins(self, phase: str, learning: bool) -> frozenset[int] | None:
         """The taps that are live in a pass; None for one that belongs to no step."""
-        if self.open is None and self.last is not None and phase == "train":
-            self._outlets.hint(
-                "between",
-                f"a training pass came after step {self.last.step} and before the next one; it is in no record. "
-                "Have the pass inside `with watch.step():`, or let watch.follow(optimizer) move the clock",
-            )
-            return None
         moment = self.open
         if moment is None:
-            moment = self.last or self._coming_first()
-            self.passes_before += self.last is None and phase == "train"
-            if self.passes_before == 2 and self.last is None:
-                self._on_no_clock()
+            moment = self._outside_of_steps(phase)
+            if moment is None:
+                return None
         elif self.fresh:
             moment = self._place_fresh(phase, learning, moment)
         if learning and (phase == "train" or self._learning is None):
             self._learning = phase
         self._phases.setdefault(phase)
         return self.live_at(moment, phase)
+
+    def _outside_of_steps(self, phase: str) -> Moment | None:
+        """The step of a pass that comes while none is open: the one before, or the first; None if it has none."""
+        if self.last is None:
+            moment = self._coming_first()
+            self.passes_before += phase == "train"
+            if self.passes_before == 2:
+                self._on_no_clock()
+            return moment
+        if phase != "train":
+            return self.last
+        self._outlets.hint(
+            "between",
+            f"a training pass came after step {self.last.step} and before the next one; it is in no record. "
+            "Have the pass inside `with watch.step():`, or let watch.follow(optimizer) move the clock",
+        )
+        return None
 
     def _place_fresh(self, phase: str, learning: bool, moment: Moment) -> Moment:
         """The step of a pass that comes before the first training pass of the open one."""

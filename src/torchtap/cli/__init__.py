@@ -80,11 +80,15 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr.close()  # the reader of our output has left: nothing to say, and nobody to say it to
         sys.exit(0)
     except Exception as error:
-        if "--debug" in words:
-            traceback.print_exc()
-        expected = isinstance(error, (TorchtapError, OSError))
-        what = str(error) if expected else f"{type(error).__name__}: {error}"
-        print(f"torchtap: {shown(what, 20_000, lines=True)}", file=sys.stderr)
-        if not expected and "--debug" not in words:
-            print("This was not expected; `torchtap --debug …` shows where it came from.", file=sys.stderr)
+        _tell(error, debug="--debug" in words)
         sys.exit(2)
+
+
+def _tell(error: Exception, *, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    expected = isinstance(error, (TorchtapError, OSError))
+    what = str(error) if expected else f"{type(error).__name__}: {error}"
+    print(f"torchtap: {shown(what, 20_000, lines=True)}", file=sys.stderr)
+    if not expected and not debug:
+        print("This was not expected; `torchtap --debug …` shows where it came from.", file=sys.stderr)

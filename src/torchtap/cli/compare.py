@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,9 +69,7 @@ def command(
     REFERENCE and TARGET are run folders, or folders with layer_N_output.pt files. Exit code: 0 they are the same,
     1 they differ, 2 an error, 3 cannot tell: too much is missing or unreadable.
     """
-    from torchtap.errors import TorchtapError
-
-    try:
+    with _told():
         from torchtap.comparison.stored import compare_stored
 
         result = compare_stored(
@@ -84,13 +84,6 @@ def command(
             result.to_html(html)
         if json_path is not None and json_path != "-":
             result.to_json(json_path)
-    except (TorchtapError, OSError) as error:
-        say(f"could not compare: {error}", err=True)
-        raise SystemExit(EXIT_CODES["error"]) from None
-    except Exception as error:
-        # A damaged recording may fail in ways that nobody foresaw; the answer is still "not compared".
-        say(f"could not compare: {type(error).__name__}: {error}", err=True)
-        raise SystemExit(EXIT_CODES["error"]) from None
     if json_path == "-":
         click.echo(result.to_json())
     elif quiet:
@@ -126,3 +119,21 @@ def _print(result: Comparison, *, every: bool) -> None:
         console.print(f"not compared: {left.site} ({left.side}): {left.why}")
     if len(result.unaligned) > 10:
         console.print(f"... and {len(result.unaligned) - 10} more that were not compared")
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Whatever fails in the block is told in one line, with the exit code of an error.
+
+    A damaged recording may fail in ways that nobody foresaw; the answer is still "not compared".
+    """
+    from torchtap.errors import TorchtapError
+
+    try:
+        yield
+    except Exception as error:
+        what = (
+            str(error) if isinstance(error, (TorchtapError, OSError)) else f"{type(error).__name__}: {error}"
+        )
+        say(f"could not compare: {what}", err=True)
+        raise SystemExit(EXIT_CODES["error"]) from None

@@ -65,15 +65,11 @@ def command(
         "model": model,
         "sinks": sinks or None,
         "doctor": doctor or None,
+        "tap": tuple({"select": each, "every": every or settings.every} for each in taps) or None,
     }
-    if taps:
-        asked["tap"] = tuple({"select": each, "every": every or settings.every} for each in taps)
     given = {name: value for name, value in asked.items() if value is not None}
     settings = Settings.of({**settings.as_dict(), **given}, "torchtap run")
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        raise PlanError(
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, which keeps torch from telling torchtap of its start: unset it"
-        )
+    _check_start()
     line = command_line(module, words)
     if settings.out is None:
         # Decided here, so that all processes of a launcher write into the same run.
@@ -116,3 +112,10 @@ def become(line: list[str], environment: dict[str, str]) -> None:
     if os.name == "posix":
         os.execve(line[0], line, environment)
     sys.exit(subprocess.call(line, env=environment))
+
+
+def _check_start() -> None:
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        raise PlanError(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, which keeps torch from telling torchtap of its start: unset it"
+        )

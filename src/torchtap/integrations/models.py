@@ -51,18 +51,19 @@ def called_models(called: nn.Module, roots: list[nn.Module]) -> dict[str, nn.Mod
     left out in favour of its parts, under their own names. A single model has the empty name.
     """
     models: dict[str, nn.Module] = {}
-    for root in roots:
-        holds = called is not root and any(called is inner for inner in root.modules())
-        if holds:
-            parts = {
-                name: part for name, part in root.named_children() if any(True for _ in part.parameters())
-            }
-            models |= parts
+    holds = [called is not root and any(called is inner for inner in root.modules()) for root in roots]
+    for root, is_holder in zip(roots, holds, strict=True):
+        if is_holder:
+            models |= {name: part for name, part in root.named_children() if _has_parameters(part)}
         else:
             models[_free_name(type(root).__name__, models)] = root
-    if len(models) == 1 and not any(called is not root and called in root.modules() for root in roots):
+    if len(models) == 1 and not any(holds):
         return {"": next(iter(models.values()))}
     return models
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _free_name(wanted: str, taken: Iterable[str]) -> str:

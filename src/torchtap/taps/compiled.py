@@ -13,7 +13,7 @@ Not here: parameters, their gradients and buffers, which are read from the modul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, final
 from weakref import WeakKeyDictionary, ref
@@ -36,6 +36,7 @@ from torchtap._torch import (
 )
 from torchtap.errors import FormError
 from torchtap.names import site_name
+from torchtap.plan import Plan
 from torchtap.sites import unwrap
 from torchtap.taps.carry.branches import is_silent
 from torchtap.taps.carry.carrier import (
@@ -216,14 +217,12 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
 def _carriers_for(root: nn.Module, receiver: Receiver, looks_inside: bool) -> Carriers:
     """Carriers of the plan's sites: those of an earlier session that had the same and is over, else new ones."""
     ports = receiver.ports.values()
-    taps = receiver.plan.taps
     measured = frozenset(
-        (port.port.site.path, port.kind)
-        for port in ports
-        if all(taps[index].keep.block is not None for index in port.port.taps)
+        (port.port.site.path, port.kind) for port in ports if _only_measures(receiver.plan, port.port.taps)
     )
-    places = [(port.port.site.path, port.kind) for port in ports]
-    sites = frozenset((*place, place in measured) for place in places)
+    sites = frozenset(
+        (port.port.site.path, port.kind, (port.port.site.path, port.kind) in measured) for port in ports
+    )
     known = _carriers.setdefault(root, {})
     carriers = known.get(sites)
     if carriers is None or carriers.channel.is_open():
@@ -235,6 +234,11 @@ def _carriers_for(root: nn.Module, receiver: Receiver, looks_inside: bool) -> Ca
             purpose=f"{type(root).__qualname__} {sorted(sites)}",
         )
     return carriers
+
+
+def _only_measures(plan: Plan, taps: Iterable[int]) -> bool:
+    """Whether all of these taps keep statistics, which the carrier computes itself."""
+    return all(plan.taps[index].keep.block is not None for index in taps)
 
 
 def _root_gradients(model: nn.Module, receiver: Receiver) -> LivePort | None:

@@ -132,9 +132,7 @@ class Catalog:
         order = sorted(self.entries(), key=lambda e: (e.card.status != "recording", e.card.known))
         before = self.tick
         for number, entry in enumerate(order):
-            signature = folder_signature(entry.found.path)
-            if entry.card.status == "recording" or signature != entry.signature or "://" in entry.found.path:
-                self._renew(entry, signature)
+            self._look_at(entry)
             if number % 8 == 7 and time.monotonic() > until:
                 return
         # Findings wait until all is read, and a run alone is judged when its page asks.
@@ -142,6 +140,12 @@ class Catalog:
             if time.monotonic() > until:
                 return
             self._judge(entry)
+
+    def _look_at(self, entry: CatalogEntry) -> None:
+        """Renew a card whose run has changed, or of which nobody can tell whether it has."""
+        signature = folder_signature(entry.found.path)
+        if entry.card.status == "recording" or signature != entry.signature or "://" in entry.found.path:
+            self._renew(entry, signature)
 
     def _renew(self, entry: CatalogEntry, signature: tuple[int, ...]) -> None:
         from torchtap.store.read.reader import open_run

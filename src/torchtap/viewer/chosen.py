@@ -44,7 +44,7 @@ def matching_sites(run: Run, patterns: Sequence[str] | None, kind: str | None = 
     else those of the first kind that was recorded."""
     listed = places(run)
     if patterns:
-        found = [p.name for p in listed if any(fnmatch.fnmatchcase(p.name, text) for text in patterns)]
+        found = [place.name for place in listed if _matches(place.name, patterns)]
         if not found:
             raise SelectionError(f"none of the run's {len(listed)} sites matches {', '.join(patterns)}")
         return found
@@ -53,6 +53,10 @@ def matching_sites(run: Run, patterns: Sequence[str] | None, kind: str | None = 
         raise SelectionError(f"the run has no sites of kind {kind!r}; it has {', '.join(there)}")
     wanted = kind or next((k for k in (*_KINDS, *there) if k in there), "")
     return [place.name for place in listed if place.kind == wanted]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def picture_of(

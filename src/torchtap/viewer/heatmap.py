@@ -171,7 +171,7 @@ def heat_map(shown: OpenRun, window: MapWindow, grid: NumberGrid | None = None) 
             "shownRows": len(chosen),
             "shownSteps": count,
             "allSteps": len(grid.steps),
-            "lastStep": int(grid.steps[span][-1]) if len(grid.steps[span]) else None,
+            "lastStep": next(reversed(grid.steps[span].tolist()), None),
             "revision": shown.revision,
             "sites": [grid.sites[row] for band in chosen for row in band],
             "names": None if names is None else names[window.first_row : window.last_row],

@@ -159,15 +159,24 @@ class OpenRun:
         done = len(steps) - len(fresh_steps)
         if grown is not None:
             numbers[:, :done] = grown.values
-        # A stretch of steps at a time: the reader's float64 would be twice as large as what is kept.
-        stretch = max(1, _STRETCH // max(1, len(sites)))
-        for start in range(done, len(steps), stretch):
-            part = steps[start : start + stretch]
-            with np.errstate(over="ignore"):
-                numbers[:, start : start + len(part)] = self.run.matrix(statistic, sites, part).values
+        self._read_into(numbers[:, done:], statistic, sites, fresh_steps)
         if statistic in EMPTY_SUMS:
             self._unsay_empty_sums(sites, numbers)
         return NumberGrid(sites, steps, numbers)
+
+    def _read_into(
+        self,
+        numbers: npt.NDArray[np.float32],
+        statistic: str,
+        sites: list[str],
+        steps: npt.NDArray[np.int64],
+    ) -> None:
+        """A stretch of steps at a time: the reader's float64 would be twice as large as what is kept."""
+        stretch = max(1, _STRETCH // max(1, len(sites)))
+        for start in range(0, len(steps), stretch):
+            part = steps[start : start + stretch]
+            with np.errstate(over="ignore"):
+                numbers[:, start : start + len(part)] = self.run.matrix(statistic, sites, part).values
 
     def _recorded(self) -> set[str]:
         return {name for held in self.statistics.values() for name in held}

@@ -154,12 +154,12 @@ def live_view(
     findings: Sequence[Finding] = (),
 ) -> RenderableType:
     """One screen of a training that is being written: how far, how fast, how it looks."""
-    names = matching_sites(run, list(patterns) or None) if run.sites() else []
+    names = matching_sites(run, patterns) if run.sites() else []
     logged = [site for site in run.sites() if is_logged(site) and site not in names]
     chosen = names if len(names) <= rows else _spread(names, rows)
     parts: list[RenderableType] = [_how_far(run), ""]
-    if logged or chosen:
-        shown = [*logged, *chosen]
+    shown = [*logged, *chosen]
+    if shown:
         wide = spark_width(width, max(len(site_word(site)) for site in shown), len(_COLUMNS))
         parts.append(statistics_table(run, shown, statistic, width=wide, findings=findings))
     if len(names) > len(chosen):

@@ -72,9 +72,8 @@ class Settings:
             raise PlanError(f"{where}: doctor={self.doctor!r}: it is true or false")
         if self.doctor and self.tap:
             raise PlanError(f"{where}: a doctor brings its own plan; leave out either doctor or the taps")
-        odd = [each for each in self.tap if not isinstance(each, Mapping) or "select" not in each]
-        if odd:
-            raise PlanError(f"{where}: {odd[0]!r} is no tap: it has to say what to select")
+        for each in self.tap:
+            _check_tap(each, where)
 
     @classmethod
     def from_environment(cls, words: str) -> Settings:
@@ -117,3 +116,8 @@ def read_plan_file(path: str) -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"the plan {path!r} is no TOML: {error}") from None
     return Settings.of(values, f"plan {path!r}")
+
+
+def _check_tap(tap: object, where: str) -> None:
+    if not isinstance(tap, Mapping) or "select" not in tap:
+        raise PlanError(f"{where}: {tap!r} is no tap: it has to say what to select")

@@ -258,10 +258,8 @@ class LayerRecorder:
         self._layers = [values[position] for position in self._positions]
         if not self._layers:
             return
-        hidden = self._layers[-1]
-        tokens = int(hidden.shape[1]) if hidden.dim() >= 3 else None
-        again = bool(self.passes) and tokens == 1 and self.passes[0].tokens not in (1, None)
-        phase: Literal["prefill", "decode"] = "decode" if self._cached > 0 or again else "prefill"
+        tokens = _tokens(self._layers[-1])
+        phase = self._phase(tokens)
         number = len(self.passes)
         folder = self._folder(number, phase)
         self.passes.append(LayerPass(number, phase, tokens, self._sites, self._numbers, folder))
@@ -269,6 +267,11 @@ class LayerRecorder:
         if folder is not None:
             numbered = dict(zip(self._numbers, self._layers, strict=True))
             write_layers(folder, numbered, self._metadata(step, at, phase, tokens))
+
+    def _phase(self, tokens: int | None) -> Literal["prefill", "decode"]:
+        """A pass with a cache, or of one token after a longer one, decodes."""
+        again = bool(self.passes) and tokens == 1 and self.passes[0].tokens not in (1, None)
+        return "decode" if self._cached > 0 or again else "prefill"
 
     def _learn(self, sites: list[str]) -> None:
         """Which of the sites are layers, and their numbers. From one pass to the next this seldom changes."""
@@ -345,3 +348,7 @@ def _cache_length(kwargs: Kwargs) -> int:
             first = cache[0][0]
             return int(first.shape[-2]) if isinstance(first, Tensor) else 0
     return 0
+
+
+def _tokens(hidden: Tensor) -> int | None:
+    return int(hidden.shape[1]) if hidden.dim() >= 3 else None

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -179,19 +180,16 @@ def plot_widths(checks: Sequence[WidthCheck], path: str | os.PathLike[str]) -> N
     )
     layers = list(dict.fromkeys(layer for check in checks for layer in check.sizes[TERMS[0]]))
     colors = {layer: f"C{place % 10}" for place, layer in enumerate(layers)}
-    for column, check in enumerate(checks):
-        for row, term in enumerate(TERMS):
-            axis = axes[row][column]
-            _draw(axis, check, term, colors)
-            if row == 0:
-                axis.set_title(check.name)
-            if row == len(TERMS) - 1:
-                axis.set_xlabel("width")
-            if column == 0:
-                axis.set_ylabel(f"size of a coordinate of ${term.replace('(x_t-x_0)', ' (x_t-x_0)')}$")
-    for row in range(len(TERMS)):  # room for the legends above the lines
-        low, high = axes[row][0].get_ylim()
-        axes[row][0].set_ylim(low, high * (high / low) ** 0.3)
+    for (column, check), (row, term) in product(enumerate(checks), enumerate(TERMS)):
+        _draw(axes[row][column], check, term, colors)
+    for axis, check in zip(axes[0], checks, strict=True):
+        axis.set_title(check.name)
+    for axis in axes[-1]:
+        axis.set_xlabel("width")
+    for (axis, *_), term in zip(axes, TERMS, strict=True):
+        axis.set_ylabel(f"size of a coordinate of ${term.replace('(x_t-x_0)', ' (x_t-x_0)')}$")
+        low, high = axis.get_ylim()
+        axis.set_ylim(low, high * (high / low) ** 0.3)  # room for the legends above the lines
     figure.suptitle(f"Refined coordinate check after {checks[0].steps} steps: flat is right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

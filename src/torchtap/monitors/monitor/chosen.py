@@ -46,24 +46,30 @@ class MonitoredLayer:
 
 def monitored_layers(model: nn.Module, asked: LayerConfig) -> tuple[MonitoredLayer, ...]:
     """The layers that a list or a dict asks for, checked against the model."""
-    if isinstance(asked, str) or not isinstance(asked, (Mapping, Sequence)):
-        raise PlanError(
-            f"layers_to_monitor is {asked!r}: give a list of layer names, or a dict of name to "
-            "{'alias': ..., 'record_type': 'single' or 'epoch_full'}"
-        )
-    options: Mapping[str, Any] = asked if isinstance(asked, Mapping) else {}
-    names = list(asked)
-    if not names:
-        raise PlanError("layers_to_monitor is empty: name at least one layer")
+    options = _options(asked)
     found = places(model)
     paths = {path: place.path for place in found for path in (place.path, *place.other_paths)}
-    _check_known(names, paths)
-    layers = tuple(_layer(name, options.get(name) or {}, paths[_clean(name, paths)]) for name in names)
+    _check_known([name for name, _ in options], paths)
+    layers = tuple(_layer(name, given, paths[_clean(name, paths)]) for name, given in options)
     _check_apart([layer.alias for layer in layers])
     modules = {place.path: place.module for place in found}
     for layer in layers:
         _warn_of_containers(layer, modules[layer.path])
     return layers
+
+
+def _options(asked: LayerConfig) -> list[tuple[str, Mapping[str, Any]]]:
+    """The names that are asked for, each with what is said of it."""
+    if isinstance(asked, str) or not isinstance(asked, (Mapping, Sequence)):
+        raise PlanError(
+            f"layers_to_monitor is {asked!r}: give a list of layer names, or a dict of name to "
+            "{'alias': ..., 'record_type': 'single' or 'epoch_full'}"
+        )
+    if not asked:
+        raise PlanError("layers_to_monitor is empty: name at least one layer")
+    if isinstance(asked, Mapping):
+        return [(name, given or {}) for name, given in asked.items()]
+    return [(name, {}) for name in asked]
 
 
 def _check_known(names: list[Any], paths: dict[str, str]) -> None:

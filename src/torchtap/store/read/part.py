@@ -118,14 +118,18 @@ class Part:
         # has its tensors in a listing made later.
         closed = CLOSED in files
         before = len(self._renamed)
+
+        def again(*missing: object) -> bool:
+            return len(self._renamed) > before or (any(missing) and not last)
+
         scalars, scalar_gaps = self._choose(files, "scalars", self._usable_scalars)
         shrunk = bool(scalars) and scalars[-1].last < self._last_flush
-        if len(self._renamed) > before or ((scalar_gaps or shrunk) and not last):
+        if again(scalar_gaps, shrunk):
             return False
         files = self._folder.names()
         tensors, tensor_gaps = self._choose(files, "tensors", self._usable_tensors)
         events, event_gaps = self._choose(files, "events", self._documents.load_events)
-        if len(self._renamed) > before or ((tensor_gaps or event_gaps) and not last):
+        if again(tensor_gaps, event_gaps):
             return False
         self._documents.keep_events(events)
         self._notes = _missing_flushes(numbers=scalar_gaps, tensors=tensor_gaps, events=event_gaps)

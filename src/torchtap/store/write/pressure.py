@@ -81,15 +81,16 @@ class RecordQueue:
             if self._policy == "block":
                 if self._nbytes and self._nbytes + numbers + tensors > self._limit:
                     self._wait(numbers + tensors)
+                self._keep(record, numbers + tensors)
+                return
+            if tensors and not self._tensors_fit(numbers + tensors):
+                self._dropped.count(record.step, tensors=len(record.tensors), rows=0, nbytes=tensors)
+                record, tensors = replace(record, tensors=()), 0
+            if self._nbytes and self._nbytes + numbers > 2 * self._limit:
+                rows = sum([block.values.size for block in record.scalars])
+                self._dropped.count(record.step, tensors=0, rows=rows, nbytes=numbers)
             else:
-                if tensors and not self._tensors_fit(numbers + tensors):
-                    self._dropped.count(record.step, tensors=len(record.tensors), rows=0, nbytes=tensors)
-                    record, tensors = replace(record, tensors=()), 0
-                if self._nbytes and self._nbytes + numbers > 2 * self._limit:
-                    rows = sum([block.values.size for block in record.scalars])
-                    self._dropped.count(record.step, tensors=0, rows=rows, nbytes=numbers)
-                    return
-            self._keep(record, numbers + tensors)
+                self._keep(record, numbers + tensors)
 
     def _keep(self, record: StepRecord, nbytes: int) -> None:
         self._nbytes += nbytes

@@ -7,7 +7,7 @@ no equal value; there a near one that leaves the same module call counts, then t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -89,15 +89,16 @@ class _Choice:
     def _pick(self, site: str, name: Name, candidates: Sequence[str]) -> str:
         call = self._values.calls.get((name.path, name.call), Call())
         given = self._given.get((name.path, name.kind, name.call), ())
-        edge = [key for key in candidates if key in (call.entering if name.kind == "input" else call.leaving)]
-        if edge:
-            fresh = [key for key in edge if key not in given]
+        edge, inside = (call.entering, ()) if name.kind == "input" else (call.leaving, call.inside)
+        here = [key for key in candidates if key in edge]
+        if here:
+            fresh = _without(here, given)
             if len(fresh) > 1:
-                self.ambiguous[site] = tuple(edge)
-            return (fresh or edge)[0]
-        inside = [key for key in candidates if key in call.inside] if name.kind != "input" else []
-        if inside:
-            return ([key for key in inside if key not in given] or inside)[-1]
+                self.ambiguous[site] = tuple(here)
+            return (fresh or here)[0]
+        here = [key for key in candidates if key in inside]
+        if here:
+            return (_without(here, given) or here)[-1]
         if len(candidates) > 1:
             self.ambiguous[site] = tuple(candidates)
         return min(candidates, key=lambda key: (abs(self._order[key] - self._clock), self._order[key]))
@@ -140,3 +141,7 @@ def _leaves_of(name: Name, sites: Iterable[str]) -> list[str]:
 
 def _port(name: Name) -> tuple[str, str, int]:
     return name.path, name.kind, name.call
+
+
+def _without(keys: Sequence[str], given: Collection[str]) -> list[str]:
+    return [key for key in keys if key not in given]

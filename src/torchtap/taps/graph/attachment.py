@@ -110,9 +110,7 @@ def attach_graph(
     readdress(tapped, prefix)
     inlined = [] if site_map is not None else [port for port in ports if port.port.site.path not in real]
     _tap_inlined(tapped, inlined, prefix, {path for path, _ in carried})
-    for port in ports:
-        if port.kind in ("attention", "value"):
-            port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
+    _note_insides(ports)
     # The tapped code runs on the model itself, so that it always has the model's present attributes.
     forward = types.MethodType(type(tapped).forward, model)
     routes: list[Any] = [EditedGraphs(model, tapped), ForwardRoute(model, forward)]
@@ -164,3 +162,9 @@ def attach_exported(
 ) -> CarriedAttachment:
     """Put a plan on an exported program: on each module that it gives while a tap is live."""
     return CarriedAttachment(receiver, None, [_ModuleRoute(program, receiver, site_map)])
+
+
+def _note_insides(ports: Iterable[LivePort]) -> None:
+    for port in ports:
+        if port.kind in ("attention", "value"):
+            port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)

@@ -133,13 +133,11 @@ class TracedNames:
         node = value.node()
         kind = node.kind()
         if kind == "prim::Param":
-            names = [each.debugName() for each in node.outputs()]
-            return _Origin(names.index(value.debugName()) - 1)
+            return _Origin(_place(node, value) - 1)
         if kind == "prim::CallMethod":
             return self._origin_of_call(path, node, 0)
         if kind == "prim::TupleUnpack" and node.inputsAt(0).node().kind() == "prim::CallMethod":
-            names = [each.debugName() for each in node.outputs()]
-            return self._origin_of_call(path, node.inputsAt(0).node(), names.index(value.debugName()))
+            return self._origin_of_call(path, node.inputsAt(0).node(), _place(node, value))
         if kind in _HANDS_ON and not _casts(node):
             return self._origin(path, node.inputsAt(0))
         if kind.startswith("aten::") and kind.endswith("_") and not kind.endswith("__"):
@@ -184,3 +182,8 @@ def _is_traced_line(text: str) -> bool:
 
 def _is_scripted_line(text: str) -> bool:
     return re.match(r'\s*File "', text) is not None
+
+
+def _place(node: Any, value: Any) -> int:
+    """Which of a node's outputs a value is."""
+    return [each.debugName() for each in node.outputs()].index(value.debugName())

@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import torch
 
@@ -57,15 +57,23 @@ def load(path: str | Path, *, unsafe: bool = False) -> Any:
         return load_onnx(file)
     with file.open("rb") as opened:
         names = _members(opened, file)
-        if any("data/aotinductor/" in name for name in names):
-            return _load_package(file, unsafe)
-        if any(name.endswith(("archive_format", "serialized_exported_program.json")) for name in names):
+        kind = _kind_of(names)
+        if kind == "program":
             return torch.export.load(file).module() if unsafe else _read_program(opened, names, file)
-        if any(name == "constants.pkl" for name in names):
+        if kind == "script":
             if not unsafe:
                 _check_script(opened, names, file)
             return torch.jit.load(str(file))
-    return _unpickle(file, unsafe)
+    return _load_package(file, unsafe) if kind == "package" else _unpickle(file, unsafe)
+
+
+def _kind_of(names: list[str]) -> Literal["package", "program", "script", "pickle"]:
+    """What a file is, by the names of what it holds."""
+    if any("data/aotinductor/" in name for name in names):
+        return "package"
+    if any(name.endswith(("archive_format", "serialized_exported_program.json")) for name in names):
+        return "program"
+    return "script" if "constants.pkl" in names else "pickle"
 
 
 def _archive(opened: IO[bytes]) -> Any:

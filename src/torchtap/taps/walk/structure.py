@@ -38,21 +38,35 @@ def map_leaves(
     def child(key: object, value: object) -> Any:
         return map_leaves(value, change, other, join_path(prefix, str(key)), (*around, tree))
 
+    rebuild = _rebuilding(tree, around)
+    return other(tree) if rebuild is None else rebuild(tree, child)
+
+
+def _rebuilding(
+    tree: object, around: tuple[Any, ...]
+) -> Callable[[Any, Callable[[Any, Any], Any]], Any] | None:
+    """How a structure is rebuilt; None for what is none. An object that holds itself is none inside itself."""
     if isinstance(tree, Mapping):
-        return _rebuilt_mapping(tree, child)
+        return _rebuilt_mapping
     if isinstance(tree, (list, tuple)):
-        return _rebuilt_sequence(tree, child)
+        return _rebuilt_sequence
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _rebuilt_dataclass(tree, child)
+        return _rebuilt_dataclass
     if is_object(tree) and not any(tree is each for each in around) and _has_tensors(tree):
-        copied = copy.copy(tree)
-        copied.__dict__.update({name: child(name, value) for name, value in tree.__dict__.items()})
-        return copied
-    if type(tree) in pytree.SUPPORTED_NODES:
-        node = pytree.SUPPORTED_NODES[type(tree)]
-        children, context = node.flatten_fn(tree)
-        return node.unflatten_fn([child(index, value) for index, value in enumerate(children)], context)
-    return other(tree)
+        return _rebuilt_object
+    return _rebuilt_node if type(tree) in pytree.SUPPORTED_NODES else None
+
+
+def _rebuilt_object(tree: Any, child: Callable[[object, object], Any]) -> Any:
+    copied = copy.copy(tree)
+    copied.__dict__.update({name: child(name, value) for name, value in tree.__dict__.items()})
+    return copied
+
+
+def _rebuilt_node(tree: Any, child: Callable[[object, object], Any]) -> Any:
+    node = pytree.SUPPORTED_NODES[type(tree)]
+    children, context = node.flatten_fn(tree)
+    return node.unflatten_fn([child(index, value) for index, value in enumerate(children)], context)
 
 
 def _rebuilt_dataclass(tree: Any, child: Callable[[object, object], Any]) -> Any:
