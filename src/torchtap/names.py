@@ -37,6 +37,7 @@ __all__ = [
     "parent_path",
     "parse_name",
     "passes_modules",
+    "path_and_rest",
     "path_of",
     "path_parts",
     "paths_around",
@@ -182,6 +183,12 @@ def selector_parts(text: str, kind: str = "output") -> tuple[str, str, str, str]
     rest, _, call = rest.partition("#")
     written_kind, _, leaf = rest.partition(".")
     return path, written_kind, leaf, call
+
+
+def path_and_rest(name: str) -> tuple[str, str]:
+    """A name's path, and the colon with all behind it; a name without a colon is a path."""
+    path, colon, rest = name.rpartition(":")
+    return (path, colon + rest) if colon else (name, "")
 
 
 def regex_parts(pattern: str) -> tuple[str | None, str]:

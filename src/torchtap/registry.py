@@ -15,7 +15,13 @@ from typing import Any, final
 
 from torchtap.errors import TorchtapError
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "imported"]
+
+
+def imported(place: str) -> Any:
+    """What is at ``"package.module:attribute"``."""
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 @final
@@ -35,8 +41,7 @@ class Registry:
     def load(self, name: str) -> Any:
         """What goes by ``name``."""
         if name in self.built_in:
-            module, _, attribute = self.built_in[name].partition(":")
-            return getattr(import_module(module), attribute)
+            return imported(self.built_in[name])
         for entry in entry_points(group=self.group, name=name):
             try:
                 return entry.load()

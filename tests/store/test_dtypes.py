@@ -142,7 +142,8 @@ def test_numpy_gets_the_same_numbers_as_torch(tmp_path: Path, dtype: str) -> Non
     else:
         expected = value.to(torch.float64).numpy()
     assert array.shape == tuple(value.shape)
-    np.testing.assert_array_equal(array.astype(expected.dtype), expected)
+    with np.errstate(invalid="ignore"):  # random bits hold NaN that signal
+        np.testing.assert_array_equal(array.astype(expected.dtype), expected)
 
 
 def test_any_safetensors_reader_opens_the_segments(tmp_path: Path) -> None:

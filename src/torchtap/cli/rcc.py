@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,8 @@ from typing import Any
 import click
 
 from torchtap.cli.console import json_text
+from torchtap.cli.named import find_named
+from torchtap.errors import FormError
 
 __all__ = ["command"]
 
@@ -87,28 +86,14 @@ def _factories(given: tuple[str, ...]) -> list[tuple[str, Callable[[int], Any]]]
         from torchtap.cli.rcc_models import mup, standard
 
         return [("standard parametrisation", standard), ("maximal update parametrisation", mup)]
-    return [(each.rpartition(":")[2], _load(each)) for each in given]
+    return [_factory(each) for each in given]
 
 
-def _load(place: str) -> Callable[[int], Any]:
-    where, colon, name = place.rpartition(":")
-    if not colon or not name:
-        raise click.BadParameter(f"{place!r}: give FILE.py:FUNCTION or MODULE:FUNCTION")
-    if where.endswith(".py"):
-        if not Path(where).is_file():
-            raise click.BadParameter(f"{place!r}: there is no file {where}")
-        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(where)
-    function = getattr(module, name, None)
+def _factory(place: str) -> tuple[str, Callable[[int], Any]]:
+    name, function = find_named(place, "names no function: give FILE.py:FUNCTION or MODULE:FUNCTION")
     if not callable(function):
-        raise click.BadParameter(f"{place!r}: {where} has no function {name}")
-    return function  # type: ignore[no-any-return]
+        raise FormError(f"{place!r} is no function of a width")
+    return name, function
 
 
 def _write_json(checks: list[Any], path: str) -> None:

@@ -10,6 +10,7 @@ import click
 from rich.table import Table
 
 from torchtap.cli.console import Terminal, say, say_json
+from torchtap.cli.named import find_named
 from torchtap.errors import FormError
 
 if TYPE_CHECKING:
@@ -73,14 +74,9 @@ def load_model(text: str, *, unsafe: bool = False) -> Any:
         from torchtap.taps.travel.load import load
 
         return load(path, unsafe=unsafe)
-    source, colon, name = text.rpartition(":")
-    if not colon:
-        raise FormError(
-            f"{text!r} names no model: write package.module:factory, script.py:factory, or a .pt / .pt2 file"
-        )
-    made = getattr(_module(source), name, None)
-    if made is None:
-        raise FormError(f"{source!r} has no {name!r}")
+    _, made = find_named(
+        text, "names no model: write package.module:factory, script.py:factory, or a .pt / .pt2 file"
+    )
     from torch import nn
 
     try:
@@ -93,29 +89,6 @@ def load_model(text: str, *, unsafe: bool = False) -> Any:
     if not isinstance(model, nn.Module):
         raise FormError(f"{text!r} gave a {type(model).__name__}, not an nn.Module")
     return model
-
-
-def _module(source: str) -> Any:
-    import importlib
-    import importlib.util
-    import sys
-
-    if source.endswith(".py"):
-        path = Path(source)
-        if not path.is_file():
-            raise FormError(f"there is no script {source!r}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-        return module
-    sys.path.insert(0, "")
-    try:
-        return importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        raise FormError(f"cannot import {source!r}: {error}") from None
 
 
 def _sites(model: Any, kinds: tuple[str, ...], selector: str | None) -> list[Site]:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import CompareError
+from torchtap.names import path_and_rest, path_parts, paths_around
 
 __all__ = ["Change", "Rule", "Side", "parse_rule", "rule_from"]
 
@@ -66,15 +67,12 @@ class Rule:
         whole = self._renamed(reference)
         if whole is not None or ":" in self.left:
             return whole
-        path, colon, rest = reference.rpartition(":")
-        if not colon:
-            path, rest = reference, ""
         # A module's path stands for the module and for everything inside it.
-        parts = path.split(".")
-        for depth in range(len(parts), 0, -1):
-            renamed = self._renamed(".".join(parts[:depth]))
+        path, rest = path_and_rest(reference)
+        for outer in [path, *paths_around(path)][: max(1, len(path_parts(path)))]:  # not the model's own
+            renamed = self._renamed(outer)
             if renamed is not None:
-                return ".".join([renamed, *parts[depth:]]) + colon + rest
+                return renamed + path.removeprefix(outer) + rest
         return None
 
     def _renamed(self, text: str) -> str | None:

@@ -19,11 +19,11 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtap.errors import RunError
+from torchtap.registry import imported
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
@@ -45,8 +45,7 @@ def export_run(run: Run, to: str, path: str | os.PathLike[str]) -> Path:
     """Write ``run`` to ``path`` in the format called ``to``. Returns the path."""
     if to not in FORMATS:
         raise RunError(f"there is no export to {to!r}; there is one to {', '.join(FORMATS)}")
-    module, _, name = FORMATS[to].partition(":")
-    write: Callable[[Run, Path], None] = getattr(import_module(module), name)
+    write: Callable[[Run, Path], None] = imported(FORMATS[to])
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # with a suffix in any case: some of the writers go by it, and torch names its archive after what is before it
