@@ -40,7 +40,8 @@ LAYERS = [
     ["taps.compiled"],
     ["taps.attach"],
     ["taps.travel"],
-    ["coverage", "model_tree", "clock"],
+    ["coverage", "model_tree", "clock", "random_state"],
+    ["untouched"],
     ["tapping"],
     # the run folder
     ["store.files"],

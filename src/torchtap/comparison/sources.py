@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 
 from torchtap._torch import runs_compiled
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
-from torchtap.comparison.live.untouched import untouched
 from torchtap.comparison.recorded.recordings import MemoryRecording
 from torchtap.errors import CompareError
 from torchtap.matching import has_names, match
@@ -21,6 +20,7 @@ from torchtap.names import in_passing_order, site_name
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import map_leaves
+from torchtap.untouched import untouched
 
 __all__ = ["captured", "is_eager", "perturbed"]
 
@@ -50,7 +50,7 @@ def captured(
     """
     from torchtap.session import capture
 
-    with untouched(thing):
+    with untouched(thing, in_place=True):
         torch.manual_seed(0)
         try:
             with (

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torchtap.comparison.judge.result import First
 from torchtap.comparison.live.hooked import visiting
 from torchtap.comparison.live.tracing import Feed, golden_copy, jitter
-from torchtap.comparison.live.untouched import untouched
 from torchtap.names import last_part, parent_path, site_name
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call
+from torchtap.untouched import untouched
 
 __all__ = ["broken_flow", "harmless_copies"]
 

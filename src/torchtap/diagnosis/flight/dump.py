@@ -22,7 +22,6 @@ from torchtap.diagnosis.flight.judge import Incident
 from torchtap.diagnosis.flight.moment import Moment
 from torchtap.diagnosis.flight.passes import copied
 from torchtap.diagnosis.flight.replay import Replayed, replay
-from torchtap.diagnosis.flight.untouched import untouched
 from torchtap.manifest import run_manifest
 from torchtap.model_tree import environment
 from torchtap.plan import make_plan, tap
@@ -33,6 +32,7 @@ from torchtap.sites import unwrap
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 from torchtap.taps.attach import tree_of
+from torchtap.untouched import untouched
 
 __all__ = ["Outcome", "explain", "reproduce", "write_dump"]
 

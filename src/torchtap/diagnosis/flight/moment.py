@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from torchtap.diagnosis.flight.arithmetic import arithmetic
 from torchtap.diagnosis.flight.passes import Autocast, Pass, StepPasses
-from torchtap.diagnosis.flight.random_state import RandomState
 from torchtap.errors import RunFormatError, RunNotFoundError
+from torchtap.random_state import RandomState
 from torchtap.sites import unwrap
 from torchtap.taps.walk.structure import map_leaves, plain
 

@@ -1,8 +1,10 @@
-"""Run models forwards and backwards in the middle of a training, and leave no trace in it.
+"""Run models forwards and backwards, and leave no trace in them.
 
 Inside the block the models have no gradients, and copies of their buffers. At its end they have the very tensors that
 they had: nothing was written into them, so that a graph which waits for its backward is not disturbed. Modes, plain
 attributes of modules and random numbers are put back too. What hooks of the training's own do elsewhere is not undone.
+
+Compiled and scripted code holds on to its buffers: those are written back in place, and attributes are left alone.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-from torchtap.diagnosis.flight.random_state import RandomState
+from torchtap.random_state import RandomState
 
 __all__ = ["untouched"]
 
@@ -22,14 +25,16 @@ _CONTAINERS = (list, dict, set)
 
 
 @contextmanager
-def untouched(*models: nn.Module) -> Iterator[None]:
-    """Whatever is run inside, the models go on as if it had not been."""
+def untouched(*models: object, in_place: bool = False) -> Iterator[None]:
+    """Whatever is run inside, the models go on as if it had not been. What is no module has random numbers only.
+
+    ``in_place`` is for forms other than eager, which are not in the middle of a training.
+    """
     random = RandomState.now()
-    modules = list({id(module): module for model in models for module in model.modules()}.values())
+    found = [each for model in models if isinstance(model, nn.Module) for each in model.modules()]
     undo: list[Callable[[], None]] = []
-    for module in modules:
-        undo.append(_attributes(module))
-        undo.append(_buffers(module))
+    for module in {id(module): module for module in found}.values():
+        undo += [_written_back(module)] if in_place else [_attributes(module), _buffers(module)]
         undo.append(_gradients(module))
     try:
         yield
@@ -68,8 +73,20 @@ def _buffers(module: nn.Module) -> Callable[[], None]:
     return lambda: module._buffers.update(held)
 
 
+def _written_back(module: nn.Module) -> Callable[[], None]:
+    held = [(buffer, buffer.detach().clone()) for buffer in module.buffers(recurse=False)]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for buffer, before in held:
+                if buffer.shape == before.shape and not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+    return put_back
+
+
 def _gradients(module: nn.Module) -> Callable[[], None]:
-    held = [(each, each.grad) for each in module._parameters.values() if each is not None]
+    held = [(each, each.grad) for each in module.parameters(recurse=False)]
     for parameter, _ in held:
         parameter.grad = None
 
