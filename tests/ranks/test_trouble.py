@@ -123,3 +123,21 @@ def test_a_killed_rank_is_seen_and_every_flushed_value_is_there(tmp_path: Path, 
     assert set(both.values.tolist()) == {96.0}
     assert both.steps.tolist() == run.rank(victim).steps().tolist()
     assert run.series("0:output", "count", partial=True).steps.tolist() == list(range(40))
+
+
+def test_a_rank_whose_disk_is_full_goes_on_and_what_is_missing_is_told(tmp_path: Path) -> None:
+    finish(start("full", tmp_path / "run", 2))
+    finish(start("full", tmp_path / "bare", 2))
+    for rank in (0, 1):
+        losses = [(tmp_path / f"{name}.losses.{rank}").read_text() for name in ("run", "bare")]
+        assert losses[0] == losses[1]
+    run = tt.open(tmp_path / "run", partial=True)
+    # Every value that was flushed before is there, on both ranks; the other rank has all of them.
+    assert run.rank(0).steps("0:output").tolist() == list(range(12))
+    assert run.rank(1).steps("0:output").tolist() == list(range(4))
+    for step in range(12):
+        assert run.tensor("0:output", step).shape == ((128, 12) if step < 4 else (64, 12))
+    lost = [event for event in run.events() if event.get("kind") == "lost"]
+    assert {event.get("rank") for event in lost} == {1}
+    assert any("rank 1 has no record of steps 4 to 11" in problem for problem in run.problems)
+    assert any("rank 1" in problem and "File too large" in problem for problem in run.problems)
