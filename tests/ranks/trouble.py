@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -127,6 +129,17 @@ elif mode == "full":
         watch.close()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     (folder.parent / f"{folder.name}.losses.{rank}").write_text("\n".join(losses))
+    dist.barrier()
+    dist.destroy_process_group()
+elif mode == "remote":
+    # Ranks on two hosts have nothing in common but the network: no folder, no name, no clock to the second.
+    socket.gethostname = lambda: f"host-{rank}"
+    os.chdir(tempfile.mkdtemp())
+    join()
+    sharded = fully_shard(model())
+    taps = [tt.tap(["*:output", "*:param"], [tt.Stats(), tt.Full()])]
+    with tt.watch(sharded, sys.argv[2], taps) as watch:
+        train(sharded, watch, range(3))
     dist.barrier()
     dist.destroy_process_group()
 elif mode == "killed":
