@@ -160,6 +160,32 @@ static PyObject *py_measure_strided(PyObject *self, PyObject *const *args, Py_ss
     Py_RETURN_NONE;
 }
 
+/* finish(states, count, results): the twelve statistics of each state, as moments.finish has them. */
+static PyObject *py_finish(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_ssize_t a[3];
+    (void)self;
+    if (!take_numbers(args, nargs, 3, a))
+        return NULL;
+    const FloatMode mode = take_small_numbers();
+    for (Py_ssize_t i = 0; i < a[1]; i++)
+        finish_state((const State *)a[0] + i, (double *)a[2] + i * STATISTICS);
+    put_back(mode);
+    Py_RETURN_NONE;
+}
+
+/* blank(states, count): nothing was seen. */
+static PyObject *py_blank(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_ssize_t a[2];
+    (void)self;
+    if (!take_numbers(args, nargs, 2, a))
+        return NULL;
+    for (Py_ssize_t i = 0; i < a[1]; i++)
+        ((State *)a[0])[i] = BLANK;
+    Py_RETURN_NONE;
+}
+
 /* count(counts, memory, count, dtype, edges, bins, low, high, bits): counts in bins of contiguous memory, added. */
 static PyObject *py_count(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -212,13 +238,18 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
     Py_RETURN_NONE;
 }
 
+#include "_native_taking.h"
+
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
     {"measure_fold", (PyCFunction)(void (*)(void))py_measure_fold, METH_FASTCALL, NULL},
     {"measure_strided", (PyCFunction)(void (*)(void))py_measure_strided, METH_FASTCALL, NULL},
     {"count", (PyCFunction)(void (*)(void))py_count, METH_FASTCALL, NULL},
+    {"finish", (PyCFunction)(void (*)(void))py_finish, METH_FASTCALL, NULL},
+    {"blank", (PyCFunction)(void (*)(void))py_blank, METH_FASTCALL, NULL},
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
     {"use_pool", py_use_pool, METH_O, NULL},
+    {"use_tensors", (PyCFunction)(void (*)(void))py_use_tensors, METH_FASTCALL, NULL},
     {"use_instructions", py_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -226,6 +257,8 @@ static PyMethodDef methods[] = {
 static int start(PyObject *module)
 {
     choose_instructions();
+    if (add_taker(module) < 0)
+        return -1;
     return PyModule_AddIntConstant(module, "FIELDS", sizeof(State) / sizeof(double));
 }
 

@@ -295,6 +295,17 @@ class Receiver:
         self.folding.take_back(port, port.port.site.leaf)
         self._take_leaf(port, port.port.site.leaf, 0, tensor)
 
+    def take_tensors(self, ports: list[LivePort], tensors: list[Tensor]) -> None:
+        """`take_tensor` for each of several ports, by one call into native code where that can be."""
+        number = self._pass_number
+        for port in ports:
+            port.next_call(number)
+        left = self.folding.fold_together(ports, tensors) if self.placing is None else range(len(ports))
+        for position in left:
+            port = ports[position]
+            self.folding.take_back(port, port.port.site.leaf)
+            self._take_leaf(port, port.port.site.leaf, 0, tensors[position])
+
     def take_part(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
         """A tensor that belongs to a port's own, such as what an optimizer keeps for it. The last one counts."""
         port.next_leaf_call(self._pass_number, leaf)
