@@ -274,6 +274,14 @@ TARGET static void NAME(stretched)(const S *x, size_t n, double size, State *out
 /* `n` is a multiple of GROUP. `before` is the state of values nearby, or NULL. */
 TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *before)
 {
+#ifdef STRETCHED
+    const double near = before ? MORE(-before->low, before->high) : 1;
+    if (near > 0 && near < 0x1p-50) {
+        NAME(stretched)(x, n, near, out);
+        if (out->nans == 0 && out->infs == 0)
+            return; /* else there are such numbers, or some that are too large for these multiples */
+    }
+#endif
     T center = (T)(before ? center_of(before) : NAME(guess)(x));
     if (!(center - center == 0))
         center = 0;

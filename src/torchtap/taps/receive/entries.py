@@ -130,7 +130,7 @@ class LivePort(CallCounter):
     ``apart`` are the taps that keep each pass by itself: their calls are counted on from pass to pass.
     """
 
-    __slots__ = ("apart", "earlier", "entries", "input_names", "kind", "note", "only", "port", "structure")
+    __slots__ = ("apart", "earlier", "entries", "first", "input_names", "kind", "note", "port", "structure")
 
     def __init__(self, port: Port, apart: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -139,7 +139,9 @@ class LivePort(CallCounter):
         self.earlier: tuple[int, dict[str, int]] = (0, {})  # calls, and calls of each leaf, in earlier passes
         self.kind: Kind = port.site.kind
         self.entries: dict[tuple[str, int], Entry | None] = {}
-        self.only: Entry | None = None  # the newest of them; a port of one tensor has no other
+        self.first: Entry | None = (
+            None  # that of the first call and of the port's own leaf: most have no other
+        )
         self.structure: Any = None  # of an output that is not one tensor, from the first call
         self.note = ""  # why a call brought nothing
         module = port.site.module
@@ -147,11 +149,11 @@ class LivePort(CallCounter):
         self.input_names = input_names(module) if takes_arguments and module is not None else None
 
     def start_pass(self, pass_number: int) -> None:
-        if not self.apart:
-            super().start_pass(pass_number)
-            return
-        self.pass_number, self.called = pass_number, True
-        self.earlier = self.calls, dict(self.leaf_calls)
+        if self.apart:
+            self.pass_number, self.called = pass_number, True
+            self.earlier = self.calls, dict(self.leaf_calls)
+        else:
+            CallCounter.start_pass(self, pass_number)
 
     @property
     def arrived(self) -> bool:

@@ -174,7 +174,7 @@ class Folding:
         positions: list[int] = []
         rows: list[int] = []
         for position, port in enumerate(ports):
-            entry = port.only
+            entry = port.first
             if (
                 entry is not None
                 and entry.quick
@@ -294,7 +294,9 @@ class Folding:
                 entry = self._made(port, leaf, call, port.apart or frozenset(port.port.taps))
                 if entry is not None:
                     self._add(entry)
-                port.entries[leaf, call] = port.only = self._with_other_passes(port, leaf, call, entry)
+                port.entries[leaf, call] = entry = self._with_other_passes(port, leaf, call, entry)
+                if not call and leaf == port.port.site.leaf:
+                    port.first = entry
             return port.entries[leaf, call]
 
     def _with_other_passes(self, port: LivePort, leaf: str, call: int, entry: Entry | None) -> Entry | None:

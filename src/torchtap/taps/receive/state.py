@@ -51,6 +51,7 @@ class StateReader:
         self._next_group = 0
         self._known: set[int] = set()  # the ids of the model's parameters
         self._taken: set[int] = set()  # the ids of ports that were read in this step
+        self._stepped: list[Optimizer] = []  # of which what was read may not be the last
         self._passed: set[int] = set()  # those of them that are read again if there is another update
         self._before: dict[int, Tensor] = {}  # id of a parameter -> a copy of it before the update
         self._listens = False
@@ -61,6 +62,7 @@ class StateReader:
         """A step begins in which these taps are live."""
         self._taken.clear()
         self._passed.clear()
+        self._stepped.clear()
         self._before.clear()
         if self._local is not None:
             self._local.clear()
@@ -101,6 +103,7 @@ class StateReader:
     def finish_step(self) -> None:
         """Read what no optimizer step has brought yet."""
         self._passed.clear()
+        self._stepped.clear()
         if self._parameters or self._buffers:
             self._receiver.turn_to_state()
         if len(self._taken) < self._before_update:
@@ -129,7 +132,12 @@ class StateReader:
     def _pass(self, optimizer: Optimizer) -> None:
         """What was read of this optimizer's gradients is not the last of this step if others come."""
         if self._receiver.hears_this_thread():
-            for parameter in _parameters_of(optimizer):
+            self._stepped.append(optimizer)
+
+    def _others_come(self) -> None:
+        """There is more to read in this step, after optimizers have stepped."""
+        while self._stepped:
+            for parameter in _parameters_of(self._stepped.pop()):
                 self._passed.update(self._gradients.get(id(parameter), ()))
 
     def unscaling(self, optimizer: Optimizer) -> None:
@@ -206,6 +214,8 @@ class StateReader:
         self, asked: Iterable[tuple[LivePort, ...]], kinds: tuple[str, ...], scale: Tensor | None = None
     ) -> None:
         """Take what ports of these kinds show, those that were not read yet: all together, since they are many."""
+        if self._stepped:
+            self._others_come()
         taken, passed = self._taken, self._passed
         found: list[LivePort] = []
         values: list[Tensor] = []
@@ -227,18 +237,22 @@ class StateReader:
 
     def _value_of(self, port: LivePort) -> Tensor | None:
         """What a port shows now; where it is nothing, the port says why."""
-        parameter = self._parameter_of(port)
+        site = port.port.site
+        if self._sharded or site.module is None:
+            parameter = self._parameter_of(port)
+        else:
+            parameter = site.module._parameters.get(site.leaf)
         if parameter is None or port.kind == "param":
             return parameter
-        if port.kind == "param_grad_local" and self._local is not None:
-            value = self._local.of(parameter)
-            if value is None and port.note == reasons.NO_LOCAL_GRADIENT:
+        if self._local is not None and port.kind == "param_grad_local":
+            gradient = self._local.of(parameter)
+            if gradient is None and port.note == reasons.NO_LOCAL_GRADIENT:
                 return None
         else:
-            value = parameter.grad
-        if value is None:
+            gradient = parameter.grad
+        if gradient is None:
             port.note = reasons.NO_PARAMETER_GRADIENT if parameter.numel() else reasons.NO_ELEMENT
-        return value
+        return gradient
 
     def _averaged(self, ports: Sequence[LivePort]) -> list[Tensor]:
         """The parameters whose local gradients are asked for and can be had."""

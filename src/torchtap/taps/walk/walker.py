@@ -166,6 +166,29 @@ class Walker:
 
         self.keep(self._way.after(module, hook))
 
+    def after_twice(
+        self,
+        module: nn.Module,
+        first: tuple[Stop, Callable[[Stop, Any], Any], Callable[[Any], Any]],
+        second: tuple[Stop, Callable[[Stop, Any, bool], Any], Callable[[Any], Any]],
+    ) -> None:
+        """`after` and then `after_and_again`, by one hook: torch takes long to call one, and each looks where it is."""
+        heard = self._heard
+        stop, visit, traced = first
+        stop_again, visit_again, traced_again = second
+
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            if is_compiling():
+                traced(output)
+                traced_again(output)
+            elif heard.thread == get_ident() or heard.thread is None:
+                repeated = graph_task() != -1
+                if not repeated:
+                    visit(stop, output)
+                visit_again(stop_again, output, repeated)
+
+        self.keep(self._way.after(module, hook))
+
     def before_and_again(
         self,
         module: nn.Module,
