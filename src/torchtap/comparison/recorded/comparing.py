@@ -60,12 +60,12 @@ def compare_recordings(
     rows = tuple(work.rows)
     several = len(steps) > 1
     if several:
-        rows = tuple(replace(row, step=work.current) for row in rows)
+        rows = tuple(row if row.step is not None else replace(row, step=work.current) for row in rows)
     further = [*work.doubtful, *apart, *reference.damage(), *target.damage()]
     also = f", over {len(work.seen)} steps" if several else ""
     outcome, verdict = decide(work.first, rows, work.unaligned, live=live, further=further, also=also)
-    if several and work.first is not None and len(work.seen) > 1:
-        verdict = verdict[:-1] + f"; the {len(work.seen) - 1} steps before agree."
+    if several and work.first is not None:
+        verdict = verdict[:-1] + _agreeing(work.seen, work.first) + "."
     return Comparison(
         reference=reference.label,
         target=target.label,
@@ -78,6 +78,14 @@ def compare_recordings(
         steps=tuple(work.seen),
         outcome=outcome,
         pairing=work.alignment.pairs,
+    )
+
+
+def _agreeing(seen: Sequence[int], first: First) -> str:
+    """How many steps before the one of the first difference agree."""
+    steps = sum(step < first.step for step in seen) if first.step is not None else 0
+    return (
+        "" if steps < 1 else "; the step before agrees" if steps == 1 else f"; the {steps} steps before agree"
     )
 
 
@@ -140,6 +148,7 @@ class _Work:
     current: int = 0
     first: First | None = None
     _key: object = None
+    _worst: dict[str, Row] = field(default_factory=dict)  # of every site so far, its largest error
     _known: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
 
     def __post_init__(self) -> None:
@@ -156,6 +165,7 @@ class _Work:
             self.first = self._verdict(missing, before, several=len(steps) > 1)
             if self.first is not None:
                 return
+            self._remember(step, several=len(steps) > 1)
             doubted = doubts(self.rows, self.unaligned, live=live)
             if doubted and shown is None:
                 shown = (self.rows, self.unaligned, step)
@@ -163,6 +173,15 @@ class _Work:
                     self.doubtful.append(f"at step {step}: {doubted[0]}")
         if shown is not None:
             self.rows, self.unaligned, self.current = shown
+        else:  # a step may have recorded little: what agrees is told of all of them together
+            self.rows = list(self._worst.values())
+
+    def _remember(self, step: int, several: bool) -> None:
+        """Keep the row of each site at the step where its error is largest."""
+        for row in self.rows:
+            known = self._worst.get(row.site)
+            if known is None or row.error > known.error:
+                self._worst[row.site] = replace(row, step=step) if several else row
 
     def _step(self, step: int) -> Missing | None:
         self.current = step
