@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -344,4 +346,5 @@ def test_asking_for_a_gradient_holds_nothing_afterwards() -> None:
         model(torch.ones(2, 3)).sum().backward()
     assert len(seen) == 3
     del model, seen
+    gc.collect()
     assert alive() is None
