@@ -35,8 +35,8 @@ _ROW_BYTES = WIDTH * 8
 _MOST_SLOTS = 1 << 16
 _read_by_kernel = kernel.measure
 # A checkout may still hold the build of an older source, without these.
-_finish = getattr(kernel.native, "finish", None)
-_blank = getattr(kernel.native, "blank", None)
+_finish = getattr(kernel.native, "finish_rows", None)
+_blank = getattr(kernel.native, "blank_rows", None)
 
 
 @final
@@ -151,7 +151,7 @@ class StatsBlock:
         """Back to "nothing seen", for all rows or some."""
         self._fetch()
         if rows is None and _blank is not None and self._native is not None:
-            _blank(self._row_address, len(self._rows))
+            _blank(self._rows)
             return
         chosen = self._rows[rows if rows is not None else slice(None)]
         chosen[...] = blank_states(len(chosen))
@@ -159,11 +159,10 @@ class StatsBlock:
     def results(self, rows: npt.NDArray[np.intp] | None = None) -> npt.NDArray[np.float64]:
         """The twelve statistics of each row, or of those given, (rows, 12), in the order of ``moments.STATISTICS``."""
         self._fetch()
-        states = self._rows if rows is None else self._rows[rows]
         if _finish is None or self._native is None:
-            return finish(states)
-        made = np.empty((len(states), len(STATISTICS)))
-        _finish(states.ctypes.data, len(states), made.ctypes.data)
+            return finish(self._rows if rows is None else self._rows[rows])
+        made = np.empty((len(self._rows) if rows is None else len(rows), len(STATISTICS)))
+        _finish(self._rows, rows, made)
         return made
 
     def hand_over(self) -> Arriving | None:
