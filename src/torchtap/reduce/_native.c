@@ -297,6 +297,7 @@ static PyMethodDef methods[] = {
     {"blank_rows", py_blank, METH_O, NULL},
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
     {"use_pool", py_use_pool, METH_O, NULL},
+    {"is_sound", py_is_sound, METH_O, NULL},
     {"use_tensors", (PyCFunction)(void (*)(void))py_use_tensors, METH_FASTCALL, NULL},
     {"use_instructions", py_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},

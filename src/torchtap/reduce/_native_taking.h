@@ -282,6 +282,19 @@ static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int t
     return 1;
 }
 
+/* is_sound(tensor): whether it is plain memory on the host, all of it there. */
+static PyObject *py_is_sound(PyObject *self, PyObject *tensor)
+{
+    Memory memory;
+    (void)self;
+    if (!is_plain(tensor) || !locate(tensor, &memory)) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    Py_XDECREF(memory.storage);
+    Py_RETURN_TRUE;
+}
+
 static void forget_all(Taker *self)
 {
     for (int i = 0; i < RECENT; i++) {

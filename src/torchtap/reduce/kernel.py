@@ -18,7 +18,7 @@ from torch import Tensor
 from torchtap.reduce.memory import PLAIN_TYPES, located
 from torchtap.reduce.moments import WIDTH
 
-__all__ = ["DTYPE_CODES", "MANY", "count", "make_taker", "measure", "native", "share_threads"]
+__all__ = ["DTYPE_CODES", "MANY", "count", "is_sound", "make_taker", "measure", "native", "share_threads"]
 
 
 _FUNCTIONS = ("count", "fold", "measure", "measure_fold", "measure_strided", "use_pool")
@@ -66,6 +66,17 @@ _has_takers = _takes_tensors()
 def make_taker() -> Any:
     """What takes tensors as they are into rows (`_native_taking.h`); None where there is no such thing."""
     return native.Taker(MANY) if native is not None and _has_takers else None
+
+
+def is_sound(value: Tensor) -> bool:
+    """Whether a value is plain memory of real numbers on the host, all of it there: what `readable` makes of others."""
+    if native is None or not _has_sound:
+        return False
+    sound: bool = native.is_sound(value)
+    return sound
+
+
+_has_sound = _has_takers and hasattr(native, "is_sound")
 
 
 # The numbers by which `_native.c` knows the dtypes.

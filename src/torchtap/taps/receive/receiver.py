@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol, final
 
 import torch
@@ -83,7 +84,6 @@ class Receiver:
         self._passed_over: tuple[int | None] | None = (
             None  # whom to hear again after a pass that is not taken
         )
-        self._paths = {id(place.module): place.path for place in plan.places}
         self._kinds = {port.site.kind for port in plan.ports}
         self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
         self._pass_number = 0
@@ -94,6 +94,10 @@ class Receiver:
         self.arrived_before: frozenset[str] = frozenset()  # bare names of what came to those that it follows
         self.knows_positions = True  # whether the form tells where in a structure a tensor stands
         self.missing: dict[str, str] = {}  # sites that a form is known not to have, with the reason
+
+    @cached_property
+    def _paths(self) -> dict[int, str]:
+        return {id(place.module): place.path for place in self.plan.places}
 
     @property
     def entries(self) -> list[Entry]:
