@@ -28,6 +28,7 @@ from torchtap.comparison.measure.terms import MOST, differing_term, hidden_only
 from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.blame import blamed
 from torchtap.comparison.recorded.first import Missing, first_of_rows, missing_evidence, next_up
+from torchtap.comparison.recorded.gaps import Gap, Unrecorded, gaps_between, some_steps
 from torchtap.comparison.recorded.measuring import Measuring, changed
 from torchtap.comparison.recorded.ranked import Ranked
 from torchtap.comparison.recorded.recordings import Recording
@@ -55,13 +56,15 @@ def compare_recordings(
     problems = [*reference.problems(), *target.problems()]
     work = _Work(reference, target, tuple(rules), list(harmless))
     work.run(steps, live)
+    apart += work.unrecorded.told()
     if not any(row.status in COMPARED for row in work.rows) and work.first is None and not work.rows:
         raise CompareError(_nothing(reference, target, work, problems))
     rows = tuple(work.rows)
     several = len(steps) > 1
     if several:
         rows = tuple(row if row.step is not None else replace(row, step=work.current) for row in rows)
-    further = [*work.doubtful, *apart, *reference.damage(), *target.damage()]
+    further = [*work.doubtful, *(gap.told for gap in apart if not gap.planned)]
+    further += [*reference.damage(), *target.damage()]
     also = f", over {len(work.seen)} steps" if several else ""
     outcome, verdict = decide(work.first, rows, work.unaligned, live=live, further=further, also=also)
     if several and work.first is not None:
@@ -74,7 +77,7 @@ def compare_recordings(
         verdict=verdict,
         basis=", ".join(work.measuring.used) or "none",
         unaligned=tuple(work.unaligned),
-        problems=(*apart, *problems),
+        problems=(*(gap.told for gap in apart), *problems),
         steps=tuple(work.seen),
         outcome=outcome,
         pairing=work.alignment.pairs,
@@ -91,7 +94,7 @@ def _agreeing(seen: Sequence[int], first: First) -> str:
 
 def _common_steps(
     reference: Recording, target: Recording, only: Sequence[int] | None
-) -> tuple[list[int], list[str]]:
+) -> tuple[list[int], list[Gap]]:
     left, right = reference.steps(), target.steps()
     for recording, steps in ((reference, left), (target, right)):
         if not steps:
@@ -102,23 +105,13 @@ def _common_steps(
     if only is not None:
         absent = sorted(set(only) - set(common))
         if absent:
-            raise CompareError(f"step {absent[0]} is not in both; steps in both: {_some(common)}")
+            raise CompareError(f"step {absent[0]} is not in both; steps in both: {some_steps(common)}")
         return sorted(only), []
     if not common:
-        raise CompareError(f"no step is in both: the reference has {_some(left)}, the target {_some(right)}")
-    apart = []
-    for recording, steps in ((reference, left), (target, right)):
-        extra = sorted(set(steps) - set(common))
-        if extra:
-            apart.append(
-                f"{recording.label}: {len(extra)} steps are not in the other recording ({_some(extra)})"
-            )
-    return common, apart
-
-
-def _some(steps: Sequence[int]) -> str:
-    shown = ", ".join(map(str, steps[:6]))
-    return f"{shown} ... {steps[-1]}" if len(steps) > 6 else shown or "none"
+        raise CompareError(
+            f"no step is in both: the reference has {some_steps(left)}, the target {some_steps(right)}"
+        )
+    return common, [*gaps_between(reference, target, left, right)]
 
 
 def _nothing(reference: Recording, target: Recording, work: _Work, problems: list[str]) -> str:
@@ -154,6 +147,7 @@ class _Work:
     def __post_init__(self) -> None:
         self.measuring = Measuring(self.reference, self.target, self.harmless)
         self.ranked = Ranked(self.measuring)
+        self.unrecorded = Unrecorded(self.reference, self.target)
 
     def run(self, steps: list[int], live: bool) -> None:
         """Go through the steps until one differs."""
@@ -185,7 +179,7 @@ class _Work:
 
     def _step(self, step: int) -> Missing | None:
         self.current = step
-        left, right = self.reference.sites(step), self.target.sites(step)
+        left, right = self.unrecorded.on_both(step, self.reference.sites(step), self.target.sites(step))
         key = (tuple(left), tuple(right))
         if key != self._key:
             self._key = key
