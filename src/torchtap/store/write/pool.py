@@ -56,14 +56,13 @@ class HostPool:
         """A contiguous copy on the host, without gradient history."""
         if value.requires_grad:
             value = value.detach()
-        nbytes = value.nbytes
-        if nbytes < _SMALL and is_sound(value):
+        if is_sound(value) and value.nbytes < _SMALL:
             return value.clone(memory_format=torch.contiguous_format)
         if type(value) in PLAIN_TYPES and value.numel() and not has_memory(value):
             raise ReductionError(
                 f"a tensor of shape {tuple(value.shape)} cannot be copied: its storage was freed or made too small"
             )
-        if value.layout is not torch.strided or value.is_quantized or nbytes < _SMALL:
+        if value.layout is not torch.strided or value.is_quantized or value.nbytes < _SMALL:
             return _plain_copy(value)
         buffer = self._take(_room(value.nbytes))
         if buffer is None:
