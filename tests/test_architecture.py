@@ -63,6 +63,7 @@ LAYERS = [
         "summary",
         "watching",
         "manifest",
+        "remembered",
         "session",
         "verification",
     ],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from torchtap._torch_distributed import fsdp_sharded
 from torchtap.pace import Pace
 from torchtap.plan import Tap, tap
-from torchtap.reduce import SampleSpread, Units
+from torchtap.ranks import identity
+from torchtap.reduce import Fingerprint, SampleSpread, Units
 
 __all__ = ["doctor_taps"]
 
@@ -25,6 +27,20 @@ def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) ->
     layers = [kind for kind in _LAYERS if any(isinstance(module, kind) for module in model.modules())]
     if layers:
         taps.append(tap(layers, Units(dim=0, which=False), kind="param_grad", when=pace))
+    return taps if identity().world == 1 else [*taps, *_among_ranks(model, pace)]
+
+
+def _among_ranks(model: nn.Module, pace: Pace) -> list[Tap]:
+    """What tells ranks from each other: fingerprints of what they hold alike, and gradients before they are reduced."""
+    taps = []
+    if _has_parameters(model):
+        kinds = ["param", "param_grad", "update"]
+        if not fsdp_sharded(model):  # FSDP hands out reduced gradients alone
+            taps.append(tap("*:param_grad_local", when=pace))
+            kinds.append("param_grad_local")
+        taps += [tap(f"*:{kind}", Fingerprint(), when=pace) for kind in kinds]
+    if any(True for _ in model.buffers()):
+        taps.append(tap("*:buffer", when=pace))
     return taps
 
 

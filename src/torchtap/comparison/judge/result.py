@@ -150,7 +150,7 @@ class Comparison:
         if self.outcome == "cannot tell":
             return "none"
         decisive = self._decisive()
-        if decisive and all(row.note == STATISTICS_ONLY for row in decisive):
+        if 2 * sum(row.note == STATISTICS_ONLY for row in decisive) > len(decisive):
             return "low"
         if self.first is not None:
             return "high" if self.first.sure == "certain" else "medium"

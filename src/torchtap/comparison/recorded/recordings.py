@@ -10,6 +10,7 @@ Not here: making a recording of a live model (`live`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -215,6 +216,18 @@ class RunRecording:
         self._dtypes = {
             name: dtype for name, facts in noted.items() if isinstance(dtype := facts.get("dtype"), str)
         }
+
+    def __reduce__(self) -> tuple[type[RunRecording], tuple[Run]]:
+        """In another process the run is opened anew."""
+        return RunRecording, (self.run,)
+
+    @property
+    def leaves_out_steps(self) -> bool:
+        """Whether a predicate decided which steps were recorded: the plan does not tell them."""
+        plan = self.run.manifest.get("plan")
+        taps = plan.get("taps") if isinstance(plan, dict) else None
+        schedules = [tap.get("schedule") for tap in taps or () if isinstance(tap, dict)]
+        return any('"when"' in json.dumps(schedule) for schedule in schedules)
 
     def steps(self) -> list[int]:
         return [int(step) for step in self.run.steps()]
