@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from torch import nn
 
@@ -52,16 +52,15 @@ class Gaps:
 
     def _survey(self) -> None:
         modules = {id(module): module for member in self._members for module in member.modules()}.values()
-        self._parents = [module._modules for module in modules if module._modules]
+        children = [module._modules for module in modules]
+        self._parents, self._childless = _parted(children)
         self._children = _values(self._parents)
-        self._childless = [module._modules for module in modules if not module._modules]
         held = list(modules) if self._state_asked else []
-        self._tables = [each._parameters for each in held if each._parameters]
+        self._tables, empty = _parted([each._parameters for each in held])
         self._parameters = _values(self._tables)
-        self._buffers = [each._buffers for each in held if each._buffers]
+        self._buffers, emptied = _parted([each._buffers for each in held])
         self._buffer_counts = list(map(len, self._buffers))
-        tables = [table for each in held for table in (each._parameters, each._buffers)]
-        self._empty = [table for table in tables if not table]
+        self._empty = [*empty, *emptied]
 
     def look(self) -> None:
         """Call it before a step begins."""
@@ -139,6 +138,14 @@ class Gaps:
         armed = self._taps.armed
         self._taps.arm(frozenset())
         self._taps.arm(armed)
+
+
+_Table = TypeVar("_Table", bound=Mapping[str, Any])
+
+
+def _parted(tables: Sequence[_Table]) -> tuple[list[_Table], list[_Table]]:
+    """The tables that hold something, and the empty ones."""
+    return [table for table in tables if table], [table for table in tables if not table]
 
 
 def _values(tables: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import click
 
@@ -57,18 +56,18 @@ def command(
     `torchtap run -m package.train`, `torchtap run torchrun --nproc-per-node 2 train.py`. Everything after the script
     belongs to it. The environment variable TORCHTAP (a plan file, or 1) does the same for any launcher.
     """
-    settings = read_plan_file(plan_file) if plan_file is not None else Settings()
-    asked: dict[str, Any] = {
-        "out": out,
-        "every": every,
-        "share": share,
-        "model": model,
-        "sinks": sinks or None,
-        "doctor": doctor or None,
-        "tap": tuple({"select": each, "every": every or settings.every} for each in taps) or None,
-    }
-    given = {name: value for name, value in asked.items() if value is not None}
-    settings = Settings.of({**settings.as_dict(), **given}, "torchtap run")
+    planned = read_plan_file(plan_file) if plan_file is not None else Settings()
+    tap = tuple({"select": each, "every": every or planned.every} for each in taps)
+    settings = _with_options(
+        planned,
+        out=out,
+        every=every,
+        share=share,
+        model=model,
+        sinks=sinks or None,
+        doctor=doctor or None,
+        tap=tap or None,
+    )
     _check_start()
     line = command_line(module, words)
     if settings.out is None:
@@ -112,6 +111,12 @@ def become(line: list[str], environment: dict[str, str]) -> None:
     if os.name == "posix":
         os.execve(line[0], line, environment)
     sys.exit(subprocess.call(line, env=environment))
+
+
+def _with_options(settings: Settings, **options: object) -> Settings:
+    """The plan file's settings, with what the command line says in their place."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return Settings.of({**settings.as_dict(), **given}, "torchtap run")
 
 
 def _check_start() -> None:

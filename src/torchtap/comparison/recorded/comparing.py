@@ -57,13 +57,7 @@ def compare_recordings(
     """
     steps, apart = _common_steps(reference, target, only)
     problems = [*reference.problems(), *target.problems()]
-    given = (reference, target, tuple(rules), list(harmless))
-    work = _Work(*given)
-    if workers > 1 and len(steps) > 1:
-        with measured_ahead(_measuring, given, steps, workers) as work.ahead:
-            work.run(steps, live)
-    else:
-        work.run(steps, live)
+    work = _done((reference, target, tuple(rules), list(harmless)), steps, live, workers)
     apart += work.unrecorded.told()
     if work.first is None and not work.rows:
         raise CompareError(_nothing(reference, target, work, problems))
@@ -145,6 +139,22 @@ def _nothing(reference: Recording, target: Recording, work: _Work, problems: lis
         f"no site of {reference.label} could be paired with one of {target.label}{example}; "
         "are these recordings of the same model? A rule such as 'model.*=*' says which names belong together"
     )
+
+
+def _done(
+    given: tuple[Recording, Recording, tuple[str | Rule, ...], list[tuple[str, Recording]]],
+    steps: list[int],
+    live: bool,
+    workers: int,
+) -> _Work:
+    """The work of all steps; with workers the rows are measured ahead in processes of their own."""
+    work = _Work(*given)
+    if workers > 1 and len(steps) > 1:
+        with measured_ahead(_measuring, given, steps, workers) as work.ahead:
+            work.run(steps, live)
+    else:
+        work.run(steps, live)
+    return work
 
 
 def _measuring(*given: Any) -> Callable[[int], Measured]:

@@ -6,6 +6,7 @@ values that one process recorded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -102,22 +103,21 @@ class Spread:
 
     def _untold(self, site: str, step: int) -> set[str]:
         """The axes of which nobody said what they do, and along which ranks do not simply hold the same."""
-        placed = {rank: self.ranks[rank].run.placement(site, step) for rank in self.holders(site, step)}
-        if len(placed) < 2 or any(each is None for each in placed.values()):
+        held = {rank: self.ranks[rank].run.placement(site, step) for rank in self.holders(site, step)}
+        placed = {rank: each for rank, each in held.items() if each is not None}
+        if len(placed) < 2 or len(placed) < len(held):
             return set()
-        found = set()
-        for number, axis in enumerate(next(each.axes for each in placed.values() if each is not None)):
-            if axis.share.kind != "unknown":
-                continue
-            # Ranks that differ along this axis alone.
-            along: dict[object, set[tuple[float | None, ...]]] = {}
-            for rank, each in placed.items():
-                if each is not None:
-                    others = tuple(a.at for at, a in enumerate(each.axes) if at != number)
-                    along.setdefault((each.root, others), set()).add(self._print(rank, site, step))
-            if any(len(prints) > 1 for prints in along.values()):
-                found.add(axis.name)
-        return found
+        axes = next(iter(placed.values())).axes
+        unknown = [number for number, axis in enumerate(axes) if axis.share.kind == "unknown"]
+        return {axes[number].name for number in unknown if self._differ_along(number, placed, site, step)}
+
+    def _differ_along(self, number: int, placed: Mapping[int, Placement], site: str, step: int) -> bool:
+        """Whether ranks that differ along this axis alone hold different values."""
+        along: dict[object, set[tuple[float | None, ...]]] = {}
+        for rank, each in placed.items():
+            others = tuple(axis.at for at, axis in enumerate(each.axes) if at != number)
+            along.setdefault((each.root, others), set()).add(self._print(rank, site, step))
+        return any(len(prints) > 1 for prints in along.values())
 
     @cached_property
     def has_root(self) -> bool:

@@ -75,8 +75,7 @@ class RecordQueue:
 
     def put(self, record: StepRecord) -> None:
         """Hand a record over, within the bound."""
-        numbers = 64 + sum([block.values.nbytes for block in record.scalars])
-        tensors = sum([nbytes_of(item.value) for item in record.tensors])
+        numbers, tensors = _sizes(record)
         with self._changed:
             if self._policy == "block":
                 if self._nbytes and self._nbytes + numbers + tensors > self._limit:
@@ -151,3 +150,9 @@ class RecordQueue:
         with self._changed:
             dropped, self._dropped = self._dropped, Dropped()
             return dropped
+
+
+def _sizes(record: StepRecord) -> tuple[int, int]:
+    """Bytes of a record's numbers, with a little for the record itself, and of its tensors."""
+    numbers = 64 + sum([block.values.nbytes for block in record.scalars])
+    return numbers, sum([nbytes_of(item.value) for item in record.tensors])
