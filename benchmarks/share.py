@@ -9,21 +9,16 @@ it (1.4 µs each).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 
 import torchtap as tt
+from benchmarks.inside import timed_inside
 from benchmarks.models import Training, gpt_training, mlp_training
 from benchmarks.steps import EVERYTHING, NEVER, OUTPUTS
 from benchmarks.timing import one_thread, quartiles
-from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.receive.state import StateReader
-from torchtap.taps.walk.untraced import Hook
-from torchtap.watching import Watch
 
 __all__ = ["run", "share"]
 
@@ -66,48 +61,14 @@ def share(
     """Seconds of a step inside torchtap, and the quartiles of the ratio that they make."""
     ratios, inside = [], []
     model = training.model if call is None else call
-    with _timed() as spent, tt.watch(model, None, list(taps)) as watch:
+    with timed_inside() as spent, tt.watch(model, None, list(taps)) as watch:
         for step in range(steps + 1):
-            spent[0] = 0.0
+            spent.clear()
             begin = time.thread_time()
             with watch.step():
                 training.step(call)
             whole = time.thread_time() - begin
             if step:  # the first one meets every site for the first time
-                ratios.append(whole / (whole - spent[0]))
-                inside.append(spent[0])
+                ratios.append(whole / (whole - spent.seconds))
+                inside.append(spent.seconds)
     return quartiles(inside)[1], quartiles(ratios)
-
-
-@contextmanager
-def _timed() -> Iterator[list[float]]:
-    """Seconds inside torchtap since they were last set to zero."""
-    spent = [0.0]
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            begin = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent[0] += time.thread_time() - begin
-
-        return measured
-
-    @contextmanager
-    def timed_step(watch: Watch) -> Iterator[None]:
-        block = begin_step(watch)
-        timed(block.__enter__)()
-        yield
-        timed(block.__exit__)(None, None, None)
-
-    begin_step: Callable[[Watch], AbstractContextManager[Watch]] = Watch.step
-    with (
-        patch.object(Hook, "__call__", timed(Hook.__call__)),
-        patch.object(StateReader, "ready", timed(StateReader.ready)),
-        patch.object(StateReader, "updated", timed(StateReader.updated)),
-        patch.object(Receiver, "_take_gradient", timed(Receiver._take_gradient)),
-        patch.object(Receiver, "take_named", timed(Receiver.take_named)),  # from a compiled graph
-        patch.object(Watch, "step", timed_step),
-    ):
-        yield spent

@@ -15,7 +15,7 @@ from typing import final
 
 from torchtap.schedule import Moment
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "Seldom"]
 
 _WARM_UP = 2  # first steps take longer for reasons of their own
 _REMEMBERED = 15
@@ -46,12 +46,16 @@ class Pace:
         self._note(moment.step)
         if self._first is None:
             self._first = moment.step
-        live = moment.step >= self._next or moment.step < self._first + self._dense
+        live = moment.step >= self._next or self.is_dense(moment.step)
         if live:
             self._next = moment.step + self.every
         self._answers = (moment.step, live)
         self._began = (moment.step, live, time.perf_counter())
         return live
+
+    def is_dense(self, step: int) -> bool:
+        """Whether a step is one of the first ones, which are all live."""
+        return self._first is None or step < self._first + self._dense
 
     def _note(self, step: int) -> None:
         """A step has ended: its time joins those of its sort."""
@@ -75,3 +79,23 @@ class Pace:
 
     def __repr__(self) -> str:
         return f"Pace(every={self.every})"
+
+
+@final
+class Seldom:
+    """A predicate for what is dear: live with a pace, but of its dense steps, after the first few, one in four."""
+
+    def __init__(self, pace: Pace, all_of: int = 4) -> None:
+        self._pace = pace
+        self._left = all_of
+        self._answers: tuple[int, bool] = (-1, False)
+
+    def __call__(self, moment: Moment) -> bool:
+        """Whether this step is to be recorded. The same step gets the same answer."""
+        if self._answers[0] != moment.step:
+            live = self._pace(moment)
+            if live and self._pace.is_dense(moment.step):
+                self._left -= 1
+                live = self._left >= 0 or self._left % 4 == 0
+            self._answers = (moment.step, live)
+        return self._answers[1]

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchtap.diagnosis.probes.base import Ears, Patient, Telling, is_nonzero
+from torchtap.diagnosis.probes.base import Patient, Telling, is_nonzero
 from torchtap.names import site_name
 from torchtap.taps.receive import training
+from torchtap.taps.receive.ears import Ears
 
 __all__ = ["WeightProbe"]
 
@@ -30,6 +31,8 @@ class WeightProbe(Ears):
 
     def start(self) -> None:
         training.listen(self)
+        for site, times in _repeated(self._patient):
+            self._tell.fact("one-for-many", site, float(times))
 
     def stop(self) -> None:
         training.stop_listening(self)
@@ -72,6 +75,19 @@ def _has_equal_rows(parameter: nn.Parameter) -> bool:
     if not torch.equal(parameter, parameter[:1].expand_as(parameter)):
         return False
     return torch.equal(gradient, gradient[:1].expand_as(gradient)) and is_nonzero(gradient)
+
+
+def _repeated(patient: Patient) -> list[tuple[str, int]]:
+    """Layers with parameters that stand several times in one list, and how often."""
+    found = []
+    for place in patient.places:
+        if isinstance(place.module, (nn.ModuleList, nn.Sequential)):
+            inside = list(place.module._modules.values())
+            for each in dict.fromkeys(inside):
+                times = inside.count(each)
+                if times > 1 and each is not None and next(each.parameters(), None) is not None:
+                    found.append((site_name(patient.paths[id(each)], "output"), times))
+    return found
 
 
 def _tied(patient: Patient) -> list[list[tuple[str, nn.Module, str]]]:

@@ -6,6 +6,7 @@ same statistics on every rank at the first step is the same parameter. Shards of
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -91,9 +92,9 @@ class _RankRule(Rule):
         if len(chart.ranks) > 1:
             yield from self.compare(chart)
 
+    @abstractmethod
     def compare(self, chart: Chart) -> Iterable[Finding]:
         """What is wrong between the ranks."""
-        raise NotImplementedError
 
     def say(
         self, chart: Chart, hits: list[Hit], message: str, severity: Severity = "error"

@@ -1,0 +1,96 @@
+"""CPU time of the training's thread inside torchtap: timed where torchtap is entered, whoever calls it.
+
+Entries are its hooks on modules, gradient callbacks, what listens to optimizers and to ``backward()``, the functions
+of torch that a doctor looks at, and the beginning and the end of a step. One inside another counts once. What torch
+takes to call a hook at all is not in it (1.4 µs each).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torchtap.diagnosis.doctor import Doctor
+from torchtap.diagnosis.flight.passes import PassKeeper
+from torchtap.diagnosis.probes.functions import FunctionProbe
+from torchtap.diagnosis.probes.gradients import GradientProbe
+from torchtap.diagnosis.probes.hidden import HiddenProbe
+from torchtap.diagnosis.probes.losses import LossProbe
+from torchtap.diagnosis.probes.padded import PaddingProbe
+from torchtap.taps.receive import training
+from torchtap.taps.receive.losses import LossCatcher
+from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.untraced import Hook
+from torchtap.watching import Watch
+
+__all__ = ["Spent", "timed_inside"]
+
+_ENTRIES: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (Hook, ("__call__",)),
+    (Receiver, ("_take_gradient", "take_named")),  # the second from a compiled graph
+    (training, ("_tell_ready", "_after_step")),
+    (PassKeeper, ("take_seed",)),
+    (FunctionProbe, ("_quietly",)),
+    (PaddingProbe, ("_on_gradient",)),
+    *((each, ("backward_begins", "backward_ends"))
+      for each in (Doctor, GradientProbe, HiddenProbe, LossProbe, LossCatcher)),
+)  # fmt: skip
+
+
+class Spent:
+    """Seconds inside torchtap, in all and by entry, since `clear`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.by_entry: dict[str, float] = {}
+        self.depth = 0
+
+    def clear(self) -> None:
+        """Count from zero."""
+        self.seconds = 0.0
+        self.by_entry.clear()
+
+    def add(self, entry: str, seconds: float) -> None:
+        """So much more."""
+        self.seconds += seconds
+        self.by_entry[entry] = self.by_entry.get(entry, 0.0) + seconds
+
+
+@contextmanager
+def timed_inside() -> Iterator[Spent]:
+    """Count the seconds inside torchtap within this block. What was opened before the block is not counted."""
+    spent = Spent()
+
+    def timed(entry: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if spent.depth:
+                return function(*args, **kwargs)
+            spent.depth += 1
+            begin = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent.add(entry, time.thread_time() - begin)
+                spent.depth -= 1
+
+        return measured
+
+    begin_step: Callable[[Watch], AbstractContextManager[Watch]] = Watch.step
+
+    @contextmanager
+    def timed_step(watch: Watch) -> Iterator[None]:
+        block = begin_step(watch)
+        timed("step", block.__enter__)()
+        yield
+        timed("step", block.__exit__)(None, None, None)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Watch, "step", timed_step))
+        for owner, names in _ENTRIES:
+            for name in names:
+                whole = f"{owner.__name__}.{name}"
+                stack.enter_context(patch.object(owner, name, timed(whole, getattr(owner, name))))
+        yield spent
