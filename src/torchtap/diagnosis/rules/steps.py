@@ -15,7 +15,7 @@ from torchtap.diagnosis.places import Place
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.gradients import is_norm
 from torchtap.diagnosis.rules.progress import LOSS
-from torchtap.diagnosis.rules.windows import LAST, first_run_of, median_of_columns
+from torchtap.diagnosis.rules.windows import LAST, first_run, first_run_of, last_known, median_of_columns
 from torchtap.names import site_name
 
 __all__ = ["LostUpdates", "RateGone", "StepTooLarge", "StepTooSmall"]
@@ -136,24 +136,25 @@ class StepTooLarge(Rule):
         ratios = chart.grid("ratio", "update", where=is_weight)
         if not ratios or len(chart.steps) < self.length + 1:
             return
-        middle = median_of_columns(ratios.values)
+        middle = last_known(median_of_columns(ratios.values))  # not every record has what the optimizer did
         worse = self._worse(chart)
         # The first updates may be large (Adam, small weights); what matters is that they stay and do harm.
         large = np.nan_to_num(middle) > self.ratio
         wild = np.nan_to_num(middle) > 10 * self.ratio  # the weights are exchanged at each step
         harm = (large & worse) | (wild & self._not_better(chart))
-        column = first_run_of(harm, _recorded(ratios), self.length)
+        column = first_run(harm, self.length)
         if column is None:
             return
-        rows = np.argsort(-np.nan_to_num(ratios.values[:, column]))
+        known = ratios.values[:, np.flatnonzero(_recorded(ratios)[: column + 1])[-1]]
+        rows = np.argsort(-np.nan_to_num(known))
         at = ratios.step(column)
-        hits = [hit_at(ratios.places[row], at, ratios.values[row, column]) for row in sorted(rows[:5])]
+        hits = [hit_at(ratios.places[row], at, known[row]) for row in sorted(rows[:5])]
         evidence = [
             Evidence("update over weight, middle of all", float(middle[column]), hits[0].site, "ratio", at),
             Evidence("loss", float(self._loss(chart)[column]), LOSS, "value", at),
         ]
         message = f"updates change weights by {middle[column]:.0%} a step and the loss gets worse ({{site}}{{also}})"
-        yield from self.found(hits, message, evidence=evidence)
+        yield from self.found(hits, message, severity="error", evidence=evidence)
 
     def _loss(self, chart: Chart) -> npt.NDArray[np.float64]:
         steps, values = chart.series(LOSS)

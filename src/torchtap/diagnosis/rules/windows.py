@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LAST", "first_run", "first_run_of", "median_of_columns", "rises_steadily"]
+__all__ = ["LAST", "first_run", "first_run_of", "last_known", "median_of_columns", "rises_steadily"]
 
 LAST = 24  # columns that a rule looks back; a chart is judged at least every eight
 
@@ -29,6 +29,13 @@ def first_run_of(holds: Flags, there: Flags, length: int) -> int | None:
     columns = np.flatnonzero(there)
     at = first_run(holds[columns], length)
     return None if at is None else int(columns[at])
+
+
+def last_known(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Each number that is missing is the last one before it."""
+    there = ~np.isnan(values)
+    before = np.maximum.accumulate(np.where(there, np.arange(len(values)), 0))
+    return np.asarray(values[before], np.float64)
 
 
 def median_of_columns(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
