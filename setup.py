@@ -46,7 +46,16 @@ setup(
             sources=["src/torchtap/reduce/_native.c"],
             depends=[
                 f"src/torchtap/reduce/_native_{part}.h"
-                for part in ("kernel", "state", "block", "look_avx2", "look_avx512", "isa", "layout")
+                for part in (
+                    "kernel",
+                    "state",
+                    "block",
+                    "look_avx2",
+                    "look_avx512",
+                    "isa",
+                    "layout",
+                    "taking",
+                )
             ]
             + SHARED,
             extra_compile_args=FLAGS,

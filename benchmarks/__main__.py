@@ -41,6 +41,7 @@ CORE = {
     "kernel": "Statistics of one tensor",
     "storage": "Writing and reading runs",
     "growth": "Growth",
+    "ranks": "Many ranks",
     "startup": "Starting",
     "module_monitor": "Module monitor",
     "layers": "Recording layers",

@@ -90,7 +90,7 @@ class Training:
 
 def gpt_training(layers: int = 12, width: int = 384, length: int = 128, batch: int = 8) -> Training:
     torch.manual_seed(0)
-    model = GPT(layers, width)
+    model = GPT(layers, width, max(1, width // 64))
     tokens = torch.randint(0, 1024, (batch, length + 1))
     targets = tokens[:, 1:].reshape(-1)
     return Training(model, tokens[:, :-1], lambda logits: F.cross_entropy(logits.flatten(0, 1), targets))

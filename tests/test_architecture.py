@@ -62,6 +62,7 @@ LAYERS = [
         "summary",
         "watching",
         "manifest",
+        "remembered",
         "session",
         "verification",
     ],

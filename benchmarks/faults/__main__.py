@@ -18,7 +18,8 @@ from benchmarks.faults.bench import FAULTS, UNLISTED, Outcome, tried, warned
 from benchmarks.faults.controls import CONTROLS
 from benchmarks.faults.kit import Case
 from benchmarks.faults.odd_controls import ODD_CONTROLS
-from benchmarks.faults.rank_faults import RANK_CASES, RankCase, tried_on_ranks
+from benchmarks.faults.rank_controls import RANK_CONTROLS
+from benchmarks.faults.rank_faults import RANK_CASES, RankCase, RankOutcome, tried_on_ranks, warned_on_ranks
 
 
 def main() -> int:
@@ -46,10 +47,9 @@ def main() -> int:
         else [each for each in RANK_CASES if not asked.only or each.number in asked.only]
     )
     for each in on_ranks:
-        named = [_tried_on_ranks(each, seed) for seed in seeds]
-        good += all(named)
-        told = "/".join("yes" if yes else "no" for yes in named)
-        print(f"| {each.number} | {each.title} | {told} | {told} | after the run | | |", flush=True)
+        outcomes = list(tried_on_ranks([each], seeds))
+        good += all(outcome.good for outcome in outcomes)
+        print(_rank_row(each, outcomes), flush=True)
     total = len(chosen) + len(on_ranks)
     print(
         f"\n{good} of {total} named first or second at the right site with every seed; {twins} warnings of twins"
@@ -59,6 +59,13 @@ def main() -> int:
     if controls and not asked.no_controls:
         said = [text for seed in seeds for text in warned(controls, seed, compiled=asked.compiled)]
         print(f"\n{len(said)} warnings over {len(controls)} healthy trainings × {len(seeds)} seeds")
+        print("\n".join(f"- {text}" for text in said))
+    on_ranks_healthy = [name for name in RANK_CONTROLS if not asked.only or name in asked.only]
+    if on_ranks_healthy and not asked.no_controls and not asked.compiled:
+        said = warned_on_ranks(on_ranks_healthy, seeds)
+        print(
+            f"\n{len(said)} warnings over {len(on_ranks_healthy)} healthy trainings on four ranks × {len(seeds)} seeds"
+        )
         print("\n".join(f"- {text}" for text in said))
     return 0
 
@@ -71,14 +78,12 @@ def _tried(case: Case, seed: int, compiled: bool) -> Outcome | None:
         return None
 
 
-def _tried_on_ranks(case: RankCase, seed: int) -> bool:
-    """Whether a fault of ranks is named first or second at the right site, and its twin has no warning."""
-    found = tried_on_ranks(case, seed)[:2]
-    named = any(each.kind in case.kinds and any(part in each.site for part in case.site) for each in found)
-    twin = [each for each in tried_on_ranks(case, seed, sick=False) if each.severity != "info"]
-    for each in twin:
-        print(f"  twin of {case.number}: {each}")
-    return named and not twin
+def _rank_row(case: RankCase, outcomes: list[RankOutcome]) -> str:
+    """Whether a fault of ranks is named first or second with its site, step and rank; what its twins were told."""
+    named = "/".join("yes" if case.named(each.found) else "no" for each in outcomes)
+    twins = "; ".join(text for each in outcomes for text in each.twin)
+    bad = "" if all(each.good for each in outcomes) else f" {[str(each) for each in outcomes[0].found]}"
+    return f"| {case.number} | {case.title} | {named} | {named} | after the run | {twins} | |{bad}"
 
 
 def _row(case: Case, outcomes: list[Outcome]) -> str:

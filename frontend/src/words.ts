@@ -69,6 +69,10 @@ const FINDING_WORDS: Record<string, string> = {
   "same-batch": "The same batch",
 };
 
-export const findingWord = (kind: string): string => own(FINDING_WORDS, kind);
+// A rule that has no word here, or that somebody else brought, is called by its own name.
+export const findingWord = (kind: string): string => {
+  const word = own(FINDING_WORDS, kind);
+  return word === kind ? kind.charAt(0).toUpperCase() + kind.slice(1).replace(/-/g, " ") : word;
+};
 
 export const MARK_WORDS = { nan: "the first NaN or infinity", spread: "has NaN or infinity", warning: "has a warning" } as const;

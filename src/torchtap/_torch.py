@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -48,6 +49,7 @@ __all__ = [
     "graphs_being_traced",
     "has_global_hooks",
     "has_lazy_bits",
+    "hear_gradient",
     "in_backward",
     "innermost_transform",
     "is_being_functionalized",
@@ -110,6 +112,36 @@ def version_of(tensor: Tensor) -> int:
     Inference tensors keep no version.
     """
     return -1 if tensor.is_inference() else tensor._version
+
+
+class _Bearer(threading.local):
+    """A tensor of each thread's own that hooks are handed over by."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros((), requires_grad=True)
+
+
+_bearer = _Bearer()
+
+
+def hear_gradient(value: Tensor, hear: Callable[[Tensor | None], None]) -> None:
+    """Have a function called with the gradient of a value that a node made, when it comes to that node.
+
+    ``node.register_prehook`` and ``value.register_hook`` make a table and a handle each time. Here the table is handed
+    over by a tensor that stands in for the value, a fifth of the time. Where torch has no such way, or the node makes
+    several values, it is the longer one.
+    """
+    node = value.grad_fn
+    position = value.output_nr
+    if position or not hasattr(node, "_register_hook_dict"):
+        node.register_prehook(lambda gradients: hear(gradients[position]))  # type: ignore[union-attr]
+        return
+    bearer = _bearer.tensor
+    bearer._backward_hooks = {0: hear}
+    try:
+        node._register_hook_dict(bearer)  # type: ignore[union-attr]
+    finally:
+        bearer._backward_hooks = None
 
 
 def saved_by(node: Any, name: str) -> Any:

@@ -53,6 +53,10 @@ class Clock:
         """The batch of the step that begins."""
         self.batch = _whole(batch, "batch")
 
+    def coming(self, step: int | None) -> Moment:
+        """Where it will stand after `next_step`."""
+        return Moment(self.following if step is None else _whole(step, "step"), self.epoch, self.batch)
+
     def moment(self, phase: str = "train") -> Moment:
         """Where the clock stands."""
         return Moment(self.step, self.epoch, self.batch, phase)

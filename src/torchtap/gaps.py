@@ -8,7 +8,8 @@ then move to the model as it is now; without, what is missing is told, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, final
 
@@ -51,15 +52,14 @@ class Gaps:
 
     def _survey(self) -> None:
         modules = {id(module): module for member in self._members for module in member.modules()}.values()
-        self._parents = [
-            (module._modules, list(module._modules.values())) for module in modules if module._modules
-        ]
+        self._parents = [module._modules for module in modules if module._modules]
+        self._children = _values(self._parents)
         self._childless = [module._modules for module in modules if not module._modules]
         held = list(modules) if self._state_asked else []
-        self._parameters = [
-            (each._parameters, list(each._parameters.values())) for each in held if each._parameters
-        ]
-        self._buffers = [(each._buffers, len(each._buffers)) for each in held if each._buffers]
+        self._tables = [each._parameters for each in held if each._parameters]
+        self._parameters = _values(self._tables)
+        self._buffers = [each._buffers for each in held if each._buffers]
+        self._buffer_counts = list(map(len, self._buffers))
         tables = [table for each in held for table in (each._parameters, each._buffers)]
         self._empty = [table for table in tables if not table]
 
@@ -86,14 +86,14 @@ class Gaps:
             )
         self._overheard = overheard
 
+    # Both are asked at every step, so all modules are gone through at once, by functions that are no Python.
+
     def _tree_changed(self) -> bool:
         changed = any(self._childless)
-        for position, (children, before) in enumerate(self._parents):
-            now = list(children.values())
-            if now != before:
-                if _faces(now) != _faces(before):
-                    changed = True
-                self._parents[position] = children, now
+        now = _values(self._parents)
+        if now != self._children:
+            changed |= _faces(now) != _faces(self._children)
+            self._children = now
         return changed
 
     def _state_changed(self) -> bool:
@@ -101,11 +101,11 @@ class Gaps:
 
         Buffers are read by their names, and some models make new ones at each pass.
         """
-        for table, before in self._parameters:
-            # By identity: tensors that are compared are computed with.
-            if len(table) != len(before) or not all(map(is_, table.values(), before)):
-                return True
-        return any(self._empty) or any(len(table) != count for table, count in self._buffers)
+        now = _values(self._tables)
+        # By identity: tensors that are compared are computed with.
+        if len(now) != len(self._parameters) or not all(map(is_, now, self._parameters)):
+            return True
+        return any(self._empty) or list(map(len, self._buffers)) != self._buffer_counts
 
     def _modules_changed(self) -> None:
         replaced = self._taps.places_replaced()
@@ -138,6 +138,11 @@ class Gaps:
         armed = self._taps.armed
         self._taps.arm(frozenset())
         self._taps.arm(armed)
+
+
+def _values(tables: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """All that is in some tables, one after the other."""
+    return list(chain.from_iterable(table.values() for table in tables))
 
 
 def _faces(modules: Sequence[nn.Module | None]) -> list[int]:

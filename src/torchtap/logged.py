@@ -24,6 +24,11 @@ class Logged:
         self._tensors: dict[str, dict[str, Tensor]] = {}
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing was."""
+        return not self._numbers and not self._tensors
+
+    @property
     def phases(self) -> list[str]:
         """The phases that anything was logged in."""
         return list(dict.fromkeys((*self._numbers, *self._tensors)))

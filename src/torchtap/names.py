@@ -36,6 +36,7 @@ __all__ = [
     "no_such_site",
     "parent_path",
     "parse_name",
+    "passes_modules",
     "path_of",
     "path_parts",
     "paths_around",
@@ -242,21 +243,22 @@ def without_compiler(path: str) -> str:
 
 # -- order ----------------------------------------------------------------------------------------------------
 
-# A step's causes before its effects: parameters as the forward uses them; forward values, as they pass; gradients,
-# which pass the other way; then what the step ends with.
-_FORWARD, _BACKWARD = 0, 1
+# A step's causes before its effects: parameters as the forward uses them; forward values, as they pass; the numbers
+# that the program logs of them, a loss above all; gradients, which pass the other way; then what the step ends with.
+_FORWARD, _BACKWARD = 0, 2
 _PHASE = {
     "param": -1,
+    "value": 1,
     "grad_output": _BACKWARD,
     "grad_input": _BACKWARD,
-    "param_grad_local": 2,
-    "param_grad_accumulated": 2,
-    "param_grad_unclipped": 3,
-    "param_grad": 4,
-    "buffer": 5,
-    "update": 5,
-    "optim_state": 5,
-    "lr": 5,
+    "param_grad_local": 3,
+    "param_grad_accumulated": 3,
+    "param_grad_unclipped": 4,
+    "param_grad": 5,
+    "buffer": 6,
+    "update": 6,
+    "optim_state": 6,
+    "lr": 6,
 }
 
 
@@ -270,6 +272,11 @@ def in_passing_order(names: Iterable[str]) -> list[str]:
         groups.setdefault(_PHASE.get(kind_of(name), _FORWARD), []).append(name)
     groups.get(_BACKWARD, []).reverse()
     return [name for phase in sorted(groups) for name in groups[phase]]
+
+
+def passes_modules(name: str) -> bool:
+    """Whether the place of a value follows from the module that it passes, not from its kind alone."""
+    return _PHASE.get(kind_of(name), _FORWARD) in (_FORWARD, _BACKWARD)
 
 
 class OrderKey(NamedTuple):

@@ -2,7 +2,8 @@
 
 Steps that record are compared with their quiet neighbours. Where the extra time, spread over the interval, is more
 than the share, the interval grows; it never shrinks, so that steps stay easy to find. The first steps of a training
-tell most: a pace may have all of them recorded.
+tell most: a pace may have all of them recorded. An evaluation belongs to the step that ended last: one that is made
+before step 10, or after ten steps, belongs to step 9. So the step before a live one is live for evaluations too.
 """
 
 from __future__ import annotations
@@ -41,16 +42,20 @@ class Pace:
 
     def __call__(self, moment: Moment) -> bool:
         """Whether this step is to be recorded. The same step gets the same answer."""
-        if self._answers[0] == moment.step:
+        live = self._trains(moment.step)
+        return live or (moment.phase != "train" and moment.step + 1 >= self._next)
+
+    def _trains(self, step: int) -> bool:
+        if self._answers[0] == step:
             return self._answers[1]
-        self._note(moment.step)
+        self._note(step)
         if self._first is None:
-            self._first = moment.step
-        live = moment.step >= self._next or self.is_dense(moment.step)
+            self._first = step
+        live = step >= self._next or self.is_dense(step)
         if live:
-            self._next = moment.step + self.every
-        self._answers = (moment.step, live)
-        self._began = (moment.step, live, time.perf_counter())
+            self._next = step + self.every
+        self._answers = (step, live)
+        self._began = (step, live, time.perf_counter())
         return live
 
     def is_dense(self, step: int) -> bool:
@@ -92,6 +97,8 @@ class Seldom:
 
     def __call__(self, moment: Moment) -> bool:
         """Whether this step is to be recorded. The same step gets the same answer."""
+        if moment.phase != "train":
+            return self._pace(moment)
         if self._answers[0] != moment.step:
             live = self._pace(moment)
             if live and self._pace.is_dense(moment.step):

@@ -22,7 +22,7 @@ from torchtap.reduce import Full, Reduction, Stats, reduction_from_spec
 from torchtap.schedule import Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
-__all__ = ["Plan", "Port", "Tap", "candidates", "make_plan", "tap"]
+__all__ = ["LISTED_KINDS", "Plan", "Port", "Tap", "candidates", "make_plan", "tap"]
 
 # Kinds whose leaves are known before the model runs.
 _LISTED: dict[Kind, str] = {
@@ -35,6 +35,9 @@ _LISTED: dict[Kind, str] = {
     "optim_state": "_parameters",
     "buffer": "_buffers",
 }
+
+
+LISTED_KINDS = frozenset(_LISTED)
 
 
 @final
@@ -227,7 +230,7 @@ class Plan:
 
     taps: tuple[Tap, ...]
     ports: tuple[Port, ...]
-    places: tuple[Place, ...] = field(repr=False)
+    places: Sequence[Place] = field(repr=False)
     fallbacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property

@@ -23,6 +23,7 @@ from torchtap.names import Kind
 from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap, candidates, make_plan, tap
 from torchtap.reduce import Reduction
+from torchtap.remembered import remember, remembered
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Selectable, places
@@ -58,6 +59,7 @@ class Capture:
         copy: Callable[[Tensor], Tensor],
         way: WayName = "hook",
         site_map: SiteMap | None = None,
+        form: str | None = None,
     ) -> None:
         self.plan = plan
         lost: list[str] = []
@@ -70,6 +72,7 @@ class Capture:
             way=way,
             apart=apart,
             site_map=site_map,
+            form=form,
         )
         self.seen = Seen(self._taps.receiver, lost)
         self._any_thread = all_threads
@@ -143,11 +146,18 @@ def capture(
     A graph or trace does not tell every name. ``like`` the eager model, with ``inputs`` to run both once, gives each
     value the name that it has there; ``like`` also takes what `match` made, or its file.
     """
-    tree = tree_of(model)
-    site_map = None if like is None else site_map_of(model, like, inputs)
-    if site_map is not None:
-        tree = with_paths(tree, site_map)
-    bound = make_plan(tree, taps or ("*:output",), keep)
+    taps = taps or ("*:output",)
+    bound = remembered(model, taps, keep) if like is None else None
+    form = None if bound is None else "eager"
+    tree: Any = model
+    site_map = None
+    if bound is None:
+        tree = tree_of(model)
+        if like is not None and (site_map := site_map_of(model, like, inputs)) is not None:
+            tree = with_paths(tree, site_map)
+        bound = make_plan(tree, taps, keep)
+        if tree is model:
+            remember(model, taps, keep, bound)
     apart = frozenset(
         index for index, each in enumerate(bound.taps) if (each.keep.whole if merge is None else not merge)
     )
@@ -160,6 +170,7 @@ def capture(
         copy=pool_of(tree).copy,
         way=way,
         site_map=site_map,
+        form=form,
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import final
+from typing import TypeAlias, final
 
 from torchtap.clock import Clock
 from torchtap.logged import Logged
@@ -31,6 +31,8 @@ from torchtap.taps.receive.collect import Coming
 from torchtap.taps.receive.entries import Tally
 
 __all__ = ["Steps"]
+
+_When: TypeAlias = tuple[int, int | None, int | None, str]
 
 
 @final
@@ -94,7 +96,7 @@ class Steps:
         self._learning: str | None = None  # the phase whose passes have gradients
         self._has_learnt = False  # whether any step had such passes
         self._phases: dict[str, None] = {}  # of the open step, in order
-        self._live: dict[Moment, frozenset[int]] = {}
+        self._live: dict[_When, frozenset[int]] = {}  # by step, epoch, batch and phase
         self._held: list[_Part] = []  # of the last step: numbers may still be logged for it
         self._waiting: list[_Part] = []  # whole but for numbers that are on their way
         self.passes_before = 0  # of training, before the clock was moved for the first time
@@ -151,14 +153,18 @@ class Steps:
 
     def live_at(self, moment: Moment, phase: str) -> frozenset[int]:
         """The taps that are live at a step in a phase."""
-        at = moment if moment.phase == phase else replace(moment, phase=phase)
-        live = self._live.get(at)
+        when = (moment.step, moment.epoch, moment.batch, phase)
+        live = self._live.get(when)
         if live is None:
-            live = self._plan.live(at)
+            live = self._plan.live(Moment(*when))
             if self._spending is not None:
                 live = self._spending.replaced(live)
-            self._live[at] = live
+            self._live[when] = live
         return live
+
+    def wanted_next(self, step: int | None) -> frozenset[int]:
+        """The taps that may be live in the step that comes next, or in the one with this number."""
+        return self._wanted(self.clock.coming(step))
 
     def _coming_first(self) -> Moment:
         return replace(self.clock.moment(), step=self.clock.following)
@@ -179,11 +185,17 @@ class Steps:
         self.taps.begin(None)
         self.taps.arm(self._wanted(self._coming_first()))
 
-    def begin(self, step: int | None, thread: int, *, fresh: bool = False) -> None:
-        """The next step begins. ``fresh``: what comes before its first training pass belongs to the last one."""
+    def begin(
+        self, step: int | None, thread: int, *, fresh: bool = False, wanted: frozenset[int] | None = None
+    ) -> None:
+        """The next step begins. ``fresh``: what comes before its first training pass belongs to the last one.
+
+        ``wanted`` is what `wanted_next` says, where somebody has asked already.
+        """
         if not fresh:
             self.leave_last()
-        self._let_go()
+        if self._waiting:
+            self._let_go()
         before = self.last is None and self.open is None
         self.clock.next_step(step)
         self.open = moment = self.clock.moment()
@@ -192,11 +204,15 @@ class Steps:
         self.fresh, self._undecided = fresh, False
         self._phases = {}
         self._learning = None
-        self._live = {at: live for at, live in self._live.items() if at.step == (self.last or moment).step}
+        kept = (moment.step, self.last.step if self.last is not None else moment.step)
+        self._live = {when: live for when, live in self._live.items() if when[0] in kept}
         if self._spending is not None:
             self._spending.begin_step()
         self.taps.begin(thread)
-        self.taps.arm(self._wanted(moment))
+        if wanted is None:
+            wanted = self._wanted(moment)
+        if wanted or self.taps.armed:
+            self.taps.arm(wanted)
 
     def _sort_early(self, moment: Moment) -> None:
         """Passes that came before the first step: evaluations are recorded with it, training passes have no step."""
@@ -283,7 +299,8 @@ class Steps:
         self.fresh = False
         at = self.last or self.open
         if at is not None:
-            self._collect(at)
+            if self.taps.tallies:
+                self._collect(at)
             self._release_for(self.last)  # before the first step has ended, what is logged is the open one's
 
     def release(self) -> None:
@@ -344,7 +361,9 @@ class Steps:
 
     def _collect(self, moment: Moment, *, skipped: bool = False) -> bool:
         """Make parts of what the phases hold, those that train first."""
-        tallies = sorted(self.taps.tallies.values(), key=lambda tally: tally.phase != self._learning)
+        tallies = [tally for tally in self.taps.tallies.values() if tally.touched]
+        if len(tallies) > 1:
+            tallies.sort(key=lambda tally: tally.phase != self._learning)
         made = [self._collect_one(moment, tally, skipped=skipped) for tally in tallies]
         return any(made)
 
@@ -358,13 +377,13 @@ class Steps:
             return False
         if self._spending is not None:
             tensors = self._spending.end_step(moment.step, tensors, tally)
-        at = replace(moment, phase=tally.phase)
+        at = Moment(moment.step, moment.epoch, moment.batch, tally.phase)
         self._held.append(_Part(at, passes, skipped, scalars, tensors, coming))
         return True
 
     def _release_for(self, moment: Moment | None) -> None:
         """Put what was logged into the parts of a step, and let these go."""
-        if moment is not None:
+        if moment is not None and not self.logged.empty:
             for phase in self.logged.phases:
                 part = next((part for part in self._held if part.moment.phase == phase), None)
                 coming: list[Coming] = []

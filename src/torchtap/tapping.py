@@ -43,13 +43,14 @@ class Tapping:
         clock: PassClock | None = None,
         site_map: SiteMap | None = None,
         placing: Placing | None = None,
+        form: str | None = None,
     ) -> None:
         self.plan = plan
         self.receiver = Receiver(
             plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock, placing=placing
         )
         self._collector = Collector(self.receiver.folding, among_ranks=placing is not None)
-        self._attachment = attach(model, self.receiver, way, site_map)
+        self._attachment = attach(model, self.receiver, way, site_map, form)
         # Of several models each call is a pass; what holds them together is never called.
         self._members = [PassHooks(each, self.receiver) for each in (models or {}).values()]
         self._hears_members = False

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import IO, Any, Self, final
 
 from torch import Tensor
@@ -118,20 +119,21 @@ class Watch:
 
     # -- the clock ----------------------------------------------------------------------------------------
 
-    @contextmanager
     def step(
         self, step: int | None = None, *, epoch: int | None = None, batch: int | None = None
-    ) -> Iterator[Self]:
+    ) -> AbstractContextManager[Self]:
         """One training step: forward, backward and update are inside. Passes of one phase fold together."""
+        return _Block(self, partial(self._enter_block, step, epoch, batch), self._leave_block)
+
+    def _enter_block(self, step: int | None, epoch: int | None, batch: int | None) -> None:
         if self._in_block:
             raise SessionError("watch.step() inside watch.step(): a step cannot hold another")
         self._advance(step, epoch, batch)
         self._in_block = True
-        try:
-            yield self
-        finally:
-            self._in_block = False
-            self._end()
+
+    def _leave_block(self) -> None:
+        self._in_block = False
+        self._end()
 
     def set_step(self, step: int) -> None:
         """The step before is over, this one begins. The same number again changes nothing."""
@@ -254,8 +256,11 @@ class Watch:
         if batch is not None:
             self._steps.clock.set_batch(batch)
         self._tell_what_is_hidden(step)
-        self._gaps.look()
-        self._steps.begin(step, threading.get_ident())
+        wanted: frozenset[int] | None = self._steps.wanted_next(step)
+        if wanted or self._steps.taps.armed:  # where no tap is live, nobody need know yet
+            self._gaps.look()
+            wanted = None  # the taps may be others now
+        self._steps.begin(step, threading.get_ident(), wanted=wanted)
 
     def _end(self) -> None:
         if self._steps.open is not None:
@@ -452,6 +457,23 @@ class Watch:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionError("this watch is closed; make a new one to go on")
+
+
+@final
+class _Block:
+    """The block of one step; a generator would take longer to get in and out."""
+
+    __slots__ = ("_enter", "_leave", "_watch")
+
+    def __init__(self, watch: Watch, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._watch, self._enter, self._leave = watch, enter, leave
+
+    def __enter__(self) -> Watch:
+        self._enter()
+        return self._watch
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
 
 
 def _has_gradient(model: object) -> bool:

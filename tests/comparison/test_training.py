@@ -105,6 +105,61 @@ def test_a_training_with_fewer_steps_cannot_be_the_same(tmp_path: Path, steps: i
     assert tt.compare(whole, short, steps=[0, 1]).outcome == "same"
 
 
+class Unsorted(nn.Module):
+    """Its modules are made in another order than they are called in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 20)
+        self.hidden = nn.Linear(8, 8)
+        self.tok = nn.Embedding(20, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.hidden(self.tok(tokens))))
+
+
+def logging_run(folder: Path, change: str = "", steps: int = 3) -> Path:
+    """A training that logs its loss as people do, after the update."""
+    torch.manual_seed(0)
+    model = Unsorted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if change == "hidden":
+        model.hidden.register_forward_hook(lambda module, given, out: out * 1.02)
+    kinds = ("output", "grad_output", "param_grad", "param")
+    with tt.watch(model, folder, [tt.tap(f"*:{kind}", keep=tt.Stats()) for kind in kinds]) as watch:
+        watch.follow(optimizer)
+        for step in range(steps):
+            tokens = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss = loss * 1.5 if change == "loss" and step == 2 else loss
+            loss.backward()
+            optimizer.step()
+            watch.log(loss=loss)
+    return folder
+
+
+def test_a_logged_loss_is_an_effect_of_the_outputs_and_not_their_cause(tmp_path: Path) -> None:
+    result = tt.compare(logging_run(tmp_path / "a"), logging_run(tmp_path / "b", "hidden"))
+    assert result.first is not None
+    assert (result.first.step, result.first.site) == (0, "hidden:output")
+    order = [row.site for row in result.rows]
+    places = [
+        order.index(site)
+        for site in ("tok:output", "hidden:output", "head:output", ":value.loss", "head:grad_output")
+    ]
+    assert places == sorted(places)
+    assert "before agree" not in result.verdict  # there is no step before
+
+
+def test_a_loss_that_alone_differs_is_named_before_its_gradients(tmp_path: Path) -> None:
+    result = tt.compare(logging_run(tmp_path / "a"), logging_run(tmp_path / "b", "loss"))
+    assert result.first is not None
+    assert (result.first.step, result.first.site) == (2, ":value.loss")
+    assert "At step 2, the logged loss is the first to differ" in result.verdict
+    assert "the 2 steps before agree" in result.verdict
+
+
 def _run_with_optimizer(
     folder: Path, change: Callable[[int, torch.optim.Optimizer, nn.Module], None]
 ) -> Path:
@@ -170,3 +225,24 @@ def test_a_logged_loss_is_compared_and_a_time_is_not(tmp_path: Path) -> None:
     assert result.outcome == "same"
     assert result.row(":value.loss").status == "equal"
     assert not [row.site for row in result.rows if "seconds" in row.site]
+
+
+def test_steps_that_recorded_little_do_not_hide_what_the_others_agreed_on(tmp_path: Path) -> None:
+    def run(folder: Path) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tt.watch(model, folder, every=3).follow(optimizer) as watch:
+            for _ in range(5):  # the last step is off schedule and has the loss alone
+                optimizer.zero_grad()
+                loss = model(torch.ones(2, 4)).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                watch.log(loss=loss)
+        return folder
+
+    result = tt.compare(run(tmp_path / "a"), run(tmp_path / "b"))
+    assert result.outcome == "same"
+    assert {row.site for row in result.rows} >= {"0:output", "1:output", "2:output", ":output", ":value.loss"}
+    assert f"all {len(result.rows)} compared sites" in result.verdict
+    assert "over 5 steps" in result.verdict

@@ -7,7 +7,6 @@ from benchmarks.faults.bench import FAULTS, UNLISTED, tried, warned
 from benchmarks.faults.controls import CONTROLS
 from benchmarks.faults.kit import Case
 from benchmarks.faults.odd_controls import ODD_CONTROLS
-from benchmarks.faults.rank_faults import RANK_CASES, tried_on_ranks
 
 QUICK = (
     "A1",
@@ -80,11 +79,3 @@ def test_an_odd_but_healthy_training_has_no_warning(name: str) -> None:
     works = [each for each in (*CONTROLS, *ODD_CONTROLS) if each[0] == name]
     assert works
     assert warned(works, seed=1) == []
-
-
-@pytest.mark.parametrize("number", ["E1", "E3"])
-def test_a_fault_of_ranks_is_named_when_the_run_has_ended(number: str) -> None:
-    (case,) = [case for case in RANK_CASES if case.number == number]
-    first = tried_on_ranks(case, 0)[0]
-    assert first.kind in case.kinds
-    assert any(part in first.site for part in case.site)

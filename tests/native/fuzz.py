@@ -77,6 +77,9 @@ class Fuzzer:
         self.block.measure_into(row, slot, value)
         self.block.fold(row, slot)
         assert self.block.result(row)[0] == before + 2 * value.numel()
+        # Taken as it is; a second time it is recognised. What cannot be taken leaves the row as it was.
+        times = self.block.take_any(row, value) + self.block.take(row, value)
+        assert self.block.result(row)[0] == before + (2 + times) * value.numel()
         if self.random.random() < 0.01:
             self.block.grow(len(self.block) + 7)
         if len(self.block) > 200:

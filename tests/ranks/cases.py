@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.ranks.models import Model, Stack, batch, loss_of
+from tests.ranks.models import Model, Small, Stack, batch, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -121,6 +121,11 @@ def made(hidden: int = 12, **options: Any) -> Model:
     return Model(hidden, **options)
 
 
+def small() -> Small:
+    torch.manual_seed(7)
+    return Small()
+
+
 # -- DDP ------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +162,14 @@ def ddp_stages(rank: int, world: int, folder: Path | None) -> Result:
 def ddp_compiled(rank: int, world: int, folder: Path | None) -> Result:
     torch.compiler.reset()
     model = torch.compile(DistributedDataParallel(made()), backend="aot_eager")
+    return train(model, folder, rank, world, taps=[tt.tap(["*:output", "*:param_grad"])])
+
+
+@case(2)
+def ddp_inductor(rank: int, world: int, folder: Path | None) -> Result:
+    """The compiler that people use; of one layer, since each process compiles twice."""
+    torch.compiler.reset()
+    model = torch.compile(DistributedDataParallel(small()))
     return train(model, folder, rank, world, taps=[tt.tap(["*:output", "*:param_grad"])])
 
 

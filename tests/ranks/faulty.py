@@ -17,7 +17,8 @@ import torchtap as tt
 
 STEPS = 2
 TAPS = [tt.tap(["*:output", "*:param", "*:param_grad", "*:grad_output"], [tt.Stats(), tt.Full()])]
-RIGHT = ("ddp", "fsdp", "tp", "pipeline_gpipe")
+RIGHT = ("ddp", "fsdp", "tp", "pipeline_gpipe", "pipeline_interleaved")
+RIGHT_ON_FOUR = ("hsdp", "fsdp_tp", "pipeline_1f1b")
 
 
 def train(model: Any, folder: Path, part: int, parts: int, *, spoil: Any = None, **faults: float) -> None:
@@ -62,13 +63,30 @@ def faults(rank: int, world: int, folder: Path) -> None:
     train(sharded(made()), folder / "other_data", rank, world, inputs=5.0 if rank == 1 else 1.0)
 
 
+def faults_on_four(rank: int, world: int, folder: Path) -> None:
+    """The same mistakes among four ranks."""
+    twice = DistributedDataParallel(made())
+
+    def reduce_again(step: int) -> None:
+        for parameter in twice.parameters():
+            dist.all_reduce(parameter.grad)
+
+    train(twice, folder / "four_reduced_twice", rank, world, spoil=reduce_again)
+
+    train(DistributedDataParallel(made()), folder / "four_divided", rank, world, loss=1 / world)
+
+    model = DistributedDataParallel(made())
+    with model.no_sync():
+        train(model, folder / "four_no_sync", rank, world)
+
+
 def process(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    for name in RIGHT:
+    for name in RIGHT if world == 2 else RIGHT_ON_FOUR:
         cases.CASES[name][1](rank, world, Path(folder) / name)
-    faults(rank, world, Path(folder))
+    (faults if world == 2 else faults_on_four)(rank, world, Path(folder))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -51,6 +51,17 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+class Small(nn.Module):
+    """A norm and two layers: little to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.head = nn.LayerNorm(WIDTH), FeedForward(), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.mlp(self.norm(x)))
+
+
 class Stack(nn.Module):
     """Layers by name, which pipeline stages cut without renaming."""
 

@@ -20,10 +20,11 @@ from torchtap.cli.compare import command
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("compared")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(process, (2, port, str(folder)), nprocs=2)
+    for world in (2, 4):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        multiprocessing.spawn(process, (world, port, str(folder)), nprocs=world)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     alone(folder)
@@ -36,6 +37,13 @@ PAIRS = [
     ("alone", "fsdp"),
     ("alone", "tp"),
     ("stack", "pipeline_gpipe"),
+    ("stack", "pipeline_1f1b"),
+    ("stack", "pipeline_interleaved"),
+    ("pipeline_gpipe", "pipeline_1f1b"),
+    ("alone", "hsdp"),
+    ("alone", "fsdp_tp"),
+    ("tp", "fsdp_tp"),
+    ("ddp", "hsdp"),
     ("ddp", "fsdp"),
     ("fsdp", "tp"),
     ("ddp", "alone"),
@@ -63,6 +71,13 @@ FAULTS = {
     ),
     "divided": (":param_grad", 0, "1/2 of the reference's on 2 ranks (averaged twice"),
     "no_sync": (":param_grad", 0, "whose average is the reference's (an all-reduce is missing)"),
+    "four_reduced_twice": (
+        ":param_grad",
+        0,
+        "4 × the reference's on 4 ranks (summed where an average belongs, or reduced twice)",
+    ),
+    "four_divided": (":param_grad", 0, "1/4 of the reference's on 4 ranks (averaged twice"),
+    "four_no_sync": (":param_grad", 0, "whose average is the reference's (an all-reduce is missing)"),
     "corrupted": ("blocks.1.mlp.up:", 0, "rank 1 alone of 2"),
     "other_data": ("embed:output", 0, "wrong in the part of rank 1 alone of 2"),
 }

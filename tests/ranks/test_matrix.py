@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks.cases import CASES, STEPS, TAPS, alone, launch, made
+from tests.ranks.cases import CASES, STEPS, TAPS, alone, launch, made, small
 from tests.ranks.models import Stack, batch
 from tests.ranks.same import differences, unknown
 
@@ -43,6 +43,7 @@ def references(name: str) -> dict[str, Any]:
         "ddp_accumulation": {"micro": 2},
         "ddp_unused": {"model": made(unused=True)},
         "ddp_compiled": {"taps": [tt.tap(["*:output", "*:param_grad"])]},
+        "ddp_inductor": {"model": small(), "taps": [tt.tap(["*:output", "*:param_grad"])]},
         "fsdp_kept": {"clip": 0.05},
         "fsdp_uneven": {"model": made(hidden=13)},
         "tp_dtensors": {"model": made(hidden=13)},
@@ -179,3 +180,10 @@ def test_a_table_has_each_number_of_the_whole_once(folder: Path) -> None:
     assert len(table) == 2 * 2 * STEPS
     counts = table["value"][table["statistic"] == "count"]
     assert sorted(set(counts.tolist())) == [64.0, 384.0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_healthy_training_has_no_finding_about_ranks(folder: Path, name: str) -> None:
+    found = tt.diagnose(folder / name)
+    assert [str(each) for each in found if each.kind.startswith("rank")] == []
+    assert [each for each in found.unjudged if "raised" in each.reason] == []

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.store.object_store import served_bucket
 
 import torchtap as tt
 
@@ -18,7 +19,7 @@ PROGRAM = Path(__file__).parent / "trouble.py"
 ROOT = Path(__file__).parents[2]
 
 
-def start(mode: str, folder: Path, world: int, **environment: str) -> list[subprocess.Popen[str]]:
+def start(mode: str, folder: Path | str, world: int, **environment: str) -> list[subprocess.Popen[str]]:
     """So many processes of ``trouble.py``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -123,3 +124,37 @@ def test_a_killed_rank_is_seen_and_every_flushed_value_is_there(tmp_path: Path, 
     assert set(both.values.tolist()) == {96.0}
     assert both.steps.tolist() == run.rank(victim).steps().tolist()
     assert run.series("0:output", "count", partial=True).steps.tolist() == list(range(40))
+
+
+def test_a_rank_whose_disk_is_full_goes_on_and_what_is_missing_is_told(tmp_path: Path) -> None:
+    finish(start("full", tmp_path / "run", 2))
+    finish(start("full", tmp_path / "bare", 2))
+    for rank in (0, 1):
+        losses = [(tmp_path / f"{name}.losses.{rank}").read_text() for name in ("run", "bare")]
+        assert losses[0] == losses[1]
+    run = tt.open(tmp_path / "run", partial=True)
+    # Every value that was flushed before is there, on both ranks; the other rank has all of them.
+    assert run.rank(0).steps("0:output").tolist() == list(range(12))
+    assert run.rank(1).steps("0:output").tolist() == list(range(4))
+    for step in range(12):
+        assert run.tensor("0:output", step).shape == ((128, 12) if step < 4 else (64, 12))
+    lost = [event for event in run.events() if event.get("kind") == "lost"]
+    assert {event.get("rank") for event in lost} == {1}
+    assert any("rank 1 has no record of steps 4 to 11" in problem for problem in run.problems)
+    assert any("rank 1" in problem and "File too large" in problem for problem in run.problems)
+
+
+def test_ranks_on_different_hosts_write_into_one_object_store_and_are_read_as_one() -> None:
+    with served_bucket() as bucket:
+        place = f"{bucket}/world"
+        finish(start("remote", place, 2))
+        run = tt.open(place)
+        assert run.ranks == [0, 1]
+        assert run.problems == []
+        assert run.status == "closed"
+        hosts = {run.rank(rank).manifest["launch"]["host"] for rank in (0, 1)}
+        assert hosts == {"host-0", "host-1"}
+        assert run.series("0:output", "count").values.tolist() == [2 * 4 * 12.0] * 3
+        assert run.tensor("0:param.weight", 2).shape == (12, 6)
+        assert run.rank(1).tensor("0:param.weight", 2).shape == (6, 6)
+        assert run.tensor("0:output", 1).shape == (8, 12)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -97,6 +99,48 @@ elif mode == "nobody":
         watch.flush()
         dist.barrier()
     watch.close()
+    dist.destroy_process_group()
+elif mode == "full":
+    import resource
+
+    join()
+    parallel = DistributedDataParallel(model())
+    losses = []
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    watch = (
+        None if str(folder).endswith("bare") else tt.watch(parallel, folder, [tt.tap("*:output", tt.Full())])
+    )
+    for step in range(12):
+        if watch is not None:
+            watch.set_step(step)
+        if step == 4 and rank == 1 and watch is not None:
+            watch.flush()
+            # From now on no file of this process may grow: as if its disk were full.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+        optimizer.zero_grad()
+        torch.manual_seed(100 * step + rank)
+        loss = parallel(torch.randn(64, 6)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()).hex())
+        if watch is not None:
+            watch.flush()
+    if watch is not None:
+        watch.close()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    (folder.parent / f"{folder.name}.losses.{rank}").write_text("\n".join(losses))
+    dist.barrier()
+    dist.destroy_process_group()
+elif mode == "remote":
+    # Ranks on two hosts have nothing in common but the network: no folder, no name, no clock to the second.
+    socket.gethostname = lambda: f"host-{rank}"
+    os.chdir(tempfile.mkdtemp())
+    join()
+    sharded = fully_shard(model())
+    taps = [tt.tap(["*:output", "*:param"], [tt.Stats(), tt.Full()])]
+    with tt.watch(sharded, sys.argv[2], taps) as watch:
+        train(sharded, watch, range(3))
+    dist.barrier()
     dist.destroy_process_group()
 elif mode == "killed":
     join()

@@ -131,3 +131,43 @@ def test_flushing_small_numbers_to_zero_does_not_reach_the_statistics(size: int)
         assert found["min"] == found["max"] == found["mean"] == number
         assert found["l1"] == pytest.approx(number * size)
     assert torch.tensor([1e-310], dtype=torch.float64).mul(1).item() == 0  # and torch still flushes
+
+
+SMALL = [1e-38, 1e-37, 1e-30, 1e-24, 1e-19, 1e-15, 1e-13, 1e-11]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *((size, torch.float32) for size in (1e-44, 1e-41, *SMALL)),
+        *((size, torch.bfloat16) for size in SMALL),
+    ],
+)
+def test_gradients_that_vanish_cost_no_digits(path: str, size: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    value = (torch.randn(20_480, dtype=torch.float64) * size).to(dtype)  # the last block is not a whole one
+    value[::7] = 0
+    found = measured(value)
+    x = value.double()
+    assert found["zeros"] == (x == 0).double().mean()
+    assert (found["min"], found["max"]) == (x.min(), x.max())
+    mean, std, norm = exactly(x.tolist())
+    error = abs(found["mean"] - float(mean)) / (std / math.sqrt(len(x)))
+    assert error < 1e-6
+    assert found["std"] == pytest.approx(std, rel=1e-6, abs=0)
+    assert found["l2"] == pytest.approx(norm, rel=1e-6, abs=0)
+    assert found["l1"] == pytest.approx(x.abs().sum().item(), rel=1e-6, abs=0)
+
+
+def test_a_large_number_among_vanishing_ones_is_seen(path: str) -> None:
+    block = 8192
+    for odd in (1.0, 1e30, math.inf, math.nan):
+        value = torch.full((3 * block,), 1e-25)
+        value[::2] = -3e-25
+        value[2 * block + 5] = odd
+        found = measured(value)
+        x = value.double()
+        finite = x[x.isfinite()]
+        assert (found["nans"], found["infs"]) == (x.isnan().sum(), x.isinf().sum())
+        assert found["max"] == finite.max()
+        assert found["l2"] == pytest.approx(finite.square().sum().sqrt().item(), rel=1e-6, abs=0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.store.object_store import served_bucket
 from tests.store.records import SITES, image, number, record
 
 from torchtap.errors import MissingExtraError, RecordingLostError, RunCorruptError, RunNotFoundError
@@ -22,22 +23,8 @@ pytest.importorskip("fsspec")
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """The address of an empty bucket on a server of our own."""
-    pytest.importorskip("s3fs")
-    moto = pytest.importorskip("moto.server")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    import fsspec
-
-    host, port = server.get_host_and_port()
-    patch = pytest.MonkeyPatch()
-    patch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
-    yield "s3://bucket"
-    server.stop()
-    patch.undo()
+    with served_bucket() as bucket:
+        yield bucket
 
 
 @pytest.fixture(params=["memory", "s3"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -313,3 +315,36 @@ def test_a_structure_that_refuses_to_be_built_again_does_not_stop_the_model() ->
     with tt.capture(model := Odd()) as seen:
         model(torch.zeros(2))
     assert seen[":output.1"].tolist() == [1, 1]
+
+
+def test_a_gradient_is_what_comes_to_the_value_whatever_hooks_later_code_puts_on_it() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            if y.requires_grad:
+                y.register_hook(lambda gradient: gradient * 10)
+            return y * 2
+
+    model = Scaled()
+    for shape in ((2, 3), (2, 2, 3)):  # the second is a view
+        with tt.capture(model, "inner:grad_output") as seen:
+            x = torch.ones(shape, requires_grad=True)
+            model(x).sum().backward()
+        assert torch.equal(seen["inner:grad_output"], torch.full(shape, 2.0))
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, (torch.full(shape, 20.0) @ model.inner.weight).detach())
+
+
+def test_asking_for_a_gradient_holds_nothing_afterwards() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    alive = weakref.ref(model[0])
+    with tt.capture(model, "*:grad_output") as seen:
+        model(torch.ones(2, 3)).sum().backward()
+    assert len(seen) == 3
+    del model, seen
+    gc.collect()
+    assert alive() is None

@@ -1,7 +1,8 @@
 """``python -m tests.viewer.screenshots``: train, then photograph every view into docs/images.
 
 Trainings of a small transformer in one folder: one whose first blocks have no residual path, with a dead layer and a
-number that becomes infinite near the end; two that go well; and one of them again with one factor off by two per cent.
+number that becomes infinite near the end; two that go well; one of them again with one factor off by two per cent; and
+one on four processes, of which one loses a row of a weight.
 Every view at three widths, light and dark.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.viewer.browsing import chromium, open_page
+from tests.viewer.ranked import train_ranks
 from tests.viewer.recordings import train
 
 from torchtap.viewer.catalog import Catalog
@@ -54,6 +56,7 @@ VIEWS: list[tuple[str, str, str]] = [
         ".verdict",
     ),
     ("findings", "#/findings?run=deep-no-residual", "article.finding"),
+    ("ranks", "#/ranks?run=four-ranks&kind=param", "[data-testid=ranksat]"),
 ]
 
 
@@ -67,6 +70,7 @@ def record(folder: Path) -> None:
     for name, rate, gain in (("lr-0.001", 1e-3, 1.0), ("lr-0.003", 3e-3, 1.0), ("gain", 3e-3, 1.02)):
         labels = {"residual": True, "gain": gain}
         train(folder / "sweep" / name, steps=96, rate=rate, gain=gain, labels=labels, **shape)
+    train_ranks(folder / "four-ranks")
 
 
 def main(folder: Path | None = None, only: Sequence[str] = ()) -> None:

@@ -2,7 +2,7 @@
 
 import type { ViewProps } from "../app";
 import { useJson } from "../data";
-import { grouped, plural } from "../numbers";
+import { grouped, plural, show } from "../numbers";
 import { href } from "../route";
 import { Spark } from "../runs/spark";
 import type { Finding } from "../types";
@@ -31,7 +31,7 @@ export function FindingsView({ run, about, findings, busy }: ViewProps & { busy:
               {f.evidence.map((e) => (
                 <li key={e.name + e.site}>
                   {e.points.length > 1 && <Spark values={e.points} broken={false} />}
-                  {e.name}: <b>{Number.isFinite(e.value) ? e.value.toPrecision(3) : String(e.value)}</b>
+                  {e.name}: <b>{show(e.value)}</b>
                   {e.step !== null && <span class="quiet"> at step {grouped(e.step)}</span>}
                 </li>
               ))}

@@ -103,11 +103,11 @@ export function RanksView({ run, about, params }: ViewProps) {
             ? `${siteWord(under.site)}, rank ${facts.ranks[pointed[1]] ?? ""}: ${show(under.values[pointed[1]] ?? NaN)}; the middle rank has ${show(under.middle)}`
             : "Sites down in the order of execution, ranks across; coloured by the distance from the middle rank."}</p>
           <div class="scroll tall" tabIndex={0} aria-label="Sites by ranks"><table data-testid="ranksat">
-            <thead><tr><th>site</th><th>ranks hold</th><th class="number">middle rank</th><th class="number">farthest</th><th class="number">relative</th></tr></thead>
+            <thead><tr><th>site</th><th class="whole">ranks hold</th><th class="number">middle rank</th><th class="number">farthest</th><th class="number">relative</th></tr></thead>
             <tbody>{sorted.slice(0, SHOWN).map((r) => (
               <tr key={r.site} class={r.apart ? "grave" : ""}>
                 <td><a href={href("site", { ...params, site: r.site, step: facts.step })}>{siteWord(r.site)}</a></td>
-                <td>{r.share === "same" ? "the same" : r.share || "–"}</td>
+                <td class="whole">{r.share === "same" ? "the same" : r.share || "–"}</td>
                 <td class="number">{show(r.middle)}</td>
                 <td class="number">{r.most > 0 ? `rank ${facts.ranks[r.worst] ?? ""}: ${show(r.values[r.worst] ?? NaN)}` : "–"}</td>
                 <td class="number">{r.most > 0 ? (Number.isFinite(r.most) ? `${show(Number((100 * r.most).toPrecision(3)))} %` : "from zero") : "0"}</td>

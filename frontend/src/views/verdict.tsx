@@ -66,9 +66,9 @@ export function Verdict({ runs, given, params, run }: { runs: RunLine[]; given: 
       )}
       {over.length > 0 && (
         <div class="scroll" tabIndex={0} aria-label="Sites that differ"><table>
-          <thead><tr><th>site</th><th>error</th><th>noise floor</th><th>status</th></tr></thead>
+          <thead><tr><th>site</th><th class="number">error</th><th class="number">noise floor</th><th class="whole">status</th></tr></thead>
           <tbody>{over.slice(0, 200).map((r) => (
-            <tr key={r.site}><td><a href={open(r.site)}>{siteWord(r.site)}</a></td><td>{show(number(r.error))}</td><td>{show(number(r.floor))}</td><td>{r.status}</td></tr>
+            <tr key={r.site}><td><a href={open(r.site)}>{siteWord(r.site)}</a></td><td class="number">{show(number(r.error))}</td><td class="number">{show(number(r.floor))}</td><td class="whole">{r.status}</td></tr>
           ))}</tbody>
         </table></div>
       )}

@@ -21,7 +21,7 @@ from torchtap.comparison.live.evidence import Evidence
 from torchtap.comparison.live.gradients import broken_flow, harmless_copies
 from torchtap.comparison.live.parameters import usual_dtype
 from torchtap.comparison.live.tracing import Feed, default_dtype, feed_of, golden_copy, record
-from torchtap.comparison.recorded.comparing import compare_recordings
+from torchtap.comparison.recorded.phases import compare_all_phases
 from torchtap.comparison.recorded.recordings import MemoryRecording, Recording
 from torchtap.comparison.sources import captured, is_eager, perturbed
 from torchtap.comparison.stored import compare_stored, known_harmless, listed
@@ -166,7 +166,7 @@ def _recorded(
     if is_live(reference):
         harmless += _harmless_runs(reference, feed, inputs, take, backward=loss is not None)
     live = is_live(reference) and is_live(target)
-    result = compare_recordings(left, right, rules=rules, harmless=harmless, only=steps, live=live)
+    result = compare_all_phases(left, right, rules=rules, harmless=harmless, only=steps, live=live)
     return replace(result, forwards=forwards)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torchtap.comparison.align.rules import Rule
 from torchtap.comparison.given import recording_of
 from torchtap.comparison.judge.result import Comparison
-from torchtap.comparison.recorded.comparing import compare_recordings
+from torchtap.comparison.recorded.phases import compare_all_phases
 from torchtap.comparison.recorded.recordings import Recording
 
 __all__ = ["compare_stored", "known_harmless", "listed"]
@@ -29,7 +29,7 @@ def compare_stored(
     """Compare two things that are not to be run; the arguments are those of `torchtap.compare`."""
     left, right = recording_of(reference), recording_of(target)
     harmless = known_harmless(repeat, golden, lambda thing, _: recording_of(thing))
-    return compare_recordings(left, right, rules=rules, harmless=harmless, only=steps)
+    return compare_all_phases(left, right, rules=rules, harmless=harmless, only=steps)
 
 
 def listed(things: Any) -> list[Any]:

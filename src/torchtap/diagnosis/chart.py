@@ -21,6 +21,7 @@ import numpy.typing as npt
 from torchtap.diagnosis.facts import Fact, Structure
 from torchtap.diagnosis.places import Place, described
 from torchtap.names import read_name
+from torchtap.placement import Placement
 
 __all__ = ["EARLY", "Block", "Chart", "Grid"]
 
@@ -86,6 +87,8 @@ class Chart:
         self._places: tuple[int, list[Place]] = (-1, [])
         self.structure = Structure()
         self.ranks: dict[int, Chart] = {}  # of a finished run of several ranks, a chart of each
+        self.ends: dict[int, str] = {}  # how each of these ranks ended: "closed", "interrupted"
+        self.placed: Callable[[str], Placement | None] = lambda _: None  # which part of a site this rank has
         self._facts: dict[tuple[str, str], Fact] = {}
         self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
         self.seen = 0  # columns that were ever added

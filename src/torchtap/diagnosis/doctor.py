@@ -34,6 +34,8 @@ from torchtap.diagnosis.probes.losses import LossProbe
 from torchtap.diagnosis.probes.membership import MembershipProbe
 from torchtap.diagnosis.probes.modes import ModeProbe
 from torchtap.diagnosis.probes.padded import PaddingProbe
+from torchtap.diagnosis.probes.ranks import RankProbe
+from torchtap.diagnosis.probes.targets import TargetProbe
 from torchtap.diagnosis.probes.updates import UpdateProbe
 from torchtap.diagnosis.probes.weights import WeightProbe
 from torchtap.diagnosis.reading import LEARNED, LOSS
@@ -42,6 +44,7 @@ from torchtap.diagnosis.rules.registry import all_rules
 from torchtap.errors import PlanError, TrainingStoppedError
 from torchtap.names import kind_of
 from torchtap.pace import Pace
+from torchtap.ranks import identity
 from torchtap.session import watch
 from torchtap.step_loss import StepLoss
 from torchtap.store.record import Consumer, StepRecord
@@ -135,7 +138,9 @@ class Doctor(Ears):
     def _made_probes(self) -> list[Probe]:
         patient = self._patient
         modes = ModeProbe(patient, self)
+        among_ranks: list[Probe] = [RankProbe(patient, self), TargetProbe(self)]
         return [
+            *(among_ranks if identity().world > 1 else ()),
             GradientProbe(patient, self),
             MembershipProbe(patient, self, self._take_structure),
             WeightProbe(patient, self),

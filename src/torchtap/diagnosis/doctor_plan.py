@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from torchtap._torch import RunningNorm
+from torchtap._torch_distributed import fsdp_sharded
 from torchtap.pace import Pace, Seldom
 from torchtap.plan import Tap, tap
-from torchtap.reduce import SampleSpread, Units
+from torchtap.ranks import identity
+from torchtap.reduce import Fingerprint, SampleSpread, Units
 
 __all__ = ["doctor_taps"]
 
@@ -20,7 +22,8 @@ def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) ->
     What an optimizer did is read from a copy of all parameters. This and the parameters themselves, which change
     little from step to step, are read in one of four of the first steps.
     """
-    seldom = Seldom(pace)
+    alone = identity().world == 1
+    seldom = Seldom(pace) if alone else pace  # ranks are compared by what they hold at each step
     taps = [tap(f"*:{kind}", when=pace) for kind in ("output", "grad_output")]
     if _has_parameters(model):
         taps.append(tap("*:param_grad", when=pace))
@@ -32,9 +35,27 @@ def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) ->
     layers = [kind for kind in _LAYERS if any(isinstance(module, kind) for module in model.modules())]
     if layers:
         taps.append(tap(layers, Units(dim=0, which=False), kind="param_grad", when=pace))
-    running = [each for each in model.modules() if isinstance(each, RunningNorm) and each.track_running_stats]
-    if running:
-        taps.append(tap(list(dict.fromkeys(map(type, running))), kind="buffer", when=seldom))
+    if alone:
+        running = [
+            each for each in model.modules() if isinstance(each, RunningNorm) and each.track_running_stats
+        ]
+        if running:
+            taps.append(tap(list(dict.fromkeys(map(type, running))), kind="buffer", when=seldom))
+        return taps
+    return [*taps, *_among_ranks(model, pace)]
+
+
+def _among_ranks(model: nn.Module, pace: Pace) -> list[Tap]:
+    """What tells ranks from each other: fingerprints of what they hold alike, and gradients before they are reduced."""
+    taps = []
+    if _has_parameters(model):
+        kinds = ["param", "param_grad", "update"]
+        if not fsdp_sharded(model):  # FSDP hands out reduced gradients alone
+            taps.append(tap("*:param_grad_local", when=pace))
+            kinds.append("param_grad_local")
+        taps += [tap(f"*:{kind}", Fingerprint(), when=pace) for kind in kinds]
+    if any(True for _ in model.buffers()):
+        taps.append(tap("*:buffer", when=pace))
     return taps
 
 

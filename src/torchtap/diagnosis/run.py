@@ -6,7 +6,7 @@ Reads through the public reader only and never imports torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from torchtap.diagnosis.rules.registry import all_rules
 from torchtap.errors import RunError
 
 if TYPE_CHECKING:
+    from torchtap.placement import Placement
     from torchtap.store.read.reader import Run
 
 __all__ = ["diagnose"]
@@ -54,6 +55,7 @@ def diagnose(
         ward.look()
     if len(run.ranks) > 1 and run.shown_rank is None:
         ward.chart.ranks = _charts_of_ranks(run)
+        ward.chart.ends = {rank: str(status) for rank, status in run.statuses.items()}
         ward.look()
     found = ward.findings()
     broken = Findings() if learned is None else what_no_longer_holds(learned, run)
@@ -66,8 +68,15 @@ def _charts_of_ranks(run: Run) -> dict[int, Chart]:
     charts: dict[int, Chart] = {}
     for rank in run.ranks:
         with suppress(RunError):
-            charts[rank] = _whole_chart(run.rank(rank))
+            own = run.rank(rank)
+            charts[rank] = _whole_chart(own)
+            charts[rank].placed = _placements(own)
     return charts
+
+
+def _placements(run: Run) -> Callable[[str], Placement | None]:
+    known = set(run.sites())
+    return lambda site: run.placement(site) if site in known else None
 
 
 def _whole_chart(run: Run) -> Chart:

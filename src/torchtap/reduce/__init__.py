@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchtap.reduce.base import Reduction, Result
 from torchtap.reduce.entropy import Entropy
+from torchtap.reduce.fingerprint import Fingerprint
 from torchtap.reduce.full import Full
 from torchtap.reduce.gram import Gram
 from torchtap.reduce.histogram import Histogram
@@ -19,6 +20,7 @@ from torchtap.reduce.units import Units
 
 __all__ = [
     "Entropy",
+    "Fingerprint",
     "Full",
     "Gram",
     "Histogram",

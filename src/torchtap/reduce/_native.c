@@ -160,6 +160,80 @@ static PyObject *py_measure_strided(PyObject *self, PyObject *const *args, Py_ss
     Py_RETURN_NONE;
 }
 
+/* An array's memory, for as long as it is held; 0 with the error set. */
+static int take_array(PyObject *given, int flags, Py_ssize_t item, Py_buffer *array)
+{
+    if (PyObject_GetBuffer(given, array, flags) < 0)
+        return 0;
+    if (array->len % item == 0)
+        return 1;
+    PyBuffer_Release(array);
+    PyErr_SetString(PyExc_ValueError, "an array of other items");
+    return 0;
+}
+
+/* Results of the states that `rows` names, or of all without; 0 where there is no such row, or no room. */
+static int finish_states(const Py_buffer *states, const Py_buffer *rows, Py_buffer *results)
+{
+    const Py_ssize_t known = states->len / (Py_ssize_t)sizeof(State);
+    const Py_ssize_t wanted = rows ? rows->len / (Py_ssize_t)sizeof(Py_ssize_t) : known;
+    if (results->len != wanted * STATISTICS * (Py_ssize_t)sizeof(double))
+        return 0;
+    for (Py_ssize_t i = 0; i < wanted; i++) {
+        const Py_ssize_t row = rows ? ((const Py_ssize_t *)rows->buf)[i] : i;
+        if (row < 0 || row >= known)
+            return 0;
+        finish_state((const State *)states->buf + row, (double *)results->buf + i * STATISTICS);
+    }
+    return 1;
+}
+
+/* finish_rows(states, rows, results): the twelve statistics of these rows, as moments.finish has them; rows None: of all. */
+static PyObject *py_finish(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_buffer states, rows, results;
+    const int chosen = nargs == 3 && args[1] != Py_None;
+    (void)self;
+    if (nargs != 3) {
+        PyErr_SetString(PyExc_TypeError, "expected states, rows and room for results");
+        return NULL;
+    }
+    if (!take_array(args[0], PyBUF_SIMPLE, sizeof(State), &states))
+        return NULL;
+    if (chosen && !take_array(args[1], PyBUF_SIMPLE, sizeof(Py_ssize_t), &rows)) {
+        PyBuffer_Release(&states);
+        return NULL;
+    }
+    int done = 0;
+    if (take_array(args[2], PyBUF_WRITABLE, sizeof(double), &results)) {
+        const FloatMode mode = take_small_numbers();
+        done = finish_states(&states, chosen ? &rows : NULL, &results);
+        put_back(mode);
+        PyBuffer_Release(&results);
+        if (!done)
+            PyErr_SetString(PyExc_IndexError, "there is no such row, or no room for its results");
+    }
+    if (chosen)
+        PyBuffer_Release(&rows);
+    PyBuffer_Release(&states);
+    if (!done)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* blank_rows(states): nothing was seen. */
+static PyObject *py_blank(PyObject *self, PyObject *given)
+{
+    Py_buffer states;
+    (void)self;
+    if (!take_array(given, PyBUF_WRITABLE, sizeof(State), &states))
+        return NULL;
+    for (Py_ssize_t i = 0; i < states.len / (Py_ssize_t)sizeof(State); i++)
+        ((State *)states.buf)[i] = BLANK;
+    PyBuffer_Release(&states);
+    Py_RETURN_NONE;
+}
+
 /* count(counts, memory, count, dtype, edges, bins, low, high, bits): counts in bins of contiguous memory, added. */
 static PyObject *py_count(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -212,13 +286,19 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
     Py_RETURN_NONE;
 }
 
+#include "_native_taking.h"
+
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
     {"measure_fold", (PyCFunction)(void (*)(void))py_measure_fold, METH_FASTCALL, NULL},
     {"measure_strided", (PyCFunction)(void (*)(void))py_measure_strided, METH_FASTCALL, NULL},
     {"count", (PyCFunction)(void (*)(void))py_count, METH_FASTCALL, NULL},
+    {"finish_rows", (PyCFunction)(void (*)(void))py_finish, METH_FASTCALL, NULL},
+    {"blank_rows", py_blank, METH_O, NULL},
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
     {"use_pool", py_use_pool, METH_O, NULL},
+    {"is_sound", py_is_sound, METH_O, NULL},
+    {"use_tensors", (PyCFunction)(void (*)(void))py_use_tensors, METH_FASTCALL, NULL},
     {"use_instructions", py_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -226,6 +306,8 @@ static PyMethodDef methods[] = {
 static int start(PyObject *module)
 {
     choose_instructions();
+    if (add_taker(module) < 0)
+        return -1;
     return PyModule_AddIntConstant(module, "FIELDS", sizeof(State) / sizeof(double));
 }
 

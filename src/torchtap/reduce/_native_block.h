@@ -6,6 +6,7 @@
  *   IS_ZERO(s)       where zero is told in memory with less than WIDEN
  *   LARGEST, TINY    the largest finite T, and the sum of squares below which single squares may have vanished
  *   LOOK             what a first look finds, and, where there is a faster one than the plain loops, LOOK_AT
+ *   STRETCHED        the function for a block of T, where numbers whose squares vanish are looked at in multiples
  *   TARGET           the function attribute that chooses the instruction set
  *   NAME(x)          makes names unique
  *
@@ -246,9 +247,41 @@ TARGET static void NAME(look)(const S *x, size_t n, T center, LOOK *out)
 
 #endif
 
+#ifdef STRETCHED
+TARGET static void STRETCHED(const T *x, size_t n, State *out, const State *before);
+
+/* Small numbers, as the gradients of early layers are: those of a power of two that makes the largest about one. */
+TARGET static void NAME(stretched)(const S *x, size_t n, double size, State *out)
+{
+    int exponent;
+    T room[BLOCK];
+    frexp(size, &exponent);
+    const int power = -exponent < 126 ? -exponent : 126;
+    const T scale = (T)ldexp(1, power);
+    for (size_t i = 0; i < n; i++)
+        room[i] = WIDEN(x[i]) * scale;
+    STRETCHED(room, n, out, NULL);
+    const double back = ldexp(1, -power);
+    out->mean *= back;
+    out->rest *= back;
+    out->deviation *= back;
+    out->low *= back;
+    out->high *= back;
+    out->l1 *= back;
+}
+#endif
+
 /* `n` is a multiple of GROUP. `before` is the state of values nearby, or NULL. */
 TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *before)
 {
+#ifdef STRETCHED
+    const double near = before ? MORE(-before->low, before->high) : 1;
+    if (near > 0 && near < 0x1p-50) {
+        NAME(stretched)(x, n, near, out);
+        if (out->nans == 0 && out->infs == 0)
+            return; /* else there are such numbers, or some that are too large for these multiples */
+    }
+#endif
     T center = (T)(before ? center_of(before) : NAME(guess)(x));
     if (!(center - center == 0))
         center = 0;
@@ -268,6 +301,13 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
         return;
     }
     double drifted = look.drift / (double)n, squared = look.squares;
+#ifdef STRETCHED
+    const double size = MORE(-s.low, s.high);
+    if (squared < TINY && size < 0x1p-40) {
+        NAME(stretched)(x, n, size, out);
+        return;
+    }
+#endif
     double excess = (double)n * drifted * drifted;
     if (excess > 0.5 * squared) {
         const double left = squared - excess;
@@ -308,3 +348,4 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
 #undef IS_ZERO
 #undef NAME
 #undef LOOK_AT
+#undef STRETCHED

@@ -12,6 +12,7 @@
 #define S float
 #define WIDEN(s) (s)
 #define NAME(x) ISA(x##_float)
+#define STRETCHED ISA(block_float)
 #ifdef LOOK_AT_FLOAT
 #define LOOK_AT LOOK_AT_FLOAT
 #endif
@@ -21,6 +22,7 @@
 #define WIDEN(s) widen_bfloat16(s)
 #define IS_ZERO(s) (((s) & 0x7fff) == 0)
 #define NAME(x) ISA(x##_bfloat16)
+#define STRETCHED ISA(block_float)
 #ifdef LOOK_AT_BFLOAT16
 #define LOOK_AT LOOK_AT_BFLOAT16
 #endif

@@ -74,6 +74,27 @@ static void merge(State *into, const State *from)
         into->high = from->high;
 }
 
+#define STATISTICS 12
+
+/* In the order of moments.STATISTICS. What has no meaning without finite values is NaN then. */
+static void finish_state(const State *state, double *out)
+{
+    const double finite = finite_in(state), nothing = finite > 0 ? 0 : NAN;
+    const double rms = hypot(state->deviation, state->mean) + nothing;
+    out[0] = state->count;
+    out[1] = state->mean + nothing;
+    out[2] = finite > 1 ? state->deviation * sqrt(finite / (finite - 1)) : NAN;
+    out[3] = state->low + nothing;
+    out[4] = state->high + nothing;
+    out[5] = (-state->low > state->high ? -state->low : state->high) + nothing;
+    out[6] = state->l1;
+    out[7] = finite > 0 ? rms * sqrt(finite) : 0;
+    out[8] = rms;
+    out[9] = state->zeros / state->count;
+    out[10] = state->nans;
+    out[11] = state->infs;
+}
+
 /* A center near `mean`, in steps of about the spread. Its low digits would be rounded away in the same
  * direction whenever it is taken from a larger number, and that would add up; so it has none. */
 static double blunt(double mean, double spread)

@@ -41,6 +41,8 @@ class RowBlock(Protocol):
 
     A value is measured into a scratch slot and folded into a row; while it is in its slot, a second site that
     shows the same value folds the slot. ``statistics`` names the columns of a result.
+
+    A block may take some values faster, and recognise them by itself: ``take`` and its like say whether they did.
     """
 
     statistics: ClassVar[tuple[str, ...]]
@@ -52,6 +54,18 @@ class RowBlock(Protocol):
 
     def reset(self, rows: slice | None = None) -> None:
         """Nothing was seen in these rows; in any, where none are given."""
+
+    def take(self, row: int, value: Tensor) -> bool:
+        """Fold a small value into a row, at once and whole whatever other threads do. False: nothing was done."""
+
+    def take_any(self, row: int, value: Tensor) -> bool:
+        """The same of any size; it may let other threads run meanwhile."""
+
+    def take_all(self, rows: list[int], values: list[Tensor]) -> list[int]:
+        """`take` for several values; the positions of those with which nothing was done."""
+
+    def forget(self) -> None:
+        """Recognise nothing that was taken until now."""
 
     def measure_into(self, row: int, scratch: int, value: Tensor) -> None:
         """Measure a value into a slot and fold it into a row."""
@@ -65,8 +79,8 @@ class RowBlock(Protocol):
     def result(self, row: int) -> npt.NDArray[np.float64]:
         """The results of one row."""
 
-    def results(self) -> npt.NDArray[np.float64]:
-        """The results of each row."""
+    def results(self, rows: npt.NDArray[np.intp] | None = None) -> npt.NDArray[np.float64]:
+        """The results of each row, or of those given."""
 
     def hand_over(self) -> Arrival | None:
         """Send what is on other devices to the host, without waiting; None where nothing is."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchtap.errors import ReductionError
 from torchtap.reduce.base import Reduction, Result
+from torchtap.reduce.kernel import is_sound
 from torchtap.reduce.readable import readable
 from torchtap.reduce.transforms import outside_transforms
 
@@ -63,7 +64,7 @@ class Full(Reduction[list[Tensor]]):
         self, state: list[Tensor] | None, value: Tensor, copy: Callable[[Tensor], Tensor] = torch.clone
     ) -> list[Tensor]:
         """``copy`` makes the copies of contiguous values on the host; it may have memory that was used before."""
-        plain = readable(value)
+        plain = readable(value) if value.requires_grad or not is_sound(value) else value
         if self._index is not None:
             try:
                 plain = plain[self._index]

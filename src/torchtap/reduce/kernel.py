@@ -10,14 +10,15 @@ import ctypes
 import os
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtap.reduce.memory import located
+from torchtap.reduce.memory import PLAIN_TYPES, located
 from torchtap.reduce.moments import WIDTH
 
-__all__ = ["DTYPE_CODES", "MANY", "count", "measure", "native", "share_threads"]
+__all__ = ["DTYPE_CODES", "MANY", "count", "is_sound", "make_taker", "measure", "native", "share_threads"]
 
 
 _FUNCTIONS = ("count", "fold", "measure", "measure_fold", "measure_strided", "use_pool")
@@ -49,6 +50,34 @@ if native is not None and hasattr(os, "register_at_fork"):
     share_threads(native)
     # In a forked child the threads are gone, and OpenMP would wait for them for ever.
     os.register_at_fork(after_in_child=partial(native.use_pool, 0))
+
+
+def _takes_tensors() -> bool:
+    """Whether tensors tell the kernel themselves where they lie: torch from 2.10 on has DLPack's exchange interface."""
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None or not hasattr(native, "use_tensors"):
+        return False
+    return bool(native.use_tensors(exchange, tuple(PLAIN_TYPES)))  # type: ignore[union-attr]
+
+
+_has_takers = _takes_tensors()
+
+
+def make_taker() -> Any:
+    """What takes tensors as they are into rows (`_native_taking.h`); None where there is no such thing."""
+    return native.Taker(MANY) if native is not None and _has_takers else None
+
+
+def is_sound(value: Tensor) -> bool:
+    """Whether a value is plain memory of real numbers on the host, all of it there: what `readable` makes of others."""
+    if native is None or not _has_sound:
+        return False
+    sound: bool = native.is_sound(value)
+    return sound
+
+
+_has_sound = _has_takers and hasattr(native, "is_sound")
+
 
 # The numbers by which `_native.c` knows the dtypes.
 DTYPE_CODES: dict[torch.dtype, int] = {

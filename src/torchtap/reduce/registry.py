@@ -21,6 +21,7 @@ REDUCTIONS = Registry(
     group="torchtap.reductions",
     built_in={
         "entropy": "torchtap.reduce.entropy:Entropy",
+        "fingerprint": "torchtap.reduce.fingerprint:Fingerprint",
         "full": "torchtap.reduce.full:Full",
         "gram": "torchtap.reduce.gram:Gram",
         "histogram": "torchtap.reduce.histogram:Histogram",

@@ -34,6 +34,9 @@ _ROW_BYTES = WIDTH * 8
 # A step of more values than this waits for the device in between, so that memory has a bound (4.5 MiB).
 _MOST_SLOTS = 1 << 16
 _read_by_kernel = kernel.measure
+# A checkout may still hold the build of an older source, without these.
+_finish = getattr(kernel.native, "finish_rows", None)
+_blank = getattr(kernel.native, "blank_rows", None)
 
 
 @final
@@ -50,6 +53,9 @@ class StatsBlock:
         # `_scratch`.
         self._remote: list[tuple[SlotSet, int] | None] = [None] * scratch
         self._slots: dict[torch.device, DeviceSlots] = {}
+        self._taker = kernel.make_taker()
+        if self._taker is not None:  # a call less for each value
+            self.take = self._taker.take  # type: ignore[method-assign]
         self._note_addresses()
         place = torch.device(device)
         if place.type not in ("cpu", "meta"):
@@ -103,6 +109,29 @@ class StatsBlock:
         self.measure(scratch, value)
         self.fold(row, scratch)
 
+    def take(self, row: int, value: Tensor) -> bool:
+        """Measure a small value, or recognise it, and fold it into a row; False where that is not possible."""
+        return False
+
+    def take_any(self, row: int, value: Tensor) -> bool:
+        """The same of any size. Lets other threads run while it reads a large one."""
+        rows = self._rows  # held: `grow` has others
+        taken = self._taker is not None and self._taker.take_any(row, value, torch.get_num_threads())
+        del rows
+        return bool(taken)
+
+    def take_all(self, rows: list[int], values: list[Tensor]) -> list[int]:
+        """`take` for several values; the positions of those that were left."""
+        if self._taker is None:
+            return list(range(len(rows)))
+        left: list[int] = self._taker.take_all(rows, values)
+        return left
+
+    def forget(self) -> None:
+        """Recognise nothing that was taken until now."""
+        if self._taker is not None:
+            self._taker.forget()
+
     def fold_state(self, row: int, state: Tensor) -> None:
         """Merge a state that was computed elsewhere, such as in a compiled graph, where `measure` was not needed."""
         if state.device.type == "cpu":
@@ -121,13 +150,20 @@ class StatsBlock:
     def reset(self, rows: slice | None = None) -> None:
         """Back to "nothing seen", for all rows or some."""
         self._fetch()
+        if rows is None and _blank is not None and self._native is not None:
+            _blank(self._rows)
+            return
         chosen = self._rows[rows if rows is not None else slice(None)]
         chosen[...] = blank_states(len(chosen))
 
-    def results(self) -> npt.NDArray[np.float64]:
-        """The twelve statistics of each row, (rows, 12), in the order of ``moments.STATISTICS``."""
+    def results(self, rows: npt.NDArray[np.intp] | None = None) -> npt.NDArray[np.float64]:
+        """The twelve statistics of each row, or of those given, (rows, 12), in the order of ``moments.STATISTICS``."""
         self._fetch()
-        return finish(self._rows)
+        if _finish is None or self._native is None:
+            return finish(self._rows if rows is None else self._rows[rows])
+        made = np.empty((len(self._rows) if rows is None else len(rows), len(STATISTICS)))
+        _finish(self._rows, rows, made)
+        return made
 
     def hand_over(self) -> Arriving | None:
         """Send what is on other devices to the host, without waiting; None where nothing is. Rows are left as they are.
@@ -160,6 +196,8 @@ class StatsBlock:
     def _note_addresses(self) -> None:
         self._row_address = int(self._rows.ctypes.data)
         self._scratch_address = int(self._scratch.ctypes.data)
+        if self._taker is not None:
+            self._taker.use_rows(self._row_address, len(self._rows))
 
     @outside_transforms
     def _measure_with_care(self, scratch: int, value: Tensor) -> None:

@@ -57,10 +57,17 @@ def tree_of(model: Any) -> nn.Module:
 
 
 def attach(
-    model: Any, receiver: Receiver, way: WayName = "hook", site_map: SiteMap | None = None
+    model: Any,
+    receiver: Receiver,
+    way: WayName = "hook",
+    site_map: SiteMap | None = None,
+    form: str | None = None,
 ) -> Attachment:
-    """An attachment for this model's form. A map tells which values of a graph are which sites."""
-    form = form_of(model)
+    """An attachment for this model's form, if that is known already.
+
+    A map tells which values of a graph are which sites.
+    """
+    form = form or form_of(model)
     if way != "hook" and form != "eager":
         raise FormError(f"way={way!r} is for eager models, and this one is {form}: leave it out")
     match form:

@@ -155,7 +155,7 @@ class Comparison:
         else:
             decisive = [row for row in self.rows if row.status in COMPARED]
             sure = self.forwards > 0 or all(row.status == "equal" for row in decisive)
-        if decisive and all(row.note == STATISTICS_ONLY for row in decisive):
+        if 2 * sum(row.note == STATISTICS_ONLY for row in decisive) > len(decisive):
             return "low"
         return "high" if sure else "medium"
 

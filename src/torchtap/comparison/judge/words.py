@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torchtap.comparison.judge.result import AGREES, COMPARED, First, Row
 from torchtap.comparison.measure.profile import Profile
+from torchtap.names import read_name
 
 __all__ = ["cannot_tell", "counted", "covered", "differs", "named", "same"]
 
@@ -85,7 +86,8 @@ def _unfinite(first: First, rows: Sequence[Row]) -> str:
 
 
 def _where(first: First, profile: Profile | None, unfinite: str) -> str:
-    name = named(first.module)
+    site = read_name(first.site)
+    name = f"the logged {site.leaf}" if site.kind == "value" else named(first.module)
     where = f", {profile}" if profile is not None else ""
     if first.origin == "structure":
         return f"{name} does something else: at {first.site} {first.what}"

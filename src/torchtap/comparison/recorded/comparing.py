@@ -28,6 +28,7 @@ from torchtap.comparison.measure.terms import MOST, differing_term, hidden_only
 from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.blame import blamed
 from torchtap.comparison.recorded.first import Missing, first_of_rows, missing_evidence, next_up
+from torchtap.comparison.recorded.gaps import Gap, Unrecorded, gaps_between, some_steps
 from torchtap.comparison.recorded.measuring import Measuring, changed
 from torchtap.comparison.recorded.ranked import Ranked
 from torchtap.comparison.recorded.recordings import Recording
@@ -55,17 +56,19 @@ def compare_recordings(
     problems = [*reference.problems(), *target.problems()]
     work = _Work(reference, target, tuple(rules), list(harmless))
     work.run(steps, live)
+    apart += work.unrecorded.told()
     if not any(row.status in COMPARED for row in work.rows) and work.first is None and not work.rows:
         raise CompareError(_nothing(reference, target, work, problems))
     rows = tuple(work.rows)
     several = len(steps) > 1
     if several:
-        rows = tuple(replace(row, step=work.current) for row in rows)
-    further = [*work.doubtful, *apart, *reference.damage(), *target.damage()]
+        rows = tuple(row if row.step is not None else replace(row, step=work.current) for row in rows)
+    further = [*work.doubtful, *(gap.told for gap in apart if not gap.planned)]
+    further += [*reference.damage(), *target.damage()]
     also = f", over {len(work.seen)} steps" if several else ""
     outcome, verdict = decide(work.first, rows, work.unaligned, live=live, further=further, also=also)
-    if several and work.first is not None and len(work.seen) > 1:
-        verdict = verdict[:-1] + f"; the {len(work.seen) - 1} steps before agree."
+    if several and work.first is not None:
+        verdict = verdict[:-1] + _agreeing(work.seen, work.first) + "."
     return Comparison(
         reference=reference.label,
         target=target.label,
@@ -74,16 +77,24 @@ def compare_recordings(
         verdict=verdict,
         basis=", ".join(work.measuring.used) or "none",
         unaligned=tuple(work.unaligned),
-        problems=(*apart, *problems),
+        problems=(*(gap.told for gap in apart), *problems),
         steps=tuple(work.seen),
         outcome=outcome,
         pairing=work.alignment.pairs,
     )
 
 
+def _agreeing(seen: Sequence[int], first: First) -> str:
+    """How many steps before the one of the first difference agree."""
+    steps = sum(step < first.step for step in seen) if first.step is not None else 0
+    return (
+        "" if steps < 1 else "; the step before agrees" if steps == 1 else f"; the {steps} steps before agree"
+    )
+
+
 def _common_steps(
     reference: Recording, target: Recording, only: Sequence[int] | None
-) -> tuple[list[int], list[str]]:
+) -> tuple[list[int], list[Gap]]:
     left, right = reference.steps(), target.steps()
     for recording, steps in ((reference, left), (target, right)):
         if not steps:
@@ -94,23 +105,13 @@ def _common_steps(
     if only is not None:
         absent = sorted(set(only) - set(common))
         if absent:
-            raise CompareError(f"step {absent[0]} is not in both; steps in both: {_some(common)}")
+            raise CompareError(f"step {absent[0]} is not in both; steps in both: {some_steps(common)}")
         return sorted(only), []
     if not common:
-        raise CompareError(f"no step is in both: the reference has {_some(left)}, the target {_some(right)}")
-    apart = []
-    for recording, steps in ((reference, left), (target, right)):
-        extra = sorted(set(steps) - set(common))
-        if extra:
-            apart.append(
-                f"{recording.label}: {len(extra)} steps are not in the other recording ({_some(extra)})"
-            )
-    return common, apart
-
-
-def _some(steps: Sequence[int]) -> str:
-    shown = ", ".join(map(str, steps[:6]))
-    return f"{shown} ... {steps[-1]}" if len(steps) > 6 else shown or "none"
+        raise CompareError(
+            f"no step is in both: the reference has {some_steps(left)}, the target {some_steps(right)}"
+        )
+    return common, [*gaps_between(reference, target, left, right)]
 
 
 def _nothing(reference: Recording, target: Recording, work: _Work, problems: list[str]) -> str:
@@ -140,11 +141,13 @@ class _Work:
     current: int = 0
     first: First | None = None
     _key: object = None
+    _worst: dict[str, Row] = field(default_factory=dict)  # of every site so far, its largest error
     _known: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
 
     def __post_init__(self) -> None:
         self.measuring = Measuring(self.reference, self.target, self.harmless)
         self.ranked = Ranked(self.measuring)
+        self.unrecorded = Unrecorded(self.reference, self.target)
 
     def run(self, steps: list[int], live: bool) -> None:
         """Go through the steps until one differs."""
@@ -156,6 +159,7 @@ class _Work:
             self.first = self._verdict(missing, before, several=len(steps) > 1)
             if self.first is not None:
                 return
+            self._remember(step, several=len(steps) > 1)
             doubted = doubts(self.rows, self.unaligned, live=live)
             if doubted and shown is None:
                 shown = (self.rows, self.unaligned, step)
@@ -163,10 +167,19 @@ class _Work:
                     self.doubtful.append(f"at step {step}: {doubted[0]}")
         if shown is not None:
             self.rows, self.unaligned, self.current = shown
+        else:  # a step may have recorded little: what agrees is told of all of them together
+            self.rows = list(self._worst.values())
+
+    def _remember(self, step: int, several: bool) -> None:
+        """Keep the row of each site at the step where its error is largest."""
+        for row in self.rows:
+            known = self._worst.get(row.site)
+            if known is None or row.error > known.error:
+                self._worst[row.site] = replace(row, step=step) if several else row
 
     def _step(self, step: int) -> Missing | None:
         self.current = step
-        left, right = self.reference.sites(step), self.target.sites(step)
+        left, right = self.unrecorded.on_both(step, self.reference.sites(step), self.target.sites(step))
         key = (tuple(left), tuple(right))
         if key != self._key:
             self._key = key

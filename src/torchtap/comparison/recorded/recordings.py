@@ -10,6 +10,7 @@ Not here: making a recording of a live model (`live`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,15 @@ from torchtap.comparison.measure.streams import PIECE_BYTES, Stream, can_stream
 from torchtap.comparison.measure.values import Comparable, Value, value_of
 from torchtap.comparison.recorded.saved import SavedTensor, Unreadable, read_saved
 from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
-from torchtap.names import execution_order, in_passing_order, kind_of, path_of, read_name, site_name
+from torchtap.names import (
+    execution_order,
+    in_passing_order,
+    kind_of,
+    passes_modules,
+    path_of,
+    read_name,
+    site_name,
+)
 from torchtap.store.format.dtypes import BY_NAME
 
 if TYPE_CHECKING:
@@ -203,10 +212,18 @@ class RunRecording:
         self._kept = set(run.statistics())
         # The session notes the sites in their order of execution as soon as it knows them; the reader checks it.
         noted = run.site_facts()
-        self._order = {name: n for n, name in enumerate(in_passing_order(noted))}
+        self._noted = list(noted)
         self._dtypes = {
             name: dtype for name, facts in noted.items() if isinstance(dtype := facts.get("dtype"), str)
         }
+
+    @property
+    def leaves_out_steps(self) -> bool:
+        """Whether a predicate decided which steps were recorded: the plan does not tell them."""
+        plan = self.run.manifest.get("plan")
+        taps = plan.get("taps") if isinstance(plan, dict) else None
+        schedules = [tap.get("schedule") for tap in taps or () if isinstance(tap, dict)]
+        return any('"when"' in json.dumps(schedule) for schedule in schedules)
 
     def steps(self) -> list[int]:
         return [int(step) for step in self.run.steps()]
@@ -217,13 +234,19 @@ class RunRecording:
         numbers += [name for name in self.statistics("value", step) if _is_causal(name) and name not in whole]
         named = [KnownSite(name, shape, dtype) for name, (shape, dtype) in whole.items()]
         named += [KnownSite(name, None, self._dtypes.get(name)) for name in dict.fromkeys(numbers)]
-        if all(site.name in self._order for site in named):
-            ordered = sorted(named, key=lambda site: self._order[site.name])
-        else:
-            order = execution_order([site.name for site in named])
-            ordered = sorted(named, key=lambda site: order[site.name])
+        place = self._places([site.name for site in named])
         # What an optimizer does follows from its state and its rate; the run lists them side by side.
-        return sorted(ordered, key=lambda site: _CAUSES.get(kind_of(site.name), 0))
+        return sorted(named, key=lambda site: (_CAUSES.get(kind_of(site.name), 0), place[site.name]))
+
+    def _places(self, names: list[str]) -> dict[str, int]:
+        """Where each site stands in the step: by the session's note, or by its name where there is none."""
+        unnoted = sorted(set(names).difference(self._noted))
+        if any(passes_modules(name) for name in unnoted):
+            keys = execution_order(names)
+            ordered = sorted(names, key=keys.__getitem__)
+        else:  # a logged loss, say: its kind tells the place, and the others keep theirs
+            ordered = in_passing_order([*self._noted, *unnoted])
+        return {name: n for n, name in enumerate(ordered)}
 
     def value(self, site: str, step: int) -> Value | None:
         if site not in self._tensors.get(step, {}):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtap._torch_distributed import local_part
 from torchtap.names import site_name
 from torchtap.sites import places
 
@@ -80,6 +81,7 @@ def is_nonzero(value: Tensor | None) -> bool:
     """Whether there is a value that is not all zero."""
     if value is None:
         return False
+    value = local_part(value)  # the whole of one that is spread over ranks would be a collective
     dense = value.coalesce().values() if value.is_sparse else value
     return bool(torch.count_nonzero(dense).item())
 

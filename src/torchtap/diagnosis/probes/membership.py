@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtap._torch_distributed import local_part
 from torchtap.diagnosis.facts import Structure
 from torchtap.diagnosis.probes.base import Patient, Telling, held_anywhere, is_nonzero
 from torchtap.taps.receive import training
@@ -111,15 +112,20 @@ def is_fresh(patient: Patient) -> bool:
 
 
 def _looks_fresh(module: nn.Module) -> bool:
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    weight: Tensor | None = module._parameters.get("weight")
+    bias: Tensor | None = module._parameters.get("bias")
     if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.numel()):
         return True
     if weight.is_meta or isinstance(weight, nn.parameter.UninitializedParameter):
+        return True
+    shape = weight.shape  # of the whole; the values are this rank's part, or every rank would have to look
+    weight, bias = local_part(weight), None if bias is None else local_part(bias)
+    if not weight.numel() or (bias is not None and not bias.numel()):
         return True
     if weight.dim() == 1:
         constant = bool((weight == weight[0]).all())
         return constant and (bias is None or bool((bias == 0).all()))
     if bias is None or bias.dim() != 1:
         return True
-    fan_in = weight[0].numel() if "Transpose" not in type(module).__name__ else weight.shape[1]
+    fan_in = shape[1:].numel() if "Transpose" not in type(module).__name__ else shape[1]
     return bool((bias == bias[0]).all()) or float(bias.abs().max()) <= 1.01 / max(1, fan_in) ** 0.5

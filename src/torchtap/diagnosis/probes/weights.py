@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtap._torch_distributed import local_part, placed, spec_of
 from torchtap.diagnosis.probes.base import Patient, Telling, is_nonzero
 from torchtap.names import site_name
+from torchtap.placement import Box
 from torchtap.taps.receive import training
 from torchtap.taps.receive.ears import Ears
 
@@ -60,14 +62,15 @@ class WeightProbe(Ears):
             held = {id(each) for group in optimizer.param_groups for each in group["params"]}
             for one, other in self._twins:
                 first, second = self._patient.parameters[one], self._patient.parameters[other]
-                if {id(first), id(second)} <= held and not torch.equal(first, second):
+                if {id(first), id(second)} <= held and not _equal(first, second):
                     self._tell.fact(
                         "untied", other, text=f"it had the values of {one} when the training began"
                     )
 
 
-def _has_equal_rows(parameter: nn.Parameter) -> bool:
-    gradient = parameter.grad
+def _has_equal_rows(parameter: Tensor) -> bool:
+    gradient = None if parameter.grad is None else local_part(parameter.grad)
+    parameter = local_part(parameter)
     if parameter.dim() < 2 or len(parameter) < 2 or gradient is None or gradient.is_sparse:
         return False
     if not (torch.equal(parameter[0], parameter[1]) and torch.equal(gradient[0], gradient[1])):
@@ -114,5 +117,32 @@ def _twins(patient: Patient) -> list[tuple[str, str]]:
             (one, other)
             for one, first in embeddings
             for other, second in layers
-            if first.shape == second.shape and torch.equal(first, second) and bool(first.std() > 0)
+            if first.shape == second.shape and _equal(first, second) and bool(local_part(first).std() > 0)
         ]
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two weights have the same values, as far as this rank holds both: to ask others would be a collective."""
+    parts = _box(first), _box(second)
+    if parts[0] == parts[1]:
+        return torch.equal(local_part(first), local_part(second))
+    if None in parts:  # one is whole
+        box = parts[0] or parts[1]
+        assert box is not None
+        inside = tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))
+        one, other = (
+            local_part(each) if part else each[inside]
+            for each, part in zip((first, second), parts, strict=True)
+        )
+        return torch.equal(one, other)
+    return False  # they are divided otherwise: nobody holds both
+
+
+def _box(weight: Tensor) -> Box | None:
+    """The part of a weight that this rank holds; None for all of it."""
+    spec = spec_of(weight)
+    found = None if spec is None else placed(spec)
+    if found is None or not found[1].boxes:
+        return None
+    (box, *more) = found[1].boxes
+    return box if not more else Box((), ())

@@ -1,7 +1,6 @@
 """Ranks against each other: replicas that drift apart, that began apart, that are fed the same, that disagree.
 
-Judged on a finished run that several ranks wrote. What is replicated is told by the numbers: a parameter that has the
-same statistics on every rank at the first step is the same parameter. Shards of one have other numbers.
+Judged on a finished run that several ranks wrote; `replicas` says what they hold alike.
 """
 
 from __future__ import annotations
@@ -9,82 +8,34 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap.diagnosis.chart import Chart
+from torchtap.diagnosis.continuity import jumped
 from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.replicas import Replicas, common_steps, replicas, values_on_ranks
 from torchtap.diagnosis.rules.base import Hit, Need, Rule
 from torchtap.diagnosis.rules.data import is_model_input
 from torchtap.diagnosis.rules.windows import first_run
 
-__all__ = ["RanksApart", "RanksDisagree", "RanksDrift", "RanksFedAlike"]
-
-_PRINT = ("mean", "l1", "l2", "absmax")
-Same = npt.NDArray[np.bool_]
+__all__ = ["RankRule", "RanksApart", "RanksDisagree", "RanksDrift", "RanksFedAlike", "listed"]
 
 
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Agreement:
-    """Of some sites, at each common step, whether all ranks have the same numbers; ``seen`` where all have any."""
-
-    places: list[Place]
-    steps: npt.NDArray[np.int64]
-    same: Same
-    seen: Same
-    alone: npt.NDArray[
-        np.int64
-    ]  # the rank that differs from all others, which agree; -1 where there is no such
+def listed(ranks: Iterable[int]) -> str:
+    """``rank 2``, ``ranks 0, 1 and 3``."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def agreement(chart: Chart, kind: str) -> Agreement | None:
-    """How the ranks agree on the sites of a kind; None where they have no step or no site in common."""
-    charts = list(chart.ranks.values())
-    steps = charts[0].steps
-    for other in charts[1:]:
-        steps = np.intersect1d(steps, other.steps)
-    names = [{place.name for place in each.grid("l2", kind).places} for each in charts]
-    places = [
-        place for place in charts[0].grid("l2", kind).places if all(place.name in each for each in names)
-    ]
-    if not len(steps) or not places:
-        return None
-    prints = np.stack([_prints(each, kind, [place.name for place in places], steps) for each in charts])
-    seen = np.asarray(np.isfinite(prints).all(axis=(0, 1)), np.bool_)
-    same = np.asarray((prints == prints[:1]).all(axis=(0, 1)), np.bool_)
-    return Agreement(places, steps, same, seen, _alone(list(chart.ranks), prints))
+class RankRule(Rule):
+    """A rule on ranks beside each other; silent where there is one."""
 
-
-def _alone(ranks: list[int], prints: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """At each site and step the one rank unlike the rest; of two that differ nobody can say which is right."""
-    found = np.full(prints.shape[2:], -1, np.int64)
-    if len(ranks) < 3:
-        return found
-    for index, rank in enumerate(ranks):
-        rest = np.delete(prints, index, axis=0)
-        agree = (rest == rest[:1]).all(axis=(0, 1))
-        found[agree & (prints[index] != rest[0]).any(axis=0)] = rank
-    return found
-
-
-def _prints(
-    chart: Chart, kind: str, names: list[str], steps: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    """Statistics of sites at steps: (statistic, site, step)."""
-    found = []
-    for statistic in _PRINT:
-        grid = chart.grid(statistic, kind)
-        row = {place.name: index for index, place in enumerate(grid.places)}
-        columns = np.searchsorted(grid.steps, steps)
-        found.append(grid.values[[row[name] for name in names]][:, columns])
-    return np.stack(found)
-
-
-class _RankRule(Rule):
     trust: ClassVar[Trust] = "invariant"
     needs: ClassVar[tuple[Need, ...]] = (Need("param", "l2"),)
 
@@ -109,7 +60,7 @@ class _RankRule(Rule):
 
 @final
 @dataclass(frozen=True)
-class RanksDrift(_RankRule):
+class RanksDrift(RankRule):
     """Equal at first, and then not."""
 
     name: ClassVar[str] = "ranks-drift"
@@ -125,28 +76,34 @@ class RanksDrift(_RankRule):
     fix: ClassVar[str] = "loss = loss_of(ddp_model(x), y)  # the wrapped model, not ddp_model.module"
 
     def compare(self, chart: Chart) -> Iterable[Finding]:
-        found = agreement(chart, "param")
-        if found is None:
-            return
+        steps = common_steps(chart)
         hits: list[Hit] = []
-        odd: dict[int, set[int]] = {}  # by step, the ranks that go apart there
-        for row, place in enumerate(found.places):
-            if found.seen[row, 0] and found.same[row, 0]:
-                apart = np.flatnonzero(found.seen[row] & ~found.same[row])
-                if len(apart):
-                    step = int(found.steps[apart[0]])
-                    hits.append(Hit(place.name, step, float(len(apart)), place.index))
-                    odd.setdefault(step, set()).add(int(found.alone[row, apart[0]]))
-        first = odd[min(odd)] if odd else set()
-        who = "differs" if len(first) != 1 or -1 in first else f"rank {first.pop()} alone differs"
+        odd: dict[int, set[int | None]] = {}  # by step, the ranks that go apart there
+        for each in replicas(chart, "param"):
+            apart = np.flatnonzero(each.apart)
+            if each.same_at_first and len(apart):
+                step = int(steps[apart[0]])
+                hits.append(Hit(each.place.name, step, float(len(apart)), each.place.index))
+                odd.setdefault(step, set()).add(_odd_one(chart, each, int(apart[0]), step))
+        first = odd[min(odd)] if odd else {None}
+        who = "differs" if len(first) != 1 or None in first else f"rank {first.pop()} alone differs"
         yield from self.say(
             chart, hits, f"{{site}}{{also}} was the same on all ranks and {who} from step {{step}} on"
         )
 
 
+def _odd_one(chart: Chart, each: Replicas, column: int, step: int) -> int | None:
+    """The rank that went its own way: unlike all others, or the one whose weight is not what its update left."""
+    alone = each.alone(column)
+    if alone is not None:
+        return alone
+    changed = [rank for rank in each.ranks if jumped(chart.ranks[rank], each.place.name, step)]
+    return changed[0] if len(changed) == 1 else None
+
+
 @final
 @dataclass(frozen=True)
-class RanksApart(_RankRule):
+class RanksApart(RankRule):
     """Different from the start, though gradients are shared."""
 
     name: ClassVar[str] = "ranks-apart"
@@ -160,49 +117,68 @@ class RanksApart(_RankRule):
     )
 
     def compare(self, chart: Chart) -> Iterable[Finding]:
-        weights, gradients = agreement(chart, "param"), agreement(chart, "param_grad")
-        if weights is None or gradients is None:
-            return
         shared = {
-            (place.module, place.leaf)
-            for row, place in enumerate(gradients.places)
-            if gradients.seen[row, 0] and gradients.same[row, 0]
+            (each.place.module, each.place.leaf)
+            for each in replicas(chart, "param_grad")
+            if each.same_at_first
         }
-        hits = [
-            Hit(place.name, int(weights.steps[0]), 0.0, place.index)
-            for row, place in enumerate(weights.places)
-            if (place.module, place.leaf) in shared and weights.seen[row, 0] and not weights.same[row, 0]
-        ]
+        hits: list[Hit] = []
+        alone: set[int | None] = set()
+        for each in replicas(chart, "param"):
+            place = each.place
+            replicated = each.stated or (place.module, place.leaf) in shared
+            if replicated and each.seen[0] and not each.same[0]:
+                hits.append(Hit(place.name, int(common_steps(chart)[0]), 0.0, place.index))
+                alone.add(each.alone(0))
+        who = "" if len(alone) != 1 or None in alone else f" (rank {alone.pop()} is unlike all others)"
         yield from self.say(
-            chart, hits, "{site}{also} differs between ranks from the start, though gradients are shared"
+            chart,
+            hits,
+            f"{{site}}{{also}} differs between ranks from the start, though gradients are shared{who}",
         )
 
 
 def _is_replicated(chart: Chart) -> bool | None:
     """Whether all of the model is on every rank; None where that is not known."""
-    found = agreement(chart, "param")
-    if found is None or not found.seen[:, 0].any():
+    sites = {place.name for own in chart.ranks.values() for place in own.grid("l2", "param").places}
+    if not sites or not len(common_steps(chart)):
         return None
-    return bool(found.same[:, 0][found.seen[:, 0]].all())
+    whole = {
+        each.place.name
+        for each in replicas(chart, "param")
+        if len(each.ranks) == len(chart.ranks) and (each.same[0] or not each.seen[0])
+    }
+    return whole == sites
 
 
-def _inputs(chart: Chart) -> Agreement | None:
-    found = agreement(chart, "input")
-    if found is None:
-        return None
-    rows = [row for row, place in enumerate(found.places) if is_model_input(place)]
-    return Agreement(
-        [found.places[row] for row in rows],
-        found.steps,
-        found.same[rows],
-        found.seen[rows],
-        found.alone[rows],
-    )
+def _inputs(chart: Chart) -> dict[int, npt.NDArray[np.float64]]:
+    """By rank: what the model was given, as statistics of all inputs at the common steps (number, step)."""
+    tables = [values_on_ranks(chart, "input", statistic) for statistic in ("mean", "l1", "l2", "absmax")]
+    sites = {
+        place.name
+        for own in chart.ranks.values()
+        for place in own.grid("l2", "input").places
+        if is_model_input(place)
+    }
+    found: dict[int, npt.NDArray[np.float64]] = {}
+    for rank in chart.ranks:
+        rows = [row for table in tables for site, row in sorted(table[rank].items()) if site in sites]
+        if rows:
+            found[rank] = np.stack(rows)
+    return found
+
+
+def _alike(left: npt.NDArray[np.float64], right: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """The steps at which two ranks were given the same."""
+    if left.shape != right.shape:
+        return np.zeros(left.shape[1], np.bool_)
+    there = np.isfinite(left) & np.isfinite(right)
+    return np.asarray(np.where(there, left == right, True).all(axis=0) & there.any(axis=0), np.bool_)
 
 
 @final
 @dataclass(frozen=True)
-class RanksFedAlike(_RankRule):
+class RanksFedAlike(RankRule):
     """Replicas that each get the same batch."""
 
     length: int = 3
@@ -216,18 +192,41 @@ class RanksFedAlike(_RankRule):
 
     def compare(self, chart: Chart) -> Iterable[Finding]:
         given = _inputs(chart)
-        if given is None or not given.places or not _is_replicated(chart):
+        replicated = _is_replicated(chart)
+        pairs: list[tuple[int, int, int]] = []  # the column by which it is certain, and two ranks
+        for one, other in combinations(given, 2):
+            if _reads_other_data(chart, one, other, replicated):
+                column = first_run(_alike(given[one], given[other]), self.length)
+                if column is not None:
+                    pairs.append((column - self.length + 1, one, other))
+        if not pairs:
             return
-        alike = np.where(given.seen, given.same, True).all(axis=0) & given.seen.any(axis=0)
-        column = first_run(np.asarray(alike), self.length)
-        if column is not None:
-            hits = [Hit(given.places[0].name, int(given.steps[column]), float(self.length))]
-            yield from self.say(chart, hits, "all ranks are given the same batch ({site})", "warning")
+        column = min(pairs)[0]
+        ranks = {rank for at, *two in pairs if at == column for rank in two}
+        who = "all ranks" if ranks == set(chart.ranks) else listed(ranks)
+        hits = [Hit(_input_site(chart), int(common_steps(chart)[column]), float(self.length))]
+        yield from self.say(chart, hits, f"{who} are given the same batch ({{site}})", "warning")
+
+
+def _reads_other_data(chart: Chart, one: int, other: int, replicated: bool | None) -> bool:
+    """Whether two ranks are to have different samples: they differ along an axis that divides the batch."""
+    site = _input_site(chart)
+    first, second = chart.ranks[one].placed(site), chart.ranks[other].placed(site)
+    if first is None or second is None or len(first.axes) != len(second.axes):
+        return bool(replicated)
+    kinds = {a.share.kind for a, b in zip(first.axes, second.axes, strict=True) if a.at != b.at}
+    return kinds == {"batch"} or (kinds == {"unknown"} and bool(replicated))
+
+
+def _input_site(chart: Chart) -> str:
+    """The model's first argument."""
+    places = (place for own in chart.ranks.values() for place in own.grid("l2", "input").places)
+    return next((place.name for place in places if is_model_input(place)), ":input")
 
 
 @final
 @dataclass(frozen=True)
-class RanksDisagree(_RankRule):
+class RanksDisagree(RankRule):
     """One question, as many answers as ranks, in a model whose parts are spread over them."""
 
     length: int = 1
@@ -245,23 +244,20 @@ class RanksDisagree(_RankRule):
     fix: ClassVar[str] = "dist.all_reduce(partial_sum)  # after each row-parallel layer"
 
     def compare(self, chart: Chart) -> Iterable[Finding]:
-        given, said = _inputs(chart), agreement(chart, "output")
-        if given is None or said is None or not given.places or _is_replicated(chart) is not False:
+        given = _inputs(chart)
+        if len(given) < len(chart.ranks) or _is_replicated(chart) is not False:
             return
-        asked = np.where(given.seen, given.same, True).all(axis=0) & given.seen.any(axis=0)
-        rows = [row for row, place in enumerate(said.places) if not place.module]
-        for row in rows:
-            column = first_run(np.asarray(asked & said.seen[row] & ~said.same[row]), self.length)
+        first, *others = given.values()
+        asked = np.all([_alike(first, other) for other in others], axis=0)
+        said = [each for each in replicas(chart, "output") if len(each.ranks) == len(chart.ranks)]
+        steps = common_steps(chart)
+        for answer in (each for each in said if not each.place.module):
+            column = first_run(np.asarray(asked & answer.apart), self.length)
             if column is None:
                 continue
-            apart = [
-                place
-                for number, place in enumerate(said.places)
-                if said.seen[number, column] and not said.same[number, column]
-            ]
-            step = int(said.steps[column])
-            hits = [Hit(said.places[row].name, step, 0.0, -1)]
-            hits += [Hit(place.name, step, 0.0, place.index) for place in apart]
+            step = int(steps[column])
+            hits = [Hit(answer.place.name, step, 0.0, -1)]
+            hits += [Hit(each.place.name, step, 0.0, each.place.index) for each in said if each.apart[column]]
             yield from self.say(
                 chart, hits, "ranks were given the same input and give different answers ({site}{also})"
             )

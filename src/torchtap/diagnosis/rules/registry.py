@@ -71,6 +71,13 @@ RULES = Registry(
         "ranks-apart": f"{_HOME}.ranks:RanksApart",
         "ranks-fed-alike": f"{_HOME}.ranks:RanksFedAlike",
         "ranks-disagree": f"{_HOME}.ranks:RanksDisagree",
+        "ranks-unreduced": f"{_HOME}.rank_gradients:RanksUnreduced",
+        "ranks-scale": f"{_HOME}.rank_gradients:RanksScale",
+        "ranks-buffers": f"{_HOME}.rank_state:RanksBuffers",
+        "ranks-swapped": f"{_HOME}.rank_state:RanksSwapped",
+        "ranks-uneven": f"{_HOME}.rank_progress:RanksUneven",
+        "rank-slow": f"{_HOME}.rank_progress:RankSlow",
+        "rank-lost": f"{_HOME}.rank_progress:RankLost",
     },
     error=DiagnosisError,
 )

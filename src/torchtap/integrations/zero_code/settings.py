@@ -34,7 +34,7 @@ from torchtap.errors import PlanError
 
 __all__ = ["DEFAULT_SITES", "Settings", "read_plan_file"]
 
-DEFAULT_SITES = ("*:output", "*:grad_output", "*:param", "*:param_grad", "*:update")
+DEFAULT_SITES = ("*:output", "*:grad_output", "*:param", "*:param_grad", "*:update", ":lr")
 
 
 @final

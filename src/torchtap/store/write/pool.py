@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.errors import ReductionError
+from torchtap.reduce.kernel import is_sound
 from torchtap.reduce.memory import PLAIN_TYPES, has_memory, located
 from torchtap.store.format import checksum
 
@@ -55,6 +56,8 @@ class HostPool:
         """A contiguous copy on the host, without gradient history."""
         if value.requires_grad:
             value = value.detach()
+        if is_sound(value) and value.nbytes < _SMALL:
+            return value.clone(memory_format=torch.contiguous_format)
         if type(value) in PLAIN_TYPES and value.numel() and not has_memory(value):
             raise ReductionError(
                 f"a tensor of shape {tuple(value.shape)} cannot be copied: its storage was freed or made too small"

@@ -28,7 +28,7 @@ from torchtap.taps.receive.gradients import ask_at_its_node
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.receive.state import StateReader
 from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.leaves import input_leaves
 from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.walker import Walker
 from torchtap.taps.walk.ways import WayName
@@ -103,18 +103,28 @@ class EagerAttachment:
         assert module is not None
         match port.kind:
             case "output":
-                self._walker.after(module, port, receiver.take, emitting_output(self._channel, port))
+                first = port, receiver.take, emitting_output(self._channel, port)
+                gradient = self._live_port(port.port.site.path, "grad_output")
+                if gradient is None:
+                    self._walker.after(module, *first)
+                else:
+                    emit = emitting_output(self._channel, gradient)
+                    self._walker.after_twice(module, first, (gradient, receiver.take_gradient_of, emit))
             case "input":
                 self._walker.before(module, port, receiver.take_inputs, emitting_inputs(self._channel, port))
-            case "grad_output":
+            case "grad_output" if self._live_port(port.port.site.path, "output") is None:
                 emit = emitting_output(self._channel, port)
-                self._walker.after_and_again(module, port, self._await_outputs, emit)
+                self._walker.after_and_again(module, port, receiver.take_gradient_of, emit)
             case "grad_input":
                 emit_given = emitting_inputs(self._channel, port)
                 taps = receiver.plan.taps
                 own = any(taps[number].per_consumer for number in port.port.taps)
                 wait = self._await_own_inputs if own else self._await_inputs
                 self._walker.before_and_again(module, port, wait, emit_given)
+
+    def _live_port(self, path: str, kind: str) -> LivePort | None:
+        port = self._receiver.ports.get((path, kind, ""))
+        return None if port is None or self._armed.isdisjoint(port.port.taps) else port
 
     def hooks_gone(self) -> list[nn.Module]:
         """The modules from which somebody else has taken our hooks off."""
@@ -139,9 +149,6 @@ class EagerAttachment:
 
     def _begin_pass(self) -> None:
         self._receiver.begin_pass(self._root.training)
-
-    def _await_outputs(self, port: LivePort, output: object, repeated: bool) -> None:
-        self._receiver.take_gradients(port, leaves(output), repeated)
 
     def _await_inputs(self, port: LivePort, args: Args, kwargs: Kwargs, repeated: bool) -> None:
         found = input_leaves(port.input_names, args, kwargs)

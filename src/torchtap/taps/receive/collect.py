@@ -55,13 +55,11 @@ class Collector:
         """The statistics that a tally holds so far; it goes on holding them. Waits for what is on a device."""
         with self._folding.lock:
             tally.reserve(len(self._folding.rows))
-            arrived = np.frombuffer(tally.arrived, dtype=np.bool_)[: len(self._folding.rows)].copy()
-            if not arrived.any():
+            if 1 not in tally.arrived:
                 return None
             rows, sites = self._rows_of(tally)
-            present = arrived[rows]
             return ScalarBlock(
-                sites, tally.block.statistics, tally.block.results()[rows], None if present.all() else present
+                sites, tally.block.statistics, tally.block.results(rows), self._present(tally, rows)
             )
 
     def _collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
@@ -70,9 +68,8 @@ class Collector:
         scalars = [] if statistics is None else [statistics]
         tensors: list[TensorItem] = []
         numbers: dict[tuple[str, ...], tuple[list[str], list[list[Any]]]] = {}
-        for entry in self._folding.entries:
-            folds = entry.folds.get(tally.phase)
-            for fold in folds.values() if folds else ():
+        for entry in self._folding.folded:
+            for fold in entry.folds.get(tally.phase, {}).values():
                 if fold.state is None:
                     continue
                 result = self._finish(entry, fold)
@@ -93,19 +90,17 @@ class Collector:
 
     def _statistics(self, tally: Tally, coming: list[Coming]) -> ScalarBlock | None:
         tally.reserve(len(self._folding.rows))
-        arrived = np.frombuffer(tally.arrived, dtype=np.bool_)[: len(self._folding.rows)].copy()
-        if not arrived.any():
+        if 1 not in tally.arrived:
             return None
         rows, sites = self._rows_of(tally)
         statistics = tally.block.statistics
         arriving = tally.block.hand_over()
         if arriving is None:
-            values = tally.block.results()[rows]
+            values = tally.block.results(rows)
         else:
             values = np.empty((len(rows), len(statistics)))
             coming.append(Coming(arriving.done, partial(_fill_statistics, values, arriving, rows)))
-        present = arrived[rows]
-        return ScalarBlock(sites, statistics, values, None if present.all() else present)
+        return ScalarBlock(sites, statistics, values, self._present(tally, rows))
 
     def _rows_of(self, tally: Tally) -> tuple[Rows, tuple[str, ...]]:
         """The rows that live taps want statistics of, and their sites: one set a schedule, growing with new sites."""
@@ -117,6 +112,13 @@ class Collector:
             sites = self._same(tuple(entry.name for entry in wanted))
             known = self._rows[live] = (len(folding.rows), rows, sites)
         return known[1:]
+
+    def _present(self, tally: Tally, rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """Which of these rows have something in them; None where all have."""
+        if tally.arrived.count(1) == len(rows) == len(self._folding.rows):
+            return None
+        present = np.frombuffer(tally.arrived, dtype=np.bool_)[rows]
+        return None if present.all() else present
 
     def _finish(self, entry: Entry, fold: Fold) -> dict[str, Any]:
         state, fold.state = fold.state, None

@@ -48,6 +48,7 @@ class Entry:
         "live_folds",
         "measured",
         "name",
+        "quick",
         "row",
         "shape",
         "site",
@@ -61,6 +62,7 @@ class Entry:
         self.generation = -1
         self.also: Entry | None = None  # which takes the same values, of all passes together
         self.measured = False  # whether a row of the block is wanted in this generation
+        self.quick = False  # whether the block may take its values, with nothing else to do
         self.asked = False  # whether the newest call, repetitions apart, asked for its gradient
         self.row = -1  # its row in each tally's block, once it has one
         self.folds: dict[str, dict[str, Fold]] = {}  # by phase, then by key
@@ -76,7 +78,18 @@ class Tally:
     ``serial`` changes when the tally is emptied: a gradient that comes later than that has nowhere to go.
     """
 
-    __slots__ = ("arrived", "block", "generation", "live", "numbers", "passes", "phase", "serial", "touched")
+    __slots__ = (
+        "arrived",
+        "block",
+        "generation",
+        "live",
+        "numbers",
+        "passes",
+        "phase",
+        "serial",
+        "take",
+        "touched",
+    )
 
     def __init__(self, phase: str, block: RowBlock, rows: int) -> None:
         self.phase = phase
@@ -89,6 +102,7 @@ class Tally:
             str, dict[str, float | Tensor]
         ] = {}  # that came as such: statistic -> site -> number
         self.block = block
+        self.take = block.take  # bound once: it is called for every value
         self.arrived = bytearray(rows)
 
     def reserve(self, rows: int) -> None:
@@ -116,7 +130,7 @@ class LivePort(CallCounter):
     ``apart`` are the taps that keep each pass by itself: their calls are counted on from pass to pass.
     """
 
-    __slots__ = ("apart", "earlier", "entries", "input_names", "kind", "note", "port", "structure")
+    __slots__ = ("apart", "earlier", "entries", "first", "input_names", "kind", "note", "port", "structure")
 
     def __init__(self, port: Port, apart: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -125,6 +139,9 @@ class LivePort(CallCounter):
         self.earlier: tuple[int, dict[str, int]] = (0, {})  # calls, and calls of each leaf, in earlier passes
         self.kind: Kind = port.site.kind
         self.entries: dict[tuple[str, int], Entry | None] = {}
+        self.first: Entry | None = (
+            None  # that of the first call and of the port's own leaf: most have no other
+        )
         self.structure: Any = None  # of an output that is not one tensor, from the first call
         self.note = ""  # why a call brought nothing
         module = port.site.module
@@ -132,11 +149,11 @@ class LivePort(CallCounter):
         self.input_names = input_names(module) if takes_arguments and module is not None else None
 
     def start_pass(self, pass_number: int) -> None:
-        if not self.apart:
-            super().start_pass(pass_number)
-            return
-        self.pass_number, self.called = pass_number, True
-        self.earlier = self.calls, dict(self.leaf_calls)
+        if self.apart:
+            self.pass_number, self.called = pass_number, True
+            self.earlier = self.calls, dict(self.leaf_calls)
+        else:
+            CallCounter.start_pass(self, pass_number)
 
     @property
     def arrived(self) -> bool:

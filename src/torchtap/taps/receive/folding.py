@@ -13,7 +13,7 @@ Not here: which values are meant for us (`receiver`), arithmetic (`reduce`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import final
 
@@ -59,6 +59,7 @@ class Folding:
         self.over_passes: dict[
             str, Entry
         ] = {}  # where a tap keeps passes apart: what the others fold over them
+        self.folded: list[Entry] = []  # those that have reductions of their own, in the same order
         self.rows: list[Entry] = []  # those that have a row in the tallies' blocks
         # Values come from several threads where all are heard, and gradients from whichever runs the backward. One at
         # a time: rows, slots and entries are shared. Reentrant, since reductions may call the model.
@@ -102,14 +103,14 @@ class Folding:
             return True
         return any(
             fold.state is not None
-            for entry in self.entries
+            for entry in self.folded
             for fold in entry.folds.get(tally.phase, {}).values()
         )
 
     def drop(self, tally: Tally) -> None:
         """Forget what a tally holds."""
         tally.clear()
-        for entry in self.entries:
+        for entry in self.folded:
             for fold in entry.folds.get(tally.phase, {}).values():
                 fold.state = None
 
@@ -129,6 +130,8 @@ class Folding:
         """Let go of what was remembered to recognise repeats."""
         with self.lock:
             self._recent.forget()
+            for tally in self.tallies.values():
+                tally.block.forget()
 
     # -- the hot path -------------------------------------------------------------------------------------
 
@@ -153,6 +156,47 @@ class Folding:
 
     def fold(self, entry: Entry, tensor: Tensor) -> None:
         """Fold a value into whatever of the entry is live."""
+        if entry.quick:
+            tally = self.tally
+            try:
+                if tally.take(entry.row, tensor):  # in one go, so that it needs no lock
+                    tally.arrived[entry.row] = 1
+                    return
+            except Exception as error:
+                self.lose(entry.name, error)
+                return
+        self._fold_with_care(entry, tensor)
+
+    def fold_together(self, ports: list[LivePort], tensors: list[Tensor]) -> Sequence[int]:
+        """Fold the only value of each of these ports; the positions of those that are left to be folded one by one."""
+        tally, generation = self.tally, self.generation
+        arrived = tally.arrived
+        positions: list[int] = []
+        rows: list[int] = []
+        for position, port in enumerate(ports):
+            entry = port.first
+            if (
+                entry is not None
+                and entry.quick
+                and entry.generation == generation
+                and not arrived[entry.row]  # a second value of one step takes the place of the first
+            ):
+                positions.append(position)
+                rows.append(entry.row)
+        try:
+            if len(rows) < len(ports):
+                tensors = [tensors[position] for position in positions]
+            failed = {positions[index] for index in tally.block.take_all(rows, tensors)}
+        except Exception as error:
+            self.lose("parameters", error)
+            return ()
+        done = set(positions) - failed
+        for position, row in zip(positions, rows, strict=True):
+            if position not in failed:
+                arrived[row] = 1
+        return () if len(done) == len(ports) else [each for each in range(len(ports)) if each not in done]
+
+    def _fold_with_care(self, entry: Entry, tensor: Tensor) -> None:
         self.lock.acquire()
         try:
             if entry.shape is None:
@@ -168,6 +212,7 @@ class Folding:
                     self._update(fold, tensor)
             if entry.also is not None:
                 self.fold(entry.also, tensor)
+            entry.quick = _is_quick(entry)
         except Exception as error:
             self.lose(entry.name, error)
         finally:
@@ -178,13 +223,14 @@ class Folding:
         row = entry.row
         if row < 0:
             row = self._new_row(entry)
-        recent = self._recent
-        slot, known = recent.slot_of(tensor)
-        if known and recent.measured[slot]:
-            tally.block.fold(row, slot)
-        else:
-            tally.block.measure_into(row, slot, tensor)
-            recent.measured[slot] = 1
+        if not tally.block.take_any(row, tensor):
+            recent = self._recent
+            slot, known = recent.slot_of(tensor)
+            if known and recent.measured[slot]:
+                tally.block.fold(row, slot)
+            else:
+                tally.block.measure_into(row, slot, tensor)
+                recent.measured[slot] = 1
         tally.arrived[row] = 1
 
     def _update(self, fold: Fold, tensor: Tensor) -> None:
@@ -247,8 +293,10 @@ class Folding:
             if (leaf, call) not in port.entries:  # another thread may have come first
                 entry = self._made(port, leaf, call, port.apart or frozenset(port.port.taps))
                 if entry is not None:
-                    self.entries.append(entry)
-                port.entries[leaf, call] = self._with_other_passes(port, leaf, call, entry)
+                    self._add(entry)
+                port.entries[leaf, call] = entry = self._with_other_passes(port, leaf, call, entry)
+                if not call and leaf == port.port.site.leaf:
+                    port.first = entry
             return port.entries[leaf, call]
 
     def _with_other_passes(self, port: LivePort, leaf: str, call: int, entry: Entry | None) -> Entry | None:
@@ -262,7 +310,7 @@ class Folding:
         other = self.over_passes.setdefault(other.name, other)
         if entry is None:
             if other not in self.entries:
-                self.entries.append(other)
+                self._add(other)
             return other
         entry.also = other
         return entry
@@ -303,7 +351,13 @@ class Folding:
                 fold = known[key] = Fold(key, self._taps[index].keep)
             live[key] = fold
         entry.live_folds = tuple(live.values())
+        entry.quick = _is_quick(entry)
         entry.generation = tally.generation  # last: another thread must not go on with half of it
+
+    def _add(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        if not all(self._in_rows[index] for index in entry.taps):
+            self.folded.append(entry)
 
     # -- what went wrong ----------------------------------------------------------------------------------
 
@@ -314,6 +368,12 @@ class Folding:
                 raise error
             raise ReductionError(f"{site}: {type(error).__name__}: {error}") from error
         self._on_lost(f"{site}: {type(error).__name__}: {error}")
+
+
+def _is_quick(entry: Entry) -> bool:
+    """Whether there is nothing to do with a value of this entry but to have the block take it."""
+    known = entry.row >= 0 and entry.shape is not None
+    return known and entry.measured and not entry.live_folds and entry.also is None
 
 
 def _noting_dtype(entry: Entry, pieces: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -8,45 +8,45 @@ op takes its node out of the graph; the gradient then passes the node of the vie
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from functools import cache, partial
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
-from torchtap._torch import base_of, version_of
+from torchtap._torch import base_of, hear_gradient, version_of
 
-__all__ = ["ask_at_its_node", "ask_for_gradient", "ask_while_traced"]
+__all__ = ["Ask", "ask_at_its_node", "ask_for_gradient", "ask_while_traced"]
 
 
-def ask_at_its_node(value: Tensor, take: Callable[[Tensor], None]) -> None:
+class Ask(Protocol):
+    """Calls ``take(*bound, gradient)`` once autograd has the gradient of ``value``."""
+
+    def __call__(self, value: Tensor, take: Callable[..., None], *bound: Any) -> None: ...
+
+
+def ask_at_its_node(value: Tensor, take: Callable[..., None], *bound: Any) -> None:
     """Call ``take`` with what flows back through the node that made ``value``, and through no other."""
-    node = value.grad_fn
-    if node is None:
-        value.register_hook(take)
-        return
-    position = value.output_nr
-
-    def at_node(gradients: tuple[Tensor | None, ...]) -> None:
-        gradient = gradients[position]
-        if gradient is not None:
-            take(gradient)
-
-    node.register_prehook(at_node)
+    if value.grad_fn is None:
+        value.register_hook(partial(take, *bound))
+    else:
+        hear_gradient(value, partial(_take_if_any, take, *bound))
 
 
-def ask_for_gradient(value: Tensor, take: Callable[[Tensor], None]) -> None:
+def _take_if_any(take: Callable[..., None], *bound: Any) -> None:
+    if bound[-1] is not None:
+        take(*bound)
+
+
+def ask_for_gradient(value: Tensor, take: Callable[..., None], *bound: Any) -> None:
     """Call ``take`` with the gradient of ``value`` once autograd has it."""
-    node = value.grad_fn
-    if node is None:
-        value.register_hook(take)
-        return
     base = base_of(value)
-    if base is None or base.grad_fn is None or not _covers(value, base):
-        ask_at_its_node(value, take)
+    if base is None or value.grad_fn is None or base.grad_fn is None or not _covers(value, base):
+        ask_at_its_node(value, take, *bound)
         return
-    asked = _ViewGradient(value, base, take, _counter(value))
-    node.register_prehook(asked.at_value)
-    base.grad_fn.register_prehook(asked.at_base)
+    asked = _ViewGradient(value, partial(take, *bound), _counter(value))
+    hear_gradient(value, asked.at_value)
+    hear_gradient(base, asked.at_base)
 
 
 def ask_while_traced(value: Tensor, take: Callable[[Tensor], None]) -> None:
@@ -55,16 +55,22 @@ def ask_while_traced(value: Tensor, take: Callable[[Tensor], None]) -> None:
     if base is None or base.grad_fn is None or not _covers(value, base):
         value.register_hook(take)
         return
-    asked = _ViewGradient(value, base, take, value)  # traced values have no memory to hold
-    value.register_hook(asked.take_value)
-    base.grad_fn.register_prehook(asked.at_base)
+    asked = _ViewGradient(value, take, value)  # traced values have no memory to hold
+    value.register_hook(asked.at_value)
+    position = base.output_nr
+    base.grad_fn.register_prehook(lambda gradients: asked.at_base(gradients[position]))
 
 
 def _counter(value: Tensor) -> Tensor:
     """A tensor that counts the changes of a value in place, and holds no memory of it."""
     counter = value.detach()
-    counter.data = torch.empty(0, dtype=value.dtype, device=value.device)
+    counter.data = _nothing(value.dtype, value.device)
     return counter
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _covers(value: Tensor, base: Tensor) -> bool:
@@ -82,35 +88,20 @@ class _ViewGradient:
     was changed in place; a view that nothing used has no gradient, whatever its base has.
     """
 
-    __slots__ = (
-        "_base_position",
-        "_changes",
-        "_counter",
-        "_position",
-        "_shape",
-        "_strides",
-        "_take",
-        "_taken",
-    )
+    __slots__ = ("_changes", "_counter", "_shape", "_strides", "_take", "_taken")
 
-    def __init__(self, value: Tensor, base: Tensor, take: Callable[[Tensor], None], counter: Tensor) -> None:
+    def __init__(self, value: Tensor, take: Callable[[Tensor], None], counter: Tensor) -> None:
         self._take = take
         self._counter, self._changes = counter, version_of(counter)
         self._taken = False
-        self._position, self._base_position = value.output_nr, base.output_nr
         self._shape, self._strides = value.shape, value.stride()
 
-    def at_value(self, gradients: tuple[Any, ...]) -> None:
-        gradient = gradients[self._position]
+    def at_value(self, gradient: Tensor | None) -> None:
         if gradient is not None:
-            self.take_value(gradient)
+            self._taken = True
+            self._take(gradient)
 
-    def take_value(self, gradient: Tensor) -> None:
-        self._taken = True
-        self._take(gradient)
-
-    def at_base(self, gradients: tuple[Any, ...]) -> None:
-        gradient = gradients[self._base_position]
+    def at_base(self, gradient: Tensor | None) -> None:
         taken, self._taken = self._taken, False  # a retained graph may be gone through again
         if gradient is not None and not taken and version_of(self._counter) != self._changes:
             plain = gradient.contiguous()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property
 from typing import Any, Protocol, final
 
 import torch
@@ -30,7 +30,7 @@ from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
-from torchtap.taps.receive.gradients import ask_for_gradient
+from torchtap.taps.receive.gradients import Ask, ask_for_gradient
 from torchtap.taps.walk.arguments import Args
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.structure import skeleton
@@ -84,7 +84,6 @@ class Receiver:
         self._passed_over: tuple[int | None] | None = (
             None  # whom to hear again after a pass that is not taken
         )
-        self._paths = {id(place.module): place.path for place in plan.places}
         self._kinds = {port.site.kind for port in plan.ports}
         self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
         self._pass_number = 0
@@ -95,6 +94,10 @@ class Receiver:
         self.arrived_before: frozenset[str] = frozenset()  # bare names of what came to those that it follows
         self.knows_positions = True  # whether the form tells where in a structure a tensor stands
         self.missing: dict[str, str] = {}  # sites that a form is known not to have, with the reason
+
+    @cached_property
+    def _paths(self) -> dict[int, str]:
+        return {id(place.module): place.path for place in self.plan.places}
 
     @property
     def entries(self) -> list[Entry]:
@@ -220,7 +223,9 @@ class Receiver:
             return
         call = port.next_call(self._pass_number)
         if isinstance(tree, Tensor):
-            entry = self._entry(port, "", call)
+            entry = None if call else port.first
+            if entry is None or not entry.quick or entry.generation != self.folding.generation:
+                entry = self._entry(port, "", call)
             if entry is not None:
                 self._fold(entry, tree)
             return
@@ -242,7 +247,7 @@ class Receiver:
         port: LivePort,
         found: Iterable[tuple[str, Tensor]],
         recomputed: bool = False,
-        ask: Callable[[Tensor, Callable[[Tensor], None]], None] = ask_for_gradient,
+        ask: Ask = ask_for_gradient,
     ) -> None:
         """Ask autograd for the gradients of these values, which a module was given or gave.
 
@@ -254,15 +259,34 @@ class Receiver:
         call = port.next_recall() if recomputed else port.next_call(self._pass_number)
         try:
             for leaf, tensor in found:
-                if not tensor.requires_grad:
-                    self._note_no_gradient(port, leaf, call)
-                    continue
-                entry = self._entry(port, leaf, call)
-                if entry is not None and not (recomputed and entry.asked):
-                    entry.asked = not recomputed
-                    self._ask(entry, tensor, ask)
+                self._await(port, leaf, call, tensor, recomputed, ask)
         except Exception as error:
             self.folding.lose(port.port.site.name, error)
+
+    def take_gradient_of(self, port: LivePort, tree: object, recomputed: bool) -> None:
+        """`take_gradients` of what a module returned. Most often that is one tensor."""
+        if not isinstance(tree, Tensor):
+            self.take_gradients(port, leaves(tree), recomputed)
+            return
+        if self._between_passes and not recomputed and not self._begin_part(port):
+            return
+        call = port.next_recall() if recomputed else port.next_call(self._pass_number)
+        try:
+            self._await(port, "", call, tree, recomputed, ask_for_gradient)
+        except Exception as error:
+            self.folding.lose(port.port.site.name, error)
+
+    def _await(
+        self, port: LivePort, leaf: str, call: int, tensor: Tensor, recomputed: bool, ask: Ask
+    ) -> None:
+        if not tensor.requires_grad:
+            self._note_no_gradient(port, leaf, call)
+            return
+        entry = self._entry(port, leaf, call)
+        if entry is not None and not (recomputed and entry.asked):
+            entry.asked = not recomputed
+            tally = self.folding.tally
+            ask(tensor, self._take_gradient, entry, tally, tally.serial)
 
     @staticmethod
     def _note_no_gradient(port: LivePort, leaf: str, call: int) -> None:
@@ -270,12 +294,6 @@ class Receiver:
         known = port.entries.get((leaf, call))
         if known is not None:
             known.asked = False
-
-    def _ask(
-        self, entry: Entry, tensor: Tensor, ask: Callable[[Tensor, Callable[[Tensor], None]], None]
-    ) -> None:
-        tally = self.folding.tally
-        ask(tensor, partial(self._take_gradient, entry, tally, tally.serial))
 
     def _take_gradient(self, entry: Entry, tally: Tally, serial: int, gradient: Tensor) -> None:
         # A backward that comes after its step has ended has nowhere to put its values.
@@ -294,6 +312,18 @@ class Receiver:
         port.next_call(self._pass_number)
         self.folding.take_back(port, port.port.site.leaf)
         self._take_leaf(port, port.port.site.leaf, 0, tensor)
+
+    def take_tensors(self, ports: list[LivePort], tensors: list[Tensor]) -> None:
+        """`take_tensor` for each of several ports, by one call into native code where that can be."""
+        for port in ports:
+            if port.apart:
+                port.next_call(self._pass_number)
+            port.called = True  # of one that is read and not called, no more is counted
+        left = self.folding.fold_together(ports, tensors) if self.placing is None else range(len(ports))
+        for position in left:
+            port = ports[position]
+            self.folding.take_back(port, port.port.site.leaf)
+            self._take_leaf(port, port.port.site.leaf, 0, tensors[position])
 
     def take_part(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
         """A tensor that belongs to a port's own, such as what an optimizer keeps for it. The last one counts."""
@@ -340,7 +370,8 @@ class Receiver:
         entry = self._entry(port, leaf, call)
         if entry is not None and not (again and entry.asked):
             entry.asked = not again
-            self._ask(entry, tensor, ask_for_gradient)
+            tally = self.folding.tally
+            ask_for_gradient(tensor, self._take_gradient, entry, tally, tally.serial)
 
     def take_state(
         self, path: str, kind: str, leaf: str, state: Tensor, shape: Iterable[int], call: int | None = None

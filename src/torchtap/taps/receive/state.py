@@ -14,7 +14,7 @@ what it left, and ``update`` is what all of them did together. None of these is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -42,12 +42,16 @@ class StateReader:
         self._receiver = receiver
         self._armed: frozenset[int] = frozenset()
         self._parameters: dict[int, tuple[LivePort, ...]] = {}  # id of a parameter -> its live ports
+        self._gradients: dict[int, tuple[int, ...]] = {}  # the ids of those of them that read its gradient
+        self._before_update = 0  # how many of all these ports are read before an update
+        self._reads_updates = self._reads_state = False  # whether any reads what an optimizer did, or keeps
         self._buffers: tuple[LivePort, ...] = ()
         self._rates: LivePort | None = None
         self._groups: dict[int, int] = {}  # id of an optimizer -> the number of its first group
         self._next_group = 0
         self._known: set[int] = set()  # the ids of the model's parameters
         self._taken: set[int] = set()  # the ids of ports that were read in this step
+        self._stepped: list[Optimizer] = []  # of which what was read may not be the last
         self._passed: set[int] = set()  # those of them that are read again if there is another update
         self._before: dict[int, Tensor] = {}  # id of a parameter -> a copy of it before the update
         self._listens = False
@@ -58,6 +62,7 @@ class StateReader:
         """A step begins in which these taps are live."""
         self._taken.clear()
         self._passed.clear()
+        self._stepped.clear()
         self._before.clear()
         if self._local is not None:
             self._local.clear()
@@ -69,6 +74,13 @@ class StateReader:
             self._sharded = fsdp_sharded(self._receiver.plan.places[0].module)
         ports = [port for port in self._receiver.ports.values() if not live.isdisjoint(port.port.taps)]
         self._parameters = self._by_parameter(ports)
+        self._gradients = {
+            key: tuple(id(port) for port in of_parameter if port.kind in _GRADIENTS)
+            for key, of_parameter in self._parameters.items()
+        }
+        kinds = [port.kind for of_parameter in self._parameters.values() for port in of_parameter]
+        self._before_update = sum(kind in _BEFORE_UPDATE for kind in kinds)
+        self._reads_updates, self._reads_state = "update" in kinds, "optim_state" in kinds
         if self._local is not None:
             self._local.watch(self._averaged(ports))
         self._rates = next((port for port in ports if port.kind == "lr"), None)
@@ -91,10 +103,11 @@ class StateReader:
     def finish_step(self) -> None:
         """Read what no optimizer step has brought yet."""
         self._passed.clear()
+        self._stepped.clear()
         if self._parameters or self._buffers:
             self._receiver.turn_to_state()
-        for ports in self._parameters.values():
-            self._read(ports, _BEFORE_UPDATE)
+        if len(self._taken) < self._before_update:
+            self._read(self._parameters.values(), _BEFORE_UPDATE)
         for port in self._buffers:
             buffer = _tensor_of(port)
             if buffer is not None:
@@ -119,9 +132,13 @@ class StateReader:
     def _pass(self, optimizer: Optimizer) -> None:
         """What was read of this optimizer's gradients is not the last of this step if others come."""
         if self._receiver.hears_this_thread():
-            for parameter in _parameters_of(optimizer):
-                ports = self._parameters.get(id(parameter), ())
-                self._passed.update(id(port) for port in ports if port.kind in _GRADIENTS)
+            self._stepped.append(optimizer)
+
+    def _others_come(self) -> None:
+        """There is more to read in this step, after optimizers have stepped."""
+        while self._stepped:
+            for parameter in _parameters_of(self._stepped.pop()):
+                self._passed.update(self._gradients.get(id(parameter), ()))
 
     def unscaling(self, optimizer: Optimizer) -> None:
         self._read_of(optimizer, ("param_grad_accumulated",))
@@ -133,15 +150,17 @@ class StateReader:
             return
         clipped = {id(gradient) for gradient in gradients}
         self._receiver.turn_to_state()
-        for ports in self._parameters.values():
-            parameter = self._parameter_of(ports[0])
-            if parameter is not None and id(parameter.grad) in clipped:
-                self._read(ports, ("param_grad_unclipped", "param_grad_accumulated"))
+        asked = [ports for ports in self._parameters.values() if self._is_clipped(ports, clipped)]
+        self._read(asked, ("param_grad_unclipped", "param_grad_accumulated"))
         self._receiver.folding.forget_values()
+
+    def _is_clipped(self, ports: tuple[LivePort, ...], clipped: set[int]) -> bool:
+        parameter = self._parameter_of(ports[0])
+        return parameter is not None and id(parameter.grad) in clipped
 
     def ready(self, optimizer: Optimizer) -> None:
         self._read_of(optimizer, _BEFORE_UPDATE)
-        if not self._receiver.hears_this_thread():
+        if not self._reads_updates or not self._receiver.hears_this_thread():
             return
         for parameter in _parameters_of(optimizer):
             ports = self._parameters.get(id(parameter), ())
@@ -151,19 +170,22 @@ class StateReader:
     def updated(self, optimizer: Optimizer) -> None:
         if not self._receiver.hears_this_thread():
             return
-        if self._rates is not None or any(
-            port.kind in ("update", "optim_state") for ports in self._parameters.values() for port in ports
-        ):
+        if self._rates is not None or self._reads_updates or self._reads_state:
             self._receiver.turn_to_state()
+        if self._reads_updates or self._reads_state:
+            self._take_after(optimizer)
+        if self._rates is not None:
+            self._take_rates(self._rates, optimizer)
+        self._pass(optimizer)
+
+    def _take_after(self, optimizer: Optimizer) -> None:
+        """What the optimizer did to each parameter, and what it keeps for it."""
         for parameter in _parameters_of(optimizer):
             for port in self._parameters.get(id(parameter), ()):
                 if port.kind == "update":
                     self._take_update(port, parameter)
                 elif port.kind == "optim_state":
                     self._take_optimizer_state(port, optimizer.state.get(parameter, {}))
-        if self._rates is not None:
-            self._take_rates(self._rates, optimizer)
-        self._pass(optimizer)
 
     def skipped(self, optimizer: Optimizer) -> None:
         pass  # its gradients are read when the step ends
@@ -185,39 +207,52 @@ class StateReader:
         self._receiver.turn_to_state()
         # A fused optimizer divides by the scale itself.
         scale = getattr(optimizer, "grad_scale", None)
-        for parameter in _parameters_of(optimizer):
-            ports = self._parameters.get(id(parameter))
-            if ports is not None:
-                self._read(ports, kinds, scale)
+        ports = [self._parameters.get(id(parameter), ()) for parameter in _parameters_of(optimizer)]
+        self._read(ports, kinds, scale)
 
-    def _read(self, ports: tuple[LivePort, ...], kinds: tuple[str, ...], scale: Tensor | None = None) -> None:
-        for port in ports:
+    def _read(
+        self, asked: Iterable[tuple[LivePort, ...]], kinds: tuple[str, ...], scale: Tensor | None = None
+    ) -> None:
+        """Take what ports of these kinds show, those that were not read yet: all together, since they are many."""
+        if self._stepped:
+            self._others_come()
+        taken, passed = self._taken, self._passed
+        found: list[LivePort] = []
+        values: list[Tensor] = []
+        for ports in asked:
+            for port in ports:
+                if port.kind not in kinds or (id(port) in taken and id(port) not in passed):
+                    continue
+                value = self._value_of(port)
+                if value is None:
+                    continue
+                taken.add(id(port))
+                passed.discard(id(port))
+                if scale is not None and port.kind in ("param_grad", "param_grad_unclipped"):
+                    self._receiver.take_tensor(port, value / scale)  # each by itself: it is a copy
+                else:
+                    found.append(port)
+                    values.append(value)
+        self._receiver.take_tensors(found, values)
+
+    def _value_of(self, port: LivePort) -> Tensor | None:
+        """What a port shows now; where it is nothing, the port says why."""
+        site = port.port.site
+        if self._sharded or site.module is None:
             parameter = self._parameter_of(port)
-            key = id(port)
-            if (
-                parameter is None
-                or port.kind not in kinds
-                or (key in self._taken and key not in self._passed)
-            ):
-                continue
-            value = self._value_of(port, parameter)
-            if value is None and port.note == reasons.NO_LOCAL_GRADIENT:
-                continue
-            if value is None:
-                port.note = reasons.NO_PARAMETER_GRADIENT if parameter.numel() else reasons.NO_ELEMENT
-                continue
-            self._taken.add(key)
-            self._passed.discard(key)
-            if scale is not None and port.kind in ("param_grad", "param_grad_unclipped"):
-                value = value / scale
-            self._receiver.take_tensor(port, value)
-
-    def _value_of(self, port: LivePort, parameter: Tensor) -> Tensor | None:
-        if port.kind == "param":
+        else:
+            parameter = site.module._parameters.get(site.leaf)
+        if parameter is None or port.kind == "param":
             return parameter
-        if port.kind == "param_grad_local" and self._local is not None:
-            return self._local.of(parameter)
-        return parameter.grad
+        if self._local is not None and port.kind == "param_grad_local":
+            gradient = self._local.of(parameter)
+            if gradient is None and port.note == reasons.NO_LOCAL_GRADIENT:
+                return None
+        else:
+            gradient = parameter.grad
+        if gradient is None:
+            port.note = reasons.NO_PARAMETER_GRADIENT if parameter.numel() else reasons.NO_ELEMENT
+        return gradient
 
     def _averaged(self, ports: Sequence[LivePort]) -> list[Tensor]:
         """The parameters whose local gradients are asked for and can be had."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import pytree
-from torchtap.errors import MissingExtraError, PlanError
+from torchtap.errors import FormError, MissingExtraError, PlanError
 from torchtap.names import site_name
 from torchtap.plan import Plan, Tap, make_plan
 from torchtap.sites import Selectable
@@ -158,11 +158,10 @@ def _wrapped(
 
 def load_onnx(path: str | Path) -> EmittingModel:
     """An ONNX file with extra outputs, run by onnxruntime. Inputs and outputs are torch tensors."""
-    runtime = _imported("onnxruntime")
-    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    described = json.loads(session.get_modelmeta().custom_metadata_map.get(_METADATA, "{}"))
-    if described.get("spec"):
-        check_tree(described["spec"])  # torch imports the classes that a tree names
+    session = _session(path)
+    sites, spec, constants = _described(
+        path, session.get_modelmeta().custom_metadata_map.get(_METADATA, "{}")
+    )
     names = [each.name for each in session.get_inputs()]
 
     def call(*args: Any, **kwargs: Any) -> list[Tensor]:
@@ -170,9 +169,33 @@ def load_onnx(path: str | Path) -> EmittingModel:
         feed = {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, given, strict=True)}
         return [torch.from_numpy(value) for value in session.run(None, feed)]
 
-    spec = pytree.treespec_loads(described["spec"]) if described.get("spec") else None
-    constants = {int(position): value for position, value in described.get("constants", {}).items()}
-    return _wrapped(call, tuple(described.get("sites", ())), spec, constants, about=str(path))
+    return _wrapped(call, sites, spec, constants, about=str(path))
+
+
+def _session(path: str | Path) -> Any:
+    """The file in onnxruntime, which refuses weights outside of the file's own folder."""
+    runtime = _imported("onnxruntime")
+    try:
+        return runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors have no class in common
+        raise FormError(f"{str(path)!r} is no ONNX file that onnxruntime can open: {error}") from error
+
+
+def _described(path: str | Path, text: str) -> tuple[tuple[str, ...], pytree.TreeSpec | None, dict[int, Any]]:
+    """What the file says of its extra outputs: their sites, how to put the model's own together, and what is constant
+    in them."""
+    try:
+        noted = json.loads(text)
+        spec = noted.get("spec")
+        if spec:
+            check_tree(spec)  # torch imports the classes that a tree names
+        sites = tuple(noted.get("sites", ()))
+        if not all(isinstance(site, str) for site in sites):
+            raise TypeError("a site is not a text")
+        constants = {int(position): value for position, value in noted.get("constants", {}).items()}
+        return sites, pytree.treespec_loads(spec) if spec else None, constants
+    except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError, RecursionError) as error:
+        raise FormError(f"{str(path)!r} has a damaged note of its extra outputs: {error}") from error
 
 
 def _imported(name: str) -> Any:

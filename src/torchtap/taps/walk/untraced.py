@@ -195,6 +195,11 @@ class HookHandle:
         self._handle = handle
 
     @property
+    def place(self) -> tuple[Any, int]:
+        """Torch's table with the hook in it, and its number there."""
+        return self._handle.hooks_dict_ref(), self._handle.id
+
+    @property
     def gone(self) -> nn.Module | None:
         """The module, if somebody else has taken the hook off it."""
         hooks = self._handle.hooks_dict_ref()

@@ -12,6 +12,7 @@ is not hot.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import contains
 from threading import get_ident
 from typing import Any, Protocol, TypeVar, final
 
@@ -91,6 +92,7 @@ class Walker:
         self._way = way_for(root, way)
         self._heard = heard
         self._handles: list[Handle] = []
+        self._put_on: tuple[list[Any], list[int]] = [], []  # torch's tables of hooks, and our numbers in them
 
     def passes(
         self,
@@ -164,6 +166,29 @@ class Walker:
 
         self.keep(self._way.after(module, hook))
 
+    def after_twice(
+        self,
+        module: nn.Module,
+        first: tuple[Stop, Callable[[Stop, Any], Any], Callable[[Any], Any]],
+        second: tuple[Stop, Callable[[Stop, Any, bool], Any], Callable[[Any], Any]],
+    ) -> None:
+        """`after` and then `after_and_again`, by one hook: torch takes long to call one, and each looks where it is."""
+        heard = self._heard
+        stop, visit, traced = first
+        stop_again, visit_again, traced_again = second
+
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            if is_compiling():
+                traced(output)
+                traced_again(output)
+            elif heard.thread == get_ident() or heard.thread is None:
+                repeated = graph_task() != -1
+                if not repeated:
+                    visit(stop, output)
+                visit_again(stop_again, output, repeated)
+
+        self.keep(self._way.after(module, hook))
+
     def before_and_again(
         self,
         module: nn.Module,
@@ -190,15 +215,23 @@ class Walker:
     def keep(self, handle: Handle) -> None:
         """Have `leave` remove this too."""
         self._handles.append(handle)
+        if isinstance(handle, HookHandle):
+            table, number = handle.place
+            self._put_on[0].append(table)
+            self._put_on[1].append(number)
 
     def gone(self) -> list[nn.Module]:
         """The modules whose hooks somebody else has taken off."""
+        tables, numbers = self._put_on
+        if all(map(contains, tables, numbers)):  # asked at every step
+            return []
         found = (handle.gone for handle in self._handles if isinstance(handle, HookHandle))
         return list({id(module): module for module in found if module is not None}.values())
 
     def leave(self) -> None:
         """Take everything off; the walker can be used again."""
         handles, self._handles = self._handles, []
+        self._put_on = [], []
         failed: BaseException | None = None
         for handle in reversed(handles):
             try:

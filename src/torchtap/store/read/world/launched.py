@@ -18,7 +18,7 @@ from torchtap.errors import RunError
 from torchtap.placement import Placement
 from torchtap.store.read.results import Matrix, Series, TensorRef
 from torchtap.store.read.stored_tensors import StoredTensor
-from torchtap.store.read.strand import Strand
+from torchtap.store.read.strand import Changes, Strand, at_step
 from torchtap.store.read.view import Found
 from torchtap.store.read.world.assembled import Assembled, Piece, Summed
 from torchtap.store.read.world.folding import Fold, How, needed, way_of
@@ -42,6 +42,10 @@ class Launched:
         self._holders: dict[str, tuple[int, ...]] | None = None
         self._aggregates: dict[str, How] | None = None
         self._sharings: dict[tuple[str, str], list[tuple[int, Sharing]]] = {}
+        self._alike: dict[
+            object, list[tuple[int, Sharing]]
+        ] = {}  # by what ranks said: of sites that are placed alike
+        self._placed: dict[int, dict[str, Changes]] = {}
 
     def strand(self, rank: int) -> Strand:
         """One rank's own recording."""
@@ -64,6 +68,8 @@ class Launched:
             strand.refresh()
         self._holders = None
         self._sharings.clear()
+        self._alike.clear()
+        self._placed.clear()
 
     # --- who has what -------------------------------------------------------------------------------------
 
@@ -94,14 +100,29 @@ class Launched:
         return known
 
     def _sharings_of(self, site: str, phase: str, ranks: Sequence[int]) -> list[tuple[int, Sharing]]:
-        changes = {rank: self.strand(rank).placements().get(site, []) for rank in ranks}
+        changes = {rank: self._placements(rank).get(site, []) for rank in ranks}
+        # A thousand sites have a handful of placements, and a rank has one object for each of those.
+        same = (
+            phase,
+            *((rank, *((step, of, id(each)) for step, of, each in changes[rank])) for rank in ranks),
+        )
+        known = self._alike.get(same)
+        if known is not None:
+            return known
         begins = sorted({step for each in changes.values() for step, of, _ in each if of == phase}) or [0]
         found: list[tuple[int, Sharing]] = []
         for step in begins:
-            sharing = share_out({rank: self.strand(rank).placement(site, step, phase) for rank in ranks})
+            sharing = share_out({rank: at_step(changes[rank], step, phase) for rank in ranks})
             if not found or found[-1][1] != sharing:
                 found.append((step, sharing))
+        self._alike[same] = found
         return found
+
+    def _placements(self, rank: int) -> dict[str, Changes]:
+        """What a rank said of its sites' places, until the next refresh."""
+        if rank not in self._placed:
+            self._placed[rank] = self.strand(rank).placements()
+        return self._placed[rank]
 
     def sharing(self, site: str, step: int | None, phase: str) -> Sharing:
         """How the values of a site belong together at a step."""

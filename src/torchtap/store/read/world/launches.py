@@ -2,7 +2,8 @@
 
 Each rank numbers its attempts for itself, so numbers alone do not tell: a rank that came late, or that was not there
 for a while, has fewer. What the processes of a launch have in common (`launch_facts`) tells. Where that is the same for
-several launches, a rank that appears a second time, in another process, begins the next one.
+several launches, a rank that appears a second time, in another process, begins the next one. An attempt whose notes are
+damaged goes where its rank's other attempts leave room for it: no attempt may come before an earlier one of its rank.
 """
 
 from __future__ import annotations
@@ -45,11 +46,22 @@ class _Part(NamedTuple):
     key: str
     process: tuple[str, int]
     created: float
+    noted: bool  # whether its notes could be read
 
 
 def find_launches(root: Folder, ranks: Iterable[int]) -> list[Launch]:
     """The launches of a run, oldest first."""
-    parts = [part for rank in ranks for part in _parts(root.child(rank_folder(rank)), rank)]
+    every = [part for rank in ranks for part in _parts(root.child(rank_folder(rank)), rank)]
+    launches = _grouped([part for part in every if part.noted])
+    for part in sorted(
+        (part for part in every if not part.noted), key=lambda part: (part.attempt, part.rank)
+    ):
+        _place(part, launches)
+    return launches
+
+
+def _grouped(parts: list[_Part]) -> list[Launch]:
+    """The launches of attempts whose notes can be read, oldest first."""
     parts.sort(key=lambda part: (part.created, part.attempt, part.rank))
     newest: dict[tuple[str, int], int] = {}  # by key and world: which launch with them is the newest
     turns: dict[tuple[str, int, int, int], int] = {}  # by launch and rank: how many parts its process wrote
@@ -69,6 +81,28 @@ def find_launches(root: Folder, ranks: Iterable[int]) -> list[Launch]:
         launch = found.setdefault((*same, number, turn), Launch(part.world, part.created))
         launch.attempts.setdefault(part.rank, []).append(part.attempt)
     return sorted(found.values(), key=lambda launch: (launch.began, max(map(max, launch.attempts.values()))))
+
+
+def _place(part: _Part, launches: list[Launch]) -> None:
+    """Put an attempt of which nothing is noted behind its rank's earlier attempts and before its later ones: into the
+    one launch there that lacks its rank, else into a launch of its own."""
+    after, before = -1, len(launches)
+    for at, launch in enumerate(launches):
+        own = launch.attempts.get(part.rank, [])
+        if any(attempt < part.attempt for attempt in own):
+            after = at
+        if any(attempt > part.attempt for attempt in own):
+            before = min(before, at)
+    room = [
+        launch
+        for launch in launches[after + 1 : before]
+        if part.rank not in launch.attempts and (launch.world == 0 or part.rank < launch.world)
+    ]
+    if len(room) == 1:
+        room[0].attempts[part.rank] = [part.attempt]
+    else:
+        began = launches[after].began if after >= 0 else 0.0
+        launches.insert(before, Launch(0, began, {part.rank: [part.attempt]}))
 
 
 def _parts(folder: Folder, rank: int) -> list[_Part]:
@@ -94,6 +128,7 @@ def _part(folder: Folder, rank: int, attempt: int) -> _Part:
         str(told.get("key", "")),
         (process[0], process[1] if type(process[1]) is int else -1),
         _seconds(facts.get("created")),
+        bool(facts),
     )
 
 

@@ -1,0 +1,153 @@
+"""Many ranks: what a watch costs each of two under DDP beside one process, and how a thousand are read as one run.
+
+The cost is the share of a step's own CPU time inside torchtap (`benchmarks.share`), of the same model and batch: first
+in a process by itself, then in the same process as one of two, so that both meet the same machine. The thousand ranks
+are made up: each writes one statistic of 1,000 sites, half of them parts of a batch and half of them replicas, at 1,000
+steps, through the writer that a training has.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.models import gpt_training, mlp_training
+from benchmarks.share import share
+from benchmarks.steps import EVERYTHING, OUTPUTS
+from torchtap.store.read.reader import Run, open_run
+from torchtap.store.record import ScalarBlock, StepRecord
+from torchtap.store.write.writer import RunWriter
+from torchtap.viewer.opened import OpenRun
+from torchtap.viewer.ranks import ranks_at, ranks_of
+
+__all__ = ["run", "write_world"]
+
+_STATISTIC = "l1"
+
+
+def run(quick: bool = False) -> list[dict[str, Any]]:
+    """Rows for the tables."""
+    return [*_costs(quick), *_world(64 if quick else 1024, 1000, 1000)]
+
+
+# -- what it costs a rank -------------------------------------------------------------------------------------
+
+
+def _costs(quick: bool) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_measure, (port, folder, quick), nprocs=2)  # type: ignore[no-untyped-call]
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in (0, 1)]
+    rows = []
+    for number, (case, *_) in enumerate(found[0]):
+        alone = max(each[number][1] for each in found)
+        ranks = [each[number][2] for each in found]
+        inside = " and ".join(f"{each[number][4] * 1e3:.3g}" for each in found)
+        rows.append(
+            {
+                "case": case,
+                "measured": f"{' and '.join(f'{ratio:.4f}' for ratio in ranks)} on two ranks, {alone:.4f} alone; "
+                f"inside torchtap {inside} ms a step, {found[0][number][3] * 1e3:.3g} alone",
+                "bar": "≤ alone",
+                "holds": max(ranks) <= alone,
+            }
+        )
+    return rows
+
+
+def _measure(rank: int, port: int, folder: str, quick: bool) -> None:
+    """The ratios of one process by itself, then as one of two: middle of the quartiles, and seconds inside."""
+    torch.set_num_threads(1)
+    cases = [
+        ("MLP 50 × 256, outputs", mlp_training, OUTPUTS, 40),
+        ("MLP 50 × 256, everything", mlp_training, EVERYTHING, 40),
+    ]
+    if not quick:
+        cases.append(("GPT 12 × 384, everything", gpt_training, EVERYTHING, 5))
+    alone = [share(make(), taps, steps) for _, make, taps, steps in cases]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    rows = []
+    for (case, make, taps, steps), (seconds, ratios) in zip(cases, alone, strict=True):
+        training = make()
+        inside, among = share(training, taps, steps, DistributedDataParallel(training.model))
+        rows.append((f"{case}, under DDP", ratios[1], among[1], seconds, inside))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- a thousand ranks -----------------------------------------------------------------------------------------
+
+
+def write_world(folder: Path, ranks: int, sites: int, steps: int) -> None:
+    """What so many ranks would leave behind."""
+    half = sites // 2
+    outputs = [f"blocks.{number}:output" for number in range(half)]
+    names = (*outputs, *(f"blocks.{number}:param.weight" for number in range(sites - half)))
+    values = np.random.default_rng(0).random((sites, 1))
+    for rank in range(ranks):
+        places = [{"axes": [["dp", ranks, rank, share]]} for share in ("batch(0)", "replicate")]
+        numbers = {site: int(number >= half) for number, site in enumerate(names)}
+        with RunWriter(folder, manifest={}, rank=rank, world=ranks, flush_seconds=1e9) as writer:
+            writer.event("placements", step=0, phase="train", placements=places, sites=numbers)
+            for step in range(steps):
+                block = ScalarBlock(names, (_STATISTIC,), values + step)
+                writer.write(StepRecord(step, None, None, "train", 1e9 + step, (block,), ()))
+
+
+def _world(ranks: int, sites: int, steps: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "run"
+        write_world(place, ranks, sites, steps)
+        size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+        what = f"{ranks:,} ranks × {sites:,} sites × {steps:,} steps ({size / 1e9:.2g} GB)"
+        opened: list[Run] = []
+        shown: list[OpenRun] = []
+        tasks: list[tuple[str, Callable[[], object]]] = [
+            ("open", lambda: opened.append(open_run(place))),
+            ("its sites, from every rank", lambda: opened[0].sites()),
+            ("one series over all ranks", lambda: opened[0].series("blocks.3:output", _STATISTIC)),
+            ("another one", lambda: opened[0].series("blocks.4:output", _STATISTIC)),
+            ("what is missing", lambda: opened[0].problems),
+            (
+                "map of a site: ranks × steps",
+                lambda: ranks_of(_once(shown, opened), "blocks.3:output", _STATISTIC),
+            ),
+            (
+                "map of a step: sites × ranks",
+                lambda: ranks_at(_once(shown, opened), _STATISTIC, "output", None),
+            ),
+        ]
+        rows = []
+        for number, (name, work) in enumerate(tasks):
+            cpu, begin = time.process_time(), time.perf_counter()
+            work()
+            measured = f"{time.perf_counter() - begin:.3g} s ({time.process_time() - cpu:.3g} s of CPU)"
+            rows.append(
+                {
+                    "case": f"{what}: {name}" if not number else name,
+                    "measured": measured,
+                    "bar": "",
+                    "holds": "",
+                }
+            )
+        return rows
+
+
+def _once(shown: list[OpenRun], opened: list[Run]) -> OpenRun:
+    if not shown:
+        shown.append(OpenRun(opened[0], "world"))
+    return shown[0]

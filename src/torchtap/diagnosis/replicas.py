@@ -1,0 +1,153 @@
+"""What several ranks hold alike: of each site the ranks whose values are the same, or ought to be, beside each other.
+
+What is replicated is told by the placements that ranks recorded. Where nobody said (a model that is spread by hand),
+the numbers of the first step tell: a parameter that has the same ones on every rank is the same parameter, unless
+another parameter of its module is not. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtap.diagnosis.chart import Chart
+from torchtap.diagnosis.places import Place
+from torchtap.placement import Placement
+
+__all__ = ["Replicas", "common_steps", "replicas", "values_on_ranks"]
+
+_PRINT = ("mean", "l1", "l2", "absmax", "fingerprint")
+Flags = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.float64]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Replicas:
+    """One site on ranks that hold the same of it."""
+
+    place: Place
+    ranks: tuple[int, ...]
+    stated: bool  # whether the placement says so
+    prints: Numbers  # rank, statistic, step
+    seen: Flags  # the steps at which every rank has numbers
+    same: Flags  # those at which all have the same
+
+    @property
+    def same_at_first(self) -> bool:
+        """Whether the ranks began with the same."""
+        return bool(len(self.seen) and self.seen[0] and self.same[0])
+
+    @property
+    def apart(self) -> Flags:
+        """The steps at which ranks differ."""
+        return self.seen & ~self.same
+
+    def alone(self, column: int) -> int | None:
+        """The one rank unlike the rest, which agree; of two that differ nobody can say which is right."""
+        if len(self.ranks) < 3:
+            return None
+        at = self.prints[:, :, column]
+        for index, rank in enumerate(self.ranks):
+            rest = np.delete(at, index, axis=0)
+            if (rest == rest[:1]).all() and (at[index] != rest[0]).any():
+                return rank
+        return None
+
+
+def common_steps(chart: Chart) -> npt.NDArray[np.int64]:
+    """The steps that every rank recorded."""
+    charts = list(chart.ranks.values())
+    steps = charts[0].steps
+    for other in charts[1:]:
+        steps = np.intersect1d(steps, other.steps)
+    return steps
+
+
+def values_on_ranks(chart: Chart, kind: str, statistic: str) -> dict[int, dict[str, Numbers]]:
+    """By rank and site: one statistic at the common steps."""
+    steps = common_steps(chart)
+    found: dict[int, dict[str, Numbers]] = {}
+    for rank, own in chart.ranks.items():
+        grid = own.grid(statistic, kind)
+        columns = np.searchsorted(grid.steps, steps)
+        found[rank] = {
+            place.name: row for place, row in zip(grid.places, grid.values[:, columns], strict=True)
+        }
+    return found
+
+
+def replicas(chart: Chart, kind: str) -> list[Replicas]:
+    """The sites of a kind that several ranks hold alike, in execution order."""
+    steps = common_steps(chart)
+    if not len(steps):
+        return []
+    tables = [values_on_ranks(chart, kind, statistic) for statistic in _PRINT]
+    places: dict[str, Place] = {}
+    holders: dict[str, list[int]] = {}
+    for rank, own in chart.ranks.items():
+        for place in own.grid("l2", kind).places:
+            places.setdefault(place.name, place)
+            holders.setdefault(place.name, []).append(rank)
+    found = []
+    for name, ranks in holders.items():
+        for group, stated in _groups(chart, name, ranks):
+            rows = [[table[rank].get(name) for table in tables] for rank in group]
+            found.append(_beside(places[name], group, stated, rows, len(steps)))
+    return _without_shards(found) if kind == "param" else found
+
+
+def _beside(
+    place: Place, ranks: Sequence[int], stated: bool, rows: Sequence[Sequence[Numbers | None]], steps: int
+) -> Replicas:
+    nothing = np.full(steps, np.nan)
+    # A statistic that one of the ranks does not have says nothing.
+    had = [number for number in range(len(rows[0])) if all(row[number] is not None for row in rows)]
+    prints = np.array(
+        [[nothing if row[n] is None else row[n] for n in had] for row in rows], np.float64
+    ).reshape(len(ranks), len(had), steps)
+    seen = np.asarray(np.isfinite(prints).all(axis=(0, 1)), np.bool_)
+    same = np.asarray((prints == prints[:1]).all(axis=(0, 1)), np.bool_)
+    return Replicas(place, tuple(ranks), stated, prints, seen, same)
+
+
+def _groups(chart: Chart, site: str, ranks: Sequence[int]) -> Iterable[tuple[tuple[int, ...], bool]]:
+    """The ranks that hold the same of a site, and whether anybody said so."""
+    if len(ranks) < 2:
+        return
+    placed = {rank: chart.ranks[rank].placed(site) for rank in ranks}
+    if any(each is None or not each.known for each in placed.values()):
+        yield tuple(ranks), False
+        return
+    groups: dict[object, list[int]] = {}
+    for rank, placement in placed.items():
+        if placement is not None:
+            groups.setdefault(_part(placement), []).append(rank)
+    yield from ((tuple(group), True) for group in groups.values() if len(group) > 1)
+
+
+def _part(placement: Placement) -> object:
+    """What tells a part of the whole from the others."""
+    divided = tuple((axis.name, axis.at) for axis in placement.axes if axis.share.kind != "replicate")
+    return placement.root, divided, placement.boxes
+
+
+def _without_shards(found: list[Replicas]) -> list[Replicas]:
+    """Without those that only look alike at first: a bias of zeros beside a weight that every rank has a part of."""
+    parts = {each.place.module for each in found if not each.stated and not each.same_at_first}
+    return [
+        replace(each, seen=np.zeros_like(each.seen))
+        if not each.stated and each.place.module in parts and each.same_at_first and _is_constant(each)
+        else each
+        for each in found
+    ]
+
+
+def _is_constant(each: Replicas) -> bool:
+    """Whether all elements have the same size at first: zeros, or ones."""
+    mean, _, _, absmax = each.prints[0, :4, 0]
+    return bool(abs(mean) == absmax)

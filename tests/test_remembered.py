@@ -1,0 +1,183 @@
+"""A second capture with the same words: bound from memory while the model is the same, anew as soon as it is not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchtap as tt
+from torchtap import remembered, session
+from torchtap.errors import SelectionError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.again = self.blocks[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.blocks(x))
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each time that a plan is made anew."""
+    made: list[int] = []
+    plain = session.make_plan
+
+    def counted(*args: object, **kwargs: object) -> object:
+        made.append(1)
+        return plain(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(session, "make_plan", counted)
+    return made
+
+
+def names(model: nn.Module, *selectors: str, **options: object) -> list[str]:
+    with tt.capture(model, *selectors, **options) as seen:  # type: ignore[arg-type]
+        model(torch.ones(2, 4))
+    for name, value in seen.items():
+        assert isinstance(value, Tensor) or "keep" in options, name
+    return list(seen)
+
+
+def test_the_second_look_is_the_first_again(bindings: list[int]) -> None:
+    model = Net()
+    first = names(model, "**:output")
+    assert names(model, "**:output") == first
+    assert names(model, "**:output") == first
+    assert len(bindings) == 1
+    assert "blocks.0:output#1" in first
+
+
+def test_what_else_is_asked_has_its_own_memory(bindings: list[int]) -> None:
+    model = Net()
+    for _ in range(2):
+        assert names(model, "blocks.0:output") == ["blocks.0:output", "blocks.0:output#1"]
+        assert names(model, "blocks:output", "blocks.1:input") == ["blocks.1:input", "blocks:output"]
+        assert names(model, "blocks:output", keep=tt.Stats()) == ["blocks:output"]
+        assert names(model) == names(model, "*:output")
+    assert len(bindings) == 4
+
+
+def add(model: Net) -> None:
+    model.blocks.append(nn.Tanh())
+
+
+def replace(model: Net) -> None:
+    model.blocks[1] = nn.Tanh()
+
+
+def rename(model: Net) -> None:
+    model.other = model.blocks
+    del model.blocks
+    model.forward = lambda x: model.other(x)  # type: ignore[method-assign]
+
+
+def remove(model: Net) -> None:
+    del model.blocks[2]
+
+
+def empty(model: Net) -> None:
+    model.blocks[1] = None  # type: ignore[assignment]
+    model.forward = lambda x: model.blocks[0](x)  # type: ignore[method-assign]
+
+
+def change_class(model: Net) -> None:
+    model.blocks[1].__class__ = nn.Tanh
+
+
+@pytest.mark.parametrize("change", [add, replace, rename, remove, empty, change_class])
+def test_a_model_that_has_changed_is_bound_anew(change: Callable[[Net], None], bindings: list[int]) -> None:
+    model = Net()
+    names(model, "**:output")
+    change(model)
+    fresh = copy.deepcopy(model) if "forward" not in vars(model) else None
+    found = names(model, "**:output")
+    assert len(bindings) == 2
+    if fresh is not None:
+        assert found == names(fresh, "**:output")
+
+
+def test_a_selector_that_picks_nothing_any_more_is_an_error_again() -> None:
+    model = Net()
+    names(model, "blocks.2:output")
+    del model.blocks[2]
+    with pytest.raises(SelectionError):
+        names(model, "blocks.2:output")
+
+
+def test_a_model_that_was_compiled_meanwhile_is_no_eager_one(bindings: list[int]) -> None:
+    model = Net()
+    names(model, "blocks.0:output")
+    model.blocks.compile(backend="eager")
+    assert names(model, "blocks.0:output")
+    assert len(bindings) == 2
+
+
+def test_parameters_are_bound_each_time() -> None:
+    model = Net()
+    for _ in range(2):
+        with tt.capture(model, "blocks.0:param.weight") as seen:
+            pass
+        assert torch.equal(seen["blocks.0:param.weight"], model.blocks[0].weight)  # type: ignore[arg-type]
+        model.blocks[0].weight = nn.Parameter(torch.zeros(4, 4))  # type: ignore[union-attr]
+
+
+def test_what_is_no_text_is_asked_each_time(bindings: list[int]) -> None:
+    model = Net()
+    for _ in range(2):
+        names(model, nn.ReLU)  # type: ignore[arg-type]
+        names(model, lambda site: site.path == "blocks.0")  # type: ignore[arg-type]
+    assert len(bindings) == 4
+
+
+def test_coverage_and_other_names_are_those_of_the_first_look() -> None:
+    model = Net()
+    for _ in range(2):
+        with tt.capture(model, "**:output", "blocks.1:input") as seen:
+            model.blocks[0](torch.ones(2, 4))
+        assert {missing.site for missing in seen.coverage()} >= {"blocks.1:output", "blocks.1:input"}
+        with tt.capture(model, "again:output") as seen:
+            model(torch.ones(2, 4))
+        assert torch.equal(seen["again:output"], seen["blocks.0:output"])
+        assert torch.equal(seen[model.again], seen["blocks.0:output"])
+
+
+def test_a_memory_does_not_keep_a_model() -> None:
+    model = Net()
+    for _ in range(2):
+        names(model, "**:output")
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None  # at once: a model's memory is not to wait for a collection
+    finally:
+        gc.enable()
+    assert not [key for key in remembered._OF_MODELS if key is None]
+
+
+def test_a_memory_leaves_no_trace_in_copies_and_pickles() -> None:
+    model = Net()
+    plain = pickle.dumps(model)
+    names(model, "**:output")
+    names(model, "**:output")
+    assert pickle.dumps(model) == plain
+    assert vars(copy.deepcopy(model)).keys() == vars(Net()).keys()
+
+
+def test_memories_of_one_model_have_a_bound() -> None:
+    model = Net()
+    for number in range(40):
+        names(model, f"re:blocks:output|nothing{number}")
+    assert len(remembered._OF_MODELS[model]) <= 8
