@@ -60,7 +60,11 @@ class Pace:
 
     def is_dense(self, step: int) -> bool:
         """Whether a step is one of the first ones, which are all live."""
-        return self._first is None or step < self._first + self._dense
+        return self.since_first(step) < self._dense
+
+    def since_first(self, step: int) -> int:
+        """How many steps after the first one it was asked about."""
+        return 0 if self._first is None else step - self._first
 
     def _note(self, step: int) -> None:
         """A step has ended: its time joins those of its sort."""
@@ -92,17 +96,11 @@ class Seldom:
 
     def __init__(self, pace: Pace, all_of: int = 4) -> None:
         self._pace = pace
-        self._left = all_of
-        self._answers: tuple[int, bool] = (-1, False)
+        self._all_of = all_of
 
     def __call__(self, moment: Moment) -> bool:
-        """Whether this step is to be recorded. The same step gets the same answer."""
-        if moment.phase != "train":
-            return self._pace(moment)
-        if self._answers[0] != moment.step:
-            live = self._pace(moment)
-            if live and self._pace.is_dense(moment.step):
-                self._left -= 1
-                live = self._left >= 0 or self._left % 4 == 0
-            self._answers = (moment.step, live)
-        return self._answers[1]
+        """Whether this step is to be recorded. All phases of a step get the same answer where the pace's is the same."""
+        if not self._pace(moment):
+            return False
+        after = self._pace.since_first(moment.step) - self._all_of
+        return not self._pace.is_dense(moment.step) or after < 0 or after % 4 == 3
