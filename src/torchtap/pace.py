@@ -26,11 +26,13 @@ _REMEMBERED = 15
 class Pace:
     """A predicate for a tap: live every ``every`` steps, more seldom where recording is dear.
 
-    ``dense``: so many steps at the beginning are all live.
+    ``dense``: so many steps at the beginning are all live. ``evaluations``: whether the step before a live one is live
+    for them.
     """
 
-    def __init__(self, every: int, share: float | None, dense: int = 0) -> None:
+    def __init__(self, every: int, share: float | None, dense: int = 0, *, evaluations: bool = True) -> None:
         self.every = every
+        self._evaluations = evaluations
         self._dense = dense
         self._first: int | None = None
         self._share = share
@@ -43,7 +45,8 @@ class Pace:
     def __call__(self, moment: Moment) -> bool:
         """Whether this step is to be recorded. The same step gets the same answer."""
         live = self._trains(moment.step)
-        return live or (moment.phase != "train" and moment.step + 1 >= self._next)
+        evaluated = self._evaluations and moment.phase != "train"
+        return live or (evaluated and moment.step + 1 >= self._next)
 
     def _trains(self, step: int) -> bool:
         if self._answers[0] == step:
@@ -99,7 +102,7 @@ class Seldom:
         self._all_of = all_of
 
     def __call__(self, moment: Moment) -> bool:
-        """Whether this step is to be recorded. All phases of a step get the same answer where the pace's is the same."""
+        """Whether this step is to be recorded. The same for all phases of a step."""
         if not self._pace(moment):
             return False
         after = self._pace.since_first(moment.step) - self._all_of

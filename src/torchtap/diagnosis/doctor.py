@@ -86,7 +86,7 @@ def doctor(
         raise PlanError(f"stop={stop!r}: give 'error', 'warning' or None")
     if not optimizers:
         raise PlanError("doctor(model, optimizer): give the optimizer, whose updates end the steps")
-    pace = Pace(every, share, dense)
+    pace = Pace(every, share, dense, evaluations=False)  # rules judge what learns
     return Doctor(model, optimizers, pace, run, sinks, on_finding, stop, rules, quiet, labels)
 
 
