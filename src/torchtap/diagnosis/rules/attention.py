@@ -146,7 +146,7 @@ class GrowingLogits(Rule):
             if column is None or column < self.window:
                 continue
             risen = rises_steadily(values[column - self.window + 1 : column + 1])
-            if risen and not has_improved(chart, found.step(column)):  # who is right may be sure
+            if risen and not has_improved(chart, found.step(column), 0.95):  # who is right may be sure
                 hits.append(hit_at(place, found.step(column), values[column]))
         evidence = [Evidence("largest logit", h.value, h.site, "absmax", h.step) for h in hits[:1]]
         yield from self.found(hits, "logits at {site}{also} rise steadily, to {value:.3g}", evidence=evidence)

@@ -38,8 +38,8 @@ class Exploding(Rule):
     trust: ClassVar[Trust] = "history"
     needs: ClassVar[tuple[Need, ...]] = (Need("output", "rms"),)
     wrong_if: ClassVar[str] = (
-        "It began at almost nothing, as a factor that is initialised with zero does; outputs that grow while the loss "
-        "falls are passed over."
+        "It began at almost nothing, as a factor that is initialised with zero does; what grows while the loss falls "
+        "is passed over."
     )
     causes: ClassVar[tuple[str, ...]] = (
         "a learning rate that is too large",
@@ -65,8 +65,8 @@ class Exploding(Rule):
                 if column is None or base[row] <= 0:
                     continue
                 at = column + (recent.start or 0)
-                # Answers grow where a model becomes sure of what it has learned.
-                if kind != "output" or not has_improved(chart, found.step(at)):
+                # Answers grow where a model becomes sure of what it has learned, gradients where a branch awakes.
+                if not has_improved(chart, found.step(at)):
                     hits.append(hit_at(found.places[row], found.step(at), found.values[row, at] / base[row]))
         evidence = [Evidence("times its early size", h.value, h.site, "rms", h.step) for h in hits[:1]]
         message = "{site}{also} grew to {value:.3g} times its early size, by step {step}"
