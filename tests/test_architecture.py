@@ -62,6 +62,7 @@ LAYERS = [
         "seen",
         "summary",
         "watching",
+        "step_loss",
         "manifest",
         "remembered",
         "session",

@@ -29,7 +29,7 @@ from torchtap.comparison.judge.status import note_of, status_of
 from torchtap.comparison.live.evidence import Evidence, heal
 from torchtap.comparison.live.matching import part_of, plain_module
 from torchtap.comparison.live.oddities import Oddity
-from torchtap.comparison.live.parameters import differing_parameters
+from torchtap.comparison.live.parameters import differing_parameters, whose_parameters
 from torchtap.comparison.live.relations import relation
 from torchtap.comparison.live.tracing import Event
 from torchtap.comparison.live.twins import in_float32
@@ -226,16 +226,19 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
         fault, module = _worst(found, blamed)
     healed, own = _replace(found, blamed, fault, rows)
     only_numbers = all(each.oddity is None for each in blamed)
+    holder, parameters = whose_parameters(
+        found.reference, found.target, plain_module(module), found.names, {row.module for row in rows}
+    )
     return First(
         site=fault.site,
-        module=_reported(found, module, fault.site, own),
+        module=_reported(found, module, fault.site, own) if holder == plain_module(module) else holder,
         index=fault.at,
         error=found.forced[fault.site].rel_l2,
         floor=found.floors.forced[fault.site].l2,
         origin="local",
         sure="certain" if healed and only_numbers and _proven(found, fault, rows) else "likely",
         where=own,
-        parameters=differing_parameters(found.reference, found.target, plain_module(module), found.names),
+        parameters=parameters,
         healed=healed,
         others=_other_authors(blamed, module),
         evidence="on the reference's own inputs",

@@ -36,6 +36,7 @@ from torchtap.plan import Plan, Tap
 from torchtap.session import watch
 from torchtap.sites import Selectable, unwrap
 from torchtap.store.record import StepRecord
+from torchtap.taps.receive.ears import Ears
 from torchtap.taps.receive.losses import LossCatcher
 from torchtap.taps.receive.training import innermost, listen, stop_listening
 
@@ -104,7 +105,7 @@ def _optimizers_of(optimizer: Any) -> list[Optimizer]:
 
 
 @final
-class FlightRecorder:
+class FlightRecorder(Ears):
     """Made by `flight_recorder`. A context manager; also closed by `close`. ``dumps`` are the folders so far."""
 
     def __init__(
@@ -165,9 +166,6 @@ class FlightRecorder:
         return self._ring.nbytes + self._keeper.nbytes
 
     # -- what the training tells --------------------------------------------------------------------------
-
-    def evaluating(self, optimizer: Optimizer) -> None:
-        pass
 
     def unscaling(self, optimizer: Optimizer) -> None:
         self._changed = True

@@ -9,12 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.diagnosis.reading import chosen
+from torchtap.diagnosis.rules.rank_progress import SECONDS
 from torchtap.names import kind_of
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
-__all__ = ["COUNTS", "LOGGED", "RANGED", "SIZES", "Numbers", "numbers_of", "on_scale", "window_of"]
+__all__ = [
+    "COUNTS",
+    "LOGGED",
+    "RANGED",
+    "SIZES",
+    "Numbers",
+    "as_ratio",
+    "numbers_of",
+    "on_scale",
+    "window_of",
+]
 
 SIZES = ("rms", "std", "absmax")  # never negative, and compared by their ratio
 LOGGED = "value"
@@ -59,7 +70,8 @@ class Numbers:
 def numbers_of(run: Run) -> dict[str, Numbers]:
     """Each phase of a run. Of a very long run, steps that are evenly spread."""
     steps = chosen(np.asarray(run.steps(), np.int64))
-    statistics_of = {site: run.statistics(site) for site in run.sites()}
+    # How long a step takes is the machine's doing.
+    statistics_of = {site: run.statistics(site) for site in run.sites() if site != SECONDS}
     found = {}
     for phase in run.phases:
         grids = {
@@ -90,8 +102,11 @@ def _grid(
 
 def on_scale(statistic: str, values: Any) -> Grid:
     """The scale that ranges and margins are on: ratios for sizes, differences for logged numbers."""
-    if statistic not in SIZES:
-        return np.asarray(values, np.float64)
+    return as_ratio(values) if statistic in SIZES else np.asarray(values, np.float64)
+
+
+def as_ratio(values: Any) -> Grid:
+    """Numbers whose differences are ratios."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.log(np.asarray(values, np.float64))
 
