@@ -144,7 +144,7 @@ def hear_gradient(value: Tensor, hear: Callable[[Tensor | None], None]) -> None:
         bearer._backward_hooks = None
 
 
-def saved_by(node: Any, name: str) -> Any:
+def saved_by(node: object, name: str) -> Any:
     """What a node of autograd's graph has kept for its backward under a name; None where it has no such thing."""
     return getattr(node, f"_saved_{name}", None)
 
@@ -260,7 +260,7 @@ def patch_script_compiler(around: Callable[[Any], AbstractContextManager[None]])
     if create is None:
         return
 
-    def create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_script_module(nn_module: object, *args: object, **kwargs: object) -> object:
         with around(nn_module):
             return create(nn_module, *args, **kwargs)
 
@@ -318,7 +318,7 @@ def inside_compiled(module: nn.Module) -> nn.Module:
     return inner
 
 
-def compiled_in_place(module: nn.Module) -> Callable[..., Any] | None:
+def compiled_in_place(module: nn.Module) -> Callable[..., object] | None:
     """What ``module.compile()`` made, if it was called."""
     return module._compiled_call_impl
 
@@ -328,7 +328,7 @@ def runs_compiled(module: nn.Module) -> bool:
     return compiled_in_place(module) is not None or is_compiled_module(module)
 
 
-def compiled_function(function: object) -> Callable[..., Any] | None:
+def compiled_function(function: object) -> Callable[..., object] | None:
     """What ``torch.compile`` was called with, if this is the function that it returned."""
     return getattr(function, "_torchdynamo_orig_callable", None)
 
@@ -354,7 +354,7 @@ def skip_alone(function: Callable[..., Any]) -> None:
     skip(function.__code__)
 
 
-def leave_to_python(function: Callable[..., Any]) -> None:
+def leave_to_python(function: Callable[..., object]) -> None:
     """Keep Dynamo from compiling this function and what it calls, where an op is called between two of its graphs.
 
     A torch without the words for that may compile it, which costs time and changes nothing.
@@ -366,7 +366,7 @@ def leave_to_python(function: Callable[..., Any]) -> None:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
-def mark_constant(function: Callable[..., Any]) -> None:
+def mark_constant(function: Callable[..., object]) -> None:
     """What ``torch.compiler.assume_constant_result`` does, without loading the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, final
+from typing import final
 
 from torch import nn
 
@@ -85,7 +85,7 @@ def replaced_paths(receiver: Receiver) -> set[str]:
     return {place.path for place in rest if _now_at(root.module, place.path) is not place.module.__dict__}
 
 
-def _now_at(root: nn.Module, path: str) -> dict[str, Any] | None:
+def _now_at(root: nn.Module, path: str) -> dict[str, object] | None:
     """The state of the module that is now at a path: a wrapper of ours is a second face with the same."""
     module: nn.Module | None = root
     for name in path_parts(path):

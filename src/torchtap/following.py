@@ -7,7 +7,7 @@ makes a step of its own. `Sentry` notices passes of the model in steps in which 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ class Following(Ears):
     def __bool__(self) -> bool:
         return bool(self._followed)
 
-    def add(self, optimizers: Sequence[Any]) -> None:
+    def add(self, optimizers: Sequence[object]) -> None:
         """Follow these too."""
         found: list[Optimizer] = []
         for each in optimizers:
@@ -83,7 +83,10 @@ class Sentry:
     """Looks out for passes and mode switches where no tap is on the model."""
 
     def __init__(
-        self, models: Sequence[Any], on_pass: Callable[[str, bool], object], on_mode: Callable[[bool], None]
+        self,
+        models: Sequence[object],
+        on_pass: Callable[[str, bool], object],
+        on_mode: Callable[[bool], None],
     ) -> None:
         self._on_pass = on_pass
         modules = [model for model in models if isinstance(model, nn.Module)]

@@ -34,8 +34,8 @@ class Gaps:
 
     def __init__(
         self,
-        model: Any,
-        members: Iterable[Any],
+        model: object,
+        members: Iterable[object],
         taps: Tapping,
         tell: Callable[[str], None],
         retap: Callable[[Plan], Tapping] | None = None,

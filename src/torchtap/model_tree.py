@@ -17,7 +17,7 @@ from torchtap.sites import source_of, unwrap
 __all__ = ["environment", "model_tree"]
 
 
-def model_tree(model: nn.Module) -> dict[str, Any]:
+def model_tree(model: nn.Module) -> dict[str, object]:
     """The model as nested modules: name, class, path, own parameters, where its forward is written."""
     seen: set[int] = set()
 

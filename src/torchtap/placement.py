@@ -106,7 +106,7 @@ class Placement:
         axes = tuple(axis._replace(share=shares.get(axis.name, axis.share)) for axis in self.axes)
         return replace(self, axes=axes, shape=None, boxes=None)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         found: dict[str, Any] = {"axes": [[a.name, a.size, a.at, str(a.share)] for a in self.axes]}
         if self.shape is not None:
             found["shape"] = list(self.shape)
@@ -150,7 +150,7 @@ def placement_of(facts: Any) -> Placement | None:
     )
 
 
-def _axis(facts: Any) -> Axis | None:
+def _axis(facts: object) -> Axis | None:
     match facts:
         case [str(name), int(size), int(index), str(share)] if 0 <= index < size < 2**31:
             read = _SHARE.fullmatch(share)
@@ -161,7 +161,7 @@ def _axis(facts: Any) -> Axis | None:
     return None
 
 
-def _are_sizes(sizes: Any) -> bool:
+def _are_sizes(sizes: object) -> bool:
     return (
         isinstance(sizes, list)
         and len(sizes) <= 64
@@ -187,7 +187,7 @@ def _boxes(boxes: list[list[list[int]]] | None) -> tuple[Box, ...] | None:
     return None if boxes is None else tuple(Box(tuple(offset), tuple(size)) for offset, size in boxes)
 
 
-def _is_box(box: Any, shape: list[int]) -> bool:
+def _is_box(box: object, shape: list[int]) -> bool:
     if not (isinstance(box, list) and len(box) == 2 and all(map(_are_sizes, box))):
         return False
     offset, size = box

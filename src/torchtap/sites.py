@@ -193,7 +193,7 @@ class Selector:
     plain_path: str | None = None  # the module's path where it is written without a wildcard
     made_of: tuple[Selectable, Kind] = field(default=("", "output"), compare=False, repr=False)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (
             Selector.of,
             self.made_of,

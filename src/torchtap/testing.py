@@ -61,7 +61,7 @@ class ReductionContract:
         strange[3, 2], strange[5, 0], strange[40, 1] = torch.nan, torch.inf, -torch.inf
         yield list(torch.split(strange, 20))
 
-    def fold(self, values: Iterable[Tensor]) -> Any:
+    def fold(self, values: Iterable[Tensor]) -> object:
         """The state after all values."""
         reduction, state = self.reduction(), None
         for value in values:

@@ -82,14 +82,14 @@ class Verification:
 
 
 def verify(
-    model: Any,
-    *inputs: Any,
+    model: object,
+    *inputs: object,
     taps: tuple[Tap | Selectable, ...] = (),
     backward: bool | None = None,
     threads: int | None = None,
     repeat: int = 1,
     file: IO[str] | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Verification:
     """Run a model without and with taps; print a table; raise if a single bit differs.
 
@@ -162,7 +162,7 @@ def _note(found: dict[str, set[str]], names: dict[str, tuple[str, ...]]) -> None
         found[aspect].update(some)
 
 
-def _kinds_for(model: Any, backward: bool | None) -> tuple[str, ...]:
+def _kinds_for(model: object, backward: bool | None) -> tuple[str, ...]:
     if backward is False or not isinstance(model, torch.nn.Module):
         return _EVERYTHING[:2]
     return _EVERYTHING
@@ -194,12 +194,12 @@ def _parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
         yield from model.named_parameters()
 
 
-def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _buffers(model: object) -> Iterator[tuple[str, Tensor]]:
     if isinstance(model, torch.nn.Module):
         yield from model.named_buffers()
 
 
-def _snapshot(model: Any) -> Facts:
+def _snapshot(model: object) -> Facts:
     random = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random |= {f"cuda:{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -210,7 +210,7 @@ def _snapshot(model: Any) -> Facts:
     }
 
 
-def _restore(model: Any, facts: Facts) -> None:
+def _restore(model: object, facts: Facts) -> None:
     with torch.no_grad():
         for name, parameter in _parameters(model):
             gradient = facts["gradients"].get(name)
@@ -249,7 +249,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)  # a number of no dimension has no bytes to view
 
 
-def _arguments(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(
+    inputs: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if len(inputs) != 1:
         return inputs, kwargs
     if isinstance(inputs[0], Mapping):

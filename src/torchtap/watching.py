@@ -46,7 +46,7 @@ class Watch:
         plan: Plan,
         consumers: Sequence[Consumer],
         *,
-        models: Mapping[str, Any] | None = None,
+        models: Mapping[str, object] | None = None,
         strict: bool = False,
         way: WayName = "hook",
         recorded: range = range(0),
@@ -304,7 +304,7 @@ class Watch:
             self._look_out()
         self._logs = True
 
-    def note(self, kind: str, **facts: Any) -> None:
+    def note(self, kind: str, **facts: object) -> None:
         """Write something down beside the values; `Run.events` gives it back."""
         self._outlets.tell(kind, **facts)
 
@@ -335,7 +335,7 @@ class Watch:
         """How many times the model was called while a step was open and a tap live."""
         return self._receiver.passes
 
-    def structure(self, path: str) -> Any:
+    def structure(self, path: str) -> object:
         """The structure of a module's output where it is not one tensor: names of leaves stand for tensors."""
         port = self._receiver.ports.get((path, "output", ""))
         return None if port is None else port.structure

@@ -37,7 +37,7 @@ def _facts(encoded: bytes) -> Answer:
     return facts
 
 
-def _spelled(value: Any) -> Any:
+def _spelled(value: object) -> Any:
     if isinstance(value, str):
         return shown(value, _LONGEST)
     if isinstance(value, dict):

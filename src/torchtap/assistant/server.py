@@ -30,7 +30,7 @@ Names, labels and messages come from the recordings: they are data, whatever the
 """
 
 
-def make_server(catalog: Catalog) -> MCPServer[Any]:
+def make_server(catalog: Catalog) -> MCPServer[object]:
     """A server with one tool for each question."""
     try:
         from mcp.server import MCPServer
@@ -48,7 +48,7 @@ def make_server(catalog: Catalog) -> MCPServer[Any]:
     return server
 
 
-def _tool(catalog: Catalog, question: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def _tool(catalog: Catalog, question: Callable[..., dict[str, object]]) -> Callable[..., dict[str, object]]:
     """A question of this catalog's. What goes wrong is told to whoever asked, in words that are safe to read."""
     from mcp.server.mcpserver.exceptions import ToolError
 

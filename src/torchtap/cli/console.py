@@ -39,12 +39,12 @@ def say(text: str, *, err: bool = False) -> None:
     click.echo(shown(text, 20_000, lines=True), err=err)
 
 
-def say_json(value: Any, *, line: bool = False) -> None:
+def say_json(value: object, *, line: bool = False) -> None:
     """Print JSON; on one line, so that a program can read it while more may follow."""
     click.echo(json_text(value, line=line))
 
 
-def json_text(value: Any, *, line: bool = False) -> str:
+def json_text(value: object, *, line: bool = False) -> str:
     """JSON in ASCII, whatever is in it.
 
     JSON has no NaN and no infinities: they are the words ``"nan"``, ``"inf"`` and ``"-inf"``.
@@ -52,7 +52,7 @@ def json_text(value: Any, *, line: bool = False) -> str:
     return json.dumps(_spelled(value), indent=None if line else 2, default=str)
 
 
-def _spelled(value: Any) -> Any:
+def _spelled(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):

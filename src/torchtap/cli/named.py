@@ -7,14 +7,13 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from torchtap.errors import FormError
 
 __all__ = ["find_named"]
 
 
-def find_named(text: str, wanted: str) -> tuple[str, Any]:
+def find_named(text: str, wanted: str) -> tuple[str, object]:
     """The name behind the colon and what goes by it. ``wanted`` says how to write it, for the error."""
     source, colon, name = text.rpartition(":")
     if not colon or not name:

@@ -89,7 +89,7 @@ def _factories(given: tuple[str, ...]) -> list[tuple[str, Callable[[int], Any]]]
     return [_factory(each) for each in given]
 
 
-def _factory(place: str) -> tuple[str, Callable[[int], Any]]:
+def _factory(place: str) -> tuple[str, Callable[[int], object]]:
     name, function = find_named(place, "names no function: give FILE.py:FUNCTION or MODULE:FUNCTION")
     if not callable(function):
         raise FormError(f"{place!r} is no function of a width")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 import click
 from rich.table import Table
@@ -86,7 +85,7 @@ def command(
         console.print(f"problem: {problem}", style="red")
 
 
-def _print_incident(console: Terminal, incident: dict[str, Any]) -> None:
+def _print_incident(console: Terminal, incident: dict[str, object]) -> None:
     """Why a flight recorder has kept this step, and what it found out."""
     console.print(
         f"step {incident.get('step')} was kept: {incident.get('reason')}", style="red", highlight=False
@@ -107,7 +106,7 @@ def _phases(run: Run) -> dict[str, int]:
     return {phase: len(set(clock.step[clock.phase == phase].tolist())) for phase in in_order(run.phases)}
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _facts(run: Run) -> dict[str, object]:
     steps = run.steps()
     return {
         "path": run.path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torchtap.cli.console import Terminal, say_json
 
@@ -37,7 +36,7 @@ def show_layers(folder: str, *, as_json: bool, rows: int) -> None:
         console.print(f"{further} further passes, each in a folder inside this one", style="dim")
 
 
-def _heading(folder: str, metadata: dict[str, Any], count: int) -> str:
+def _heading(folder: str, metadata: dict[str, object], count: int) -> str:
     blocks = metadata.get("blocks")
     of = f" of {blocks} blocks" if blocks is not None else ""
     norm = metadata.get("final_norm")
@@ -45,6 +44,6 @@ def _heading(folder: str, metadata: dict[str, Any], count: int) -> str:
     return f"{folder}: {count} layers{of}; layer_0 enters the first block{last}"
 
 
-def _line(name: str, stat: dict[str, Any]) -> str:
+def _line(name: str, stat: dict[str, object]) -> str:
     mean, std = stat.get("mean", float("nan")), stat.get("std", float("nan"))
     return f"{name}: Mean={mean:.6f}, Std={std:.6f}, NaN={stat.get('has_nan')}, Inf={stat.get('has_inf')}"

@@ -67,7 +67,7 @@ def _print(rows: Sequence[tuple[str, str, str | None]], model: str) -> None:
     Terminal().print(table)
 
 
-def load_model(text: str, *, unsafe: bool = False) -> Any:
+def load_model(text: str, *, unsafe: bool = False) -> object:
     """A model from what was written on the command line."""
     path = Path(text)
     if path.suffix in (".pt", ".pth", ".pt2", ".ts", ".onnx") and ":" not in text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -90,7 +90,7 @@ def _tell_programs(run: Run, patterns: tuple[str, ...], rows: int, poll: float |
             say_json(_newest(run, patterns, rows), line=True)
 
 
-def _newest(run: Run, patterns: tuple[str, ...], rows: int) -> dict[str, Any]:
+def _newest(run: Run, patterns: tuple[str, ...], rows: int) -> dict[str, object]:
     from torchtap.diagnosis.run import diagnose
     from torchtap.viewer.chosen import matching_sites
     from torchtap.viewer.terminal import logged_first, newest

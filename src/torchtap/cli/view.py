@@ -68,6 +68,10 @@ def command(
 
     try:
         result = load_json(Path(comparison).read_bytes()) if comparison else None
+        if result is not None and not isinstance(result, dict):
+            raise click.ClickException(
+                f"{comparison} is no comparison: write one with torchtap compare --json"
+            )
         catalog = Catalog.open(runs, result)
         server = ViewerServer(catalog, host=host, port=port, names=allow_host, token=token, manage=manage)
     except TorchtapError as problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, final
+from typing import final
 
 from torchtap.comparison.given import recording_of
 from torchtap.comparison.measure.measures import Measures, measure
@@ -30,7 +30,7 @@ class LayerChange:
 
 
 def layer_changes(
-    source: Any, sites: list[str] | None = None, *, step: int | None = None
+    source: object, sites: list[str] | None = None, *, step: int | None = None
 ) -> list[LayerChange]:
     """Compare each layer with the one before it.
 

@@ -64,7 +64,7 @@ class Bisection:
 
 
 def bisect(
-    reference: nn.Module, target: nn.Module, inputs: Any, *, rules: tuple[str | Rule, ...] = ()
+    reference: nn.Module, target: nn.Module, inputs: object, *, rules: tuple[str | Rule, ...] = ()
 ) -> Bisection:
     """Find the first module of ``target`` that is wrong, holding only a few values at a time."""
     for who, model in (("reference", reference), ("target", target)):
@@ -94,7 +94,7 @@ class _Summaries:
         for leaf, value in input_leaves(call.input_names, args, kwargs, through_objects=False):
             self._take(site_name(call.path, "input", leaf, call.number), value)
 
-    def after(self, call: Call, output: Any) -> Any:
+    def after(self, call: Call, output: object) -> Any:
         for leaf, value in leaves(output, through_objects=False):
             self._take(site_name(call.path, "output", leaf, call.number), value)
         if self._noise is not None and isinstance(output, Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
@@ -84,7 +84,7 @@ class FormsComparison:
 
 def compare_forms(
     model: nn.Module,
-    inputs: Any,
+    inputs: object,
     forms: Sequence[str] = ("eager", "compile", "script", "export", "bf16", "int8"),
 ) -> FormsComparison:
     """Turn a model into each form, run it on ``inputs``, and compare it with the model as it is.
@@ -98,7 +98,7 @@ def compare_forms(
     return FormsComparison(tuple(_one(model, inputs, form) for form in forms))
 
 
-def _one(model: nn.Module, inputs: Any, form: str) -> FormRow:
+def _one(model: nn.Module, inputs: object, form: str) -> FormRow:
     try:
         with torch.random.fork_rng(), torch.no_grad():
             changed = _FORMS[form](copy.deepcopy(model), inputs)
@@ -115,35 +115,35 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
 
 
-def _args(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _args(inputs: object) -> tuple[tuple[object, ...], dict[str, object]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
-def _compiled(model: nn.Module, inputs: Any) -> Any:
+def _compiled(model: nn.Module, inputs: object) -> object:
     return torch.compile(model)
 
 
-def _scripted(model: nn.Module, inputs: Any) -> Any:
+def _scripted(model: nn.Module, inputs: object) -> object:
     return torch.jit.script(model)
 
 
-def _traced(model: nn.Module, inputs: Any) -> Any:
+def _traced(model: nn.Module, inputs: object) -> object:
     args, kwargs = _args(inputs)
     return torch.jit.trace(model, args, example_kwarg_inputs=kwargs or None, check_trace=False)
 
 
-def _exported(model: nn.Module, inputs: Any) -> Any:
+def _exported(model: nn.Module, inputs: object) -> object:
     args, kwargs = _args(inputs)
     return torch.export.export(model, args, kwargs).module()
 
 
-def _in(dtype: torch.dtype) -> Callable[[nn.Module, Any], Any]:
+def _in(dtype: torch.dtype) -> Callable[[nn.Module, object], object]:
     return lambda model, inputs: model.to(dtype)
 
 
-def _int8(model: nn.Module, inputs: Any) -> Any:
+def _int8(model: nn.Module, inputs: object) -> object:
     """Weights of linear layers rounded to eight bits for each output channel, the arithmetic as it was."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -152,7 +152,7 @@ def _int8(model: nn.Module, inputs: Any) -> Any:
     return model
 
 
-_FORMS: dict[str, Callable[[nn.Module, Any], Any]] = {
+_FORMS: dict[str, Callable[[nn.Module, object], object]] = {
     "eager": lambda model, inputs: model,
     "compile": _compiled,
     "script": _scripted,

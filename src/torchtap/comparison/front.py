@@ -76,14 +76,18 @@ def compare(
     return located(_recorded(reference, target, batches[0], rules, gradients, repeat, golden, steps), target)
 
 
-def _feed_of_target(reference: Any, target: Any, inputs: Any) -> Feed:
+def _feed_of_target(reference: object, target: object, inputs: object) -> Feed:
     """A target of another precision gets its inputs in that precision."""
     mine, theirs = usual_dtype(reference)[0], usual_dtype(target)[0]
     return feed_of(inputs, theirs if theirs != mine else None)
 
 
 def _live(
-    reference: nn.Module, target: nn.Module, batches: list[Any], rules: tuple[str | Rule, ...], shadow: bool
+    reference: nn.Module,
+    target: nn.Module,
+    batches: list[object],
+    rules: tuple[str | Rule, ...],
+    shadow: bool,
 ) -> Comparison:
     feeds = [(feed_of(inputs), _feed_of_target(reference, target, inputs)) for inputs in batches]
     results = [
@@ -119,7 +123,7 @@ def _judged(found: Evidence, batches: int) -> Comparison:
 def _gradients(
     reference: nn.Module,
     target: nn.Module,
-    inputs: Any,
+    inputs: object,
     rules: Sequence[str | Rule],
     gradients: bool | Loss,
     forward: Comparison,
@@ -196,7 +200,7 @@ def _harmless_runs(
     return found
 
 
-def _default_loss(output: Any) -> Tensor:
+def _default_loss(output: object) -> Tensor:
     """A loss that every element of every result takes part in, with weights that do not cancel."""
     terms = []
     for _, value in leaves(output):

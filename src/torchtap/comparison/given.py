@@ -27,7 +27,7 @@ from torchtap.names import site_name
 __all__ = ["describe", "is_live", "recording_of"]
 
 
-def is_live(thing: Any) -> bool:
+def is_live(thing: object) -> bool:
     """Whether this is something to run."""
     return callable(thing) and not isinstance(thing, (Mapping, type))
 

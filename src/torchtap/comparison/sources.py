@@ -25,7 +25,7 @@ from torchtap.untouched import untouched
 __all__ = ["captured", "is_eager", "perturbed"]
 
 
-def is_eager(thing: Any) -> bool:
+def is_eager(thing: object) -> bool:
     """Whether every module of this runs as plain Python, so that its hooks see all and may replace all."""
     if not isinstance(thing, nn.Module) or isinstance(thing, (torch.jit.ScriptModule, fx.GraphModule)):
         return False
@@ -73,7 +73,7 @@ def captured(
         return _results_alone(thing, feed, label, hidden)
 
 
-def _names_of(thing: Any, like: nn.Module | None, inputs: Any) -> SiteMap | None:
+def _names_of(thing: object, like: nn.Module | None, inputs: object) -> SiteMap | None:
     """The map of a form's values to the sites of the eager model; None where it has none, or needs none."""
     if like is None or callable(inputs) or has_names(thing):
         return None
@@ -101,7 +101,7 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def perturbed(inputs: Any, seed: int = 1) -> Feed | None:
+def perturbed(inputs: object, seed: int = 1) -> Feed | None:
     """The same inputs moved by about one ULP; ``None`` when they are not numbers that can be moved a little."""
     if callable(inputs) and not isinstance(inputs, (Tensor, nn.Module)):
         return None

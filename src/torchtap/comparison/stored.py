@@ -18,12 +18,12 @@ __all__ = ["compare_stored", "known_harmless", "listed"]
 
 
 def compare_stored(
-    reference: Any,
-    target: Any,
+    reference: object,
+    target: object,
     *,
     rules: Sequence[str | Rule] = (),
-    repeat: Any = None,
-    golden: Any = None,
+    repeat: object = None,
+    golden: object = None,
     steps: Sequence[int] | None = None,
     workers: int = 1,
 ) -> Comparison:
@@ -44,7 +44,7 @@ def listed(things: Any) -> list[Any]:
 
 
 def known_harmless(
-    repeat: Any, golden: Any, take: Callable[[Any, str], Recording]
+    repeat: object, golden: object, take: Callable[[object, str], Recording]
 ) -> list[tuple[str, Recording]]:
     """The recordings that the user knows to be right."""
     found = [("repeat", take(each, "repeat")) for each in listed(repeat)]

@@ -55,7 +55,7 @@ class Birth:
             return False
         return not (self.op.startswith(_POLES) and any(each.low <= 0 <= each.high for each in self.inputs))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """As plain data, for JSON."""
         return {**asdict(self), "overflow": self.overflow}
 
@@ -106,7 +106,7 @@ class Search:
         self._trail = OpTrail(self._given, on_birth)
         self._bad: Event | None = None
 
-    def name_inputs(self, model: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def name_inputs(self, model: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """These tensors are what a model is called with."""
         names = input_names(self._models[model])
         for leaf, tensor in input_leaves(names, args, kwargs):
@@ -156,10 +156,10 @@ class Search:
 
 def find_nan(
     model: nn.Module,
-    *args: Any,
-    loss: Callable[[Any], Tensor] | None = None,
+    *args: object,
+    loss: Callable[[object], Tensor] | None = None,
     backward: bool = True,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Birth | None:
     """Run a model once on these inputs and say where its first NaN or infinity is born; None if all is finite.
 
@@ -187,7 +187,7 @@ def find_nan(
     return search.birth()
 
 
-def _differentiate(search: Search, model: nn.Module, output: Any, target: Tensor | None) -> None:
+def _differentiate(search: Search, model: nn.Module, output: object, target: Tensor | None) -> None:
     wanted = [each for each in model.parameters() if each.requires_grad]
     targets = _results(output) if target is None else [target] if target.requires_grad else []
     if not targets or not wanted:
@@ -198,7 +198,7 @@ def _differentiate(search: Search, model: nn.Module, output: Any, target: Tensor
     search.look_at(each for each in gradients if each is not None)
 
 
-def _results(output: Any) -> list[Tensor]:
+def _results(output: object) -> list[Tensor]:
     """What to differentiate of an output: its first number (a loss), or all of it."""
     found = [tensor for _, tensor in leaves(output) if tensor.requires_grad]
     return [tensor for tensor in found if tensor.ndim == 0][:1] or found
@@ -213,7 +213,7 @@ class _Calls:
     def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._trail.entered(join_path(self._model, call.path))
 
-    def after(self, call: Call, output: Any) -> None:
+    def after(self, call: Call, output: object) -> None:
         self._trail.left(join_path(self._model, call.path))
 
 

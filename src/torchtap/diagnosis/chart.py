@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +74,7 @@ class _Table:
 class Chart:
     """Everything that rules may look at. ``facts_of_sites`` says what is known of the sites, by name, in order."""
 
-    def __init__(self, facts_of_sites: Callable[[], Mapping[str, Mapping[str, Any]]]) -> None:
+    def __init__(self, facts_of_sites: Callable[[], Mapping[str, Mapping[str, object]]]) -> None:
         self._facts_of_sites = facts_of_sites
         self._tables: dict[str, _Table] = {}
         self._columns = 0
@@ -82,8 +82,8 @@ class Chart:
         self._passes = np.zeros(_COLUMNS, np.int64)
         self._skipped = np.zeros(_COLUMNS, np.bool_)
         self._known: dict[str, None] = {}  # sites that ever came
-        self._rows: dict[tuple[int, str], tuple[Any, npt.NDArray[np.intp]]] = {}
-        self._chosen: dict[Any, tuple[list[Place], npt.NDArray[np.intp]]] = {}
+        self._rows: dict[tuple[int, str], tuple[object, npt.NDArray[np.intp]]] = {}
+        self._chosen: dict[object, tuple[list[Place], npt.NDArray[np.intp]]] = {}
         self._places: tuple[int, list[Place]] = (-1, [])
         self.structure = Structure()
         self.ranks: dict[int, Chart] = {}  # of a finished run of several ranks, a chart of each

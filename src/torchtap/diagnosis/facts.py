@@ -28,7 +28,7 @@ class Fact:
     value: float = 0.0
     text: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """As plain data."""
         return asdict(self)
 
@@ -45,7 +45,7 @@ class Structure:
     fresh: bool = False  # whether the weights are as they were initialised
     sizes: Mapping[str, int] = field(default_factory=dict)  # elements of each parameter
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """As plain data."""
         return {
             "trainable": sorted(self.trainable),

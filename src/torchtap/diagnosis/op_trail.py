@@ -159,7 +159,7 @@ class OpTrail(DispatchMode):
             known.on_purpose = known.kind == "inf" and ":param" not in site
         return known
 
-    def _event(self, name: str, value: Tensor, args: Any, kwargs: Any, parents: list[Event]) -> Event:
+    def _event(self, name: str, value: Tensor, args: object, kwargs: object, parents: list[Event]) -> Event:
         direction, path, node, line = self._where()
         event = Event(_kind(value), direction, name, path, node=node, line=line, parents=parents)
         event.on_purpose = event.kind == "inf" and (
@@ -207,7 +207,7 @@ def _described(event: Event, value: Tensor) -> Event:
     return event
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree: object) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
@@ -229,7 +229,7 @@ def _place(value: Tensor) -> int:
     return value.untyped_storage().data_ptr() if value.layout == torch.strided else id(value)
 
 
-def _has_infinite_number(tree: Any) -> bool:
+def _has_infinite_number(tree: object) -> bool:
     return any(isinstance(each, float) and math.isinf(each) for each in pytree.tree_leaves(tree))
 
 

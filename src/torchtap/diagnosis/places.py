@@ -59,7 +59,7 @@ def places(run: Run) -> list[Place]:
     return described(run.sites(), run.site_facts())
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
+def _shape(value: object) -> tuple[int, ...] | None:
     if not isinstance(value, (list, tuple)) or len(value) > 64 or not all(isinstance(n, int) for n in value):
         return None
     return tuple(value)

@@ -54,9 +54,9 @@ class Catcher:
     """
 
     @overload
-    def __new__(cls, model: Any, site: Selectable, **options: Any) -> Catcher: ...
+    def __new__(cls, model: object, site: Selectable, **options: object) -> Catcher: ...
     @overload
-    def __new__(cls, model: nn.Module, site: None = None, **options: Any) -> LayerCatcher: ...  # type: ignore[misc]
+    def __new__(cls, model: nn.Module, site: None = None, **options: object) -> LayerCatcher: ...  # type: ignore[misc]
     def __new__(cls, model: Any, site: Selectable | None = None, **options: Any) -> Any:
         if site is not None:
             return super().__new__(cls)
@@ -133,7 +133,7 @@ class Catcher:
         if not call.repeated:
             self._take_input(args, kwargs)
 
-    def after(self, call: WalkedCall, output: Any) -> None:
+    def after(self, call: WalkedCall, output: object) -> None:
         """A module returned this."""
         if not call.repeated:
             self._take_output(output)
@@ -143,7 +143,7 @@ class Catcher:
             self.calls.append(Call(self._kept(args), self._kept(kwargs)))
             self._end()
 
-    def _take_output(self, output: Any) -> None:
+    def _take_output(self, output: object) -> None:
         if self._wants_more():
             self.outputs.append(self._kept(output))
             self._end()
@@ -151,7 +151,7 @@ class Catcher:
     def _wants_more(self) -> bool:
         return self._limit is None or len(self) < self._limit
 
-    def _kept(self, tree: Any) -> Any:
+    def _kept(self, tree: object) -> Any:
         return map_leaves(tree, lambda _, tensor: self._keep(tensor))
 
     def _end(self) -> None:

@@ -25,9 +25,9 @@ def hookable(model: Any, what: str) -> nn.Module:
     return unwrap(model)
 
 
-def running_eagerly(model: Any) -> AbstractContextManager[Any]:
+def running_eagerly(model: object) -> AbstractContextManager[Any]:
     """A block in which a compiled model runs its Python code, where hooks are heard."""
     if form_of(model) != "compiled":
         return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance

@@ -39,7 +39,7 @@ Change: TypeAlias = Callable[[Tensor], Tensor] | Tensor | float
 _KINDS = ("input", "output", "grad_input", "grad_output")
 
 
-def edit(model: Any, changes: Mapping[Selectable, Change]) -> Edit:
+def edit(model: object, changes: Mapping[Selectable, Change]) -> Edit:
     """Change what passes at some sites for as long as a ``with`` block lasts.
 
     A change is a function of the value, a tensor to put in its place (moved to the value's device and dtype, and
@@ -160,7 +160,7 @@ class _ChangedGradient(torch.autograd.Function):
         return ctx.change(gradients[0]), None
 
 
-def _change_of(key: Selectable, change: Any) -> Callable[[Site, Tensor], Tensor]:
+def _change_of(key: Selectable, change: object) -> Callable[[Site, Tensor], Tensor]:
     if isinstance(change, Tensor):
         return partial(_put_in, change)
     if isinstance(change, (int, float)):
@@ -183,7 +183,7 @@ def _put_in(replacement: Tensor, site: Site, value: Tensor) -> Tensor:
         ) from None
 
 
-def _call(function: Callable[[Tensor], Any], site: Site, value: Tensor) -> Tensor:
+def _call(function: Callable[[Tensor], object], site: Site, value: Tensor) -> Tensor:
     changed = function(value)
     if not isinstance(changed, Tensor):
         raise PlanError(

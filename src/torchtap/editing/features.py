@@ -42,7 +42,7 @@ _HOOKS = (
 
 
 def features(
-    model: Any, sites: Selectable | Sequence[Selectable], *, until: Selectable | None = None
+    model: object, sites: Selectable | Sequence[Selectable], *, until: Selectable | None = None
 ) -> Features:
     """A module whose forward gives ``(output, {site name: tensor})``.
 
@@ -96,7 +96,7 @@ class Features(nn.Module):
         )
         self._visiting.begin()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Hooks do not travel with a module; what they were made of does."""
         modes = [module.training for module in self.modules()]
         return _made_again, (self._original[0], *self._asked, modes)
@@ -134,7 +134,7 @@ class Features(nn.Module):
         """A module is given these values."""
         self._take(call, input_leaves(call.input_names, args, kwargs))
 
-    def after(self, call: Call, output: Any) -> None:
+    def after(self, call: Call, output: object) -> None:
         """A module returned this."""
         self._take(call, leaves(output))
 
@@ -175,7 +175,7 @@ class Features(nn.Module):
             )
 
 
-def _made_again(model: Any, sites: list[Selector], until: Selector | None, modes: list[bool]) -> Features:
+def _made_again(model: object, sites: list[Selector], until: Selector | None, modes: list[bool]) -> Features:
     again = Features(model, sites, until)
     for module, training in zip(again.modules(), modes, strict=True):
         module.training = training

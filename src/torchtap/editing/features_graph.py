@@ -83,7 +83,7 @@ class _Tracer(fx.Tracer):
             raise ValueError("the model's own input and output are there anyway; ask for inner sites")
         return graph
 
-    def _note(self, port: Port, values: dict[str, Any]) -> None:
+    def _note(self, port: Port, values: dict[str, object]) -> None:
         call = self._calls.get(id(port), 0)
         self._calls[id(port)] = call + 1
         for index in port.taps:

@@ -31,11 +31,13 @@ __all__ = ["HandedOver", "Handler", "hand_over"]
 class Handler(Protocol):
     """Whoever is told. ``add_batch`` may also take the inputs alone."""
 
-    def add_batch(self, inputs: Any, outputs: Any) -> Any:
+    def add_batch(self, inputs: object, outputs: object) -> object:
         """One call of the layer: its first tensor argument, and the first tensor that it returned."""
 
 
-def hand_over(model: Any, handlers: Mapping[str | nn.Module, Handler | Callable[..., Any]]) -> HandedOver:
+def hand_over(
+    model: object, handlers: Mapping[str | nn.Module, Handler | Callable[..., object]]
+) -> HandedOver:
     """Call each layer's handler with ``(inputs, outputs)`` of every call, from now on until `remove`.
 
     ``handlers`` maps layers, or their paths, to objects with ``add_batch`` or to functions. One that takes a single
@@ -48,7 +50,9 @@ def hand_over(model: Any, handlers: Mapping[str | nn.Module, Handler | Callable[
 class HandedOver:
     """Handlers on a model; made by `hand_over`."""
 
-    def __init__(self, model: Any, handlers: Mapping[str | nn.Module, Handler | Callable[..., Any]]) -> None:
+    def __init__(
+        self, model: object, handlers: Mapping[str | nn.Module, Handler | Callable[..., object]]
+    ) -> None:
         root = hookable(model, "hand_over")
         found = places(root)
         by_path = {path: place for place in found for path in (place.path, *place.other_paths)}

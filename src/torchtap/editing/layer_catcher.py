@@ -67,7 +67,7 @@ class LayerCatcher(nn.Module):
         self.outputs.append(self._kept(output))
         return output
 
-    def _kept(self, tree: Any) -> Any:
+    def _kept(self, tree: object) -> Any:
         return map_leaves(tree, lambda _, tensor: self._keep_tensor(tensor))
 
     def __len__(self) -> int:

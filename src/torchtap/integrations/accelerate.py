@@ -64,7 +64,7 @@ class TorchtapTracker(GeneralTracker):  # type: ignore[misc]
         """The watch."""
         return self._watch
 
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+    def store_init_configuration(self, values: Mapping[str, object]) -> None:
         """Hyperparameters belong into the run's labels, which `watch_prepared` takes."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:

@@ -37,7 +37,7 @@ class FirstCall:
         original = self._original_compile = nn.Module.compile
 
         @functools.wraps(original)
-        def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def compile_in_place(module: nn.Module, *args: object, **kwargs: object) -> object:
             result = original(module, *args, **kwargs)
             if not self._done and id(module) in self._covered:
                 self._cover(module)
@@ -82,10 +82,10 @@ class FirstCall:
 class _CoveredCall:
     """Stands before the call of a module until the first call has come."""
 
-    def __init__(self, tell: Tell, module: nn.Module, compiled: Any) -> None:
+    def __init__(self, tell: Tell, module: nn.Module, compiled: object) -> None:
         self._tell, self._module, self._compiled = tell, module, compiled
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         module = self._module
         if torch.compiler.is_compiling():  # a function around the model is compiled: its calls are never seen
             return module._call_impl(*args, **kwargs)

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from torchtap.sinks.choice import Choice
 from torchtap.sites import Selectable
@@ -50,7 +50,7 @@ class JsonLinesSink:
                     values.setdefault(site, {}).update(
                         (name, _number(numbers[column])) for column, name in columns
                     )
-        line: dict[str, Any] = {
+        line: dict[str, object] = {
             "step": record.step,
             "epoch": record.epoch,
             "batch": record.batch,

@@ -38,7 +38,7 @@ class MlflowSink:
         tracking_uri: str | None = None,
         sites: Selectable | Sequence[Selectable] | None = None,
         statistics: Sequence[str] | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, object] | None = None,
     ) -> None:
         try:
             from mlflow import MlflowClient

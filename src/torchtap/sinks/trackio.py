@@ -27,11 +27,11 @@ class TrackioSink:
         project: str = "torchtap",
         *,
         name: str | None = None,
-        run: Any = None,
+        run: object = None,
         sites: Selectable | Sequence[Selectable] | None = None,
         statistics: Sequence[str] | None = None,
         histograms: bool = True,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
     ) -> None:
         try:
             import trackio

@@ -17,7 +17,7 @@ from torchtap.taps.walk.ways import WayName
 __all__ = ["attach", "form_of", "tree_of"]
 
 
-def form_of(model: Any) -> str:
+def form_of(model: object) -> str:
     """The name of a model's form."""
     if isinstance(model, torch.jit.ScriptModule):
         return "script"
@@ -110,7 +110,7 @@ def _is_compiled(model: nn.Module) -> bool:
     return False
 
 
-def _refusal(model: Any) -> FormError:
+def _refusal(model: object) -> FormError:
     if isinstance(model, torch.jit.ScriptFunction):
         return FormError(
             "cannot tap a torch.jit.ScriptFunction: it has no modules and so no sites; "

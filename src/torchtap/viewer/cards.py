@@ -43,7 +43,7 @@ _LOGGED = 200
 _PHASES = 8
 
 
-def short_text(value: Any, most: int = _TEXT) -> str:
+def short_text(value: object, most: int = _TEXT) -> str:
     """``value`` as text that a page can hold."""
     return "" if value is None else str(value)[:most]
 
@@ -74,7 +74,7 @@ class Card:
     damage: str | None = None  # what of it cannot be read
     revision: int = 0
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> dict[str, object]:
         """As plain data, for JSON."""
         return {slot: getattr(self, slot) for slot in self.__slots__}
 
@@ -135,11 +135,11 @@ def _loss(run: Run) -> dict[str, Any] | None:
     }
 
 
-def _labels(labels: Any) -> dict[str, Any]:
+def _labels(labels: object) -> dict[str, object]:
     """Labels and hyperparameters as one flat row; what is no text and no number is left out."""
     flat: dict[str, Any] = {}
 
-    def add(prefix: str, value: Any, depth: int) -> None:
+    def add(prefix: str, value: object, depth: int) -> None:
         if len(flat) >= _LABELS:
             return
         if isinstance(value, Mapping) and depth < 4:

@@ -7,7 +7,7 @@ thousand steps is still in the picture.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,7 @@ def _quantiles(finite: npt.NDArray[np.float32], least: float, greatest: float) -
     return [float(q) for q in quantiles]
 
 
-def _range(grid: NumberGrid, rows: list[int]) -> dict[str, Any]:
+def _range(grid: NumberGrid, rows: list[int]) -> dict[str, object]:
     """What the page needs to choose colours: quantiles of the finite values, and of those above zero.
 
     Of the whole map, not of the part that is looked at, so that colours keep their meaning in a zoom. The

@@ -58,7 +58,7 @@ def _refuse_while_written(path: Path) -> None:
         raise Refused("the run is still being written; wait until it has ended", 409)
 
 
-def _rename(path: Path, value: Any) -> str:
+def _rename(path: Path, value: object) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value) or value in (".", ".."):
         raise Refused(
             f"{short_text(value, 60)!r} is no name for a folder; use letters, digits, spaces and . + = @ , ~ -"
@@ -71,14 +71,14 @@ def _rename(path: Path, value: Any) -> str:
     return value
 
 
-def _tag(path: Path, value: Any) -> None:
+def _tag(path: Path, value: object) -> None:
     if not isinstance(value, list) or not all(isinstance(tag, str) for tag in value):
         raise Refused("tags are a list of words")
     tags = list(dict.fromkeys(tag.strip()[:60] for tag in value if tag.strip()))[:40]
     _note(path, tags, read_notes(str(path))[1])
 
 
-def _archive(path: Path, value: Any) -> None:
+def _archive(path: Path, value: object) -> None:
     if not isinstance(value, bool):
         raise Refused("archive: yes or no")
     _note(path, read_notes(str(path))[0], value)
@@ -90,14 +90,14 @@ def _note(path: Path, tags: list[str], archived: bool) -> None:
     os.replace(fresh, path / NOTES)  # a reader sees the old file or the new one
 
 
-def _delete(path: Path, value: Any) -> None:
+def _delete(path: Path, value: object) -> None:
     if value != path.name:
         raise Refused("to delete a run, repeat the name of its folder")
     _refuse_while_written(path)
     shutil.rmtree(path)
 
 
-_ACTIONS: dict[str, Callable[[Path, Any], str | None]] = {
+_ACTIONS: dict[str, Callable[[Path, object], str | None]] = {
     "rename": _rename,
     "tag": _tag,
     "archive": _archive,

@@ -14,7 +14,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from torchtap.errors import MissingExtraError, RunError, SelectionError, TorchtapError
 from torchtap.viewer.assets import FILES, asset
@@ -48,7 +48,7 @@ def _need_starlette() -> None:
     del starlette
 
 
-def application(catalog: Catalog, policy: Policy) -> Any:
+def application(catalog: Catalog, policy: Policy) -> object:
     """The ASGI application for ``catalog`` behind ``policy``."""
     _need_starlette()
     from starlette.applications import Starlette

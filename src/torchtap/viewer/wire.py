@@ -29,7 +29,7 @@ __all__ = ["encode_json", "pack", "unpack"]
 _NAMES = {"<f4": "f4", "<f8": "f8", "|u1": "u1", "<i4": "i4"}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """``value`` with numpy scalars turned into Python's and everything that JSON cannot say into null."""
     if isinstance(value, Mapping):
         return {browser_text(str(key)): _plain(item) for key, item in value.items()}

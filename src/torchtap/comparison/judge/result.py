@@ -251,7 +251,7 @@ class Comparison:
         return text
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Data with every NaN and infinity as text, which JSON has no numbers for."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")

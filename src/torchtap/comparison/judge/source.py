@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from torchtap.sites import places, unwrap
 __all__ = ["located", "source_of"]
 
 
-def located(result: Comparison, target: Any) -> Comparison:
+def located(result: Comparison, target: object) -> Comparison:
     """The same result, its first divergence with the source of the target's module where that is known."""
     if result.first is None or result.first.source or not isinstance(target, nn.Module):
         return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ from torchtap.errors import CompareError
 __all__ = ["as_batches", "gather_batches"]
 
 
-def as_batches(inputs: Any) -> list[Any]:
+def as_batches(inputs: object) -> list[object]:
     """A list is several batches; anything else is one."""
     if isinstance(inputs, list):
         if not inputs:

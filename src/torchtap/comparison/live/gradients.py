@@ -36,7 +36,7 @@ class _Flow:
         for leaf, value in input_leaves(call.input_names, args, kwargs, through_objects=False):
             self.needs[site_name(call.path, "input", leaf, call.number)] = (call.parent, value.requires_grad)
 
-    def after(self, call: Call, output: Any) -> None:
+    def after(self, call: Call, output: object) -> None:
         for leaf, value in leaves(output, through_objects=False):
             self.needs[site_name(call.path, "output", leaf, call.number)] = (call.path, value.requires_grad)
 

@@ -43,7 +43,7 @@ def steady(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def fresh(tree: Any) -> Any:
+def fresh(tree: object) -> Any:
     """A copy of inputs that a forward may change without the next pass noticing."""
     if isinstance(tree, Tensor):
         return tree.detach().clone().requires_grad_(tree.requires_grad)

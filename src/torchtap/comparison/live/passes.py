@@ -150,7 +150,7 @@ class Probe:
             return None
         return map_inputs(call.input_names, args, kwargs, lambda leaf, t: instead.get(leaf, t))
 
-    def after(self, call: Call, output: Any) -> Any:
+    def after(self, call: Call, output: object) -> Any:
         while self._frames and self._frames[-1].call.path != call.path:
             self._frames.pop()  # a call that an exception ended
         if not self._frames:

@@ -95,7 +95,7 @@ def _scheme_of(weight: Tensor, module: nn.Module) -> _Scheme | None:
     return _lattice(theirs.float())
 
 
-def weight_of(module: Any) -> Tensor | None:
+def weight_of(module: object) -> Tensor | None:
     """A module's weight as plain numbers."""
     weight = getattr(module, "weight", None)
     if callable(weight) and not isinstance(weight, Tensor):
@@ -159,8 +159,8 @@ def _rounded(weight: Tensor, scheme: _Scheme) -> Tensor:
     return shifted.reshape(weight.shape)
 
 
-def _with_rounded_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def rounded(value: Any) -> Any:
+def _with_rounded_inputs(forward: Callable[..., object]) -> Callable[..., Any]:
+    def rounded(value: object) -> object:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         low, high = value.min().clamp(max=0.0), value.max().clamp(min=0.0)

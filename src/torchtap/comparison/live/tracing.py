@@ -157,7 +157,7 @@ class _Recorder:
             return None
         return map_leaves(args, _to(self._cast)), map_leaves(kwargs, _to(self._cast))
 
-    def after(self, call: Call, output: Any) -> Any:
+    def after(self, call: Call, output: object) -> Any:
         while self._open:
             called, versions = self._open.pop()
             if (called.module, called.number) == (call.path, call.number):
@@ -195,7 +195,7 @@ class Versions:
 
 
 def settings_of(
-    names: tuple[str, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    names: tuple[str, ...] | None, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
     """A call's plain arguments by name: numbers, flags and text; ``None`` and other objects say nothing."""
     given: dict[str, object] = {}

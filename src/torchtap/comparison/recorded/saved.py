@@ -99,7 +99,7 @@ class SavedTensor:
         return self.archive.pieces(self.entry, size)
 
 
-def read_saved(path: Path) -> Any:
+def read_saved(path: Path) -> object:
     """What a file holds, a `SavedTensor` in the place of each tensor. Raises `Unreadable` when torch is needed."""
     if not is_archive(path):
         raise Unreadable("it is no archive")
@@ -133,7 +133,7 @@ class _Reader(pickle.Unpickler):
         super().__init__(io.BytesIO(archive.read(inside["data.pkl"])))
         self._archive, self._inside = archive, inside
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):

@@ -11,7 +11,7 @@ import torch
 __all__ = ["arithmetic", "with_arithmetic"]
 
 
-def arithmetic() -> dict[str, Any]:
+def arithmetic() -> dict[str, object]:
     """How this process computes."""
     return {
         "threads": torch.get_num_threads(),
@@ -22,7 +22,7 @@ def arithmetic() -> dict[str, Any]:
 
 
 @contextmanager
-def with_arithmetic(settings: dict[str, Any]) -> Iterator[None]:
+def with_arithmetic(settings: dict[str, object]) -> Iterator[None]:
     """Compute as these settings say, and then as before."""
     before = arithmetic()
     _set({**before, **settings})

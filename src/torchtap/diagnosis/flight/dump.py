@@ -58,7 +58,7 @@ class Outcome:
     birth: Birth | None = None
     notes: list[str] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """As plain data, for JSON."""
         facts = {name: getattr(self, name) for name in self.__slots__ if name != "birth"}
         return {**facts, "birth": None if self.birth is None else self.birth.to_dict()}
@@ -224,7 +224,7 @@ class _Kept:
     def write(self, record: StepRecord) -> None:
         self._writer.write(record)
 
-    def event(self, kind: str, **facts: Any) -> None:
+    def event(self, kind: str, **facts: object) -> None:
         self._writer.event(kind, **facts)
 
     def close(self) -> None:

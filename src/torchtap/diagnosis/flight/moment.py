@@ -40,7 +40,7 @@ class Moment:
     steps: tuple[StepPasses, ...]  # the last is the step itself, those before it came before it
     weights: Mapping[str, Mapping[str, Tensor]]  # of each model; nothing where they were changed already
     notes: tuple[str, ...] = ()
-    arithmetic: dict[str, Any] = field(default_factory=arithmetic)
+    arithmetic: dict[str, object] = field(default_factory=arithmetic)
 
     @property
     def passes(self) -> list[Pass]:
@@ -56,7 +56,7 @@ class Moment:
         os.replace(part, path)
         return path
 
-    def _plain(self) -> dict[str, Any]:
+    def _plain(self) -> dict[str, object]:
         notes = list(self.notes)
         return {
             "format": _FORMAT,
@@ -106,7 +106,7 @@ class Moment:
             unwrap(model).load_state_dict(self.weights[name])
 
 
-def _plain_pass(each: Pass, notes: list[str]) -> dict[str, Any]:
+def _plain_pass(each: Pass, notes: list[str]) -> dict[str, object]:
     return {
         "model": each.model,
         "args": [_storable(value, f"argument {number}", notes) for number, value in enumerate(each.args)],
@@ -138,10 +138,10 @@ def _read_pass(data: dict[str, Any]) -> Pass:
     )
 
 
-def _storable(value: Any, what: str, notes: list[str]) -> Any:
+def _storable(value: object, what: str, notes: list[str]) -> object:
     """An argument in plain containers; what cannot be had is None, and noted."""
 
-    def other(one: Any) -> Any:
+    def other(one: object) -> Any:
         if isinstance(one, _SIMPLE):
             return one
         notes.append(f"{what}: a {type(one).__name__} cannot be kept in a file and is None there")
@@ -154,7 +154,7 @@ def _storable(value: Any, what: str, notes: list[str]) -> Any:
     return None
 
 
-def _is_safe(value: Any) -> bool:
+def _is_safe(value: object) -> bool:
     small = map_leaves(value, lambda _, tensor: torch.empty(0, dtype=tensor.dtype))
     buffer = io.BytesIO()
     try:
@@ -171,5 +171,5 @@ def _to_host(tensor: Tensor) -> Tensor:
     return own.requires_grad_() if tensor.requires_grad else own
 
 
-def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
+def _on_host(state: Mapping[str, object]) -> dict[str, object]:
     return {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}

@@ -201,7 +201,7 @@ class _OneModel:
         self._open.append(kept)
         self._keeper.add(kept)
 
-    def _returned(self, output: Any) -> None:
+    def _returned(self, output: object) -> None:
         if self._open and self._keeper.listens:
             for leaf, tensor in leaves(output):
                 if tensor.requires_grad:
@@ -229,7 +229,7 @@ class _Counters:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
-        self._before: dict[tuple[int, str], Any] = {}
+        self._before: dict[tuple[int, str], object] = {}
         self._changing: set[tuple[int, str]] = set()
         self._looks = 0
 
@@ -251,7 +251,7 @@ class _Counters:
         }
 
 
-def copied(tree: Any) -> tuple[Any, int]:
+def copied(tree: object) -> tuple[Any, int]:
     """A structure with copies of its tensors, which need gradients as the tensors did, and the copies' size."""
     known: dict[int, Tensor] = {}
 

@@ -46,8 +46,8 @@ _STEP = "step-"  # how the folder of a dump begins
 
 
 def flight_recorder(
-    model: Any,
-    optimizer: Any,
+    model: object,
+    optimizer: object,
     folder: str | os.PathLike[str] = "flights",
     *,
     taps: Plan | Tap | Selectable | Iterable[Tap | Selectable | Sequence[Tap]] = "*:output",
@@ -94,7 +94,7 @@ def _models_of(model: Any) -> dict[str, nn.Module]:
     return models
 
 
-def _optimizers_of(optimizer: Any) -> list[Optimizer]:
+def _optimizers_of(optimizer: object) -> list[Optimizer]:
     several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [found for each in several for found in innermost(each)]
     if not optimizers:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, final
+from typing import final
 
 __all__ = ["Asked", "Uncaught"]
 
@@ -32,7 +32,7 @@ class Asked:
             self._before = signal.getsignal(self._number)
             signal.signal(self._number, self._on_signal)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> Any:
+    def _on_signal(self, number: int, frame: FrameType | None) -> object:
         self._signalled = True
         if callable(self._before):
             return self._before(number, frame)

@@ -64,7 +64,7 @@ class Invariants:
         except OSError as error:
             raise OutputError(f"the invariants cannot be written to {os.fspath(path)}: {error}") from error
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """As plain data, for JSON."""
         phases = {
             phase: {site: _plain(habits) for site, habits in sites.items()}
@@ -80,7 +80,7 @@ class Invariants:
         }
 
 
-def _plain(habits: SiteHabits) -> dict[str, Any]:
+def _plain(habits: SiteHabits) -> dict[str, object]:
     ranges = {
         statistic: [[each.first, each.last, each.low, each.high] for each in bounds]
         for statistic, bounds in habits.ranges.items()
@@ -134,7 +134,7 @@ def _invariants(read: Any) -> Invariants:
     )
 
 
-def _habits(read: Mapping[str, Any]) -> SiteHabits:
+def _habits(read: Mapping[str, object]) -> SiteHabits:
     moves = read["moves"]
     if not isinstance(read["always"], bool) or not (moves is None or isinstance(moves, bool)):
         raise ValueError("'always' and 'moves' are true or false")
@@ -146,22 +146,22 @@ def _habits(read: Mapping[str, Any]) -> SiteHabits:
     return SiteHabits(read["always"], moves, ranges, constant)
 
 
-def _bound(read: Any) -> Bound:
+def _bound(read: object) -> Bound:
     first, last, low, high = _list(read)
     return Bound(_whole(first), _whole(last), _or_none(_number, low), _or_none(_number, high))
 
 
-def _or_none(check: Callable[[Any], float], value: Any) -> float | None:
+def _or_none(check: Callable[[object], float], value: object) -> float | None:
     return None if value is None else check(value)
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"a table was expected, not {type(value).__name__}")
     return value
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"a list was expected, not {type(value).__name__}")
     return value
@@ -173,13 +173,13 @@ def _texts(value: Any) -> list[str]:
     return list(value)
 
 
-def _whole(value: Any) -> int:
+def _whole(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
         raise ValueError("a step is a whole number")
     return value
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError("a limit is a finite number")
     return float(value)

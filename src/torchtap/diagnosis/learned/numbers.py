@@ -100,7 +100,7 @@ def _grid(
     return grid
 
 
-def on_scale(statistic: str, values: Any) -> Grid:
+def on_scale(statistic: str, values: object) -> Grid:
     """The scale that ranges and margins are on: ratios for sizes, differences for logged numbers."""
     return as_ratio(values) if statistic in SIZES else np.asarray(values, np.float64)
 

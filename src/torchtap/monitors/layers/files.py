@@ -41,7 +41,7 @@ def layer_statistics(value: Tensor) -> dict[str, Any]:
     }
 
 
-def write_layers(folder: Path, layers: Mapping[int, Tensor], metadata: dict[str, Any]) -> None:
+def write_layers(folder: Path, layers: Mapping[int, Tensor], metadata: dict[str, object]) -> None:
     """Write one pass: the layers by their numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, value in layers.items():

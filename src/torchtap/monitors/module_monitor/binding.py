@@ -32,9 +32,9 @@ class MetricTable:
     def add(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         pattern: str,
-        aggregate: Callable[..., Any] | None = None,
+        aggregate: Callable[..., object] | None = None,
     ) -> None:
         """Add a metric; its name has to be new."""
         if name in self.listed:

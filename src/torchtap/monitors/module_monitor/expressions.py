@@ -52,7 +52,7 @@ class Reading:
     safe: bool = False
 
 
-def recognise(function: Callable[..., Any], arguments: int = 1) -> Reading:
+def recognise(function: Callable[..., object], arguments: int = 1) -> Reading:
     """What is known of a metric of one value, or (``arguments=2``) of a value and its reference.
 
     With two arguments only functions of their difference have a formula.
@@ -86,7 +86,7 @@ def _with_nothing_in_reach(function: FunctionType, stand_ins: tuple[Value, ...])
     _check_plain(function, len(stand_ins))
     code, outside = function.__code__, function.__globals__
     builtins = {"abs": abs, "float": number_of}
-    reach: dict[str, Any] = {
+    reach: dict[str, object] = {
         "__builtins__": {name: known for name, known in builtins.items() if name not in outside}
     }
     for name in code.co_names:
@@ -109,7 +109,7 @@ def _check_plain(function: FunctionType, arguments: int) -> None:
         raise Unknowable("it would handle the failure of what is out of reach")
 
 
-def _stand_in_for(found: object) -> Any:
+def _stand_in_for(found: object) -> object:
     """What takes the place of a global; None for what is to be out of reach."""
     if found is math:
         return math
@@ -134,7 +134,7 @@ class _Module:
         return functools.partial(_noted, _MODULES[self._module] + name)
 
 
-def _noted(name: str, *args: object, **kwargs: Any) -> Value:
+def _noted(name: str, *args: object, **kwargs: object) -> Value:
     return outcome(name, args, kwargs)
 
 

@@ -8,7 +8,7 @@ It guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 from torch import nn
 
@@ -23,15 +23,15 @@ class HooksManager:
 
     def __init__(self) -> None:
         self.hooks: dict[nn.Module, Handle] = {}
-        self._functions: dict[nn.Module, tuple[Callable[..., Any], bool]] = {}
+        self._functions: dict[nn.Module, tuple[Callable[..., object], bool]] = {}
         self._way = HookWay()
         self._paused = False
 
-    def register_forward_hook(self, module: nn.Module, hook_fn: Callable[..., Any]) -> None:
+    def register_forward_hook(self, module: nn.Module, hook_fn: Callable[..., object]) -> None:
         """Put a hook on a module, in place of the one it has from here, if any."""
         self.put_on(module, hook_fn)
 
-    def put_on(self, module: nn.Module, hook_fn: Callable[..., Any], *, with_kwargs: bool = False) -> None:
+    def put_on(self, module: nn.Module, hook_fn: Callable[..., object], *, with_kwargs: bool = False) -> None:
         """The same for a hook that may ask for the call's keywords."""
         self.remove_hook(module)
         self._functions[module] = (hook_fn, with_kwargs)
@@ -39,7 +39,7 @@ class HooksManager:
         if self._paused:
             self.hooks[module].remove()
 
-    def owns(self, module: nn.Module, hook: Callable[..., Any]) -> bool:
+    def owns(self, module: nn.Module, hook: Callable[..., object]) -> bool:
         """Whether a hook on a module is from here."""
         return isinstance(hook, Hook) and module in self.hooks and hook.func is self._functions[module][0]
 

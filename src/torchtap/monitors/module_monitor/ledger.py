@@ -47,7 +47,7 @@ class PlacedMetric:
     name: str
     place: str
     function: Callable[..., Any]
-    aggregate: Callable[[Any], Any] | None
+    aggregate: Callable[[object], object] | None
     reading: Reading
 
 
@@ -231,7 +231,7 @@ class Ledger:
                 storage.log_tensor(step, metric.key, result, metric.aggregate)
         self._forget()
 
-    def finish(self, storage: StorageManager, step: int, into: dict[str, Any]) -> None:
+    def finish(self, storage: StorageManager, step: int, into: dict[str, object]) -> None:
         """Put the step's numbers into ``into``; what needs aggregating of its own goes through the storage."""
         layout = self._current_layout()
         norms = self._norms_by_key()
@@ -269,7 +269,7 @@ class Ledger:
             layout = self._layout = _Layout(list(self._bounds), list(self._bound_rows))
         return layout
 
-    def _needs_care(self, layout: _Layout, into: dict[str, Any], norms: dict[str, float]) -> bool:
+    def _needs_care(self, layout: _Layout, into: dict[str, object], norms: dict[str, float]) -> bool:
         """Whether a key has several sources, or an aggregation of its own."""
         metrics = [metric for _, metric, _ in self._results]
         if not layout.plain or any(metric.aggregate is not None for metric in metrics):

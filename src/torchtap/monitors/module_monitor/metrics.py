@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -50,9 +49,9 @@ class MetricRegistry:
     def add_activation_metric(
         self,
         metric_name: str,
-        metric_fn: Callable[[Tensor], Any],
+        metric_fn: Callable[[Tensor], object],
         metric_regex: str = ".*",
-        metric_aggregation_fn: Callable[[Tensor], Any] | None = None,
+        metric_aggregation_fn: Callable[[Tensor], object] | None = None,
     ) -> None:
         """A metric of module outputs, logged as ``activation/{module}/{metric}``."""
         self._activations.add(metric_name, metric_fn, metric_regex, metric_aggregation_fn)
@@ -60,27 +59,27 @@ class MetricRegistry:
     def add_activation_difference_metric(
         self,
         metric_name: str,
-        metric_fn: Callable[[Tensor, Tensor], Any],
+        metric_fn: Callable[[Tensor, Tensor], object],
         metric_regex: str = ".*",
-        metric_aggregation_fn: Callable[[Tensor], Any] | None = None,
+        metric_aggregation_fn: Callable[[Tensor], object] | None = None,
     ) -> None:
         """A metric of an output and the reference's, logged as ``activation_difference/{module}/{metric}``."""
         self._activation_differences.add(metric_name, metric_fn, metric_regex, metric_aggregation_fn)
 
     def add_parameter_metric(
-        self, metric_name: str, metric_fn: Callable[[Tensor], Any], metric_regex: str = ".*"
+        self, metric_name: str, metric_fn: Callable[[Tensor], object], metric_regex: str = ".*"
     ) -> None:
         """A metric of parameters, logged as ``parameter/{parameter}/{metric}``."""
         self._parameters.add(metric_name, metric_fn, metric_regex)
 
     def add_parameter_difference_metric(
-        self, metric_name: str, metric_fn: Callable[[Tensor, Tensor], Any], metric_regex: str = ".*"
+        self, metric_name: str, metric_fn: Callable[[Tensor, Tensor], object], metric_regex: str = ".*"
     ) -> None:
         """A metric of a parameter and the reference's, logged as ``parameter_difference/{parameter}/{metric}``."""
         self._parameter_differences.add(metric_name, metric_fn, metric_regex)
 
     def add_gradient_metric(
-        self, metric_name: str, metric_fn: Callable[[Tensor], Any], metric_regex: str = ".*"
+        self, metric_name: str, metric_fn: Callable[[Tensor], object], metric_regex: str = ".*"
     ) -> None:
         """A metric of gradients, logged as ``gradient/{parameter}/{metric}``."""
         self._gradients.add(metric_name, metric_fn, metric_regex)

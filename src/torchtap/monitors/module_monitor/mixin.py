@@ -6,7 +6,7 @@ monitored.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from torch import nn
 
@@ -31,7 +31,7 @@ class _Link:
 
     __copy__ = __deepcopy__
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _Link, ()
 
 
@@ -41,7 +41,7 @@ _NO_LINK = _Link()
 class MonitorMixin:
     """A module that subclasses this may log values of its own: ``if self.is_monitoring: ...``."""
 
-    def __init__(self, *args: object, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         # Named before nn.Module among the bases, this is the initialiser that runs; named after it, it may be called
         # once more on a module that is complete.
         if not isinstance(self, nn.Module) or "_parameters" not in self.__dict__:

@@ -71,7 +71,7 @@ class ModuleMonitor(MetricRegistry):
         error_on_duplicates: bool = False,
         attention: bool | str = False,
         run: str | os.PathLike[str] | None = None,
-        sinks: Sequence[Consumer | Callable[[int, dict[str, Any]], None]] = (),
+        sinks: Sequence[Consumer | Callable[[int, dict[str, object]], None]] = (),
     ) -> None:
         super().__init__()
         self.monitor_step_fn = monitor_step_fn
@@ -272,7 +272,7 @@ class ModuleMonitor(MetricRegistry):
         """The numbers of the current step, by key."""
         return self.storage.get_step_metrics(self.current_step)  # type: ignore[arg-type]
 
-    def get_all_metrics(self) -> dict[Any, dict[str, Any]]:
+    def get_all_metrics(self) -> dict[object, dict[str, object]]:
         """The numbers of all steps, ``{step: {key: value}}``; from the run folder where there is one."""
         if self._keeper is not None and self._keeper.has_run:
             return {**self._keeper.read_back(), **self.storage.get_all_metrics()}
@@ -302,7 +302,7 @@ class ModuleMonitor(MetricRegistry):
         self,
         key: str,
         value: Number | Tensor | float,
-        aggregation_fn: Callable[[Any], Any] | None = None,
+        aggregation_fn: Callable[[object], object] | None = None,
         force: bool = False,
     ) -> None:
         """Log a number; ``force`` does so at steps that are not monitored, too."""
@@ -315,7 +315,7 @@ class ModuleMonitor(MetricRegistry):
             self.log_scalar(key, value, force=force)
 
     def log_tensor(
-        self, key: str, tensor: Tensor, aggregation_fn: Callable[[Any], Any] | None = None
+        self, key: str, tensor: Tensor, aggregation_fn: Callable[[object], object] | None = None
     ) -> None:
         """Log the mean over a tensor, or what ``aggregation_fn`` makes of it. Its value at this moment counts."""
         if self.within_monitoring_window:

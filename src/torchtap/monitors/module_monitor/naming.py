@@ -86,7 +86,7 @@ def check_same_structure(own: set[str], reference: set[str]) -> None:
     )
 
 
-def extract_activation_tensor(output: object) -> Any:
+def extract_activation_tensor(output: object) -> object:
     """The tensor of an output that is ``(tensor, cache, ...)``; any other output as it is."""
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
         return output[0]

@@ -237,7 +237,7 @@ class RefinedCoordinateCheck:
             self._reference_outputs[place.name],
         )
 
-    def _between(self, place: _Pair, args: Args, kwargs: Kwargs) -> Any:
+    def _between(self, place: _Pair, args: Args, kwargs: Kwargs) -> object:
         """W_0 x_t. The reference is not taken for its own pass meanwhile, and uses up no randomness."""
         monitor, part = self.monitor, place.reference
         generators = () if self._replay.is_calm(part) else self._generators

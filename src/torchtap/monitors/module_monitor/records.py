@@ -73,7 +73,7 @@ def _label(site: str, statistic: str, phase: str) -> str:
 class _Told:
     """A function that is called with ``(step, metrics)``, as a consumer of records."""
 
-    def __init__(self, function: Callable[[int, dict[str, Any]], None]) -> None:
+    def __init__(self, function: Callable[[int, dict[str, object]], None]) -> None:
         self._function = function
         self.name = getattr(function, "__name__", type(function).__name__)
         self.metrics: dict[str, Any] = {}  # of the newest step; a record has only those that are numbers
@@ -92,7 +92,7 @@ class StepKeeper:
     def __init__(
         self,
         run: str | os.PathLike[str] | None,
-        sinks: Sequence[Consumer | Callable[[int, dict[str, Any]], None]],
+        sinks: Sequence[Consumer | Callable[[int, dict[str, object]], None]],
     ) -> None:
         self._writer = None if run is None else _writer_of(run)
         self._told = [_Told(sink) for sink in sinks if not isinstance(sink, Consumer)]
@@ -116,7 +116,7 @@ class StepKeeper:
             each.metrics = metrics
         self._outlets.write(self._record(step, metrics, "train" if training else "eval"))
 
-    def _record(self, step: int, metrics: dict[str, Any], phase: str) -> StepRecord:
+    def _record(self, step: int, metrics: dict[str, object], phase: str) -> StepRecord:
         numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float, np.number))}
         keys = tuple(numbers)
         grids = self._grids.get(keys)

@@ -34,7 +34,7 @@ class StorageManager:
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self.logger = logger
-        self.aggregation_fns: dict[str, Callable[[Any], Any]] = {}
+        self.aggregation_fns: dict[str, Callable[[object], object]] = {}
         self._log_dict: LogDict = {}
         # Set by a monitor: brings in what it has measured so far, before anybody looks.
         self._settle: Callable[[], None] | None = None
@@ -91,7 +91,7 @@ class StorageManager:
         step: Step,
         key: str,
         value: Number | Tensor | float,
-        aggregation_fn: Callable[[Any], Any] | None = None,
+        aggregation_fn: Callable[[object], object] | None = None,
     ) -> None:
         """Log a number. Further numbers of the same key and step are averaged at the end of the step."""
         if isinstance(value, Tensor):
@@ -116,7 +116,7 @@ class StorageManager:
         step: Step,
         key: str,
         tensor: Tensor,
-        aggregation_fn: Callable[[Any], Any] | None = None,
+        aggregation_fn: Callable[[object], object] | None = None,
     ) -> None:
         """Log a tensor: at the end of the step one number is made of all its elements."""
         metrics = self._log_dict.setdefault(step, {})
@@ -148,11 +148,11 @@ class StorageManager:
                 f"Logged {len(metrics)} keys at step {step}. Total size of log data: {size:.2f} KB"
             )
 
-    def _is_averaged(self, key: str, values: list[Any]) -> bool:
+    def _is_averaged(self, key: str, values: list[object]) -> bool:
         return isinstance(values[0], Tensor) and key not in self.aggregation_fns
 
     @staticmethod
-    def _put(metrics: dict[str, Any], key: str, value: object) -> None:
+    def _put(metrics: dict[str, object], key: str, value: object) -> None:
         if not isinstance(value, dict):
             metrics[key] = _plain(value)
             return
@@ -192,12 +192,12 @@ class StorageManager:
         return hdf5.keys(filename)
 
     @staticmethod
-    def read_hdf5_entry(filename: str | os.PathLike[str], entry_key: object) -> tuple[Any, Any] | None:
+    def read_hdf5_entry(filename: str | os.PathLike[str], entry_key: object) -> tuple[object, object] | None:
         """``(steps, values)`` of one key as arrays, or None where there is no such key."""
         return hdf5.read(filename, str(entry_key))
 
     @staticmethod
-    def load_hdf5(filename: str | os.PathLike[str]) -> dict[str, dict[Any, Any]]:
+    def load_hdf5(filename: str | os.PathLike[str]) -> dict[str, dict[object, object]]:
         """What `save_hdf5` wrote: ``{key: {step: value}}``."""
         return hdf5.load(filename)
 
@@ -255,5 +255,5 @@ def _wide(piece: Tensor) -> Tensor:
     return (piece.abs() if piece.is_complex() else piece).to(torch.float64)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

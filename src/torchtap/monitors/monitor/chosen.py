@@ -72,7 +72,7 @@ def _options(asked: LayerConfig) -> list[tuple[str, Mapping[str, Any]]]:
     return [(name, {}) for name in asked]
 
 
-def _check_known(names: list[Any], paths: dict[str, str]) -> None:
+def _check_known(names: list[object], paths: dict[str, str]) -> None:
     unknown = [name for name in names if not isinstance(name, str) or _clean(name, paths) not in paths]
     if unknown:
         near = nearest_names(str(unknown[0]), [path for path in paths if path], 1)

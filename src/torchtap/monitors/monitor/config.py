@@ -59,7 +59,7 @@ class MonitorConfig:
             _check(source, key, value)
         return cls({_argument(key): value for key, value in found.items()}, source)
 
-    def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def completed(self, given: Mapping[str, object]) -> dict[str, Any]:
         """The arguments for a `Monitor`: those given, then those configured. An error names all that both lack."""
         arguments = {**self.arguments, **{key: value for key, value in given.items() if value is not None}}
         needed = ["monitor_layers", "monitor_epochs", "monitor_output_dir"]
@@ -101,7 +101,7 @@ def _single_layers(layers: object) -> list[str]:
     return [str(name) for name in layers] if isinstance(layers, (list, tuple)) else []
 
 
-def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> MonitorConfig:
+def read_config(config: str | os.PathLike[str] | Mapping[str, object]) -> MonitorConfig:
     """The monitor's part of a configuration: of a file, or of a dict."""
     if isinstance(config, Mapping):
         return MonitorConfig.of(config)
@@ -121,7 +121,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> MonitorCo
     return MonitorConfig.of(settings, str(place))
 
 
-def _parse(place: Path, text: str) -> Any:
+def _parse(place: Path, text: str) -> object:
     match place.suffix.lower():
         case ".json":
             return json.loads(text)

@@ -113,7 +113,7 @@ class Outputs:
             each["data"] = MappingProxyType(each["data"])
         return MappingProxyType({alias: MappingProxyType(each) for alias, each in shown.items()})
 
-    def _told(self, aliases: list[str], value: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+    def _told(self, aliases: list[str], value: Callable[[object], object]) -> dict[str, dict[str, Any]]:
         self._settle()
         return {
             alias: {
@@ -181,7 +181,7 @@ class Outputs:
         self._saver.submit(lambda: write_item(place, item))
         return place
 
-    def _item(self, layer: MonitoredLayer, output: _Output, value: object) -> dict[str, Any]:
+    def _item(self, layer: MonitoredLayer, output: _Output, value: object) -> dict[str, object]:
         return {
             "epoch": output.epoch,
             "batch_idx": output.batch,
@@ -217,7 +217,7 @@ class Outputs:
         return iter(self.layers.values())
 
 
-def _copied(value: object) -> Any:
+def _copied(value: object) -> object:
     return map_leaves(value, lambda _, tensor: tensor.clone())
 
 

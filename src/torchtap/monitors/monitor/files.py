@@ -58,7 +58,7 @@ def writable_folder(folder: str | os.PathLike[str]) -> Path:
     return place
 
 
-def shape_of(output: object) -> list[Any]:
+def shape_of(output: object) -> list[object]:
     """``[2, 5, 16]`` for a tensor, a list of such lists for anything with several tensors."""
     if isinstance(output, Tensor):
         return list(output.shape)
@@ -99,7 +99,7 @@ def _write_pt(path: Path, item: object) -> None:
     torch.save(_without_foreign(item), path)
 
 
-def _without_foreign(tree: object) -> Any:
+def _without_foreign(tree: object) -> object:
     """The same, or an error where loading it would need a class that only the writer knows."""
     if isinstance(tree, dict):
         return {key: _without_foreign(value) for key, value in tree.items()}
@@ -121,11 +121,11 @@ def _without_foreign(tree: object) -> Any:
     )
 
 
-def _read_pt(path: Path) -> Any:
+def _read_pt(path: Path) -> object:
     return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
 
 
-def _take_apart(item: object, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
+def _take_apart(item: object, prefix: str = "") -> tuple[dict[str, Tensor], object]:
     """Tensors by dotted name, and the structure with ``{"tensor": name}`` in their places, as JSON data."""
     if isinstance(item, np.ndarray):
         item = torch.from_numpy(item)
@@ -143,7 +143,7 @@ def _take_apart(item: object, prefix: str = "") -> tuple[dict[str, Tensor], Any]
 
 def _take_parts(
     parts: Iterable[tuple[object, object]], prefix: str
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
     for key, value in parts:
@@ -152,7 +152,7 @@ def _take_parts(
     return tensors, facts
 
 
-def _put_together(facts: object, tensors: Mapping[str, Any]) -> Any:
+def _put_together(facts: object, tensors: Mapping[str, object]) -> object:
     if not isinstance(facts, dict):
         return facts
     ((kind, inner),) = facts.items()
@@ -174,7 +174,7 @@ def _write_safetensors(path: Path, item: object) -> None:
     )
 
 
-def _read_safetensors(path: Path) -> Any:
+def _read_safetensors(path: Path) -> object:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -198,7 +198,7 @@ def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
         return tensor.float().numpy()
 
 
-def _read_npz(path: Path) -> Any:
+def _read_npz(path: Path) -> object:
     with np.load(path, allow_pickle=False) as file:
         facts = json.loads(str(file[_FACTS]))
         tensors = {name: torch.from_numpy(file[name]) for name in file.files if name != _FACTS}

@@ -72,7 +72,7 @@ class Monitor:
         format: str = "pt",
         memory_ceiling: int = MEMORY_CEILING,
         asynchronous: bool = False,
-        condition: Callable[[Any], bool] | None = None,
+        condition: Callable[[object], bool] | None = None,
         strict: bool = False,
         way: WayName = "hook",
     ) -> None:
@@ -177,18 +177,18 @@ class Monitor:
     # -- data -----------------------------------------------------------------------------------------------
 
     @property
-    def single_data(self) -> Mapping[str, Mapping[str, Any]]:
+    def single_data(self) -> Mapping[str, Mapping[str, object]]:
         """The ``single`` outputs themselves, to look at: the form of `get_single_data`, without the copies."""
         self._settle()
         return self._single.view()
 
     @property
-    def epoch_data(self) -> Mapping[str, Mapping[str, Any]]:
+    def epoch_data(self) -> Mapping[str, Mapping[str, object]]:
         """The same for the ``epoch_full`` outputs."""
         self._settle()
         return self._epoch.view()
 
-    def get_single_data(self, layers: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    def get_single_data(self, layers: Sequence[str] | None = None) -> dict[str, dict[str, object]]:
         """Copies of the ``single`` outputs, by alias.
 
         ``{alias: {"layer": str, "alias": str, "output_shape": list, "data": {(epoch, batch_idx): output}}}``;
@@ -198,21 +198,21 @@ class Monitor:
         self._settle()
         return self._single.copy(self._aliases(layers, self._single))
 
-    def get_epoch_data(self, layers: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    def get_epoch_data(self, layers: Sequence[str] | None = None) -> dict[str, dict[str, object]]:
         """The same for the ``epoch_full`` outputs. Those that went to disk come back mapped from there."""
         self._settle()
         return self._epoch.copy(self._aliases(layers, self._epoch))
 
-    def get_epoch_statistics(self, layers: Sequence[str] | None = None) -> dict[str, dict[int, Any]]:
+    def get_epoch_statistics(self, layers: Sequence[str] | None = None) -> dict[str, dict[int, object]]:
         """``{alias: {epoch: statistics of the concatenation of its outputs}}``."""
         self._settle()
         return self._epoch.statistics(self._aliases(layers, self._epoch))
 
-    def get_single_outputs(self, layers: Sequence[str] | None = None) -> dict[str, list[Any]]:
+    def get_single_outputs(self, layers: Sequence[str] | None = None) -> dict[str, list[object]]:
         """Copies of the ``single`` outputs as lists, by layer name."""
         return _lists(self.get_single_data(layers))
 
-    def get_epoch_buffers(self, layers: Sequence[str] | None = None) -> dict[str, list[Any]]:
+    def get_epoch_buffers(self, layers: Sequence[str] | None = None) -> dict[str, list[object]]:
         """Copies of the ``epoch_full`` outputs as lists, by layer name."""
         return _lists(self.get_epoch_data(layers))
 
@@ -240,7 +240,7 @@ class Monitor:
         return place
 
     @staticmethod
-    def load_outputs(path: str | os.PathLike[str]) -> Any:
+    def load_outputs(path: str | os.PathLike[str]) -> object:
         """A file that a monitor saved, whatever its format."""
         return read_item(path)
 
@@ -288,7 +288,7 @@ class Monitor:
         """Whether an output is kept. A subclass may decide by itself."""
         return self._condition is None or bool(self._condition(output))
 
-    def _hook_fn(self, layer_name: str) -> Callable[[nn.Module, Any, Any], Any]:
+    def _hook_fn(self, layer_name: str) -> Callable[[nn.Module, object, object], object]:
         """A forward hook that keeps a layer's output.
 
         A subclass that overrides it has its own hooks on the layers, and nothing else is recorded. Its hook may
@@ -309,7 +309,7 @@ class Monitor:
         if record.epoch is None or record.batch is None or record.step == self._taken_step:
             return
         self._taken_step = record.step
-        by_path: dict[str, dict[int, dict[str, Any]]] = {}
+        by_path: dict[str, dict[int, dict[str, object]]] = {}
         for item in record.tensors:
             site = Site.parse(item.site)
             by_path.setdefault(site.path, {}).setdefault(site.call, {})[site.leaf] = item.value
@@ -328,7 +328,7 @@ class Monitor:
         everything = layer.record_type == "epoch_full" or self.batch_indices is None
         return epoch in self.epochs_to_record and (everything or batch in (self.batch_indices or ()))
 
-    def _rebuilt(self, layer: MonitoredLayer, by_leaf: dict[str, Any]) -> Any:
+    def _rebuilt(self, layer: MonitoredLayer, by_leaf: dict[str, object]) -> object:
         if set(by_leaf) == {""}:
             return by_leaf[""]
         bones = self._watch.structure(layer.path)

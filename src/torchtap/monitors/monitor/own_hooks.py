@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import nn
 
@@ -17,7 +16,7 @@ __all__ = ["put_on_own_hooks"]
 
 
 def put_on_own_hooks(
-    model: nn.Module, layers: Iterable[MonitoredLayer], hook_for: Callable[[str], Any]
+    model: nn.Module, layers: Iterable[MonitoredLayer], hook_for: Callable[[str], object]
 ) -> list[Handle]:
     """Register what ``hook_for`` gives for each layer, as a forward hook of torch."""
     form = form_of(model)

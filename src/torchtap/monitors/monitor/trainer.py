@@ -182,7 +182,7 @@ class _Told:
         return TrainingReport(source, epochs, batches, clock.updates, clock.passed_over, self._saved)
 
 
-def _callbacks_taken(function: Callable[..., Any]) -> tuple[str, ...]:
+def _callbacks_taken(function: Callable[..., object]) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -192,5 +192,5 @@ def _callbacks_taken(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in _CALLBACKS if name in parameters)
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: Callable[..., object]) -> str:
     return getattr(function, "__qualname__", repr(function))

@@ -215,7 +215,7 @@ class TrainingClock:
 class _Followed:
     """A DataLoader's iterator that counts what it hands out."""
 
-    def __init__(self, iterator: Iterator[Any], clock: TrainingClock) -> None:
+    def __init__(self, iterator: Iterator[object], clock: TrainingClock) -> None:
         self._iterator, self._clock = iterator, clock
         self.serial = -1  # until it is an epoch
         self.ended = False
@@ -224,7 +224,7 @@ class _Followed:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         try:
             batch = next(self._iterator)
         except StopIteration:

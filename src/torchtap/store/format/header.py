@@ -112,7 +112,7 @@ def _check_apart(entries: Iterable[Entry]) -> None:
         end = entry.stop
 
 
-def _entry(name: str, facts: Any, data_size: int) -> Entry:
+def _entry(name: str, facts: object, data_size: int) -> Entry:
     # plain steps: a run can have a hundred thousand of these
     if type(facts) is not dict:
         raise RunCorruptError(f"the entry {name[:80]!r} is not one of safetensors")

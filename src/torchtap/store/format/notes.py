@@ -7,7 +7,6 @@ counts. Where the folder differs the file was moved there from another rank or a
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from torchtap.errors import RunCorruptError
 from torchtap.store.files.layout import FORMAT_VERSION, PartOf, SegmentName
@@ -16,14 +15,14 @@ from torchtap.store.format.seal import UNSEALED
 __all__ = ["check_part", "named_by", "segment_note"]
 
 
-def segment_note(name: SegmentName, part: PartOf, **facts: Any) -> str:
+def segment_note(name: SegmentName, part: PartOf, **facts: object) -> str:
     """The note of a segment of this name and part. It begins with the room for the head's checksum."""
     start = {"format": FORMAT_VERSION, "check": UNSEALED, "kind": name.kind}
     where = {"part": list(part), "flushes": [name.first, name.last], "steps": [name.low, name.high]}
     return json.dumps({**start, **where, **facts}, separators=(",", ":"))
 
 
-def named_by(note: dict[str, Any], file: SegmentName) -> SegmentName:
+def named_by(note: dict[str, object], file: SegmentName) -> SegmentName:
     """The name that a note gives its segment; that of the file where the note, of the first format, says nothing."""
     if note.get("format") == 1:
         return file
@@ -34,7 +33,7 @@ def named_by(note: dict[str, Any], file: SegmentName) -> SegmentName:
     raise RunCorruptError("its note does not say which flushes and steps it holds")
 
 
-def check_part(said: Any, part: PartOf) -> None:
+def check_part(said: object, part: PartOf) -> None:
     """Raise where a file says that it is another part's; the first runs say nothing."""
     if said is not None and said != list(part):
         match said:

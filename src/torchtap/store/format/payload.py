@@ -104,7 +104,7 @@ def lies_as_it_reads(value: Tensor) -> bool:
     return value.is_cpu and value.is_contiguous() and not has_lazy_bits(value)
 
 
-def _dense(value: Tensor, notes: dict[str, Any]) -> Payload:
+def _dense(value: Tensor, notes: dict[str, object]) -> Payload:
     stored = BY_NAME.get(str(value.dtype).removeprefix("torch."))
     if stored is None:
         raise TypeError(f"a run holds no tensors of dtype {value.dtype}")

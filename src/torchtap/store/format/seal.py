@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 from torchtap.errors import RunCorruptError
 from torchtap.store.format.checksum import checksum
@@ -48,7 +47,7 @@ def is_sealed(text: bytes) -> bool:
     return True
 
 
-def load_json(text: str | bytes) -> Any:
+def load_json(text: str | bytes) -> object:
     """``json.loads`` whose every failure on hostile text is a ``RunCorruptError``, and which takes bounded memory."""
     if len(text) > JSON_LIMIT:
         raise RunCorruptError(f"it has {len(text)} bytes of JSON; at most {JSON_LIMIT} are accepted")

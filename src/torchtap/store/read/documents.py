@@ -32,9 +32,9 @@ class Documents:
         self._stamp: object = None
         self._unread = False  # the manifest is there, and large
         self._manifest: dict[str, Any] = {}
-        self._events: dict[SegmentName, list[dict[str, Any]]] = {}
+        self._events: dict[SegmentName, list[dict[str, object]]] = {}
         self.version: int | None = None  # of the part's format, once the manifest has said so
-        self.closing: dict[str, Any] | None = None
+        self.closing: dict[str, object] | None = None
 
     # --- the manifest -------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Documents:
     def _needs_checksum(self) -> bool:
         return (self.version or 1) > 1
 
-    def _object(self, file: str) -> tuple[dict[str, Any] | None, bool]:
+    def _object(self, file: str) -> tuple[dict[str, object] | None, bool]:
         """A JSON file, and whether it has a checksum; ``None`` and a problem when it is damaged."""
         try:
             content = self._content(file)
@@ -151,6 +151,6 @@ class Documents:
         """Forget those that a wider file has replaced."""
         self._events = {name: self._events[name] for name in names}
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[dict[str, object]]:
         """Everything the writer noted, in order."""
         return [event for events in self._events.values() for event in events]

@@ -98,7 +98,7 @@ def no_such_statistic(owner: str, statistic: str, known: Sequence[str]) -> Selec
     return SelectionError(f"{owner} has no statistic {statistic!r}; it has {has}", nearest=near)
 
 
-def described_sites(listed: Any) -> dict[str, dict[str, Any]]:
+def described_sites(listed: object) -> dict[str, dict[str, Any]]:
     """A list of sites' facts by name; whatever in it is not such facts is left out."""
     return {
         site["name"]: site

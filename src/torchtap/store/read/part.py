@@ -92,7 +92,7 @@ class Part:
         return launch if isinstance(launch, dict) else {}
 
     @property
-    def closing(self) -> dict[str, Any] | None:
+    def closing(self) -> dict[str, object] | None:
         """What the writer said when it closed the run."""
         return self._documents.closing
 
@@ -262,7 +262,7 @@ class Part:
         written = (self.closing or {}).get("records")
         return max(0, written - len(self.clock)) if type(written) is int else 0
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[dict[str, object]]:
         """Everything the writer noted, in order."""
         return [{**event, "attempt": self.attempt} for event in self._documents.events()]
 
@@ -333,7 +333,7 @@ def _covering(names: Iterable[SegmentName]) -> set[SegmentName]:
     return found
 
 
-def _told(event: dict[str, Any]) -> str:
+def _told(event: dict[str, object]) -> str:
     told = ("kind", "time", "attempt", "reason", "message")
     facts = {name: value for name, value in event.items() if name not in told}
     rest = f" {json.dumps(facts)[:_LONGEST_PROBLEM]}" if facts else ""

@@ -176,7 +176,7 @@ class Run:
         return self._view.manifest
 
     @property
-    def model_tree(self) -> dict[str, Any]:
+    def model_tree(self) -> dict[str, object]:
         """The model's modules as the manifest has them."""
         tree = self.manifest.get("model")
         return tree if isinstance(tree, dict) else {}
@@ -216,12 +216,12 @@ class Run:
             found += absent_ranks(self._ranks, self.manifest.get("world"))
         return found
 
-    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+    def events(self, kind: str | None = None) -> list[dict[str, object]]:
         """Everything noted beside the values, in order; ``kind`` is one of lost, warning, coverage ..."""
         found = self._view.events()
         return [event for event in found if kind is None or event.get("kind") == kind]
 
-    def coverage(self) -> dict[str, Any]:
+    def coverage(self) -> dict[str, object]:
         """What was expected and what came, as the session noted it last; empty when it never did."""
         noted = self.events("coverage")
         last = noted[-1] if noted else {}
@@ -233,7 +233,7 @@ class Run:
         """The sites that something was recorded of, in the order of execution as far as the session noted it."""
         return list(self._view.site_names())
 
-    def site_facts(self) -> dict[str, dict[str, Any]]:
+    def site_facts(self) -> dict[str, dict[str, object]]:
         """What is known of each site (class, source, shape, dtype ...), by name, in the order of execution.
 
         From the manifest and, where the training has shown more, from the last event ``sites``, whose order counts.

@@ -163,7 +163,7 @@ def _described(segment: Segment, entry: Entry) -> _Description:
     )
 
 
-def _contents(entry: Entry, facts: Mapping[str, Any]) -> tuple[StoredType, tuple[int, ...]]:
+def _contents(entry: Entry, facts: Mapping[str, object]) -> tuple[StoredType, tuple[int, ...]]:
     """Element type and shape of what an entry's bytes stand for."""
     which = f"entry {entry.name[:80]!r}"
     if "dtype" not in facts:
@@ -182,7 +182,7 @@ def _contents(entry: Entry, facts: Mapping[str, Any]) -> tuple[StoredType, tuple
     return stored, entry.shape[:-1]
 
 
-def _sizes(numbers: Any, name: str) -> tuple[int, ...]:
+def _sizes(numbers: object, name: str) -> tuple[int, ...]:
     if not isinstance(numbers, list) or len(numbers) > 64:
         raise RunCorruptError(f"the shape noted for {name[:80]!r} is not a shape")
     if not all(type(number) is int and 0 <= number < 2**48 for number in numbers) or prod(numbers) > 2**48:

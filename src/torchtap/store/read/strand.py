@@ -192,7 +192,7 @@ class Strand:
         """The steps of files that are damaged or missing."""
         return [steps for part in self._parts.values() for steps in part.lost_steps]
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[dict[str, object]]:
         return [event for part in self._parts.values() for event in part.events()]
 
     def placements(self) -> dict[str, Changes]:
@@ -233,7 +233,7 @@ class Strand:
             self._distinct = list({id(grid.axes): grid.axes for grid in grids}.values())
         return self._distinct
 
-    def site_facts(self) -> dict[str, dict[str, Any]]:
+    def site_facts(self) -> dict[str, dict[str, object]]:
         noted = [event for event in self.events() if event.get("kind") == "sites"]
         shown = described_sites(noted[-1].get("sites")) if noted else {}
         listed = described_sites(self.manifest.get("sites"))
@@ -331,7 +331,7 @@ def _went_on_after(part: Part, later: Part) -> bool:
     return bool(one) and one.get("host") == other.get("host") and one.get("pid") != other.get("pid")
 
 
-def _add_placements(found: dict[str, Changes], event: dict[str, Any]) -> None:
+def _add_placements(found: dict[str, Changes], event: dict[str, object]) -> None:
     """What an event says; whatever in it is no placement is left out."""
     match event:
         case {"placements": list(listed), "sites": dict(sites), "step": int(step), "phase": str(phase)}:

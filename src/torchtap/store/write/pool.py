@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ class HostPool:
         self._limit = limit
         self._made = 0  # bytes of all buffers, free or lent
         self._free: dict[int, deque[npt.NDArray[np.uint8]]] = {}
-        self._lent: dict[int, weakref.ref[Any]] = {}
+        self._lent: dict[int, weakref.ref[object]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class HostPool:
         key = id(lease)
 
         # Runs when the last tensor over the lease is gone, in whatever thread that happens: only atomic operations.
-        def give_back(reference: weakref.ref[Any]) -> None:
+        def give_back(reference: weakref.ref[object]) -> None:
             self._lent.pop(key, None)
             self._free.setdefault(buffer.nbytes, deque()).append(buffer)
 

@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, final
+from typing import final
 
 from torchtap.errors import RecordingLostError, SessionError
 from torchtap.store.files.place import LocalPlace, Place
@@ -43,7 +43,7 @@ class RunWriter:
         self,
         folder: str | os.PathLike[str],
         *,
-        manifest: Mapping[str, Any],
+        manifest: Mapping[str, object],
         rank: int = 0,
         world: int = 1,
         on_pressure: Pressure = "block",
@@ -104,12 +104,12 @@ class RunWriter:
             self._raise_if_lost()
         self._queue.put(record)
 
-    def event(self, kind: str, **facts: Any) -> None:
+    def event(self, kind: str, **facts: object) -> None:
         """Note something that happened, as JSON."""
         if self._process == os.getpid():
             self._recorder.note(kind, facts)
 
-    def update_manifest(self, **changes: Any) -> None:
+    def update_manifest(self, **changes: object) -> None:
         """Replace top-level fields of the manifest, such as ``sites`` once their order is known."""
         if self._process == os.getpid():
             self._recorder.change_manifest(changes)

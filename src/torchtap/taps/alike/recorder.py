@@ -51,7 +51,7 @@ class Recorder:
 
 
 @contextmanager
-def as_it_was(model: Any) -> Iterator[None]:
+def as_it_was(model: object) -> Iterator[None]:
     """Leave buffers and random state as they were found: a run in training mode moves them."""
     held = [] if not isinstance(model, nn.Module) else list(chain(model.buffers(), model.parameters()))
     versions = [

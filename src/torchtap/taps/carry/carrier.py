@@ -90,7 +90,7 @@ class _Carrier(Traveller):
         self.kinds = kinds
         self.measured: tuple[str, ...] = ()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), self._state()  # for modules whose class makes their pickles: graph modules
 
     def __deepcopy__(self, memo: object) -> Any:

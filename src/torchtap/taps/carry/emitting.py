@@ -30,7 +30,7 @@ class EmittingModel:
     """
 
     def __init__(
-        self, call: Callable[..., Any], sites: Sequence[str], *, brings: bool = False, about: str = ""
+        self, call: Callable[..., object], sites: Sequence[str], *, brings: bool = False, about: str = ""
     ) -> None:
         op.register()
         self.torchtap_sites = tuple(sites)
@@ -39,7 +39,7 @@ class EmittingModel:
         self._brings = brings
         self._about = about
 
-    def __call__(self, *args: object, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         receivers = self.receivers
         for receiver in receivers:
             receiver.begin_pass()

@@ -34,10 +34,10 @@ class Route(Protocol):
 class ForwardRoute:
     """Calls go to another ``forward``, kept in the instance, where it hides that of the class."""
 
-    def __init__(self, module: object, forward: Callable[..., Any]) -> None:
-        self._attributes: dict[str, Any] = module.__dict__
+    def __init__(self, module: object, forward: Callable[..., object]) -> None:
+        self._attributes: dict[str, object] = module.__dict__
         self._forward = forward
-        self._before: list[Any] = []
+        self._before: list[object] = []
 
     def switch_on(self) -> None:
         if _MARK in self._attributes:

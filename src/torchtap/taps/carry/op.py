@@ -102,7 +102,7 @@ class Channel:
         """From now on what is emitted under this prefix reaches the receiver."""
         _channels[self.number] = self._through(receiver)
 
-    def open_through(self, between: Callable[[Receiver], Any]) -> None:
+    def open_through(self, between: Callable[[Receiver], object]) -> None:
         """Let what ``between`` makes of the receiver hear in its place."""
         self._through = between
 

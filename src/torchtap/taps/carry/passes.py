@@ -26,13 +26,13 @@ class PassListener(Protocol):
 def in_pass(
     receiver: PassListener,
     model: object,
-    call: Callable[..., Any],
-    on_output: Callable[[Any], None] | None = None,
-    on_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
+    call: Callable[..., object],
+    on_output: Callable[[object], None] | None = None,
+    on_call: Callable[[tuple[object, ...], dict[str, object]], None] | None = None,
 ) -> Callable[..., Any]:
     """``call`` with a pass of the receiver around it."""
 
-    def one_pass(*args: object, **kwargs: Any) -> Any:
+    def one_pass(*args: object, **kwargs: object) -> object:
         receiver.begin_pass(getattr(model, "training", None))
         try:
             if on_call is not None:
@@ -55,15 +55,15 @@ class PassHooks:
         self,
         model: nn.Module,
         receiver: PassListener,
-        on_output: Callable[[Any], None] | None = None,
-        on_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
+        on_output: Callable[[object], None] | None = None,
+        on_call: Callable[[tuple[object, ...], dict[str, object]], None] | None = None,
     ) -> None:
         self._model = model
         self._on_call = on_call  # is given the arguments
         self._on_output = on_output  # is given what the model returned, outside of what was compiled
         self._receiver = receiver
         self._walker = Walker(model)
-        self._covered: Any = None
+        self._covered: object = None
 
     def switch_on(self) -> None:
         """Passes are noticed from now on."""
@@ -98,7 +98,7 @@ class PassHooks:
         assert self._on_output is not None
         self._on_output(output)
 
-    def _take_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _take_call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         assert self._on_call is not None
         self._on_call(args, kwargs)
 

@@ -6,7 +6,6 @@ So a session that was there before ``torch.compile`` is not in its way, and goes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from torchtap.taps.walk.leaves import input_leaves, leaves
 __all__ = ["emitting_inputs", "emitting_output", "emitting_pass"]
 
 
-def emitting_output(channel: op.Channel, port: LivePort) -> Callable[[Any], None]:
+def emitting_output(channel: op.Channel, port: LivePort) -> Callable[[object], None]:
     """A function that emits the tensors that a module returned."""
     address, kinds = channel.prefix + port.port.site.path, (port.kind,)
 

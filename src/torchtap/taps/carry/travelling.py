@@ -43,7 +43,7 @@ class CopiedAlong(Traveller):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+    def __call__(self, memo: dict[int, object]) -> nn.Module:
         attributes = self._module.__dict__
         del attributes["__deepcopy__"]
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import fx
@@ -85,7 +85,7 @@ def emit_before(graph: fx.Graph, before: fx.Node, value: fx.Node, prefix: str, b
 
 
 @fx.node.has_side_effect
-def emit_all(value: Any, site: str) -> None:
+def emit_all(value: object, site: str) -> None:
     """For a value whose type the graph does not tell: emit the tensors in it, if there are any."""
     emit = torch.ops.torchtap.emit_grad if ":grad" in site else torch.ops.torchtap.emit
     for leaf, tensor in leaves(value):

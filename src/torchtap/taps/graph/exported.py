@@ -62,7 +62,7 @@ def _given(program: ExportedProgram) -> Any:
     return next(iter(given.values())) if len(given) == 1 else given
 
 
-def _returned(program: ExportedProgram) -> Any:
+def _returned(program: ExportedProgram) -> object:
     """What the program returns, with its number in the place of each value."""
     if program.call_spec.out_spec is None:
         return None

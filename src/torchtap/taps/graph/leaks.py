@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType, FunctionType
-from typing import Any
 
 from torch import nn
 
@@ -43,14 +42,14 @@ _BUILDS = frozenset(("BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_
 _MOST_FUNCTIONS = 200  # that a forward is followed into
 
 
-def is_torch_class(described: Any) -> bool:
+def is_torch_class(described: object) -> bool:
     """Whether a class, or its dotted name, is one of torch.nn: its forward is known to leak nothing."""
     if isinstance(described, type):
         return described.__module__.startswith("torch.nn.modules.")
     return str(described).startswith("torch.nn.modules.")
 
 
-def can_leak(described: Any) -> bool:
+def can_leak(described: object) -> bool:
     """Whether the forward of a class, or of a dotted name of one, can hand out what it does not return."""
     if is_torch_class(described):
         return False
@@ -58,13 +57,13 @@ def can_leak(described: Any) -> bool:
     return found is None or _leaks(found)
 
 
-def returns_structure(described: Any) -> bool:
+def returns_structure(described: object) -> bool:
     """Whether the forward of a class is seen to return a tuple, list or dict, at least in one place."""
     found = described if isinstance(described, type) else find_class(described)
     return found is not None and _builds_what_it_returns(found)
 
 
-def takes_one(described: Any) -> bool:
+def takes_one(described: object) -> bool:
     """Whether the forward of a class has one parameter beside ``self``."""
     found = described if isinstance(described, type) else find_class(described)
     if found is None:

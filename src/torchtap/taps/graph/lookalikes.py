@@ -31,7 +31,7 @@ def lookalike_paths(model: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(paths) for paths in found.values() if len(paths) > 1 and not _nested(paths)]
 
 
-def _memory(tensor: Tensor) -> Any:
+def _memory(tensor: Tensor) -> object:
     """What two parameters that were one have in common; loading a file makes two objects of one memory."""
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return id(tensor)

@@ -110,7 +110,7 @@ def graphs_inside(owner: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphMod
     return found
 
 
-def _attribute(owner: Any, target: str) -> Any:
+def _attribute(owner: object, target: str) -> object:
     for name in path_parts(target):
         owner = getattr(owner, name, None)
     return owner
@@ -176,7 +176,7 @@ def _marks(owner: fx.GraphModule) -> dict[fx.Node, tuple[Mark, ...]]:
     return found
 
 
-def _runs_a_graph(owner: fx.GraphModule, node: Any) -> bool:
+def _runs_a_graph(owner: fx.GraphModule, node: object) -> bool:
     return isinstance(node, fx.Node) and bool(graphs_inside(owner, node))
 
 
@@ -193,7 +193,7 @@ def _common(stacks: list[tuple[Mark, ...]]) -> tuple[Mark, ...]:
     return stacks[0][:length]
 
 
-def outermost_class(graph: fx.Graph) -> Any:
+def outermost_class(graph: fx.Graph) -> object:
     """The class of the model itself, or its dotted name, if the graph tells."""
     return next((m.described for node in graph.nodes for m in _own_marks(node) if not m.path), None)
 
@@ -230,7 +230,7 @@ def without(path: str, wrapped: Iterable[str]) -> str:
     return path
 
 
-def class_name(described: Any) -> str:
+def class_name(described: object) -> str:
     """The name of a class, without its module."""
     return described.__name__ if isinstance(described, type) else last_part(str(described))
 

@@ -38,7 +38,7 @@ def _keyed(owner: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.Gr
             yield from _keyed(inner, join_path(prefix, target.removeprefix(OWN)))
 
 
-def graph_values(model: fx.GraphModule, run: Callable[[], Any]) -> FormValues:
+def graph_values(model: fx.GraphModule, run: Callable[[], object]) -> FormValues:
     """Run a model once and take the print of each value in its graph."""
     op.register()
     recorder = Recorder()

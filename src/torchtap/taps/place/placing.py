@@ -29,7 +29,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _HELD = ("param", "buffer", "update", "optim_state", "lr")
 _FLATTENED = ("param", "param_grad", "param_grad_accumulated", "param_grad_unclipped", "update")
 _UNKNOWN, _REPLICATE = Share("unknown"), Share("replicate")
-_MISSING: Any = object()
+_MISSING: object = object()
 
 
 class Seen(Protocol):
@@ -57,7 +57,7 @@ class Placing:
         self._mesh = mesh
         self._layouts = layouts
         self._given: tuple[int, ...] = ()  # the shape of what the model was given first
-        self._specs: dict[str, Any] = {}  # by site: what its newest value said; None for a plain one
+        self._specs: dict[str, object] = {}  # by site: what its newest value said; None for a plain one
         self._fresh: dict[tuple[str, str], Placement] = {}  # by site and phase: not told yet
         self._told: dict[tuple[str, str], Placement] = {}
         self._settled = 0  # so many sites were looked at
@@ -70,7 +70,7 @@ class Placing:
 
     # -- while the model runs -----------------------------------------------------------------------------
 
-    def see_inputs(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def see_inputs(self, _: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Remember how many samples the model is given: what has another size is no part of a batch."""
         if not self._given:
             found = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim())
@@ -206,7 +206,7 @@ def _differs_by_rank(site: Site) -> bool:
     return bool(running) and not isinstance(module, nn.SyncBatchNorm)
 
 
-def _event(news: Mapping[str, Placement], phase: str) -> dict[str, Any]:
+def _event(news: Mapping[str, Placement], phase: str) -> dict[str, object]:
     """Sites by the placements that they share: a thousand sites have a handful of them."""
     numbers: dict[Placement, int] = {}
     sites = {site: numbers.setdefault(each, len(numbers)) for site, each in news.items()}

@@ -75,8 +75,8 @@ def _routes(model: Any, copy: Any, receiver: Receiver) -> Iterator[ForwardRoute]
 
 
 def _mapped_copy(
-    model: Any, receiver: Receiver, site_map: SiteMap, prefix: str, kinds_of: dict[str, set[str]]
-) -> Any:
+    model: object, receiver: Receiver, site_map: SiteMap, prefix: str, kinds_of: dict[str, set[str]]
+) -> object:
     """A copy of a trace that emits the sites of a map, beside those that it tells itself: put in, and outermost."""
     fresh = script_copy(model)
     site_map.check(digest_of(fresh))
@@ -97,7 +97,7 @@ def _why_not_scripted(instance: Any, kind: str) -> str:
     return reasons.NO_TENSOR_TYPE.format(types=", ".join(each.annotation_str for each in types) or "nothing")
 
 
-def _types_given(method: Any) -> list[Any]:
+def _types_given(method: object) -> list[Any]:
     return [jit_type for _, jit_type in inputs_of(method)]
 
 
@@ -106,7 +106,7 @@ def _types_returned(method: Any) -> list[Any]:
 
 
 def _note_reasons(
-    model: Any, receiver: Receiver, constant: set[tuple[str, str]], traced: TracedNames
+    model: object, receiver: Receiver, constant: set[tuple[str, str]], traced: TracedNames
 ) -> None:
     """Say of each place that cannot bring anything why not."""
     instances = script_modules(model)
@@ -130,7 +130,7 @@ class _SharedState:
     ``train`` and ``eval`` change the model, and a forward may assign to attributes of its module.
     """
 
-    def __init__(self, model: Any, copy: Any) -> None:
+    def __init__(self, model: object, copy: object) -> None:
         copies = script_modules(copy)
         self._kept = [
             (instance, copies[path], assigned_attributes(instance))

@@ -41,7 +41,7 @@ class _Origin(NamedTuple):
     leaks: bool = False  # whether it may have left a module by another way than its return
 
 
-def forward_methods(instance: Any) -> dict[str, Any]:
+def forward_methods(instance: object) -> dict[str, Any]:
     """The methods that are calls of a module, by name.
 
     A trace gives a module that is called again a further method: forward, forward1, forward2 … An overloaded forward,

@@ -162,7 +162,7 @@ def _check_script(opened: IO[bytes], names: list[str], file: Path) -> None:
             )
 
 
-def _unpickle(file: Path, unsafe: bool) -> Any:
+def _unpickle(file: Path, unsafe: bool) -> object:
     if not unsafe:
         raise FormError(
             f"{str(file)!r} is no TorchScript, exported, AOTInductor or ONNX file. If it is a pickle (torch.save of a "

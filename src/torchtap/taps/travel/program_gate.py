@@ -110,7 +110,7 @@ def check_tree(text: str) -> None:
         raise FormError(f"the description of its inputs or outputs is not JSON: {str(error)[:200]}") from None
 
 
-def _walk(value: Any, key: str, depth: int) -> None:
+def _walk(value: object, key: str, depth: int) -> None:
     if depth > 200:
         raise FormError("its program is nested too deeply")
     if isinstance(value, str):
@@ -208,7 +208,7 @@ def _small(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and abs(node.value) <= 64
 
 
-def _walk_tree(value: Any) -> None:
+def _walk_tree(value: object) -> None:
     match value:
         case str(text):
             if text[:1] in ("{", "[", '"'):  # a context is JSON in JSON
@@ -226,7 +226,7 @@ def _walk_tree(value: Any) -> None:
                 _walk_tree(each)
 
 
-def _harmless_factory(facts: dict[str, Any]) -> bool:
+def _harmless_factory(facts: dict[str, object]) -> bool:
     if "default_factory_module" not in facts:
         return True
     return facts["default_factory_module"] == "builtins" and facts.get("default_factory_name") in _FACTORIES

@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def copy_with_shared_tensors(model: Model) -> Model:
     """Modules, hooks and attributes are copied; no tensor is."""
     held = chain(model.parameters(), model.buffers(), _kept_aside(model))
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
+    memo: dict[int, object] = {id(tensor): tensor for tensor in held}
     return copy.deepcopy(model, memo)
 
 

@@ -25,7 +25,7 @@ _NO_STRUCTURES = (Tensor, type, ModuleType, Enum, nn.Module, torch.Generator)
 
 
 def leaves(
-    tree: object, prefix: str = "", around: tuple[Any, ...] = (), *, through_objects: bool = True
+    tree: object, prefix: str = "", around: tuple[object, ...] = (), *, through_objects: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """``(name, tensor)`` for every tensor of a structure; a bare tensor has the empty name.
 
@@ -83,7 +83,7 @@ def is_object(tree: object) -> bool:
 def input_leaves(
     names: tuple[str, ...] | None,
     args: Args,
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, object],
     *,
     through_objects: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:

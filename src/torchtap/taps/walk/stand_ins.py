@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -21,7 +20,7 @@ __all__ = ["find_class", "is_stand_in", "skeleton"]
 def skeleton(
     paths: Iterable[str],
     known: Mapping[str, nn.Module] | None = None,
-    classes: Mapping[str, Any] | None = None,
+    classes: Mapping[str, object] | None = None,
 ) -> nn.Module:
     """Stand-ins for these paths and their parents.
 

@@ -25,11 +25,11 @@ _HOLE = torch.empty(0, device="meta")
 
 
 def map_leaves(
-    tree: Any,
-    change: Callable[[str, Tensor], Any],
-    other: Callable[[Any], Any] = lambda value: value,
+    tree: object,
+    change: Callable[[str, Tensor], object],
+    other: Callable[[object], object] = lambda value: value,
     prefix: str = "",
-    around: tuple[Any, ...] = (),
+    around: tuple[object, ...] = (),
 ) -> Any:
     """A structure like ``tree``: ``change(name, tensor)`` for its tensors, ``other(value)`` for the rest."""
     if isinstance(tree, Tensor):
@@ -57,13 +57,13 @@ def _rebuilding(
     return _rebuilt_node if type(tree) in pytree.SUPPORTED_NODES else None
 
 
-def _rebuilt_object(tree: Any, child: Callable[[object, object], Any]) -> Any:
+def _rebuilt_object(tree: object, child: Callable[[object, object], object]) -> object:
     copied = copy.copy(tree)
     copied.__dict__.update({name: child(name, value) for name, value in tree.__dict__.items()})
     return copied
 
 
-def _rebuilt_node(tree: Any, child: Callable[[object, object], Any]) -> Any:
+def _rebuilt_node(tree: object, child: Callable[[object, object], object]) -> object:
     node = pytree.SUPPORTED_NODES[type(tree)]
     children, context = node.flatten_fn(tree)
     return node.unflatten_fn([child(index, value) for index, value in enumerate(children)], context)
@@ -76,7 +76,7 @@ def _rebuilt_dataclass(tree: Any, child: Callable[[object, object], Any]) -> Any
     return copied
 
 
-def _rebuilt_mapping(tree: Mapping[Any, Any], child: Callable[[Any, Any], Any]) -> Any:
+def _rebuilt_mapping(tree: Mapping[object, object], child: Callable[[object, object], object]) -> Any:
     changed = {key: child(key, value) for key, value in tree.items()}
     return changed if type(tree) is dict else _assigned(copy.copy(tree), changed)
 
@@ -91,8 +91,8 @@ def _rebuilt_sequence(tree: Any, child: Callable[[Any, Any], Any]) -> Any:
 def map_inputs(
     names: tuple[str, ...] | None,
     args: Args,
-    kwargs: Mapping[str, Any],
-    change: Callable[[str, Tensor], Any],
+    kwargs: Mapping[str, object],
+    change: Callable[[str, Tensor], object],
 ) -> tuple[Args, Kwargs]:
     """Arguments with ``change(name, tensor)`` for their tensors, named as `leaves.input_leaves` names them."""
     return (
@@ -118,12 +118,12 @@ def skeleton(tree: object) -> Any:
         return None
 
 
-def fill(bones: object, values: Mapping[str, Any]) -> Any:
+def fill(bones: object, values: Mapping[str, object]) -> Any:
     """The structure of a skeleton with these leaves; a leaf that is not among them is None."""
     return map_leaves(bones, lambda name, _: values.get(name))
 
 
-def from_names(values: Mapping[str, Any]) -> Any:
+def from_names(values: Mapping[str, object]) -> object:
     """A structure as far as leaf names tell it: numbers make tuples, other names dicts."""
     if set(values) == {""}:
         return values[""]

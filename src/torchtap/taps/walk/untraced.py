@@ -45,7 +45,7 @@ HELD = "_torchtap_held"  # the attribute of a wrapper that has the module in it
 class Hook(partial[Any]):
     """A function of ours on a module. A ``partial`` without arguments adds next to nothing to the call."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _nothing, ()
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:

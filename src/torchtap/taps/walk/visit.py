@@ -117,7 +117,7 @@ class Visiting:
         args: Args,
         kwargs: Kwargs,
         repeated: bool = False,
-    ) -> Any:
+    ) -> object:
         count = self._next(number, "input", repeated)
         parent = self._inside[-1] if self._inside else None
         if stop.outputs:
@@ -126,7 +126,7 @@ class Visiting:
 
     def _after(
         self, number: int, names: tuple[str, ...] | None, stop: Stop, output: object, repeated: bool = False
-    ) -> Any:
+    ) -> object:
         count = self._next(number, "output", repeated)
         outer = self._inside[:-1] if stop.inputs else self._inside
         parent = outer[-1] if outer else None

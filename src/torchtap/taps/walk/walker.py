@@ -50,10 +50,10 @@ def _unheeded(_: object) -> None:
 
 def shown_output(
     stop: Stop,
-    visit: Callable[[Stop, Any], Any],
-    traced: Callable[[Any], Any] = _unheeded,
+    visit: Callable[[Stop, object], object],
+    traced: Callable[[object], object] = _unheeded,
     heard: Heard = EVERY_THREAD,
-) -> Callable[[nn.Module, Any, Any], Any]:
+) -> Callable[[nn.Module, object, object], object]:
     """A forward hook that shows what a module returns, but not what a checkpoint repeats."""
 
     # Called for every module of every step, so the questions about thread and repetition are spelled out.
@@ -68,7 +68,7 @@ def shown_output(
 
 
 def shown_call(
-    stop: Stop, visit: Callable[[Stop, Args, Kwargs, Any], None]
+    stop: Stop, visit: Callable[[Stop, Args, Kwargs, object], None]
 ) -> Callable[[nn.Module, Args, Kwargs, Any], None]:
     """The same for a hook that is given the arguments too."""
 
@@ -98,7 +98,7 @@ class Walker:
         self,
         begin: Callable[[], None],
         end: Callable[[], None] | None = None,
-        traced: Callable[[Args, Kwargs], Any] | None = None,
+        traced: Callable[[Args, Kwargs], object] | None = None,
     ) -> None:
         """Call ``begin`` ahead of everything in a pass, and ``end`` after it, also when the pass raised.
 
@@ -123,7 +123,11 @@ class Walker:
         self.keep(self._way.after(self._root, on_end, always=True))
 
     def after(
-        self, module: nn.Module, stop: Stop, visit: Callable[[Stop, Any], Any], traced: Callable[[Any], Any]
+        self,
+        module: nn.Module,
+        stop: Stop,
+        visit: Callable[[Stop, object], object],
+        traced: Callable[[object], object],
     ) -> None:
         """Show what the module returns. Repetitions are left out."""
         self.keep(self._way.after(module, shown_output(stop, visit, traced, self._heard)))
@@ -151,8 +155,8 @@ class Walker:
         self,
         module: nn.Module,
         stop: Stop,
-        visit: Callable[[Stop, Any, bool], Any],
-        traced: Callable[[Any], Any],
+        visit: Callable[[Stop, object, bool], object],
+        traced: Callable[[object], object],
     ) -> None:
         """Show what the module returns, and say whether a checkpoint repeats the call."""
         heard = self._heard
@@ -193,8 +197,8 @@ class Walker:
         self,
         module: nn.Module,
         stop: Stop,
-        visit: Callable[[Stop, Args, Kwargs, bool], Any],
-        traced: Callable[[Args, Kwargs], Any],
+        visit: Callable[[Stop, Args, Kwargs, bool], object],
+        traced: Callable[[Args, Kwargs], object],
     ) -> None:
         """Show what the module is given, and say whether a checkpoint repeats the call."""
         heard = self._heard
