@@ -19,12 +19,13 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) -> list[Tap]:
     """Taps for all rules; ``roots`` are the paths of the models that are called.
 
-    What an optimizer did is read from a copy of all parameters. This and the parameters themselves, which change
-    little from step to step, are read in one of four of the first steps.
+    Of the first steps, which are all looked at, not all is read: gradients of outputs, which are as large as these, in
+    one of two; parameters, which change little, and what the optimizer did to them, which takes a copy, in one of four.
     """
     alone = identity().world == 1
-    seldom = Seldom(pace) if alone else pace  # ranks are compared by what they hold at each step
-    taps = [tap(f"*:{kind}", when=pace) for kind in ("output", "grad_output")]
+    second = Seldom(pace, 2)
+    seldom = Seldom(pace, 4) if alone else pace  # ranks are compared by what they hold at each step
+    taps = [tap("*:output", when=pace), tap("*:grad_output", when=second)]
     if _has_parameters(model):
         taps.append(tap("*:param_grad", when=pace))
         taps += [tap(f"*:{kind}", when=seldom) for kind in ("param", "update")]
@@ -34,7 +35,7 @@ def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) ->
         taps.append(tap(f"{root}:output", SampleSpread(), when=pace))
     layers = [kind for kind in _LAYERS if any(isinstance(module, kind) for module in model.modules())]
     if layers:
-        taps.append(tap(layers, Units(dim=0, which=False), kind="param_grad", when=pace))
+        taps.append(tap(layers, Units(dim=0, which=False), kind="param_grad", when=second))
     if alone:
         running = [
             each for each in model.modules() if isinstance(each, RunningNorm) and each.track_running_stats
