@@ -6,6 +6,7 @@
 #   make docs        the documentation site, into site/
 #   make dist        the sdist and the wheel, into dist/
 #   make compat TORCH=2.15.0   the tests with another torch (packaging/packaging.mk)
+#   make ranks       trainings on several processes: the matrix of layouts, faults, kills
 #   make forms       105 architectures in every form, site by site
 #   make sanitize    the native parts under sanitizers; make portable: on other processors (native.mk)
 #   make torture     attack runs, recordings and pages for about an hour; prints a table
@@ -18,7 +19,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c c
 # Two workers are what two cores carry; torch itself gets one thread in each.
 WORKERS ?= 2
 
-.PHONY: demo test check forms bench torture format browser clean
+.PHONY: demo test check forms ranks bench torture format browser clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +66,10 @@ format: $(VENV)/.dev
 # Every architecture in every form, beside hand-written hooks: the table of docs/forms.md.
 forms: $(VENV)/.bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.every_form
+
+# Trainings on two and four processes in every layout, beside one process; what ranks do wrong; kills and restarts.
+ranks: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/ranks
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks

@@ -32,6 +32,9 @@ EXIT_CODES = {"same": 0, "differs": 1, "error": 2, "cannot tell": 3}
     "--step", "steps", multiple=True, type=int, help="Compare this step alone; may be given several times."
 )
 @click.option("--rank", type=int, help="One rank of each run; a run of one process is taken as it is.")
+@click.option(
+    "--workers", type=click.IntRange(1, 256), default=1, metavar="N", help="Measure in so many processes."
+)
 @click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser.")
 @click.option(
     "--json",
@@ -56,6 +59,7 @@ def command(
     golden: str | None,
     steps: tuple[int, ...],
     rank: int | None,
+    workers: int,
     html: Path | None,
     json_path: str | None,
     every: bool,
@@ -79,6 +83,7 @@ def command(
             repeat=list(repeat) or None,
             golden=golden,
             steps=list(steps) or None,
+            workers=workers,
         )
         if html is not None:
             result.to_html(html)

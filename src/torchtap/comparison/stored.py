@@ -25,11 +25,15 @@ def compare_stored(
     repeat: Any = None,
     golden: Any = None,
     steps: Sequence[int] | None = None,
+    workers: int = 1,
 ) -> Comparison:
-    """Compare two things that are not to be run; the arguments are those of `torchtap.compare`."""
+    """Compare two things that are not to be run; the arguments are those of `torchtap.compare`.
+
+    So many ``workers`` are processes that measure; they are spawned, so a script needs its ``__main__`` guard.
+    """
     left, right = recording_of(reference), recording_of(target)
     harmless = known_harmless(repeat, golden, lambda thing, _: recording_of(thing))
-    return compare_all_phases(left, right, rules=rules, harmless=harmless, only=steps)
+    return compare_all_phases(left, right, rules=rules, harmless=harmless, only=steps, workers=workers)
 
 
 def listed(things: Any) -> list[Any]:

@@ -12,10 +12,10 @@ Not here: one site's values (`measuring`), which one is first (`first`), updates
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import final
+from typing import Any, final
 
 from torchtap.comparison.align.pairing import Alignment, Unaligned, align
 from torchtap.comparison.align.rules import Rule
@@ -26,6 +26,7 @@ from torchtap.comparison.measure.profile import locate
 from torchtap.comparison.measure.signature import signature
 from torchtap.comparison.measure.terms import MOST, differing_term, hidden_only
 from torchtap.comparison.measure.values import Value
+from torchtap.comparison.recorded.ahead import Ahead, Measured, measured_ahead
 from torchtap.comparison.recorded.blame import blamed
 from torchtap.comparison.recorded.first import Missing, first_of_rows, missing_evidence, next_up
 from torchtap.comparison.recorded.gaps import Gap, Unrecorded, gaps_between, some_steps
@@ -47,15 +48,22 @@ def compare_recordings(
     harmless: Iterable[tuple[str, Recording]] = (),
     only: Sequence[int] | None = None,
     live: bool = False,
+    workers: int = 1,
 ) -> Comparison:
     """Compare step by step, up to the first step at which something differs.
 
     ``live`` says that both recordings were made just now of whole models: what one of them lacks was not forgotten.
+    ``workers`` processes measure; the result is that of one.
     """
     steps, apart = _common_steps(reference, target, only)
     problems = [*reference.problems(), *target.problems()]
-    work = _Work(reference, target, tuple(rules), list(harmless))
-    work.run(steps, live)
+    given = (reference, target, tuple(rules), list(harmless))
+    work = _Work(*given)
+    if workers > 1 and len(steps) > 1:
+        with measured_ahead(_measuring, given, steps, workers) as work.ahead:
+            work.run(steps, live)
+    else:
+        work.run(steps, live)
     apart += work.unrecorded.told()
     if not any(row.status in COMPARED for row in work.rows) and work.first is None and not work.rows:
         raise CompareError(_nothing(reference, target, work, problems))
@@ -77,7 +85,7 @@ def compare_recordings(
         verdict=verdict,
         basis=", ".join(work.measuring.used) or "none",
         unaligned=tuple(work.unaligned),
-        problems=(*(gap.told for gap in apart), *problems),
+        problems=(*(gap.told for gap in apart), *_without_root(work.rootless), *problems),
         steps=tuple(work.seen),
         outcome=outcome,
         pairing=work.alignment.pairs,
@@ -90,6 +98,14 @@ def _agreeing(seen: Sequence[int], first: First) -> str:
     return (
         "" if steps < 1 else "; the step before agrees" if steps == 1 else f"; the {steps} steps before agree"
     )
+
+
+def _without_root(sites: set[str]) -> list[str]:
+    if not sites:
+        return []
+    return [
+        f"{', '.join(sorted(sites))}: not compared, since stages of a pipeline have no module around them all"
+    ]
 
 
 def _common_steps(
@@ -124,6 +140,11 @@ def _nothing(reference: Recording, target: Recording, work: _Work, problems: lis
     )
 
 
+def _measuring(*given: Any) -> Callable[[int], Measured]:
+    """What measures in a process of its own."""
+    return _Work(*given).rows_of
+
+
 @final
 @dataclass(eq=False)
 class _Work:
@@ -143,6 +164,8 @@ class _Work:
     _key: object = None
     _worst: dict[str, Row] = field(default_factory=dict)  # of every site so far, its largest error
     _known: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
+    rootless: set[str] = field(default_factory=set)  # the model's own sites, which a list of stages has not
+    ahead: Ahead | None = None  # who measured rows already
 
     def __post_init__(self) -> None:
         self.measuring = Measuring(self.reference, self.target, self.harmless)
@@ -186,17 +209,34 @@ class _Work:
             self.alignment = align(left, right, self.rules, signatures=self._signature)
         self.unaligned = list(self.alignment.unaligned)
         self.ranked.begin(left, right)
-        self.rows = []
-        worst = 0.0
-        for pair in self.alignment.pairs:
-            row = self.ranked.row(pair, step, worst)
-            self.rows.append(row)
-            if row.status == "within" and math.isfinite(row.error):
-                worst = max(worst, row.error)
+        self.rows = self._measured(step)
+        rootless = [each for each in self.unaligned if self.ranked.has_no_root(each, self.rows)]
+        self.rootless.update(each.site for each in rootless)
+        self.unaligned = [each for each in self.unaligned if each not in rootless]
         missing = missing_evidence(self.unaligned, left, right, self._known)
         for names, sites in zip(self._known, (left, right), strict=True):
             names.update(site.name for site in sites)
         return missing
+
+    def _measured(self, step: int) -> list[Row]:
+        """The rows of a step's pairs."""
+        known = None if self.ahead is None else self.ahead(step, self.alignment.pairs)
+        if known is not None:
+            self.measuring.used.update(dict.fromkeys(known[1]))
+            return known[0]
+        rows, worst = [], 0.0
+        for pair in self.alignment.pairs:
+            row = self.ranked.row(pair, step, worst)
+            rows.append(row)
+            if row.status == "within" and math.isfinite(row.error):
+                worst = max(worst, row.error)
+        return rows
+
+    def rows_of(self, step: int) -> Measured:
+        """What another process is told of a step."""
+        self.measuring.used.clear()
+        self._step(step)
+        return tuple(self.alignment.pairs), self.rows, tuple(self.measuring.used)
 
     def _signature(self, on_reference: bool, site: str) -> tuple[float, ...] | None:
         recording = self.reference if on_reference else self.target

@@ -29,9 +29,12 @@ def compare_all_phases(
     harmless: Harmless = (),
     only: Sequence[int] | None = None,
     live: bool = False,
+    workers: int = 1,
 ) -> Comparison:
     """Compare step by step, phase by phase; the arguments are those of `compare_recordings`."""
-    main = compare_recordings(reference, target, rules=rules, harmless=harmless, only=only, live=live)
+    main = compare_recordings(
+        reference, target, rules=rules, harmless=harmless, only=only, live=live, workers=workers
+    )
     if not (isinstance(reference, RunRecording) and isinstance(target, RunRecording)):
         return main
     further = _further_phases(reference, target)

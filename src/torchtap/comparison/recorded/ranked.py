@@ -11,16 +11,16 @@ Ranks are merged first. Then:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-from torchtap.comparison.align.pairing import KnownSite, Pair
+from torchtap.comparison.align.pairing import KnownSite, Pair, Unaligned
 from torchtap.comparison.judge.result import AGREES, Row
 from torchtap.comparison.recorded.measuring import Measuring
 from torchtap.comparison.recorded.recordings import Recording
 from torchtap.comparison.recorded.spread import Scaled, Spread, spread_of
-from torchtap.names import kind_of
+from torchtap.names import kind_of, read_name
 
 __all__ = ["Ranked"]
 
@@ -77,14 +77,35 @@ class Ranked:
         self, spread: Spread, site: str, side: int, pair: Pair, step: int, before: float
     ) -> Row | None:
         """The row of the stage whose own value agrees."""
-        for rank in spread.holders(site, step):
-            measuring = self._of_rank(side, rank, pair, step)
+        for rank, measuring in self._stages(spread, site, side, pair, step):
             found: Row | None = measuring.row(pair, step, before)
             if found is not None and found.status == "diverged":
                 found = self._of_own_loss(found, pair, step, before, measuring)
             if found is not None and found.status in AGREES:
                 return replace(found, note=_joined(found.note, f"as rank {rank} has it"))
         return None
+
+    def _stages(
+        self, spread: Spread, site: str, side: int, pair: Pair, step: int
+    ) -> Iterator[tuple[int, Measuring]]:
+        """Each stage of one side beside the other side, and beside each of its stages where it has some, too."""
+        other = self.spreads[1 - side]
+        for rank in spread.holders(site, step):
+            yield rank, self._of_rank(side, rank, pair, step)
+            if other is not None and other.in_stages:
+                theirs = pair.target if side == 0 else pair.reference
+                for their_rank in other.holders(theirs, step):
+                    sides: list[Recording] = [spread.ranks[rank], other.ranks[their_rank]]
+                    yield rank, self._measuring(*(sides if side == 0 else sides[::-1]))
+
+    def has_no_root(self, left: Unaligned, rows: Sequence[Row]) -> bool:
+        """Whether a site of the model itself is missing only because the other side is a list of stages: what depends
+        on it, the gradients of its parameters, was compared."""
+        spread = self.spreads[0 if left.side == "target" else 1]
+        if left.side == "rule" or read_name(left.site).path or spread is None or not spread.in_stages:
+            return False
+        compared = [row for row in rows if row.kind == "param_grad"]
+        return not spread.has_root and bool(compared) and all(row.status in AGREES for row in compared)
 
     def _of_own_loss(self, row: Row, pair: Pair, step: int, before: float, by: Measuring) -> Row | None:
         if row.status != "diverged" or kind_of(pair.reference) not in ("grad_output", "grad_input"):

@@ -217,6 +217,10 @@ class RunRecording:
             name: dtype for name, facts in noted.items() if isinstance(dtype := facts.get("dtype"), str)
         }
 
+    def __reduce__(self) -> tuple[type[RunRecording], tuple[Run]]:
+        """In another process the run is opened anew."""
+        return RunRecording, (self.run,)
+
     @property
     def leaves_out_steps(self) -> bool:
         """Whether a predicate decided which steps were recorded: the plan does not tell them."""

@@ -16,7 +16,7 @@ from torchtap.comparison.measure.streams import Stream
 from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.numbers import statistics_of
 from torchtap.comparison.recorded.recordings import Recording, RunRecording
-from torchtap.names import kind_of
+from torchtap.names import kind_of, read_name
 
 if TYPE_CHECKING:
     from torchtap.placement import Placement
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scaled", "Spread", "spread_of"]
 
+_OF_THE_MODEL = frozenset({"input", "output", "grad_input", "grad_output"})
 _OF_VALUES = frozenset({"grad_output", "grad_input"})
 _PRINT = ("count", "l1", "l2", "mean", "absmax", "value")
 _COUNTS = frozenset({"count", "zeros", "nans", "infs", "value"})
@@ -92,12 +93,36 @@ class Spread:
         placed = self.placement(site, step)
         if placed is None or placed.stage != "local" or kind_of(site) not in _OF_VALUES:
             return 1
-        return prod(axis.size for axis in placed.axes if axis.share.kind in ("batch", "unknown"))
+        untold = self._untold(site, step)
+        return prod(axis.size for axis in placed.axes if axis.share.kind == "batch" or axis.name in untold)
 
     def is_unknown(self, site: str, step: int) -> bool:
-        """Whether nobody said which part of the whole the ranks hold, and more than one has it."""
-        placed = self.placement(site, step)
-        return placed is not None and not placed.known and len(self.holders(site, step)) > 1
+        """Whether nobody said which part of the whole the ranks hold, and they do not all hold the same."""
+        return bool(self._untold(site, step))
+
+    def _untold(self, site: str, step: int) -> set[str]:
+        """The axes of which nobody said what they do, and along which ranks do not simply hold the same."""
+        placed = {rank: self.ranks[rank].run.placement(site, step) for rank in self.holders(site, step)}
+        if len(placed) < 2 or any(each is None for each in placed.values()):
+            return set()
+        found = set()
+        for number, axis in enumerate(next(each.axes for each in placed.values() if each is not None)):
+            if axis.share.kind != "unknown":
+                continue
+            # Ranks that differ along this axis alone.
+            along: dict[object, set[tuple[float | None, ...]]] = {}
+            for rank, each in placed.items():
+                if each is not None:
+                    others = tuple(a.at for at, a in enumerate(each.axes) if at != number)
+                    along.setdefault((each.root, others), set()).add(self._print(rank, site, step))
+            if any(len(prints) > 1 for prints in along.values()):
+                found.add(axis.name)
+        return found
+
+    @cached_property
+    def has_root(self) -> bool:
+        """Whether the model's own values were recorded: of a list of stages there is no module around them all."""
+        return any(not read_name(site).path for site in self.run.sites() if kind_of(site) in _OF_THE_MODEL)
 
     def is_shared(self, site: str, step: int) -> bool:
         """Whether every rank that has the value should have the same: one of them stands for all when merged."""

@@ -12,6 +12,7 @@ A run that several ranks wrote is one: numbers are folded over ranks, tensors pu
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -108,6 +109,18 @@ class Run:
             self._view = Strand(root, path, self.shown_rank, axes={}, only=only, phase=phase, partial=partial)
         if phase is not None and phase not in self.phases:
             raise no_such_phase(path, phase, Run(path, rank=rank, attempt=attempt).phases)
+
+    def __reduce__(self) -> tuple[Callable[[], Run], tuple[()]]:
+        """In another process the run is opened anew."""
+        again = functools.partial(
+            Run,
+            self.path,
+            rank=self.shown_rank,
+            attempt=self._attempt,
+            phase=self._phase,
+            partial=self._partial,
+        )
+        return again, ()
 
     # --- keeping up with a live run -----------------------------------------------------------------------
 
