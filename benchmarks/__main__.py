@@ -41,13 +41,13 @@ CORE = {
     "kernel": "Statistics of one tensor",
     "storage": "Writing and reading runs",
     "growth": "Growth",
-    "ranks": "Many ranks",
     "startup": "Starting",
     "module_monitor": "Module monitor",
     "layers": "Recording layers",
 }
 TABLES = {
     **CORE,
+    "ranks": "Many ranks",
     "monitor": "Monitor",
     "compare": "Comparing",
     "viewer": "Viewer",

@@ -221,6 +221,35 @@ def hsdp(rank: int, world: int, folder: Path | None) -> Result:
     return train(sharded(made(), mesh=mesh), folder, rank, world)
 
 
+# -- under a doctor, who also looks at what ranks have in common ------------------------------------------------
+
+
+def doctored(model: nn.Module, rank: int, world: int, folder: Path | None) -> Result:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found: Result = {}
+    with nullcontext() if folder is None else tt.doctor(model, optimizer, run=folder, quiet=True):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            loss = loss_of(model(rows_of(x, rank, world)), rows_of(y, rank, world))
+            loss.backward()
+            found[f"{step}:loss"] = loss.detach()
+            for name, parameter in model.named_parameters():
+                found[f"{step}:{name}"] = local(parameter.grad).detach().clone()
+            optimizer.step()
+    return found
+
+
+@case(2)
+def ddp_doctor(rank: int, world: int, folder: Path | None) -> Result:
+    return doctored(DistributedDataParallel(made()), rank, world, folder)
+
+
+@case(2)
+def fsdp_doctor(rank: int, world: int, folder: Path | None) -> Result:
+    return doctored(sharded(made()), rank, world, folder)
+
+
 # -- tensor parallel ------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ __all__ = ["Scaled", "Spread", "spread_of"]
 
 _OF_THE_MODEL = frozenset({"input", "output", "grad_input", "grad_output"})
 _OF_VALUES = frozenset({"grad_output", "grad_input"})
-_PRINT = ("count", "l1", "l2", "mean", "absmax", "value")
+_PRINT = ("count", "l1", "l2", "mean", "absmax", "value", "fingerprint")
 _COUNTS = frozenset({"count", "zeros", "nans", "infs", "value"})
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.diagnosis.reading import chosen
+from torchtap.diagnosis.rules.rank_progress import SECONDS
 from torchtap.names import kind_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class Numbers:
 def numbers_of(run: Run) -> dict[str, Numbers]:
     """Each phase of a run. Of a very long run, steps that are evenly spread."""
     steps = chosen(np.asarray(run.steps(), np.int64))
-    statistics_of = {site: run.statistics(site) for site in run.sites()}
+    # How long a step takes is the machine's doing.
+    statistics_of = {site: run.statistics(site) for site in run.sites() if site != SECONDS}
     found = {}
     for phase in run.phases:
         grids = {
