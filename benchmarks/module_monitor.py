@@ -105,6 +105,14 @@ def _rows(model: str, training: Training, effort: _Effort) -> list[dict[str, Any
         cases = {name: _monitored(training, package, 10, _untimed) for name, package in PACKAGES.items()}
         some = compare({"plain": plain, **cases}, base="plain", rounds=effort.some, repeats=10, warm_up=10)
         found += _as_rows((model, "1 step of 10"), some, {}, None)
+    eighth = compare(
+        {"plain": plain, "torchtap": _checked(training, PACKAGES["torchtap"], _untimed, share=1 / 8)},
+        base="plain",
+        rounds=effort.check,
+        repeats=repeats,
+        warm_up=3,
+    )
+    found += _as_rows((model, "refined coordinate check, 1/8 of the batch"), eighth, {}, None)
     return found + rows(
         "refined coordinate check",
         lambda package, timed: _checked(training, package, timed),
@@ -268,14 +276,18 @@ def _monitored(training: Training, package: ModuleType, every: int, timed: Timed
     return entered
 
 
-def _checked(training: Training, package: ModuleType, timed: Timed) -> Case:
+def _checked(training: Training, package: ModuleType, timed: Timed, share: float = 1.0) -> Case:
+    """``share`` is the part of the batch that is checked; the peer has none."""
+    rows = slice(None) if share == 1 else slice(0, max(1, int(len(training.inputs) * share)))
+    options = {} if share == 1 else {"share": share}
+
     @contextmanager
     def entered() -> Iterator[Callable[[], None]]:
         reference = copy.deepcopy(training.model)
         monitor = package.ModuleMonitor(monitor_step_fn=lambda step: True)
         monitor.set_module(training.model)
         monitor.set_reference_module(reference)
-        check = package.RefinedCoordinateCheck(monitor)
+        check = package.RefinedCoordinateCheck(monitor, **options)
         steps = itertools.count()
         begin, end = timed(monitor.begin_step), timed(monitor.end_step)
         refer, compare_both = timed(reference), timed(check.refined_coordinate_check)
@@ -283,7 +295,7 @@ def _checked(training: Training, package: ModuleType, timed: Timed) -> Case:
         def work() -> None:
             begin(next(steps))
             with torch.no_grad():
-                refer(training.inputs)
+                refer(training.inputs[rows])
             loss = training.loss(training.model(training.inputs))
             compare_both()
             loss.backward()

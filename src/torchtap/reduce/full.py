@@ -133,16 +133,16 @@ class Full(Reduction[list["Tensor | _Reference"]]):
 class _Reference:
     """A tensor of the model's, and how often it had been changed when it passed."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_changes", "_tensor")
 
     def __init__(self, tensor: Tensor, version: int) -> None:
         self._tensor = tensor
-        self._version = version
+        self._changes = version
 
     def value(self) -> Tensor:
         """The value that passed; an error where it is gone."""
         tensor = self._tensor
-        if version_of(tensor) != self._version or (tensor.numel() and not has_memory(tensor)):
+        if version_of(tensor) != self._changes or (tensor.numel() and not has_memory(tensor)):
             raise ReductionError(
                 f"the value of shape {tuple(tensor.shape)} that passed here was changed in place afterwards, and "
                 "Full(copy=False) keeps no copy; capture this site with Full()"
