@@ -112,7 +112,7 @@ def _rows(model: str, training: Training, effort: _Effort) -> list[dict[str, Any
         repeats=repeats,
         warm_up=3,
     )
-    found += _as_rows((model, "refined coordinate check, 1/8 of the batch"), eighth, {}, None)
+    found += _as_rows((model, "refined coordinate check, 1/8 of the batch"), eighth, {}, 1.3)
     return found + rows(
         "refined coordinate check",
         lambda package, timed: _checked(training, package, timed),
@@ -128,7 +128,7 @@ def _rows(model: str, training: Training, effort: _Effort) -> list[dict[str, Any
 def _as_rows(
     where: tuple[str, str], measured: dict[str, Ratio], inside: dict[str, list[float]], bar: float | None
 ) -> list[dict[str, Any]]:
-    """One row for each way; the bar, on our share of the peer's overhead, is in ours."""
+    """One row for each way; the bar is in ours: on its share of the peer's overhead, or on its own without a peer."""
     rows = []
     for who, ratio in measured.items():
         mine = inside.get(who)
@@ -147,6 +147,8 @@ def _as_rows(
         if who == OURS and where[1] == "unmonitored steps":
             row["bar"] = "≤ 1 %"
             row["holds"] = _idle_verdict(ratio, max(inside[OURS]) / measured["plain"].seconds)
+        elif who == OURS and PEER not in measured:
+            row["bar"], row["holds"] = f"≤ {bar}", ratio.verdict(bar or 1.0)
         elif who == OURS:
             share, error = _share(ratio, measured[PEER])
             shares = [a / b for a, b in zip(inside[OURS], inside[PEER], strict=True)] if inside else []
