@@ -15,4 +15,6 @@ def test_what_is_dear_comes_in_the_first_steps_and_then_in_one_of_four() -> None
 
 
 def test_without_dense_steps_it_comes_with_the_pace() -> None:
-    assert steps_at_which(Seldom(Pace(10, None), 4), 31) == steps_at_which(Pace(10, None), 31) == [0, 10, 20, 30]
+    assert (
+        steps_at_which(Seldom(Pace(10, None), 4), 31) == steps_at_which(Pace(10, None), 31) == [0, 10, 20, 30]
+    )
