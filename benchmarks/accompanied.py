@@ -1,7 +1,8 @@
 """Trainings that are accompanied all the time: the flight recorder, the plan of ``torchtap run``, and ``update``.
 
 The GPT of the tables (12 blocks of width 384), one torch thread, CPU time. ``torchtap run`` records every tenth step,
-and more seldom where that takes more than its share, so a round is ten steps of it against ten plain ones.
+and more seldom where that takes more than its share, so a round is ten steps of it against ten plain ones. Rows by the
+share inside torchtap begin with the first step and are less blurred by the machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torchtap as tt
+from benchmarks.inside import row_of_share
 from benchmarks.models import Training, gpt_training, mlp_training
 from benchmarks.steps import judged, watched
 from benchmarks.timing import Case, case, compare, one_thread
@@ -57,11 +59,24 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
             rounds=rounds,
             repeats=3,
         )
+        model = "GPT 12 × 384"
         return [
-            *judged("GPT 12 × 384", single, {ARMED: 1.02}),
-            *judged("GPT 12 × 384", tens, {DEFAULT: 1.02}),
+            *judged(model, single, {ARMED: 1.02}),
+            *judged(model, tens, {DEFAULT: 1.02}),
+            row_of_share(model, ARMED, lambda: _recorder(gpt), gpt.step, 8, 1.02),
+            row_of_share(model, DEFAULT, lambda: _watch(gpt, folder), gpt.step, 20, 1.02),
             *judged("MLP 50 × 256", small, {}),
         ]
+
+
+def _recorder(training: Training) -> tt.FlightRecorder:
+    return tt.flight_recorder(training.model, training.optimizer, "never-made")
+
+
+def _watch(training: Training, folder: str) -> tt.Watch:
+    """Under the default plan of ``torchtap run``."""
+    made = tt.watch(training.model, tempfile.mkdtemp(dir=folder), taps_of(Settings()))
+    return made.follow(training.optimizer)
 
 
 def _armed(training: Training) -> Case:
@@ -69,7 +84,7 @@ def _armed(training: Training) -> Case:
 
     @contextlib.contextmanager
     def entered() -> Iterator[Callable[[], None]]:
-        with tt.flight_recorder(training.model, training.optimizer, "never-made"):
+        with _recorder(training):
             training.glance()
             yield training.step
 
@@ -81,8 +96,7 @@ def _recorded(training: Training, folder: str) -> Case:
 
     @contextlib.contextmanager
     def entered() -> Iterator[Callable[[], None]]:
-        with tt.watch(training.model, tempfile.mkdtemp(dir=folder), taps_of(Settings())) as watch:
-            watch.follow(training.optimizer)
+        with _watch(training, folder):
             training.step()
             yield _times(training.step, 10)
 

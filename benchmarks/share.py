@@ -9,21 +9,16 @@ torch takes to call a hook at all is not in it (1.4 µs each).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 
 import torchtap as tt
+from benchmarks.inside import timed_inside
 from benchmarks.models import Training, gpt_training, mlp_training
 from benchmarks.steps import EVERYTHING, NEVER, OUTPUTS
 from benchmarks.timing import one_thread, quartiles
-from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.receive.state import StateReader
-from torchtap.taps.walk.untraced import Hook
-from torchtap.watching import Watch
 
 __all__ = ["run", "share"]
 
@@ -74,67 +69,15 @@ def share(
 ) -> tuple[float, tuple[float, float, float]]:
     """Seconds of a step inside torchtap, and the quartiles of the ratio that they make."""
     ratios, inside = [], []
-    clock = _cost_of_timing()
     model = training.model if call is None else call
-    with _timed() as spent, tt.watch(model, None, list(taps)) as watch:
+    with timed_inside() as spent, tt.watch(model, None, list(taps)) as watch:
         for step in range(steps + 1):
-            spent[:] = 0.0, 0
+            spent.clear()
             begin = time.thread_time()
             with watch.step():
                 training.step(call)
             whole = time.thread_time() - begin
             if step:  # the first one meets every site for the first time
-                seconds = spent[0] - clock[0] * spent[1]
-                ratios.append(1 + seconds / (whole - seconds - sum(clock) * spent[1]))
-                inside.append(seconds)
+                ratios.append(1 + spent.seconds / (whole - spent.seconds - spent.timing))
+                inside.append(spent.seconds)
     return quartiles(inside)[1], quartiles(ratios)
-
-
-def _measured(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        begin = time.thread_time()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            spent[0] += time.thread_time() - begin
-            spent[1] += 1
-
-    return measured
-
-
-def _cost_of_timing(calls: int = 2000) -> tuple[float, float]:
-    """Seconds that timing a call adds to what is measured, and beside it."""
-    spent = [0.0, 0]
-    empty = _measured(lambda *_: None, spent)
-    begin = time.thread_time()
-    for _ in range(calls):
-        empty()
-    whole = (time.thread_time() - begin) / calls
-    return spent[0] / calls, whole - spent[0] / calls
-
-
-@contextmanager
-def _timed() -> Iterator[list[float]]:
-    """Seconds inside torchtap and entries into it since they were last set to zero."""
-    spent = [0.0, 0]
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        return _measured(function, spent)
-
-    @contextmanager
-    def timed_step(watch: Watch) -> Iterator[None]:
-        block = begin_step(watch)
-        timed(block.__enter__)()
-        yield
-        timed(block.__exit__)(None, None, None)
-
-    begin_step: Callable[[Watch], AbstractContextManager[Watch]] = Watch.step
-    with (
-        patch.object(Hook, "__call__", timed(Hook.__call__)),
-        patch.object(StateReader, "ready", timed(StateReader.ready)),
-        patch.object(StateReader, "updated", timed(StateReader.updated)),
-        patch.object(Receiver, "_take_gradient", timed(Receiver._take_gradient)),
-        patch.object(Receiver, "take_named", timed(Receiver.take_named)),  # from a compiled graph
-        patch.object(Watch, "step", timed_step),
-    ):
-        yield spent

@@ -61,6 +61,7 @@ LAYERS = [
         "seen",
         "summary",
         "watching",
+        "step_loss",
         "manifest",
         "remembered",
         "session",

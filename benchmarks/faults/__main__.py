@@ -2,6 +2,7 @@
 
 python -m benchmarks.faults                   every fault and control, three seeds
 python -m benchmarks.faults --compiled        the same under torch.compile (backend aot_eager)
+python -m benchmarks.faults --unlisted        faults beside those of the list
 python -m benchmarks.faults --seeds 1 A1 B4   some of them
 """
 
@@ -13,9 +14,10 @@ import traceback
 
 import torch
 
-from benchmarks.faults.bench import FAULTS, Outcome, tried, warned
+from benchmarks.faults.bench import FAULTS, UNLISTED, Outcome, tried, warned
 from benchmarks.faults.controls import CONTROLS
 from benchmarks.faults.kit import Case
+from benchmarks.faults.odd_controls import ODD_CONTROLS
 from benchmarks.faults.rank_controls import RANK_CONTROLS
 from benchmarks.faults.rank_faults import RANK_CASES, RankCase, RankOutcome, tried_on_ranks, warned_on_ranks
 
@@ -26,19 +28,23 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--no-controls", action="store_true")
+    parser.add_argument("--unlisted", action="store_true", help="faults beside those of the list")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(asked.seeds)
     print("| fault | | named | site | late | twin | s |\n| --- | --- | --- | --- | --- | --- | --- |")
     good, twins = 0, 0
-    chosen = [case for case in FAULTS if not asked.only or case.number in asked.only]
+    known = UNLISTED if asked.unlisted else FAULTS
+    chosen = [case for case in known if not asked.only or case.number in asked.only]
     for case in chosen:
         outcomes = [found for seed in seeds if (found := _tried(case, seed, asked.compiled)) is not None]
         good += bool(outcomes) and all(each.good for each in outcomes)
         twins += sum(len(each.twin_warnings) for each in outcomes)
         print(_row(case, outcomes), flush=True)
     on_ranks = (
-        [] if asked.compiled else [each for each in RANK_CASES if not asked.only or each.number in asked.only]
+        []
+        if asked.compiled or asked.unlisted
+        else [each for each in RANK_CASES if not asked.only or each.number in asked.only]
     )
     found = list(tried_on_ranks(on_ranks, seeds))
     for each in on_ranks:
@@ -50,7 +56,8 @@ def main() -> int:
     print(
         f"\n{good} of {total} named first or second at the right site with every seed; {twins} warnings of twins"
     )
-    controls = [each for each in CONTROLS if not asked.only or each[0] in asked.only]
+    every = [*CONTROLS, *ODD_CONTROLS]
+    controls = [each for each in every if not asked.only or each[0] in asked.only]
     if controls and not asked.no_controls:
         said = [text for seed in seeds for text in warned(controls, seed, compiled=asked.compiled)]
         print(f"\n{len(said)} warnings over {len(controls)} healthy trainings × {len(seeds)} seeds")

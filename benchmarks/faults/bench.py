@@ -11,8 +11,9 @@ import torch
 
 from benchmarks.faults import data_faults, loop_faults, model_faults, number_faults
 from benchmarks.faults.kit import Case, Kit
+from benchmarks.faults.unlisted_faults import UNLISTED
 
-__all__ = ["FAULTS", "Outcome", "tried", "warned"]
+__all__ = ["FAULTS", "UNLISTED", "Outcome", "tried", "warned"]
 
 FAULTS: list[Case] = [*loop_faults.CASES, *data_faults.CASES, *model_faults.CASES, *number_faults.CASES]
 

@@ -70,6 +70,7 @@ __all__ = [
     "script_string_type",
     "script_tensor_holders",
     "sequence_number",
+    "shape_from",
     "skip_alone",
     "something_was_compiled",
     "user_backend",
@@ -146,6 +147,12 @@ def hear_gradient(value: Tensor, hear: Callable[[Tensor | None], None]) -> None:
 def saved_by(node: Any, name: str) -> Any:
     """What a node of autograd's graph has kept for its backward under a name; None where it has no such thing."""
     return getattr(node, f"_saved_{name}", None)
+
+
+def shape_from(node: Any) -> tuple[int, ...] | None:
+    """The shape of the first value that a node of autograd's graph has made; None where torch does not tell."""
+    made = getattr(node, "_input_metadata", None)
+    return tuple(made[0].shape) if made else None
 
 
 def node_that_runs() -> tuple[str, int] | None:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from torchtap.errors import SessionError
 from torchtap.taps.carry.passes import PassHooks
+from torchtap.taps.receive.ears import Ears
 from torchtap.taps.receive.training import innermost, listen, stop_listening
 from torchtap.taps.walk.untraced import ModeHook
 
@@ -24,7 +25,7 @@ _PATIENCE = 128  # updates of one optimizer that wait for another's
 
 
 @final
-class Following:
+class Following(Ears):
     """Tells when each of the followed optimizers has stepped. A `TrainingListener`."""
 
     def __init__(self, step_is_over: Callable[[bool], None], hears: Callable[[], bool]) -> None:
@@ -58,18 +59,6 @@ class Following:
         """Follow nobody any more."""
         stop_listening(self)
         self._followed.clear()
-
-    def evaluating(self, optimizer: Optimizer) -> None:
-        pass
-
-    def unscaling(self, optimizer: Optimizer) -> None:
-        pass
-
-    def clipping(self, gradients: Sequence[Tensor]) -> None:
-        pass
-
-    def ready(self, optimizer: Optimizer) -> None:
-        pass
 
     def updated(self, optimizer: Optimizer) -> None:
         self._count(optimizer)

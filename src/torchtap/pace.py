@@ -16,7 +16,7 @@ from typing import final
 
 from torchtap.schedule import Moment
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "Seldom"]
 
 _WARM_UP = 2  # first steps take longer for reasons of their own
 _REMEMBERED = 15
@@ -26,11 +26,13 @@ _REMEMBERED = 15
 class Pace:
     """A predicate for a tap: live every ``every`` steps, more seldom where recording is dear.
 
-    ``dense``: so many steps at the beginning are all live.
+    ``dense``: so many steps at the beginning are all live. ``evaluations``: whether the step before a live one is live
+    for them.
     """
 
-    def __init__(self, every: int, share: float | None, dense: int = 0) -> None:
+    def __init__(self, every: int, share: float | None, dense: int = 0, *, evaluations: bool = True) -> None:
         self.every = every
+        self._evaluations = evaluations
         self._dense = dense
         self._first: int | None = None
         self._share = share
@@ -43,7 +45,8 @@ class Pace:
     def __call__(self, moment: Moment) -> bool:
         """Whether this step is to be recorded. The same step gets the same answer."""
         live = self._trains(moment.step)
-        return live or (moment.phase != "train" and moment.step + 1 >= self._next)
+        evaluated = self._evaluations and moment.phase != "train"
+        return live or (evaluated and moment.step + 1 >= self._next)
 
     def _trains(self, step: int) -> bool:
         if self._answers[0] == step:
@@ -51,12 +54,20 @@ class Pace:
         self._note(step)
         if self._first is None:
             self._first = step
-        live = step >= self._next or step < self._first + self._dense
+        live = step >= self._next or self.is_dense(step)
         if live:
             self._next = step + self.every
         self._answers = (step, live)
         self._began = (step, live, time.perf_counter())
         return live
+
+    def is_dense(self, step: int) -> bool:
+        """Whether a step is one of the first ones, which are all live."""
+        return self.since_first(step) < self._dense
+
+    def since_first(self, step: int) -> int:
+        """How many steps after the first one it was asked about."""
+        return 0 if self._first is None else step - self._first
 
     def _note(self, step: int) -> None:
         """A step has ended: its time joins those of its sort."""
@@ -80,3 +91,19 @@ class Pace:
 
     def __repr__(self) -> str:
         return f"Pace(every={self.every})"
+
+
+@final
+class Seldom:
+    """A predicate for what is dear: live with a pace, but of its dense steps, after the first few, one in four."""
+
+    def __init__(self, pace: Pace, all_of: int = 4) -> None:
+        self._pace = pace
+        self._all_of = all_of
+
+    def __call__(self, moment: Moment) -> bool:
+        """Whether this step is to be recorded. The same for all phases of a step."""
+        if not self._pace(moment):
+            return False
+        after = self._pace.since_first(moment.step) - self._all_of
+        return not self._pace.is_dense(moment.step) or after < 0 or after % 4 == 3

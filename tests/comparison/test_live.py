@@ -367,3 +367,29 @@ def test_a_narrow_terminal_shows_numbers_and_status_whole() -> None:
     assert "…" not in text.getvalue()
     assert "diverged" in text.getvalue()
     assert max(map(len, text.getvalue().splitlines())) <= 80
+
+
+class UsesAWeight(nn.Module):
+    """Its forward takes a child's parameters and never calls the child, as state-space models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(6, 6)
+        self.step = nn.Linear(6, 6)
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.down(x)
+        return self.up(torch.tanh(inside @ self.step.weight.T + self.step.bias))
+
+
+def test_a_parameter_of_a_module_that_is_never_called_is_named_with_its_module() -> None:
+    torch.manual_seed(0)
+    right = nn.Sequential(nn.Linear(6, 6), UsesAWeight(), nn.Linear(6, 6))
+    wrong = copy.deepcopy(right)
+    with torch.no_grad():
+        wrong[1].step.bias[2] += 0.5
+    result = tt.compare(right, wrong, inputs=(torch.randn(4, 6),))
+    assert result.first is not None
+    assert result.first.module == "1.step"
+    assert "bias differs in 1 of 6 elements" in result.verdict

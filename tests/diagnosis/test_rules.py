@@ -15,12 +15,12 @@ from torchtap.diagnosis.chart import EARLY, Block, Chart
 from torchtap.diagnosis.facts import Fact, Structure, read_fact, read_structure
 from torchtap.diagnosis.rules.activity import DeadValues, OutputCollapsed
 from torchtap.diagnosis.rules.base import Rule
-from torchtap.diagnosis.rules.data import SameBatch
+from torchtap.diagnosis.rules.data import ConstantInput, SameBatch
 from torchtap.diagnosis.rules.loop import StaleGradient
 from torchtap.diagnosis.rules.nonfinite import NonFinite
 from torchtap.diagnosis.rules.numbers import LossScale
 from torchtap.diagnosis.rules.registry import RULES, all_rules
-from torchtap.diagnosis.rules.sizes import Exploding, Vanishing
+from torchtap.diagnosis.rules.sizes import Exploding, Shrinking, Vanishing
 from torchtap.diagnosis.rules.steps import LostUpdates, RateGone
 from torchtap.testing import RuleContract
 
@@ -159,6 +159,39 @@ class TestLossScale(RuleContract):
     def sick(self, chart: Chart, step: int) -> list[Block]:
         chart.add(step, [], skipped=step > 5)
         return []
+
+
+class TestConstantInput(RuleContract):
+    def rule(self) -> Rule:
+        return ConstantInput()
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        # A mask of ones beside an input that differs, and a batch of too few numbers to tell.
+        return [
+            block("std", __input_dot_0=1.0, __input_dot_1=0.0),
+            block("count", __input_dot_0=64, __input_dot_1=64),
+        ]
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        return [
+            block("std", __input_dot_0=0.0, __input_dot_1=0.0),
+            block("count", __input_dot_0=64, __input_dot_1=64),
+        ]
+
+
+class TestShrinking(RuleContract):
+    def rule(self) -> Rule:
+        return Shrinking()
+
+    def chart(self) -> Chart:
+        known = {"class": "Linear", "shape": [8, 8]}
+        return Chart(lambda: {"a:param.weight": known, "b:param.weight": known})
+
+    def healthy(self, chart: Chart, step: int) -> list[Block]:
+        return [block("rms", a__param_dot_weight=1.0 - step / 400, b__param_dot_weight=1.0)]
+
+    def sick(self, chart: Chart, step: int) -> list[Block]:
+        return [block("rms", a__param_dot_weight=0.9**step, b__param_dot_weight=0.9**step)]
 
 
 # -- all rules ------------------------------------------------------------------------------------------------

@@ -55,3 +55,18 @@ def test_what_does_not_fit_is_told() -> None:
         Units(dim=3).update(None, torch.zeros(2, 2))
     with pytest.raises(ReductionError, match="8 and 4 units"):
         Units().merge(torch.zeros(8, dtype=torch.bool), torch.zeros(4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_wide_units_are_counted_to_their_last_value(dim: int) -> None:
+    """A few values of each are looked at first: what fires only at its end fires as well."""
+    torch.manual_seed(0)
+    value = torch.randn(40, 200).movedim(0, dim)
+    units = value.movedim(dim, 0)
+    units[3] = 0
+    units[7, :-1] = 0
+    units[11, :16] = 0
+    units[12:20] = 0
+    found = Units(dim=dim).result(Units(dim=dim).update(None, value))
+    assert found["dead"] == 9
+    assert found["fired"].logical_not().nonzero()[:, 0].tolist() == [3, *range(12, 20)]

@@ -9,9 +9,11 @@ It guarantees:
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self, final
 
@@ -23,7 +25,7 @@ from torchtap.diagnosis.doctor_plan import doctor_taps
 from torchtap.diagnosis.facts import FACT, STRUCTURE, Fact, Structure
 from torchtap.diagnosis.finding import Finding, Findings
 from torchtap.diagnosis.judging import Ward
-from torchtap.diagnosis.probes.base import Ears, Patient, Probe
+from torchtap.diagnosis.probes.base import Patient, Probe
 from torchtap.diagnosis.probes.functions import FunctionProbe
 from torchtap.diagnosis.probes.gradients import GradientProbe
 from torchtap.diagnosis.probes.hidden import HiddenProbe
@@ -34,6 +36,7 @@ from torchtap.diagnosis.probes.modes import ModeProbe
 from torchtap.diagnosis.probes.padded import PaddingProbe
 from torchtap.diagnosis.probes.ranks import RankProbe
 from torchtap.diagnosis.probes.targets import TargetProbe
+from torchtap.diagnosis.probes.updates import UpdateProbe
 from torchtap.diagnosis.probes.weights import WeightProbe
 from torchtap.diagnosis.reading import LEARNED, LOSS
 from torchtap.diagnosis.rules.base import Rule
@@ -43,15 +46,18 @@ from torchtap.names import kind_of
 from torchtap.pace import Pace
 from torchtap.ranks import identity
 from torchtap.session import watch
+from torchtap.step_loss import StepLoss
 from torchtap.store.record import Consumer, StepRecord
 from torchtap.taps.attach import tree_of
 from torchtap.taps.receive import backward, training
+from torchtap.taps.receive.ears import Ears
 from torchtap.watching import Watch
 
 __all__ = ["Doctor", "doctor"]
 
 StopAt = Literal["error", "warning"]
 _LOSS_LOOKS = 16  # steps between two looks where nothing but the loss is recorded
+_STANDSTILL = 2  # backward passes after which rules are asked about a fact at once, not when the step ends
 _CLOSE_LOOKS = 24  # records after each of which rules are asked; then after every few
 
 
@@ -80,7 +86,7 @@ def doctor(
         raise PlanError(f"stop={stop!r}: give 'error', 'warning' or None")
     if not optimizers:
         raise PlanError("doctor(model, optimizer): give the optimizer, whose updates end the steps")
-    pace = Pace(every, share, dense)
+    pace = Pace(every, share, dense, evaluations=False)  # rules judge what learns
     return Doctor(model, optimizers, pace, run, sinks, on_finding, stop, rules, quiet, labels)
 
 
@@ -109,9 +115,12 @@ class Doctor(Ears):
         self._chart = Chart(self._facts_of_sites)
         self._ward = Ward(self._chart, all_rules()[0] if rules is None else rules)
         self._process = os.getpid()
+        self._alone = len(models) == len(optimizers) == 1
+        self._backwards = 0  # since the last record
         self._records = 0
         self._told = 0
-        self._loss: tuple[int, Tensor | None] = (-1, None)
+        self._loss = StepLoss()
+        self._left_out: deque[int] = deque(maxlen=8)  # steps whose update a scaler left out
         self._closed = False
         self.seconds = 0.0  # that rules have taken
         self.watch: Watch = watch(
@@ -124,8 +133,7 @@ class Doctor(Ears):
             probe.start()
         # After the probes: a loss that is NaN is theirs to see first.
         backward.listen(self)
-        if stop is not None:
-            training.listen(self)
+        training.listen(self)
 
     def _made_probes(self) -> list[Probe]:
         patient = self._patient
@@ -137,7 +145,8 @@ class Doctor(Ears):
             MembershipProbe(patient, self, self._take_structure),
             WeightProbe(patient, self),
             HiddenProbe(patient, self),
-            LossProbe(patient, self),
+            LossProbe(patient, self, alone=self._alone),
+            UpdateProbe(patient, self),
             modes,
             FunctionProbe(patient, self, modes),
             PaddingProbe(patient, self),
@@ -151,13 +160,20 @@ class Doctor(Ears):
         """Whether this step is looked at."""
         return self.watch.live and os.getpid() == self._process
 
-    def fact(self, name: str, site: str, value: float = 0.0, text: str = "") -> None:
-        """A fact of this step; told once for each name and site."""
+    @property
+    def step(self) -> int:
+        """The number of this step, from 0."""
+        return max(0, self.watch.step_number)
+
+    def fact(self, name: str, site: str, value: float = 0.0, text: str = "", step: int | None = None) -> None:
+        """A fact of this step, or of another; told once for each name and site."""
         if os.getpid() != self._process:
             return  # a worker that was forked from the training's process
-        fact = Fact(name, site, max(0, self.watch.step_number), value, text)
+        fact = Fact(name, site, self.step if step is None else step, value, text)
         if self._chart.note(fact):
             self.watch.note(FACT, **fact.to_dict())
+            if self._backwards > _STANDSTILL:
+                self._look()  # no update ends a step, so no record comes
 
     def number(self, site: str, value: float | Tensor) -> None:
         """A number of this step."""
@@ -177,11 +193,8 @@ class Doctor(Ears):
     def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
         if loss is None or os.getpid() != self._process:
             return
-        step = self.watch.step_number
-        before = self._loss[1]
-        total = loss.float() if step != self._loss[0] or before is None else before + loss.float()
-        self._loss = (step, total)
-        self.watch.log(loss=total)
+        self._loss.add(self.watch, loss)
+        self._backwards += 1
 
     def backward_ends(self) -> None:
         pass
@@ -194,11 +207,15 @@ class Doctor(Ears):
                 f"stopped as asked (stop={self._stop_at!r}): {found.message}. {found.advice}"
             )
 
+    def skipped(self, optimizer: Optimizer) -> None:
+        self._left_out.append(self.step)
+
     # -- records ------------------------------------------------------------------------------------------
 
     def take(self, record: StepRecord) -> None:
         """Put a record into the chart, and ask the rules."""
         began = time.perf_counter()
+        self._backwards = 0
         blocks: list[Block] = [
             (block.sites, block.statistics, block.values, block.present) for block in record.scalars
         ]
@@ -218,7 +235,10 @@ class Doctor(Ears):
     def _note_loss(self, record: StepRecord) -> None:
         for block in record.scalars:
             if LOSS in block.sites:
-                self._chart.add_loss(record.step, float(block.values[block.sites.index(LOSS), 0]))
+                loss = float(block.values[block.sites.index(LOSS), 0])
+                self._chart.add_loss(record.step, loss)
+                if not math.isfinite(loss) and record.step not in self._left_out:
+                    self.fact("loss-not-finite", LOSS, text=f"it is {loss}", step=record.step)
 
     def _look(self) -> None:
         for finding in self._ward.look():

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
+from torchtap._torch import RunningNorm
 from torchtap._torch_distributed import fsdp_sharded
+<<<<<<< HEAD
 from torchtap.names import site_name
 from torchtap.pace import Pace
+=======
+from torchtap.pace import Pace, Seldom
+>>>>>>> main
 from torchtap.plan import Tap, tap
 from torchtap.ranks import identity
 from torchtap.reduce import Fingerprint, SampleSpread, Units
@@ -14,16 +19,27 @@ from torchtap.sites import places
 
 __all__ = ["doctor_taps"]
 
+<<<<<<< HEAD
 _OF_PARAMETERS = ("param", "param_grad", "update")
 _COPIES = 16
 _LARGEST_COPY = 1 << 22  # elements
+=======
+>>>>>>> main
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) -> list[Tap]:
-    """Taps for all rules; ``roots`` are the paths of the models that are called."""
-    kinds = ("output", "grad_output", *(_OF_PARAMETERS if _has_parameters(model) else ()))
-    taps = [tap(f"*:{kind}", when=pace) for kind in kinds]
+    """Taps for all rules; ``roots`` are the paths of the models that are called.
+
+    What an optimizer did is read from a copy of all parameters. This and the parameters themselves, which change
+    little from step to step, are read in one of four of the first steps.
+    """
+    alone = identity().world == 1
+    seldom = Seldom(pace) if alone else pace  # ranks are compared by what they hold at each step
+    taps = [tap(f"*:{kind}", when=pace) for kind in ("output", "grad_output")]
+    if _has_parameters(model):
+        taps.append(tap("*:param_grad", when=pace))
+        taps += [tap(f"*:{kind}", when=seldom) for kind in ("param", "update")]
     taps.append(tap(":lr", when=pace))
     for root in roots:
         taps += [tap(f"{root}:input", when=pace), tap(f"{root}:input", SampleSpread(), when=pace)]
@@ -31,7 +47,14 @@ def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) ->
     layers = [kind for kind in _LAYERS if any(isinstance(module, kind) for module in model.modules())]
     if layers:
         taps.append(tap(layers, Units(dim=0, which=False), kind="param_grad", when=pace))
-    return taps if identity().world == 1 else [*taps, *_among_ranks(model, pace)]
+    if alone:
+        running = [
+            each for each in model.modules() if isinstance(each, RunningNorm) and each.track_running_stats
+        ]
+        if running:
+            taps.append(tap(list(dict.fromkeys(map(type, running))), kind="buffer", when=seldom))
+        return taps
+    return [*taps, *_among_ranks(model, pace)]
 
 
 def _among_ranks(model: nn.Module, pace: Pace) -> list[Tap]:

@@ -20,6 +20,9 @@ from torchtap.reduce.transforms import outside_transforms
 __all__ = ["Units"]
 
 
+_GLANCE = 16  # values of a unit that are looked at first
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Units(Reduction[Tensor]):
@@ -41,7 +44,7 @@ class Units(Reduction[Tensor]):
             raise ReductionError("Units needs a value with at least one dimension; got a single number")
         dim = (1 if plain.dim() >= 4 else -1) if self.dim is None else self.dim
         try:
-            fired = (plain.movedim(dim, 0).flatten(1) if plain.dim() > 1 else plain.unsqueeze(1)).ne(0).any(1)
+            fired = _fired(plain.movedim(dim, 0).flatten(1) if plain.dim() > 1 else plain.unsqueeze(1))
         except IndexError as error:
             raise ReductionError(
                 f"Units(dim={dim}) does not fit a value of shape {tuple(value.shape)}"
@@ -64,3 +67,18 @@ class Units(Reduction[Tensor]):
 
     def spec(self) -> dict[str, Any]:
         return {"reduction": self.name, "dim": self.dim, "which": self.which}
+
+
+def _fired(rows: Tensor) -> Tensor:
+    """Which rows have a value that is not zero.
+
+    A few values tell of nearly every row that it has; the others alone are read to their end. On a device that would
+    be to wait for it.
+    """
+    if rows.device.type != "cpu" or rows.shape[1] <= 4 * _GLANCE:
+        return rows.ne(0).any(1)
+    fired = rows[:, :_GLANCE].ne(0).any(1)
+    silent = (~fired).nonzero()[:, 0]
+    if len(silent):
+        fired[silent] = rows[silent].ne(0).any(1)
+    return fired

@@ -29,7 +29,7 @@ from torchtap.comparison.judge.status import note_of, status_of
 from torchtap.comparison.live.evidence import Evidence, heal
 from torchtap.comparison.live.matching import part_of, plain_module
 from torchtap.comparison.live.oddities import Oddity
-from torchtap.comparison.live.parameters import differing_parameters
+from torchtap.comparison.live.parameters import differing_parameters, whose_parameters
 from torchtap.comparison.live.relations import relation
 from torchtap.comparison.live.tracing import Event
 from torchtap.comparison.live.twins import in_float32
@@ -219,16 +219,19 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
     others = tuple(dict.fromkeys(f.author for f in blamed if f.author not in (None, module) and f.author))
     healed, own = _replace(found, blamed, fault, rows)
     later_oddities = any(f.oddity is not None for f in blamed)
+    holder, parameters = whose_parameters(
+        found.reference, found.target, plain_module(module), found.names, {row.module for row in rows}
+    )
     return First(
         site=fault.site,
-        module=_reported(found, module, fault.site, own),
+        module=_reported(found, module, fault.site, own) if holder == plain_module(module) else holder,
         index=fault.at,
         error=measures.rel_l2,
         floor=floor.l2,
         origin="local",
         sure="certain" if healed and not later_oddities and _proven(found, fault, rows) else "likely",
         where=own,
-        parameters=differing_parameters(found.reference, found.target, plain_module(module), found.names),
+        parameters=parameters,
         healed=healed,
         others=tuple(plain_module(other) for other in others),
         evidence="on the reference's own inputs",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from torchtap.comparison.measure.dtypes import resolution
 from torchtap.comparison.measure.patterns import pattern
+from torchtap.names import is_inside
 from torchtap.sites import places
 
-__all__ = ["differing_parameters", "own_tensors", "usual_dtype"]
+__all__ = ["differing_parameters", "own_tensors", "usual_dtype", "whose_parameters"]
 
 
 def differing_parameters(
@@ -40,6 +41,27 @@ def differing_parameters(
             if not torch.equal(a, b):
                 notes.append(_difference(name, a, b))
     return tuple(notes)
+
+
+def whose_parameters(
+    reference: nn.Module,
+    target: nn.Module,
+    module: str,
+    names: Mapping[str, str] | None,
+    called: Collection[str],
+) -> tuple[str, tuple[str, ...]]:
+    """The module whose parameters make ``module`` wrong, and how they differ: itself, or the one inside it that is
+    never called and whose parameters its forward uses by itself (a projection's ``weight @ x``)."""
+    own = differing_parameters(reference, target, module, names)
+    if own or not isinstance(reference, nn.Module):
+        return module, own
+    inside = [place.path for place in places(reference) if is_inside(place.path, module)]
+    held = {
+        path: notes
+        for path in inside
+        if path not in called and (notes := differing_parameters(reference, target, path, names))
+    }
+    return next(iter(held.items())) if len(held) == 1 else (module, ())
 
 
 def _at_one_precision(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap
 from torchtap.session import watch
 from torchtap.sites import Selectable, unwrap
+from torchtap.taps.receive.ears import Ears
 from torchtap.taps.receive.losses import LossCatcher
 from torchtap.taps.receive.training import innermost, listen, stop_listening
 
@@ -94,7 +95,7 @@ def flight_recorder(
 
 
 @final
-class FlightRecorder:
+class FlightRecorder(Ears):
     """Made by `flight_recorder`. A context manager; also closed by `close`. ``dumps`` are the folders so far."""
 
     def __init__(
@@ -155,9 +156,6 @@ class FlightRecorder:
         return self._ring.nbytes + self._keeper.nbytes
 
     # -- what the training tells --------------------------------------------------------------------------
-
-    def evaluating(self, optimizer: Optimizer) -> None:
-        pass
 
     def unscaling(self, optimizer: Optimizer) -> None:
         self._changed = True

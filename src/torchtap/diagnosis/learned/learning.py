@@ -1,9 +1,9 @@
 """`learn`: good runs in, what held in all of them out.
 
 Ranges belong to a site, a statistic, a phase and a stretch of the training. Their margin follows from the runs: each is
-held against the others, and the most that one of them leaves the others' range by, over all sites of the kind, counts
-twice; half of the range's own width comes on top. With one run alone there is no such measure, and sizes get a factor
-of two. No torch.
+held against the others, and the most that one of them leaves the others' range by, over all sites like it, counts
+three times with three runs and twice with many; half of the range's own width comes on top, and what chance does to the
+size of a few elements. With one run alone there is no such measure, and sizes get a factor of two. No torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torchtap.diagnosis.learned.numbers import (
     SIZES,
     Grid,
     Numbers,
+    as_ratio,
     numbers_of,
-    on_scale,
     window_of,
 )
 from torchtap.errors import DiagnosisError
@@ -40,6 +40,8 @@ __all__ = ["learn"]
 
 _LEAST = math.log(1.05)  # of a margin; for logged numbers, the share of their size
 _LEAST_OF_ONE = math.log(2.0)
+_MORE = (32, 1024)  # elements: with fewer, statistics vary more from run to run
+_CHANCE = 4.0  # standard errors of a size, which is one over the root of twice the number of elements
 _TIED = frozenset(("param", "param_grad", "update"))
 Key = tuple[str, str, int]  # site, statistic, window
 
@@ -121,42 +123,92 @@ def _moves(numbers: list[Numbers], places: list[int]) -> bool | None:
 
 
 def _ranges(sites: list[str], numbers: list[Numbers]) -> dict[str, dict[str, list[Bound]]]:
-    extremes = _extremes(sites, numbers)
-    margins: defaultdict[tuple[str, str, int], float] = defaultdict(float)
-    for (site, statistic, window), ends in extremes.items():
-        group = (kind_of(site), statistic, window)
-        margins[group] = max(margins[group], _most_left_out(ends))
+    ratios = _compared_by_ratio(sites, numbers)
+    extremes = _extremes(sites, numbers, ratios)
+    elements = _elements(sites, numbers)
+    margins = _margins(extremes, elements)
     steps = np.concatenate([each.steps for each in numbers])
     windows = window_of(steps)
     found: dict[str, dict[str, list[Bound]]] = {}
     for (site, statistic, window), ends in extremes.items():
         stretch = steps[windows == window]
+        by_ratio = (site, statistic) in ratios
         low, high = min(low for low, _ in ends), max(high for _, high in ends)
-        margin = 2 * margins[kind_of(site), statistic, window] + _own_margin(statistic, low, high, len(ends))
+        # What one run in few leaves the others by says less of the next run than what one in many does.
+        spread = margins[_like(site, elements), statistic, window] * (2 + 2 / max(1, len(ends) - 1))
+        margin = spread + _own_margin(by_ratio, low, high, len(ends))
+        if statistic in SIZES:
+            margin += _CHANCE / math.sqrt(2 * max(1.0, elements.get(site, math.inf) - 1))
         bound = Bound(
             int(stretch.min()),
             int(stretch.max()),
-            _off_scale(statistic, low - margin),
-            _off_scale(statistic, high + margin),
+            _off_scale(by_ratio, low - margin),
+            _off_scale(by_ratio, high + margin),
         )
         found.setdefault(site, {}).setdefault(statistic, []).append(bound)
     return found
 
 
-def _extremes(sites: list[str], numbers: list[Numbers]) -> dict[Key, list[tuple[float, float]]]:
+def _like(site: str, elements: dict[str, float]) -> tuple[str, int]:
+    """Sites that vary alike from run to run: those of one kind, with few, some or many elements."""
+    count = elements.get(site, 0.0)
+    return kind_of(site), sum(count >= limit for limit in _MORE)
+
+
+def _margins(
+    extremes: dict[Key, list[tuple[float, float]]], elements: dict[str, float]
+) -> dict[tuple[tuple[str, int], str, int], float]:
+    """The most that one run leaves the others by: of sites alike, of a statistic, in a stretch and those beside it."""
+    left: defaultdict[tuple[tuple[str, int], str, int], float] = defaultdict(float)
+    for (site, statistic, window), ends in extremes.items():
+        group = (_like(site, elements), statistic, window)
+        left[group] = max(left[group], _most_left_out(ends))
+    return {
+        (like, statistic, window): max(
+            left.get((like, statistic, at), 0.0) for at in (window - 1, window, window + 1)
+        )
+        for like, statistic, window in left
+    }
+
+
+def _compared_by_ratio(sites: list[str], numbers: list[Numbers]) -> set[tuple[str, str]]:
+    """Sizes, and logged numbers that are always positive, as most losses are."""
+    found = {(site, statistic) for site in sites for statistic in SIZES}
+    for site in sites:
+        logged = np.concatenate([_row(each, LOGGED, each.rows()[site]) for each in numbers])
+        if (logged[~np.isnan(logged)] > 0).all():
+            found.add((site, LOGGED))
+    return found
+
+
+def _elements(sites: list[str], numbers: list[Numbers]) -> dict[str, float]:
+    """The least number of elements that a site's statistics were of: those of few elements vary by chance."""
+    found = {}
+    for site in sites:
+        counts = np.concatenate([_row(each, "count", each.rows()[site]) for each in numbers])
+        counts = counts[~np.isnan(counts)]
+        if len(counts):
+            found[site] = float(counts.min())
+    return found
+
+
+def _extremes(
+    sites: list[str], numbers: list[Numbers], ratios: set[tuple[str, str]]
+) -> dict[Key, list[tuple[float, float]]]:
     """The smallest and the largest value of each run, where every run has one."""
     found: defaultdict[Key, list[tuple[float, float]]] = defaultdict(list)
     for each in numbers:
         windows, rows = window_of(each.steps), each.rows()
         for statistic in (name for name in RANGED if name in each.grids):
-            grid = on_scale(statistic, each.grids[statistic])
             for window in np.unique(windows).tolist():
-                part = grid[:, windows == window]
+                part = each.grids[statistic][:, windows == window]
                 for site in sites:
                     values = part[rows[site]]
                     values = values[~np.isnan(values)]
                     if len(values):
-                        found[site, statistic, window].append((float(values.min()), float(values.max())))
+                        ends = np.array([values.min(), values.max()])
+                        low, high = as_ratio(ends) if (site, statistic) in ratios else ends
+                        found[site, statistic, window].append((float(low), float(high)))
     return {key: ends for key, ends in found.items() if len(ends) == len(numbers)}
 
 
@@ -171,17 +223,17 @@ def _most_left_out(ends: list[tuple[float, float]]) -> float:
     return most
 
 
-def _own_margin(statistic: str, low: float, high: float, runs: int) -> float:
+def _own_margin(by_ratio: bool, low: float, high: float, runs: int) -> float:
     width = high - low if math.isfinite(high - low) else 0.0
     least = _LEAST if runs > 1 else _LEAST_OF_ONE
-    if statistic == LOGGED and math.isfinite(width):
+    if not by_ratio:
         least *= max(abs(low), abs(high)) if math.isfinite(low) and math.isfinite(high) else 0.0
     return width / 2 + least
 
 
-def _off_scale(statistic: str, value: float) -> float | None:
+def _off_scale(by_ratio: bool, value: float) -> float | None:
     """A limit as it stands in the file. A size of zero is no lower limit."""
-    if statistic in SIZES:
+    if by_ratio:
         value = math.exp(value) if value < 700 else math.inf
     return value if math.isfinite(value) else None
 

@@ -15,7 +15,17 @@ from torchtap.names import kind_of
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
-__all__ = ["COUNTS", "LOGGED", "RANGED", "SIZES", "Numbers", "numbers_of", "on_scale", "window_of"]
+__all__ = [
+    "COUNTS",
+    "LOGGED",
+    "RANGED",
+    "SIZES",
+    "Numbers",
+    "as_ratio",
+    "numbers_of",
+    "on_scale",
+    "window_of",
+]
 
 SIZES = ("rms", "std", "absmax")  # never negative, and compared by their ratio
 LOGGED = "value"
@@ -91,8 +101,11 @@ def _grid(
 
 def on_scale(statistic: str, values: Any) -> Grid:
     """The scale that ranges and margins are on: ratios for sizes, differences for logged numbers."""
-    if statistic not in SIZES:
-        return np.asarray(values, np.float64)
+    return as_ratio(values) if statistic in SIZES else np.asarray(values, np.float64)
+
+
+def as_ratio(values: Any) -> Grid:
+    """Numbers whose differences are ratios."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.log(np.asarray(values, np.float64))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol, final
 
 import torch
@@ -14,7 +14,7 @@ from torchtap._torch_distributed import local_part
 from torchtap.names import site_name
 from torchtap.sites import places
 
-__all__ = ["Ears", "Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
+__all__ = ["Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
 
 
 class Telling(Protocol):
@@ -23,6 +23,10 @@ class Telling(Protocol):
     @property
     def live(self) -> bool:
         """Whether this step is one that is looked at."""
+
+    @property
+    def step(self) -> int:
+        """The number of this step."""
 
     def fact(self, name: str, site: str, value: float = 0.0, text: str = "") -> None:
         """Something that was seen; told once for each name and site."""
@@ -39,28 +43,6 @@ class Probe(Protocol):
 
     def stop(self) -> None:
         """Leave everything as it was."""
-
-
-class Ears:
-    """A listener of trainings that hears nothing; subclasses hear what they need."""
-
-    def evaluating(self, optimizer: Optimizer) -> None:
-        pass
-
-    def unscaling(self, optimizer: Optimizer) -> None:
-        pass
-
-    def clipping(self, gradients: Sequence[Tensor]) -> None:
-        pass
-
-    def ready(self, optimizer: Optimizer) -> None:
-        pass
-
-    def updated(self, optimizer: Optimizer) -> None:
-        pass
-
-    def skipped(self, optimizer: Optimizer) -> None:
-        pass
 
 
 @final

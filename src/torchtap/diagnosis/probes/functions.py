@@ -22,7 +22,7 @@ from torchtap.names import site_name
 
 __all__ = ["FunctionProbe"]
 
-_PERIOD = 8  # live looks at attention between two that are measured, after the first
+_AT_ONCE = 2  # modules whose attention is measured in one step, in turn; all of them the first time
 _WIDEST = 512  # positions
 _DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 _NO_OWNER = ""
@@ -37,7 +37,8 @@ class FunctionProbe:
         self._tell = tell
         self._modes = modes
         self._originals: list[tuple[Any, str, Any]] = []
-        self._attended: dict[str, int] = {}
+        self._attended: dict[str, int] = {}  # module to the step at which it was measured last
+        self._measured = (-1, 0)  # how many were in this step
 
     def start(self) -> None:
         self._replace(F, "scaled_dot_product_attention", None, self._after_attention)
@@ -119,9 +120,17 @@ class FunctionProbe:
         self._measure(scores.softmax(-1).nan_to_num()[None], (scores > -1e4)[None])
 
     def _is_due(self) -> bool:
-        path = self._caller()
-        seen = self._attended[path] = self._attended.get(path, -1) + 1
-        return seen < 3 or seen % _PERIOD == 0
+        """Whether it is this module's turn: those that were measured longest ago come first."""
+        path, step = self._caller(), self._tell.step
+        last = self._attended.get(path)
+        count = self._measured[1] if self._measured[0] == step else 0
+        if last is not None:
+            waited_more = sum(other < last for other in self._attended.values())
+            if last == step or count >= _AT_ONCE or waited_more >= _AT_ONCE:
+                return False
+            self._measured = (step, count + 1)
+        self._attended[path] = step
+        return True
 
     def _measure(self, weights: Tensor, allowed: Tensor) -> None:
         length = min(weights.shape[-1], _WIDEST)

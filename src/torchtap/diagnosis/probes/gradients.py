@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap._torch import version_of
-from torchtap.diagnosis.probes.base import Ears, Patient, Telling, is_nonzero
+from torchtap.diagnosis.probes.base import Patient, Telling, is_nonzero
 from torchtap.names import read_name, site_name
 from torchtap.taps.receive import backward, training
+from torchtap.taps.receive.ears import Ears
 
 __all__ = ["GradientProbe"]
 

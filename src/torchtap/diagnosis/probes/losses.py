@@ -6,8 +6,6 @@ model is not seen.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from torchtap._torch import saved_by
 from torchtap.diagnosis.probes.base import Patient, Telling
+from torchtap.diagnosis.probes.loss_graph import broadcast, is_error, nodes, softmax_dimension
 from torchtap.diagnosis.probes.pairs import is_next_token
 from torchtap.taps.receive import backward
 from torchtap.taps.walk.walker import Walker
@@ -22,20 +21,25 @@ from torchtap.taps.walk.walker import Walker
 __all__ = ["LossProbe"]
 
 _LOOKS = 6  # backwards that are looked at
-_NODES = 40  # of a graph, from the loss on
+_ALIKE = 6  # batches of one class each before this is told
+_ANSWER = ":output"
 
 
 @final
 class LossProbe:
-    """Looks at the first losses of a training."""
+    """Looks at the first losses of a training. ``alone``: one model and one optimizer, so nobody plays against it."""
 
-    def __init__(self, patient: Patient, tell: Telling) -> None:
+    def __init__(self, patient: Patient, tell: Telling, *, alone: bool) -> None:
         self._patient = patient
         self._tell = tell
+        self._alone = alone
         self._tokens: Tensor | None = None  # the model's newest input of whole numbers
         self._walkers: list[Walker] = []
         self._looks = 0
         self._binary = 0  # losses in a row that looked like probabilities
+        self._negative = 0  # losses in a row that were made negative
+        self._classes: list[int] | None = []  # of batches that had one class each; None once more had several
+        self._mixed = 0  # batches that had several classes
 
     def start(self) -> None:
         backward.listen(self)
@@ -60,15 +64,18 @@ class LossProbe:
         self._tokens = whole[0] if whole else None
 
     def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
-        if root is None or self._looks > _LOOKS or not self._tell.live:
+        sorted_so_far = bool(self._classes)
+        if root is None or not self._tell.live or (self._looks > _LOOKS and not sorted_so_far):
             return
         self._looks += 1
-        if self._looks > _LOOKS:
+        if self._looks == _LOOKS + 1:
             self._leave()
+        if self._looks > _LOOKS and not sorted_so_far:
             return
         try:
             with torch.no_grad():
-                for node in _nodes(root.grad_fn):
+                self._look_at_sign(loss, root)
+                for node in nodes(root.grad_fn):
                     self._look(node)
         except RuntimeError:
             pass  # what a node has kept was freed or changed: nothing is known of this loss
@@ -76,25 +83,61 @@ class LossProbe:
     def backward_ends(self) -> None:
         pass
 
+    def _look_at_sign(self, loss: Tensor | None, root: Tensor) -> None:
+        if loss is None or not self._alone or self._looks > _LOOKS or not is_error(root.grad_fn):
+            return
+        self._tell.fact("error-is-loss", _ANSWER)
+        self._negative = self._negative + 1 if float(loss) < 0 else 0
+        if self._negative >= 2:
+            text = "it is negative, which such a loss is only with its sign changed"
+            self._tell.fact("loss-maximised", _ANSWER, float(loss), text)
+
     def _look(self, node: Any) -> None:
         name = node.name()
         if name.startswith("NllLoss"):
             self._look_at_classes(node)
         elif name.startswith("BinaryCrossEntropyWithLogits"):
             self._look_at_binary(saved_by(node, "self"))
+        shape = broadcast(node)
+        if shape is not None:
+            text = f"{shape[0]} answers and {shape[1]} targets make {shape[0] * shape[1]} differences"
+            self._tell.fact("loss-broadcasts", _ANSWER, float(shape[0]), text)
 
     def _look_at_classes(self, node: Any) -> None:
         given, target, ignored = (saved_by(node, name) for name in ("self", "target", "ignore_index"))
-        if given is None or target is None or given.dim() < 2 or given.shape[1] < 2:
+        if given is None or target is None or given.dim() < 2:
             return
-        self._tell.fact("classes", ":output", float(given.shape[1]))
-        below = [each for each, _ in node.next_functions if each is not None]
-        logarithms = any(each.name().startswith("LogSoftmax") for each in below)
-        if not logarithms and bool((given >= 0).all() & (given <= 1).all() & (given > 0).any()):
+        if given.shape[1] < 2:
+            self._tell.fact("one-class", _ANSWER, float(given.shape[1]))
+            return
+        self._tell.fact("classes", _ANSWER, float(given.shape[1]))
+        self._look_at_order(target)
+        over = softmax_dimension(node)
+        if over is None and bool((given >= 0).all() & (given <= 1).all() & (given > 0).any()):
             text = "nll_loss wants logarithms and is given numbers between 0 and 1"
-            self._tell.fact("probabilities-as-logits", ":output", text=text)
+            self._tell.fact("probabilities-as-logits", _ANSWER, text=text)
+        elif over is not None and over != 1:
+            text = f"log_softmax was taken over dimension {over}, and the classes are dimension 1"
+            self._tell.fact("softmax-dimension", _ANSWER, float(over), text)
         if self._tokens is not None and is_next_token(self._tokens, target, ignored):
             self._tell.fact("next-token", ":input")
+
+    def _look_at_order(self, target: Tensor) -> None:
+        """Whether each batch has one class, and not all have the same."""
+        if self._classes is None:
+            return
+        if target.numel() < 8 or bool((target != target.reshape(-1)[0]).any()):
+            self._mixed += 1  # where one class ends and the next begins
+        else:
+            self._classes.append(int(target.reshape(-1)[0]))
+        if 2 * self._mixed > len(self._classes):
+            self._classes = None
+            return
+        different = len(set(self._classes))
+        if len(self._classes) >= _ALIKE and different > 1:
+            text = f"{different} classes came so far"
+            self._tell.fact("sorted-classes", _ANSWER, float(different), text)
+            self._classes = None
 
     def _look_at_binary(self, given: Tensor | None) -> None:
         if given is None:
@@ -103,16 +146,4 @@ class LossProbe:
         self._binary = self._binary + 1 if inside and bool((given < 1).any() & (given > 0).any()) else 0
         if self._binary >= 3:
             text = "binary_cross_entropy_with_logits is given numbers between 0 and 1"
-            self._tell.fact("probabilities-as-logits", ":output", text=text)
-
-
-def _nodes(first: Any) -> Iterator[Any]:
-    """The nodes of a graph, those next to the loss first."""
-    waiting, seen = deque([first]), set[int]()
-    while waiting and len(seen) < _NODES:
-        node = waiting.popleft()
-        if node is None or id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield node
-        waiting.extend(each for each, _ in node.next_functions)
+            self._tell.fact("probabilities-as-logits", _ANSWER, text=text)

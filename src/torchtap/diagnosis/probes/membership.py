@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from torchtap._torch_distributed import local_part
 from torchtap.diagnosis.facts import Structure
-from torchtap.diagnosis.probes.base import Ears, Patient, Telling, held_anywhere, is_nonzero
+from torchtap.diagnosis.probes.base import Patient, Telling, held_anywhere, is_nonzero
 from torchtap.taps.receive import training
+from torchtap.taps.receive.ears import Ears
 
 __all__ = ["MembershipProbe", "is_fresh"]
 
@@ -31,6 +32,7 @@ class MembershipProbe(Ears):
         self._structure: Structure | None = None
         self._fresh = is_fresh(patient)
         self._looks: dict[int, int] = {}
+        self._learning = 0  # how many parameters require a gradient
 
     def start(self) -> None:
         training.listen(self)
@@ -39,15 +41,27 @@ class MembershipProbe(Ears):
         training.stop_listening(self)
 
     def ready(self, optimizer: Optimizer) -> None:
+        if not self._tell.live:
+            return
+        self._look_for_thawed()
         looks = self._looks.get(id(optimizer), 0)
-        if not self._tell.live or looks >= _LOOKS:
+        if looks >= _LOOKS:
             return
         self._looks[id(optimizer)] = looks + 1
         kind = type(optimizer)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._held.update((id(each), f"{kind.__module__}.{kind.__qualname__}") for each in parameters)
+        if any(group.get("maximize") for group in optimizer.param_groups):
+            self._tell.fact("maximises", ":output", text=f"{kind.__name__} has maximize=True")
         self._look_at_structure()
         self._look_for_strangers(parameters)
+
+    def _look_for_thawed(self) -> None:
+        """Parameters that are frozen or thawed on the way make it a new training: all is looked at again."""
+        learning = sum(each.requires_grad for each in self._patient.parameters.values())
+        if learning != self._learning:
+            self._learning = learning
+            self._looks.clear()
 
     def _look_at_structure(self) -> None:
         parameters = self._patient.parameters

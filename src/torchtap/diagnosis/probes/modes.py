@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchtap._torch import AnyDropout, RunningNorm
-from torchtap.diagnosis.probes.base import Ears, Patient, Telling
+from torchtap._torch import AnyDropout, RunningNorm, version_of
+from torchtap.diagnosis.probes.base import Patient, Telling
 from torchtap.names import site_name
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.receive import training
+from torchtap.taps.receive.ears import Ears
 
 __all__ = ["ModeProbe", "has_mode"]
 
@@ -35,6 +36,10 @@ class ModeProbe(Ears):
         self._patient = patient
         self._tell = tell
         self._modal = [(place.path, place.module) for place in patient.places if has_mode(place.module)]
+        self._norms = [
+            (place.path, place.module) for place in patient.places if isinstance(place.module, RunningNorm)
+        ]
+        self._before: list[int] = []  # changes of the norms' statistics when an evaluation began
         self._hooks = [PassHooks(model, self) for model in patient.called]
         self._updates = 0
         self._own_looks = False  # passes without gradients belong to the training itself
@@ -66,10 +71,17 @@ class ModeProbe(Ears):
         elif training is False and self._evaluations < _LOOKS:
             self._evaluations += 1
             self.in_evaluation = True
+            self._before = [_changes(module) for _, module in self._norms]
             self._look_at_evaluation()
 
     def end_pass(self) -> None:
-        self.in_evaluation = False
+        if self.in_evaluation:
+            self.in_evaluation = False
+            for (path, module), before in zip(self._norms, self._before, strict=True):
+                # Whatever the flags say: statistics that move are changed by what is evaluated.
+                if _changes(module) != before and not _is_reestimated(module):
+                    text = "its running statistics moved"
+                    self._tell.fact("ignores-eval", site_name(path, "output"), text=text)
 
     def _look_at_silent_pass(self) -> None:
         if self._updates < _SETTLED:
@@ -110,3 +122,8 @@ class ModeProbe(Ears):
 def _is_reestimated(module: nn.Module) -> bool:
     """Batch norm without a momentum averages over all batches: somebody computes its statistics anew."""
     return isinstance(module, RunningNorm) and module.momentum is None
+
+
+def _changes(module: nn.Module) -> int:
+    """How often the statistics of a norm were changed."""
+    return sum(version_of(each) for each in module._buffers.values() if each is not None)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchtap.diagnosis.probes.base import Ears, Patient, Telling
+from torchtap.diagnosis.probes.base import Patient, Telling
 from torchtap.diagnosis.rules.rank_gradients import PAST_THE_WRAPPER, SCALED, UNSYNCED
 from torchtap.diagnosis.rules.rank_progress import SECONDS
 from torchtap.diagnosis.rules.rank_state import BROADCAST
 from torchtap.taps.receive import backward, training
+from torchtap.taps.receive.ears import Ears
 from torchtap.taps.walk.walker import Walker
 
 __all__ = ["RankProbe"]

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtap._torch import saved_by
-from torchtap.diagnosis.probes.base import Ears, Telling
+from torchtap.diagnosis.probes.base import Telling
 from torchtap.diagnosis.rules.rank_progress import TARGETS, WEIGHT
 from torchtap.taps.receive import backward, training
+from torchtap.taps.receive.ears import Ears
 
 __all__ = ["TargetProbe"]
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap._torch_distributed import local_part, placed, spec_of
-from torchtap.diagnosis.probes.base import Ears, Patient, Telling, is_nonzero
+from torchtap.diagnosis.probes.base import Patient, Telling, is_nonzero
 from torchtap.names import site_name
 from torchtap.placement import Box
 from torchtap.taps.receive import training
+from torchtap.taps.receive.ears import Ears
 
 __all__ = ["WeightProbe"]
 
@@ -32,6 +33,8 @@ class WeightProbe(Ears):
 
     def start(self) -> None:
         training.listen(self)
+        for site, times in _repeated(self._patient):
+            self._tell.fact("one-for-many", site, float(times))
 
     def stop(self) -> None:
         training.stop_listening(self)
@@ -75,6 +78,19 @@ def _has_equal_rows(parameter: Tensor) -> bool:
     if not torch.equal(parameter, parameter[:1].expand_as(parameter)):
         return False
     return torch.equal(gradient, gradient[:1].expand_as(gradient)) and is_nonzero(gradient)
+
+
+def _repeated(patient: Patient) -> list[tuple[str, int]]:
+    """Layers with parameters that stand several times in one list, and how often."""
+    found = []
+    for place in patient.places:
+        if isinstance(place.module, (nn.ModuleList, nn.Sequential)):
+            inside = list(place.module._modules.values())
+            for each in dict.fromkeys(inside):
+                times = inside.count(each)
+                if times > 1 and each is not None and next(each.parameters(), None) is not None:
+                    found.append((site_name(patient.paths[id(each)], "output"), times))
+    return found
 
 
 def _tied(patient: Patient) -> list[list[tuple[str, nn.Module, str]]]:

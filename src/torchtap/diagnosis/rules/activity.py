@@ -9,7 +9,7 @@ from typing import ClassVar, final
 import numpy as np
 
 from torchtap.diagnosis.chart import Chart
-from torchtap.diagnosis.finding import Evidence, Finding, Trust
+from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
 from torchtap.diagnosis.places import Place
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.windows import LAST, first_run
@@ -63,9 +63,12 @@ class DeadUnits(Rule):
 
     def _hits(self, chart: Chart, kind: str, where: Callable[[Place], bool]) -> list[Hit]:
         found = chart.grid("dead_share", kind, last=LAST, where=where)
+        if not (found.values >= self.share).any():
+            return []
         samples = _samples(chart)
         hits: list[Hit] = []
-        for row, place in enumerate(found.places if found else ()):
+        for row in np.flatnonzero((found.values >= self.share).any(axis=1)):
+            place = found.places[row]
             column = first_run(found.values[row] >= self.share, self.length)
             if column is not None and samples.get(place.module, self.samples) >= self.samples:
                 hits.append(hit_at(place, found.step(column), found.values[row, column]))
@@ -108,8 +111,13 @@ class DeadValues(Rule):
             if column is not None:
                 hits.append(hit_at(found.places[row], found.step(column), found.values[row, column]))
         message = "{value:.0%} of the values of {site}{also} are exactly zero"
-        evidence = [Evidence("share of zeros", h.value, h.site, "zeros", h.step) for h in hits[:1]]
-        yield from self.found(hits, message, evidence=evidence)
+        grades: dict[Severity, list[Hit]] = {
+            "error": [each for each in hits if each.value == 1],  # nothing at all comes out
+            "warning": [each for each in hits if each.value < 1],
+        }
+        for severity, some in grades.items():
+            evidence = [Evidence("share of zeros", h.value, h.site, "zeros", h.step) for h in some[:1]]
+            yield from self.found(some, message, severity=severity, evidence=evidence)
 
 
 @final

@@ -16,7 +16,15 @@ from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.fact_rules import FactRule
 from torchtap.diagnosis.rules.windows import LAST, first_run
 
-__all__ = ["EqualRows", "HiddenModule", "PaddingLearns", "Probabilities", "SeesTheFuture", "Untied"]
+__all__ = [
+    "EqualRows",
+    "HiddenModule",
+    "OneForMany",
+    "PaddingLearns",
+    "Probabilities",
+    "SeesTheFuture",
+    "Untied",
+]
 
 
 @final
@@ -36,7 +44,6 @@ class HiddenModule(FactRule):
     fix: ClassVar[str] = (
         "self.layers = nn.ModuleList(layers)  # or nn.ModuleDict; nn.Parameter(tensor) for a tensor"
     )
-    fact: ClassVar[str] = "hidden-module"
     message: ClassVar[str] = "{site}{also} is used but registered nowhere: it never learns"
 
 
@@ -53,7 +60,6 @@ class Untied(FactRule):
         "a wrapper or a loader that untied them",
     )
     fix: ClassVar[str] = "model.head.weight = model.embedding.weight  # after loading and moving the model"
-    fact: ClassVar[str] = "untied"
     severity: ClassVar[Severity] = "warning"
     message: ClassVar[str] = "{site}{also} was equal to another weight and is updated apart from it"
 
@@ -73,8 +79,21 @@ class EqualRows(FactRule):
         "weights copied from one row",
     )
     fix: ClassVar[str] = "nn.init.kaiming_normal_(layer.weight)"
-    fact: ClassVar[str] = "equal-rows"
     message: ClassVar[str] = "all units of {site}{also} are copies of each other, and their gradients too"
+
+
+@final
+@dataclass(frozen=True)
+class OneForMany(FactRule):
+    """A list of layers that is one layer."""
+
+    name: ClassVar[str] = "one-for-many"
+    concludes: ClassVar[str] = "The layers of a list are one and the same layer, several times."
+    wrong_if: ClassVar[str] = "The layers are meant to share their weights."
+    causes: ClassVar[tuple[str, ...]] = ("[layer] * n, or a layer that is made outside of the loop",)
+    fix: ClassVar[str] = "nn.ModuleList(nn.Linear(n, n) for _ in range(depth))"
+    severity: ClassVar[Severity] = "info"
+    message: ClassVar[str] = "{site}{also} stands in its list more than once"
 
 
 @final
@@ -140,7 +159,6 @@ class PaddingLearns(FactRule):
     fix: ClassVar[str] = (
         "F.cross_entropy(logits, targets, ignore_index=pad); nn.Embedding(..., padding_idx=pad)"
     )
-    fact: ClassVar[str] = "padding-learns"
     severity: ClassVar[Severity] = "warning"
     message: ClassVar[str] = "padded positions at {site}{also} get gradients"
 

@@ -12,6 +12,7 @@ from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
 from torchtap.diagnosis.places import Place
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
+from torchtap.diagnosis.rules.progress import has_improved
 from torchtap.diagnosis.rules.windows import first_run, rises_steadily
 
 __all__ = ["AttentionCollapse", "GrowingLogits", "SharpAttention"]
@@ -124,7 +125,7 @@ class GrowingLogits(Rule):
     trust: ClassVar[Trust] = "history"
     needs: ClassVar[tuple[Need, ...]] = (Need(""), Need("output", "absmax"))
     wrong_if: ClassVar[str] = (
-        "The outputs are no logits; this is judged only where a loss was seen to take them as such."
+        "The outputs are no logits; this is judged only where a loss was seen to take them as such, and did not fall."
     )
     causes: ClassVar[tuple[str, ...]] = (
         "a learning rate that is too large",
@@ -144,7 +145,8 @@ class GrowingLogits(Rule):
             column = first_run(over, 3)
             if column is None or column < self.window:
                 continue
-            if rises_steadily(values[column - self.window + 1 : column + 1]):
+            risen = rises_steadily(values[column - self.window + 1 : column + 1])
+            if risen and not has_improved(chart, found.step(column), 0.95):  # who is right may be sure
                 hits.append(hit_at(place, found.step(column), values[column]))
         evidence = [Evidence("largest logit", h.value, h.site, "absmax", h.step) for h in hits[:1]]
         yield from self.found(hits, "logits at {site}{also} rise steadily, to {value:.3g}", evidence=evidence)

@@ -14,10 +14,11 @@ from torchtap.diagnosis.facts import Fact
 from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
 from torchtap.diagnosis.places import Place
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
-from torchtap.diagnosis.rules.steps import LOSS, is_weight
+from torchtap.diagnosis.rules.progress import LOSS
+from torchtap.diagnosis.rules.steps import is_weight
 from torchtap.diagnosis.rules.windows import LAST, first_run, median_of_columns
 
-__all__ = ["AtChance", "SameBatch", "WindowScale"]
+__all__ = ["AtChance", "ConstantInput", "SameBatch", "WindowScale"]
 
 _PRINT = ("mean", "std", "min", "max", "l1", "l2")  # of two different batches, all of these never agree
 
@@ -72,6 +73,45 @@ class SameBatch(Rule):
         message = "every step is given the same batch ({site})" + (f": {loader[0].text}" if loader else "")
         hits = [hit_at(place, int(steps[column]), float(self.length))]
         yield from self.found(hits, message, severity=severity, evidence=evidence)
+
+
+@final
+@dataclass(frozen=True)
+class ConstantInput(Rule):
+    """Everything that the model is given is one and the same number."""
+
+    length: int = 3
+    elements: int = 16
+
+    name: ClassVar[str] = "constant-input"
+    concludes: ClassVar[str] = (
+        "The model is given one and the same number everywhere: there is nothing in its input."
+    )
+    trust: ClassVar[Trust] = "invariant"
+    needs: ClassVar[tuple[Need, ...]] = (Need("input", "std"), Need("input", "count"))
+    wrong_if: ClassVar[str] = "The model needs no input."
+    causes: ClassVar[tuple[str, ...]] = (
+        "samples that could not be read and became zeros",
+        "a normalisation, a cast or a mask that leaves nothing",
+    )
+    fix: ClassVar[str] = "Look at a batch as the model gets it: print(x.std(), x.unique())"
+
+    def judge(self, chart: Chart) -> Iterable[Finding]:
+        spread, counts = (
+            chart.grid(statistic, "input", last=LAST, where=is_model_input) for statistic in ("std", "count")
+        )
+        if not spread or spread.values.shape != counts.values.shape:
+            return
+        large = counts.values >= self.elements
+        empty = np.where(large, spread.values == 0, True).all(axis=0) & large.any(axis=0)
+        column = first_run(np.asarray(empty), self.length)
+        if column is None:
+            return
+        place = spread.places[int(np.argmax(large[:, column]))]
+        hits = [hit_at(place, spread.step(column), 0.0)]
+        evidence = [Evidence("spread of the input", 0.0, place.name, "std", spread.step(column))]
+        message = "every value of the model's input is the same ({site})"
+        yield from self.found(hits, message, severity="error", evidence=evidence)
 
 
 @final

@@ -14,16 +14,15 @@ __all__ = ["FactRule"]
 
 
 class FactRule(Rule):
-    """A finding for each fact of one name. Subclasses say which, and what it means."""
+    """A finding for the facts that have the rule's name. Subclasses say what they mean."""
 
     trust: ClassVar[Trust] = "invariant"
     needs: ClassVar[tuple[Need, ...]] = (Need(""),)
-    fact: ClassVar[str]
     message: ClassVar[str]
     severity: ClassVar[Severity] = "error"
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
-        facts = chart.facts(self.fact)
+        facts = chart.facts(self.name)
         hits = [Hit(fact.site, fact.step, fact.value, order) for order, fact in enumerate(facts)]
         if hits:
             yield from self.found(hits, self.message + self.told(facts), severity=self.grade(facts, chart))

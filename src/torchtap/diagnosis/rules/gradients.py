@@ -204,9 +204,11 @@ class ZeroGradient(Rule):
             column = first_run(zero[row], self.length)
             if column is not None and not is_norm(found.places[row]):
                 hits.append(hit_at(found.places[row], found.step(column), 0.0))
+        # A loss of differences does not depend on a last bias: alone, it is no sign of anything.
+        grave = any(not hit.site.endswith("bias") for hit in hits)
         message = "{site}{also}: exactly zero in each of several steps, so these parameters do not learn"
         evidence = [Evidence("largest gradient", 0.0, hit.site, "absmax", hit.step) for hit in hits[:1]]
-        yield from self.found(hits, message, evidence=evidence)
+        yield from self.found(hits, message, severity="warning" if grave else "info", evidence=evidence)
 
 
 @final

@@ -10,7 +10,15 @@ from torchtap.diagnosis.facts import Fact
 from torchtap.diagnosis.finding import Severity
 from torchtap.diagnosis.rules.fact_rules import FactRule
 
-__all__ = ["ErasedGradient", "ForeignOptimizer", "NotOptimized", "StaleGradient"]
+__all__ = [
+    "ErasedGradient",
+    "ForeignOptimizer",
+    "NeverUpdated",
+    "NotOptimized",
+    "NothingLearns",
+    "RenewedOptimizer",
+    "StaleGradient",
+]
 
 
 @final
@@ -26,7 +34,6 @@ class StaleGradient(FactRule):
         "zero_grad() is called on another optimizer or model",
     )
     fix: ClassVar[str] = "optimizer.zero_grad()  # before each backward(), or after each optimizer.step()"
-    fact: ClassVar[str] = "stale-gradient"
     message: ClassVar[str] = (
         "gradients are never set back: {site}{also} held last step's gradient when backward() began"
     )
@@ -42,7 +49,6 @@ class ErasedGradient(FactRule):
     wrong_if: ClassVar[str] = "The update of this one step was left out on purpose."
     causes: ClassVar[tuple[str, ...]] = ("zero_grad() stands between backward() and step()",)
     fix: ClassVar[str] = "optimizer.zero_grad(); loss.backward(); optimizer.step()  # in this order"
-    fact: ClassVar[str] = "erased-gradient"
     message: ClassVar[str] = (
         "backward() computed gradients, but at optimizer.step() none is left at {site}{also}"
     )
@@ -65,7 +71,6 @@ class ForeignOptimizer(FactRule):
     fix: ClassVar[str] = (
         "optimizer = SomeOptimizer(model.parameters())  # after the model is complete and in place"
     )
-    fact: ClassVar[str] = "foreign-optimizer"
     message: ClassVar[str] = "the optimizer holds none of the model's parameters: {site}{also} got a gradient"
 
 
@@ -84,7 +89,6 @@ class NotOptimized(FactRule):
         "a parameter group that was forgotten",
     )
     fix: ClassVar[str] = "optimizer.add_param_group({'params': new_module.parameters()})"
-    fact: ClassVar[str] = "not-in-optimizer"
     message: ClassVar[str] = "{site}{also} gets gradients, but is in no optimizer: it never learns"
 
     def grade(self, facts: list[Fact], chart: Chart) -> Severity:
@@ -92,3 +96,52 @@ class NotOptimized(FactRule):
         inside = sum(chart.structure.sizes.get(site, 0) for site in held)
         outside = sum(chart.structure.sizes.get(fact.site, 0) for fact in facts)
         return "error" if inside >= outside else "info"
+
+
+@final
+@dataclass(frozen=True)
+class NeverUpdated(FactRule):
+    """No optimizer.step()."""
+
+    name: ClassVar[str] = "never-updated"
+    concludes: ClassVar[str] = "Gradients are computed again and again, and no optimizer uses them."
+    wrong_if: ClassVar[str] = "Gradients are all that is wanted, for a look at the data or the weights."
+    causes: ClassVar[tuple[str, ...]] = (
+        "optimizer.step() is missing, or behind a condition that never holds",
+        "another optimizer or model is stepped than the one that is watched",
+    )
+    fix: ClassVar[str] = "optimizer.step()  # after loss.backward()"
+    message: ClassVar[str] = "gradients reach {site} and are never used: its weights stay as they are"
+
+
+@final
+@dataclass(frozen=True)
+class NothingLearns(FactRule):
+    """Updates without any gradient."""
+
+    name: ClassVar[str] = "nothing-learns"
+    concludes: ClassVar[str] = "The optimizer steps, and none of its parameters has a gradient."
+    wrong_if: ClassVar[str] = "Gradients come later, by hand."
+    causes: ClassVar[tuple[str, ...]] = (
+        "loss.backward() is missing",
+        "the loss was taken out of the graph: item(), detach(), numpy(), torch.tensor(loss), torch.no_grad()",
+    )
+    fix: ClassVar[str] = (
+        "loss = criterion(model(x), y); loss.backward()  # the loss itself, not a copy of its value"
+    )
+    message: ClassVar[str] = "the optimizer steps, but no gradient came to {site}{also}"
+
+
+@final
+@dataclass(frozen=True)
+class RenewedOptimizer(FactRule):
+    """An optimizer for each step."""
+
+    name: ClassVar[str] = "optimizer-renewed"
+    concludes: ClassVar[str] = (
+        "Each update is made by another optimizer: moments and step counts are lost each time."
+    )
+    wrong_if: ClassVar[str] = "The optimizer is meant to begin anew at each step."
+    causes: ClassVar[tuple[str, ...]] = ("the optimizer is made inside of the loop",)
+    fix: ClassVar[str] = "optimizer = AdamW(model.parameters())  # once, before the loop"
+    message: ClassVar[str] = "an optimizer is made for each step and forgets what the last one knew ({site})"

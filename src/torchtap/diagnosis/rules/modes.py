@@ -28,7 +28,6 @@ class TrainsInEval(FactRule):
         "the model was loaded in evaluation mode and never switched",
     )
     fix: ClassVar[str] = "model.train()  # at the start of each epoch"
-    fact: ClassVar[str] = "trains-in-eval"
     severity: ClassVar[Severity] = "warning"
     message: ClassVar[str] = "the optimizer updates while the model is in evaluation mode ({site}{also})"
 
@@ -48,7 +47,6 @@ class EvaluatesInTraining(FactRule):
     )
     causes: ClassVar[tuple[str, ...]] = ("model.eval() is missing before the evaluation",)
     fix: ClassVar[str] = "model.eval()  # before the evaluation, and model.train() after it"
-    fact: ClassVar[str] = "evaluates-in-train"
     severity: ClassVar[Severity] = "warning"
     message: ClassVar[str] = "a pass without gradients came in training mode, with {site}{also} switched on"
 
@@ -66,6 +64,5 @@ class IgnoresEval(FactRule):
         "a module that overrides train() or was switched by hand",
     )
     fix: ClassVar[str] = "x = F.dropout(x, p, training=self.training)"
-    fact: ClassVar[str] = "ignores-eval"
     severity: ClassVar[Severity] = "warning"
     message: ClassVar[str] = "{site}{also} goes on in training mode while the model is evaluated"

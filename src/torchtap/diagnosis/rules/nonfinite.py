@@ -16,7 +16,7 @@ import numpy as np
 from torchtap.diagnosis.chart import Chart, Grid
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
 from torchtap.diagnosis.places import Place
-from torchtap.diagnosis.rules.base import Need, Rule
+from torchtap.diagnosis.rules.base import Hit, Need, Rule
 
 __all__ = ["NonFinite", "computed_order"]
 
@@ -63,6 +63,7 @@ class NonFinite(Rule):
             if found and (found.values > 0).any():
                 self._first(chart, found, word, first, masks=word == "inf")
         if not first:
+            yield from self._of_the_loss(chart)
             return
         order = sorted(first.values(), key=lambda each: (each[0], computed_order(each[1])))
         step, place, count, word = order[0]
@@ -87,6 +88,21 @@ class NonFinite(Rule):
                 ),
             ),
             self.trust,
+        )
+
+    def _of_the_loss(self, chart: Chart) -> Iterable[Finding]:
+        """A loss that is not finite though every value of the model is: it was born in the loss itself."""
+        facts = chart.facts("loss-not-finite")
+        hits = [Hit(fact.site, fact.step, fact.value) for fact in facts[:1]]
+        causes = (
+            "a target that is not finite",
+            "a mean over no element: every target is left out",
+            *self.causes[:1],
+        )
+        fix = "Look at the targets of that step: the model's own values are finite."
+        text = f": {facts[0].text}" if facts else ""
+        yield from self.found(
+            hits, "the loss is not a finite number" + text, severity="error", causes=causes, fix=fix
         )
 
     def _first(

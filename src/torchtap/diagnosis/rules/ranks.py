@@ -5,6 +5,7 @@ Judged on a finished run that several ranks wrote; `replicas` says what they hol
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
@@ -42,9 +43,9 @@ class RankRule(Rule):
         if len(chart.ranks) > 1:
             yield from self.compare(chart)
 
+    @abstractmethod
     def compare(self, chart: Chart) -> Iterable[Finding]:
         """What is wrong between the ranks."""
-        raise NotImplementedError
 
     def say(
         self, chart: Chart, hits: list[Hit], message: str, severity: Severity = "error"

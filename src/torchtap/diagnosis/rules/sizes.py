@@ -14,9 +14,10 @@ from torchtap.diagnosis.finding import Evidence, Finding, Trust
 from torchtap.diagnosis.places import Place
 from torchtap.diagnosis.rules.activity import is_layer
 from torchtap.diagnosis.rules.base import Need, Rule, hit_at
+from torchtap.diagnosis.rules.progress import has_improved
 from torchtap.diagnosis.rules.windows import LAST, first_run
 
-__all__ = ["Exploding", "Fading", "InitTooLarge", "UnscaledInput", "Vanishing"]
+__all__ = ["Exploding", "Fading", "InitTooLarge", "Shrinking", "UnscaledInput", "Vanishing"]
 
 
 def is_main_layer(place: Place) -> bool:
@@ -36,7 +37,10 @@ class Exploding(Rule):
     concludes: ClassVar[str] = "A value grew to many times the size that it had in the first steps."
     trust: ClassVar[Trust] = "history"
     needs: ClassVar[tuple[Need, ...]] = (Need("output", "rms"),)
-    wrong_if: ClassVar[str] = "It began at almost nothing, as a factor that is initialised with zero does."
+    wrong_if: ClassVar[str] = (
+        "It began at almost nothing, as a factor that is initialised with zero does; what grows while the loss falls "
+        "is passed over."
+    )
     causes: ClassVar[tuple[str, ...]] = (
         "a learning rate that is too large",
         "no clipping of gradients, no normalisation",
@@ -58,8 +62,11 @@ class Exploding(Rule):
             over = found.values[:, recent] > self.times * base[:, None]
             for row in np.flatnonzero(over.any(axis=1)):
                 column = first_run(over[row], self.length)
-                if column is not None and base[row] > 0:
-                    at = column + (recent.start or 0)
+                if column is None or base[row] <= 0:
+                    continue
+                at = column + (recent.start or 0)
+                # Answers grow where a model becomes sure of what it has learned, gradients where a branch awakes.
+                if not has_improved(chart, found.step(at)):
                     hits.append(hit_at(found.places[row], found.step(at), found.values[row, at] / base[row]))
         evidence = [Evidence("times its early size", h.value, h.site, "rms", h.step) for h in hits[:1]]
         message = "{site}{also} grew to {value:.3g} times its early size, by step {step}"
@@ -166,6 +173,47 @@ class Fading(Rule):
         yield from self.found(
             hits, "the gradient at {site}{also} faded to {value:.1e} of what it was", evidence=evidence
         )
+
+
+@final
+@dataclass(frozen=True)
+class Shrinking(Rule):
+    """Weights that lose half of their size within a few dozen steps, most of them alike."""
+
+    left: float = 0.5
+    steps: int = 60
+    length: int = 2  # records in a row
+
+    name: ClassVar[str] = "shrinking"
+    concludes: ClassVar[str] = (
+        "Weights shrink everywhere and fast: something other than the loss pulls them to zero."
+    )
+    trust: ClassVar[Trust] = "history"
+    needs: ClassVar[tuple[Need, ...]] = (Need("param", "rms"),)
+    wrong_if: ClassVar[str] = "They began far too large, and the loss makes them smaller."
+    causes: ClassVar[tuple[str, ...]] = (
+        "weight decay, times the learning rate, is too strong",
+        "a penalty on the weights outweighs the loss",
+    )
+    fix: ClassVar[str] = "optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)"
+
+    def judge(self, chart: Chart) -> Iterable[Finding]:
+        found = chart.grid("rms", "param", where=is_main_weight)
+        columns = np.flatnonzero(~np.isnan(found.values).all(axis=0)) if found else np.zeros(0, np.int64)
+        if len(columns) <= self.length:
+            return
+        sizes, steps = found.values[:, columns], found.steps[columns]
+        for at in range(max(self.length, len(columns) - LAST), len(columns)):
+            before = int(np.searchsorted(steps, steps[at] - self.steps))
+            left = sizes[:, at - self.length + 1 : at + 1] / np.maximum(sizes[:, before, None], 1e-30)
+            # All but a few: what a loss makes smaller it does not make smaller everywhere.
+            if at - before >= self.length and ((left < self.left).mean(axis=0) >= 0.9).all():
+                at_step = int(steps[at])
+                hits = [hit_at(place, at_step, left[row, -1]) for row, place in enumerate(found.places)]
+                evidence = [Evidence("left of the weight", h.value, h.site, "rms", h.step) for h in hits[:1]]
+                message = "weights shrink everywhere: {value:.0%} is left of {site}{also}"
+                yield from self.found(hits, message, evidence=evidence)
+                return
 
 
 @final

@@ -9,17 +9,16 @@ from typing import ClassVar, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.chart import EARLY, Chart
+from torchtap.diagnosis.chart import EARLY, Chart, Grid
 from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
 from torchtap.diagnosis.places import Place
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.gradients import is_norm
-from torchtap.diagnosis.rules.windows import LAST, first_run, median_of_columns
+from torchtap.diagnosis.rules.progress import LOSS
+from torchtap.diagnosis.rules.windows import LAST, first_run, first_run_of, last_known, median_of_columns
 from torchtap.names import site_name
 
 __all__ = ["LostUpdates", "RateGone", "StepTooLarge", "StepTooSmall"]
-
-LOSS = ":value.loss"
 
 
 def is_weight(place: Place) -> bool:
@@ -30,6 +29,11 @@ def is_weight(place: Place) -> bool:
         and "Embedding" not in place.module_class
         and (place.shape is None or len(place.shape) >= 2)
     )
+
+
+def is_short_weight(place: Place) -> bool:
+    """A matrix of weights in a short format. In float32 it is the update that is too small, not the format."""
+    return is_weight(place) and place.dtype not in ("float32", "float64")
 
 
 def _rates(chart: Chart) -> npt.NDArray[np.float64] | None:
@@ -47,6 +51,11 @@ def _still_warming(chart: Chart) -> npt.NDArray[np.bool_]:
         return np.zeros(len(chart.steps), np.bool_)
     rising = np.diff(rates, append=rates[-1:]) > 0
     return np.asarray(rising | (rates == 0), np.bool_)
+
+
+def _recorded(grid: Grid) -> npt.NDArray[np.bool_]:
+    """The columns in which anything was recorded."""
+    return np.asarray((~np.isnan(grid.values)).any(axis=0), np.bool_)
 
 
 @final
@@ -127,23 +136,25 @@ class StepTooLarge(Rule):
         ratios = chart.grid("ratio", "update", where=is_weight)
         if not ratios or len(chart.steps) < self.length + 1:
             return
-        middle = median_of_columns(ratios.values)
+        middle = last_known(median_of_columns(ratios.values))  # not every record has what the optimizer did
         worse = self._worse(chart)
         # The first updates may be large (Adam, small weights); what matters is that they stay and do harm.
         large = np.nan_to_num(middle) > self.ratio
         wild = np.nan_to_num(middle) > 10 * self.ratio  # the weights are exchanged at each step
-        column = first_run((large & worse) | (wild & self._not_better(chart)), self.length)
+        harm = (large & worse) | (wild & self._not_better(chart))
+        column = first_run(harm, self.length)
         if column is None:
             return
-        rows = np.argsort(-np.nan_to_num(ratios.values[:, column]))
+        known = ratios.values[:, np.flatnonzero(_recorded(ratios)[: column + 1])[-1]]
+        rows = np.argsort(-np.nan_to_num(known))
         at = ratios.step(column)
-        hits = [hit_at(ratios.places[row], at, ratios.values[row, column]) for row in sorted(rows[:5])]
+        hits = [hit_at(ratios.places[row], at, known[row]) for row in sorted(rows[:5])]
         evidence = [
             Evidence("update over weight, middle of all", float(middle[column]), hits[0].site, "ratio", at),
             Evidence("loss", float(self._loss(chart)[column]), LOSS, "value", at),
         ]
         message = f"updates change weights by {middle[column]:.0%} a step and the loss gets worse ({{site}}{{also}})"
-        yield from self.found(hits, message, evidence=evidence)
+        yield from self.found(hits, message, severity="error", evidence=evidence)
 
     def _loss(self, chart: Chart) -> npt.NDArray[np.float64]:
         steps, values = chart.series(LOSS)
@@ -172,7 +183,8 @@ class StepTooSmall(Rule):
     """From the start each update is a vanishing part of freshly initialised weights."""
 
     ratio: float = 1.5e-4
-    length: int = 10  # momentum makes steps grow for about so many
+    length: int = 6  # records
+    steps: int = 10  # momentum makes updates grow for about so many
 
     name: ClassVar[str] = "step-too-small"
     concludes: ClassVar[str] = (
@@ -199,11 +211,14 @@ class StepTooSmall(Rule):
         middle = np.nan_to_num(ratios.values, posinf=0.0).max(axis=0)
         small = (middle > 0) & (middle < self.ratio) & ~_still_warming(chart)
         since_start = np.logical_and.accumulate(
-            small | _still_warming(chart) | chart.skipped | np.isnan(middle)
+            small | _still_warming(chart) | chart.skipped | ~_recorded(ratios)
         )
-        column = first_run((small & since_start)[:EARLY], self.length)
-        if column is None:
+        columns = np.flatnonzero((small & since_start)[:EARLY])[self.length - 1 :]
+        first = int(np.argmax(small))
+        columns = columns[ratios.steps[columns] - ratios.steps[first] >= self.steps - 1]
+        if not len(columns):
             return
+        column = int(columns[0])
         step = ratios.step(column)
         hits = [hit_at(place, step, middle[column]) for place in ratios.places]
         evidence = [
@@ -237,7 +252,7 @@ class LostUpdates(Rule):
     fix: ClassVar[str] = "model.float()  # and torch.autocast('cuda', torch.bfloat16) around the forward"
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
-        changed = chart.grid("zeros", "update", last=LAST, where=is_weight)
+        changed = chart.grid("zeros", "update", last=LAST, where=is_short_weight)
         gradients = chart.grid("zeros", "param_grad", last=LAST, where=is_weight)
         sizes = chart.grid("rms", "param_grad", where=is_weight)
         if not changed or not gradients or len(sizes.places) != len(gradients.places):
@@ -254,7 +269,8 @@ class LostUpdates(Rule):
             if other is None:
                 continue
             lost = changed.values[row] - gradients.values[other]
-            column = first_run((lost > self.share) & asked[other] & ~idle, self.length)
+            lost_now = (lost > self.share) & asked[other] & ~idle
+            column = first_run_of(lost_now, ~np.isnan(lost), self.length)
             if column is not None:
                 hits.append(hit_at(place, changed.step(column), lost[column]))
         if len(hits) * 2 < len(changed.places):

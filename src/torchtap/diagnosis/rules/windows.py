@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LAST", "first_run", "median_of_columns", "rises_steadily"]
+__all__ = ["LAST", "first_run", "first_run_of", "last_known", "median_of_columns", "rises_steadily"]
 
 LAST = 24  # columns that a rule looks back; a chart is judged at least every eight
 
@@ -22,6 +22,20 @@ def first_run(holds: Flags, length: int) -> int | None:
     run = np.convolve(holds.astype(np.int64), np.ones(length, np.int64), "valid")
     ends = np.flatnonzero(run == length)
     return int(ends[0]) + length - 1 if len(ends) else None
+
+
+def first_run_of(holds: Flags, there: Flags, length: int) -> int | None:
+    """The same for what is not recorded in every column: ``length`` times in a row of those in which it is."""
+    columns = np.flatnonzero(there)
+    at = first_run(holds[columns], length)
+    return None if at is None else int(columns[at])
+
+
+def last_known(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Each number that is missing is the last one before it."""
+    there = ~np.isnan(values)
+    before = np.maximum.accumulate(np.where(there, np.arange(len(values)), 0))
+    return np.asarray(values[before], np.float64)
 
 
 def median_of_columns(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -30,6 +30,7 @@ from torchtap.plan import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.session import watch
 from torchtap.sinks.registry import make_sink
+from torchtap.step_loss import StepLoss
 from torchtap.taps.receive.losses import LossCatcher
 from torchtap.watching import Watch
 
@@ -119,22 +120,6 @@ class Recording:
         except Exception as error:
             _say(f"the recording could not be ended: {error}")
         keep_the_exit_code_of_an_interrupt()
-
-
-@final
-class StepLoss:
-    """The loss of a step is the sum of what ``backward()`` was called on in it: the optimizer uses its gradient."""
-
-    def __init__(self) -> None:
-        self._step = -1
-        self._sum: Tensor | None = None
-
-    def add(self, watch: Watch, loss: Tensor) -> None:
-        """Log the sum of this step's losses so far."""
-        step = watch.step_number
-        self._sum = loss.float() if step != self._step or self._sum is None else self._sum + loss.float()
-        self._step = step
-        watch.log(loss=self._sum)
 
 
 def taps_of(settings: Settings) -> list[Tap]:

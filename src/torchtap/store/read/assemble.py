@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ def _grids(parts: Sequence[Part], timeline: Timeline) -> Iterator[tuple[int, Gri
     for number, part in enumerate(parts):
         for segment in part.scalars:
             for grid in segment.grids:
-                yield int(timeline.starts[number]) + segment.start, grid
+                start = int(timeline.starts[number]) + segment.start
+                yield start, replace(grid, lenient=True) if timeline.partial else grid
 
 
 def series_of(parts: Sequence[Part], timeline: Timeline, site: str, statistic: str, phase: str) -> Series:

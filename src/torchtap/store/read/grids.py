@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from torchtap.store.format.seal import load_json
 from torchtap.store.format.segment import Segment
 
 __all__ = ["Axes", "AxesCache", "Grid", "read_grids"]
+
+Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 
 @final
@@ -55,13 +57,17 @@ def _axes(note: str | None, cache: AxesCache) -> Axes:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """One grid of one segment. ``rows`` are positions in the segment's clock."""
+    """One grid of one segment. ``rows`` are positions in the segment's clock.
+
+    Numbers that are damaged are an error that names the file; NaN where the caller wants what there is (``lenient``).
+    """
 
     segment: Segment
     axes: Axes
     rows: npt.NDArray[np.int64]
     values: Entry
     present: Entry | None
+    lenient: bool = False
 
     def series(self, site: str, statistic: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Rows of the clock and the values there; only those at which the site was present."""
@@ -69,13 +75,27 @@ class Grid:
         values = self.rectangle([row], self.axes.statistic_index[statistic])[0]
         if self.present is None:
             return self.rows, values
-        here = self._presence([row])[0]
+        here = self.presence([row])[0]
         return self.rows[here], values[here]
 
     def rectangle(self, sites: Sequence[int], statistic: int) -> npt.NDArray[np.float64]:
         """One statistic of some sites: (sites, rows)."""
-        if not len(sites) or not len(self.rows):
-            return np.zeros((len(sites), len(self.rows)))
+        shape = len(sites), len(self.rows)
+        if not all(shape):
+            return np.zeros(shape)
+        return self._taken(lambda: self._rectangle(sites, statistic), lambda: np.full(shape, np.nan))
+
+    def _taken(self, read: Callable[[], Array], instead: Callable[[], Array]) -> Array:
+        try:
+            return read()
+        except RunCorruptError as damage:
+            if self.lenient:
+                return instead()
+            raise RunCorruptError(
+                f"{self.segment.file}: {damage}; partial=True gives NaN for its steps, and everything else"
+            ) from damage
+
+    def _rectangle(self, sites: Sequence[int], statistic: int) -> npt.NDArray[np.float64]:
         width = len(self.rows) * 8
         first, last = min(sites), max(sites)
         start = statistic * len(self.axes.sites) * width
@@ -94,7 +114,10 @@ class Grid:
 
     def all_values(self) -> npt.NDArray[np.float64]:
         """Every value: (sites, statistics, rows)."""
-        stored: npt.NDArray[np.float64] = self.segment.array(self.values, "<f8")
+        shape = len(self.axes.statistics), len(self.axes.sites), len(self.rows)
+        stored: npt.NDArray[np.float64] = self._taken(
+            lambda: self.segment.array(self.values, "<f8"), lambda: np.full(shape, np.nan)
+        )
         return stored.transpose(1, 0, 2)
 
     def _presence(self, sites: Sequence[int]) -> npt.NDArray[np.bool_]:
@@ -107,10 +130,15 @@ class Grid:
         return np.stack([np.frombuffer(piece, np.uint8) != 0 for piece in pieces])
 
     def presence(self, sites: Sequence[int] | None = None) -> npt.NDArray[np.bool_]:
-        """Where sites were there: (sites, rows)."""
+        """Where sites were there: (sites, rows). Where that is damaged, nothing is known to have been there."""
+        asked = range(len(self.axes.sites)) if sites is None else sites
+        shape = len(asked), len(self.rows)
         if self.present is None or sites is not None:
-            return self._presence(range(len(self.axes.sites)) if sites is None else sites)
-        whole: npt.NDArray[Any] = self.segment.array(self.present, "|u1") != 0
+            return self._taken(lambda: self._presence(asked), lambda: np.zeros(shape, bool))
+        entry = self.present
+        whole: npt.NDArray[Any] = self._taken(
+            lambda: self.segment.array(entry, "|u1") != 0, lambda: np.zeros(shape, bool)
+        )
         return whole
 
 

@@ -165,7 +165,7 @@ class Strand:
     def phases_of_sites(self) -> dict[str, set[str]]:
         """The phases in which anything of each site was recorded."""
         if self._site_phases is None:
-            self._site_phases = self._steady(lambda: phases_of(self._all_parts(), self._timeline))
+            self._site_phases = self._steady(lambda: phases_of(self._all_parts(), self._line(partial=True)))
         return self._site_phases
 
     def phase_of(self, site: str) -> str:
@@ -248,7 +248,7 @@ class Strand:
         if site is None:
             return self._timeline.steps.copy()
         of_numbers = self._steady(
-            lambda: steps_of(self._all_parts(), self._timeline, site, self.phase_of(site))
+            lambda: steps_of(self._all_parts(), self._line(partial=True), site, self.phase_of(site))
         )
         of_tensors = np.array([ref.step for ref in self.tensors(site)], np.int64)
         return np.union1d(of_numbers, of_tensors)

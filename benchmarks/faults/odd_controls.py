@@ -1,0 +1,577 @@
+"""More healthy trainings that look odd: what people do on purpose and a rule may take for a fault."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.faults.kit import Kit, sequence_loss
+from benchmarks.faults.models import CNN, GPT, MLP, images, points, texts, tokens
+
+__all__ = ["ODD_CONTROLS"]
+
+
+def warm_restarts(kit: Kit) -> None:
+    model = CNN()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 15)
+    kit.fit(model, optimizer, images(kit.seed), 70, after_step=lambda step: schedule.step())
+
+
+def one_cycle(kit: Kit) -> None:
+    model = MLP(depth=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=80)
+    kit.fit(model, optimizer, points(kit.seed), 79, after_step=lambda step: schedule.step())
+
+
+def large_batch(kit: Kit) -> None:
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=20)
+    kit.fit(model, optimizer, points(kit.seed, 2048), 60, after_step=lambda step: schedule.step())
+
+
+def sparse_embedding(kit: Kit) -> None:
+    embedding, head = nn.EmbeddingBag(5000, 16, mode="mean", sparse=True), nn.Linear(16, 4)
+    model = nn.Sequential(embedding, head)
+    sparse = torch.optim.SparseAdam(list(embedding.parameters()), lr=1e-2)
+    dense = torch.optim.Adam(head.parameters(), lr=1e-2)
+    kit.doctor(model, sparse, dense)
+    for step in range(60):
+        make = torch.Generator().manual_seed(1000 * kit.seed + step)
+        rare = (torch.rand(64, 8, generator=make) ** 6 * 5000).long()
+        sparse.zero_grad()
+        dense.zero_grad()
+        F.cross_entropy(model(rare), rare.sum(1) % 4).backward()
+        sparse.step()
+        dense.step()
+
+
+def uneven_accumulation(kit: Kit) -> None:
+    """Micro-batches of different sizes, each weighted by its samples."""
+    model, batches = MLP(), points(kit.seed, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    call = kit.ready(model)
+    kit.doctor(call, optimizer)
+    for step in range(40):
+        x, y = batches(step)
+        cuts = [[40, 24], [64], [10, 20, 34], [8, 56]][step % 4]
+        optimizer.zero_grad()
+        for given, wanted in zip(x.split(cuts), y.split(cuts), strict=True):
+            (F.cross_entropy(call(given), wanted) * len(wanted) / len(y)).backward()
+        optimizer.step()
+
+
+def frozen_backbone(kit: Kit) -> None:
+    """A trained backbone in evaluation mode, without gradients; a fresh head."""
+    backbone = CNN()
+    warm = torch.optim.AdamW(backbone.parameters(), lr=1e-3)
+    for step in range(15):
+        x, y = images(kit.seed + 50)(step)
+        warm.zero_grad()
+        F.cross_entropy(backbone(x), y).backward()
+        warm.step()
+    backbone.requires_grad_(False).eval()
+    backbone.fc = nn.Linear(256, 4)
+
+    kit.fit(backbone, torch.optim.AdamW(backbone.fc.parameters(), lr=1e-2), images(kit.seed), 40)
+
+
+def gradual_unfreezing(kit: Kit) -> None:
+    model = MLP(depth=4)
+    model.layers.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-2)
+
+    def after(step: int) -> None:
+        if step == 19:
+            model.layers.requires_grad_(True)
+            optimizer.add_param_group({"params": model.layers.parameters(), "lr": 1e-3})
+
+    kit.fit(model, optimizer, points(kit.seed), 50, after_step=after)
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.actor, self.critic = nn.Linear(64, 3), nn.Linear(64, 1)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.orthogonal_(module.weight, 2**0.5)
+                nn.init.zeros_(module.bias)
+        nn.init.orthogonal_(self.actor.weight, 0.01)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return self.actor(x), self.critic(x)
+
+
+def proximal_policy(kit: Kit) -> None:
+    """Rollouts in training mode, several updates on the same samples, rewards whose scale changes."""
+    model = ActorCritic()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-4, eps=1e-5)
+    call = kit.ready(model)
+    kit.doctor(call, optimizer)
+    make = torch.Generator().manual_seed(kit.seed)
+    for round_ in range(12):
+        states = torch.randn(128, 16, generator=make)
+        with torch.no_grad():
+            logits, values = call(states)
+        actions = torch.distributions.Categorical(logits=logits).sample()
+        rewards = (actions == (states[:, 0] > 0)).float() * (10 if round_ > 5 else 1)
+        old = F.log_softmax(logits, -1).gather(1, actions[:, None])[:, 0]
+        gain = rewards - values[:, 0]
+        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+        for _ in range(4):
+            for part in torch.randperm(128, generator=make).split(32):
+                logits, values = call(states[part])
+                chosen = torch.distributions.Categorical(logits=logits)
+                ratio = (chosen.log_prob(actions[part]) - old[part]).exp()
+                held = ratio.clamp(0.8, 1.2)
+                policy = -torch.min(ratio * gain[part], held * gain[part]).mean()
+                value = F.mse_loss(values[:, 0], rewards[part])
+                optimizer.zero_grad()
+                (policy + 0.5 * value - 0.01 * chosen.entropy().mean()).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+
+
+def much_dropout(kit: Kit) -> None:
+    model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Dropout(0.9), nn.Linear(256, 4))
+    kit.fit(model, torch.optim.Adam(model.parameters(), lr=3e-3), points(kit.seed), 80)
+
+
+class SquaredReLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+def squared_relu(kit: Kit) -> None:
+    model = MLP(depth=4, activation=SquaredReLU)
+    kit.fit(model, torch.optim.AdamW(model.parameters(), lr=3e-3), points(kit.seed), 80)
+
+
+def wasserstein_gan(kit: Kit) -> None:
+    """A critic whose loss has no bottom, five updates for each of the generator, a gradient penalty."""
+    generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16))
+    critic = nn.Sequential(nn.Linear(16, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+    first = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.0, 0.9))
+    second = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.0, 0.9))
+    kit.doctor({"G": generator, "D": critic}, first, second)
+    for step in range(30):
+        for inner in range(5):
+            real = points(kit.seed)(5 * step + inner)[0]
+            fake = generator(torch.randn(64, 8)).detach()
+            mixed = torch.lerp(real, fake, torch.rand(64, 1)).requires_grad_()
+            slope = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)[0]
+            penalty = (slope.norm(dim=1) - 1).square().mean()
+            second.zero_grad()
+            (critic(fake).mean() - critic(real).mean() + 10 * penalty).backward()
+            second.step()
+        first.zero_grad()
+        (-critic(generator(torch.randn(64, 8))).mean()).backward()
+        first.step()
+
+
+def skipping_scaler(kit: Kit) -> None:
+    """A scaler that grows often and so leaves an update out every few steps, as it is meant to."""
+    model = MLP()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    call, batches = kit.ready(model), points(kit.seed)
+    scale = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    factor = 1.0
+    model.head.weight.register_hook(lambda gradient: gradient * factor)  # float16 would overflow by itself
+    kit.doctor(call, optimizer)
+    for step in range(60):
+        x, y = batches(step)
+        optimizer.zero_grad()
+        factor = torch.inf if step % 6 == 5 else 1.0
+        scale.scale(F.cross_entropy(call(x), y)).backward()
+        scale.step(optimizer)
+        scale.update()
+
+
+def growing_sequences(kit: Kit) -> None:
+    model = GPT()
+    batches = tokens(kit.seed)
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x, y = batches(step)
+        length = min(16, 4 + step // 5)
+        return x[:, :length].contiguous(), y[:, :length].contiguous()
+
+    kit.fit(model, torch.optim.AdamW(model.parameters(), lr=3e-3), batch, 70, loss=sequence_loss)
+
+
+class MeanTeacher(nn.Module):
+    """A student and, in the same tree, a teacher that follows it and is in no optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = MLP()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return self.student(x + 0.1 * torch.randn_like(x)), wanted
+
+
+def mean_teacher(kit: Kit) -> None:
+    model = MeanTeacher()
+    optimizer = torch.optim.AdamW(model.student.parameters(), lr=3e-3)
+    call, batches = kit.ready(model), points(kit.seed)
+    kit.doctor(call, optimizer)
+    for step in range(50):
+        x, y = batches(step)
+        said, wanted = call(x)
+        optimizer.zero_grad()
+        (F.cross_entropy(said, y) + F.mse_loss(said, wanted)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mine, other in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+                mine.lerp_(other, 0.05)
+
+
+def noisy_labels(kit: Kit) -> None:
+    model, batches = MLP(), points(kit.seed)
+
+    def noisy(step: int) -> tuple[Tensor, Tensor]:
+        x, y = batches(step)
+        make = torch.Generator().manual_seed(step)
+        wrong = torch.rand(len(y), generator=make) < 0.5
+        return x, torch.where(wrong, torch.randint(0, 4, y.shape, generator=make), y)
+
+    kit.fit(model, torch.optim.AdamW(model.parameters(), lr=3e-3), noisy, 160)
+
+
+def by_heart(kit: Kit) -> None:
+    """A tiny data set that is learned until nothing is left of the loss."""
+    model = MLP(hidden=128)
+    x, y = points(kit.seed, 32)(0)
+    loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    call = kit.ready(model)
+    kit.doctor(call, optimizer)
+    for _ in range(100):
+        for given, wanted in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(call(given), wanted).backward()
+            optimizer.step()
+
+
+def tail_of_a_schedule(kit: Kit) -> None:
+    """A cosine to exactly zero, and three more steps."""
+    model = MLP()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, step / 57)))
+    )
+    kit.fit(model, optimizer, points(kit.seed), 60, after_step=lambda step: schedule.step())
+
+
+class Experts(nn.Module):
+    """Each sample goes to one of eight experts; some get none in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(8)
+        )
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chances = self.router(x).softmax(-1)
+        most, where = chances.max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.nonzero(where == number)[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * most[rows, None])
+        return self.head(x + out)
+
+
+def experts(kit: Kit) -> None:
+    model = Experts()
+    kit.fit(model, torch.optim.AdamW(model.parameters(), lr=3e-3), points(kit.seed, 16), 60)
+
+
+class StochasticDepth(MLP):
+    """Layers that are left out at random while it learns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activations[0](self.layers[0](x))
+        for layer, activation in zip(self.layers[1:], self.activations[1:], strict=True):
+            if not self.training or torch.rand(()) > 0.5:
+                x = x + activation(layer(x))
+        return self.head(x)
+
+
+def stochastic_depth(kit: Kit) -> None:
+    model = StochasticDepth(depth=6)
+    kit.fit(model, torch.optim.AdamW(model.parameters(), lr=1e-3), points(kit.seed), 50)
+
+
+def rare_class(kit: Kit) -> None:
+    """One sample in fifty is positive: most batches look alike to the loss."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x = points(kit.seed)(step)[0]
+        return x, (x[:, :1] > 2.0).float()
+
+    loss = F.binary_cross_entropy_with_logits
+    kit.fit(model, torch.optim.Adam(model.parameters(), lr=1e-3), batch, 80, loss=loss)
+
+
+def contrastive(kit: Kit) -> None:
+    """Two views of each sample; the classes of the loss are the samples of the batch."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    call, batches = kit.ready(model), points(kit.seed)
+    kit.doctor(call, optimizer)
+    for step in range(100):
+        x = batches(step)[0]
+        one, other = (F.normalize(call(x + 0.3 * torch.randn_like(x)), dim=-1) for _ in range(2))
+        optimizer.zero_grad()
+        F.cross_entropy(one @ other.T / 0.1, torch.arange(len(x))).backward()
+        optimizer.step()
+
+
+def denoiser(kit: Kit) -> None:
+    """Learns to tell the noise: the loss begins at one and falls slowly."""
+    model = nn.Sequential(nn.Linear(17, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 16))
+    nn.init.zeros_(model[-1].weight)
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        make = torch.Generator().manual_seed(1000 * kit.seed + step)
+        clean, noise = (torch.randn(128, 16, generator=make) for _ in range(2))
+        time = torch.rand(128, 1, generator=make)
+        return torch.cat([clean * (1 - time) + noise * time, time], 1), noise
+
+    kit.fit(model, torch.optim.AdamW(model.parameters(), lr=2e-4), batch, 100, loss=F.mse_loss)
+
+
+class TwoTasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 64)
+        self.heads = nn.ModuleList([nn.Linear(64, 4), nn.Linear(64, 4)])
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return self.heads[task](F.relu(self.body(x)))
+
+
+def tasks_in_turn(kit: Kit) -> None:
+    """One of two heads has a gradient in each step."""
+    model = TwoTasks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batches = points(kit.seed)
+    kit.doctor(model, optimizer)
+    for step in range(60):
+        x, y = batches(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, step // 8 % 2), y).backward()
+        optimizer.step()
+
+
+class SignDescent(torch.optim.Optimizer):
+    """An optimizer of somebody's own."""
+
+    def __init__(self, parameters: object, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    held = self.state[each].setdefault("m", torch.zeros_like(each))
+                    each.sub_(group["lr"] * (0.9 * held + 0.1 * each.grad).sign())
+                    held.lerp_(each.grad, 0.01)
+
+
+def own_optimizer(kit: Kit) -> None:
+    model = GPT()
+    kit.fit(model, SignDescent(model.parameters(), 3e-4), tokens(kit.seed), 60, loss=sequence_loss)
+
+
+class Packed(nn.Module):
+    """A recurrent classifier that packs its sequences, as it should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 32, padding_idx=0)
+        self.rnn = nn.GRU(32, 48, batch_first=True)
+        self.fc = nn.Linear(48, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        packed = pack_padded_sequence(
+            self.embedding(ids), (ids != 0).sum(1).cpu(), batch_first=True, enforce_sorted=False
+        )
+        return self.fc(self.rnn(packed)[1][-1])
+
+
+def packed_sequences(kit: Kit) -> None:
+    model = Packed()
+    kit.fit(model, torch.optim.Adam(model.parameters(), lr=1e-2), texts(kit.seed), 50)
+
+
+def masked_tokens(kit: Kit) -> None:
+    """Attention to both sides, as it is meant where masked tokens are to be told."""
+    model = GPT(causal=False)
+    batches = tokens(kit.seed)
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        ids = batches(step)[0]
+        hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(step)) < 0.15
+        return ids.masked_fill(hidden, 30), ids.masked_fill(~hidden, -100)
+
+    kit.fit(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch, 80, loss=sequence_loss)
+
+
+class Rezero(MLP):
+    """Branches whose factor begins at zero."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=6)
+        self.factors = nn.Parameter(torch.zeros(len(self.layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activations[0](self.layers[0](x))
+        for number in range(1, len(self.layers)):
+            x = x + self.factors[number] * self.activations[number](self.layers[number](x))
+        return self.head(x)
+
+
+def factors_from_zero(kit: Kit) -> None:
+    model = Rezero()
+    nn.init.zeros_(model.head.weight)
+    kit.fit(model, torch.optim.AdamW(model.parameters(), lr=3e-3), points(kit.seed), 60)
+
+
+def nudged(kit: Kit) -> None:
+    """Trained weights and a learning rate of 2e-5."""
+    model = GPT(tied=True)
+    warm, batches = torch.optim.AdamW(model.parameters(), lr=3e-3), tokens(kit.seed + 9)
+    for step in range(60):
+        x, y = batches(step)
+        warm.zero_grad()
+        sequence_loss(model(x), y).backward()
+        warm.step()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+    kit.fit(model, optimizer, tokens(kit.seed), 40, loss=sequence_loss)
+
+
+class Quantised(nn.Module):
+    """The nearest of 32 codes, whose gradient goes straight through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 8), nn.Linear(8, 16)
+        self.codes = nn.Parameter(torch.randn(32, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.inner(x)
+        near = self.codes[torch.cdist(x.detach(), self.codes.detach()).argmin(1)]
+        extra = F.mse_loss(near, x.detach()) + 0.25 * F.mse_loss(x, near.detach())
+        return self.outer(x + (near - x).detach()), extra
+
+
+def straight_through(kit: Kit) -> None:
+    model = Quantised()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    call, batches = kit.ready(model), points(kit.seed)
+    kit.doctor(call, optimizer)
+    for step in range(60):
+        x = batches(step)[0]
+        again, extra = call(x)
+        optimizer.zero_grad()
+        (F.mse_loss(again, x) + extra).backward()
+        optimizer.step()
+
+
+def target_network(kit: Kit) -> None:
+    """Values against those of an older copy, one epoch of random states."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    older = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    call, batches = kit.ready(model), points(kit.seed)
+    kit.doctor(call, optimizer)
+    for step in range(80):
+        x, best = batches(step)
+        with torch.no_grad():
+            wanted = older(batches(step + 500)[0]).max(1).values * 0.99 + (best == 0)
+        optimizer.zero_grad()
+        F.smooth_l1_loss(call(x).gather(1, best[:, None])[:, 0], wanted).backward()
+        optimizer.step()
+        if step % 20 == 19:
+            older.load_state_dict(model.state_dict())
+
+
+def counted_words(kit: Kit) -> None:
+    """Bags of words: nearly all of an input is zero."""
+    model = nn.Sequential(nn.Linear(800, 64), nn.ReLU(), nn.Linear(64, 4))
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        make = torch.Generator().manual_seed(1000 * kit.seed + step)
+        words = torch.randint(0, 800, (64, 12), generator=make)
+        return torch.zeros(64, 800).scatter_add_(1, words, torch.ones(64, 12)), words[:, 0] % 4
+
+    kit.fit(model, torch.optim.AdamW(model.parameters(), lr=3e-3), batch, 60)
+
+
+def in_bfloat16(kit: Kit) -> None:
+    """Autocast to bfloat16 with weights in float32, as one should."""
+    model = GPT()
+
+    def loss(logits: Tensor, wanted: Tensor) -> Tensor:
+        return sequence_loss(logits.float(), wanted)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        kit.fit(model, torch.optim.AdamW(model.parameters(), lr=3e-3), tokens(kit.seed), 50, loss=loss)
+
+
+def evaluated_first(kit: Kit) -> None:
+    """An evaluation before the first step and after each epoch; the best weights are put back at the end."""
+    model = CNN()
+    call, batches = kit.ready(model), images(kit.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.inference_mode():
+            for number in range(3):
+                call(batches(7000 + number)[0])
+        model.train()
+
+    evaluate()
+    kit.fit(
+        model,
+        optimizer,
+        batches,
+        50,
+        call=call,
+        after_step=lambda step: evaluate() if step % 10 == 9 else None,
+    )
+
+
+ODD_CONTROLS: list[tuple[str, Callable[[Kit], None]]] = [
+    (work.__name__, work)
+    for work in (
+        warm_restarts, one_cycle, large_batch, sparse_embedding, uneven_accumulation, frozen_backbone,
+        gradual_unfreezing, proximal_policy, much_dropout, squared_relu, wasserstein_gan, skipping_scaler,
+        growing_sequences, mean_teacher, noisy_labels, by_heart, tail_of_a_schedule, experts, stochastic_depth,
+        rare_class, contrastive, denoiser, tasks_in_turn, own_optimizer, packed_sequences, masked_tokens,
+        factors_from_zero, nudged, straight_through, target_network, counted_words, in_bfloat16, evaluated_first,
+    )
+]  # fmt: skip

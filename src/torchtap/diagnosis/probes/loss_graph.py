@@ -1,0 +1,80 @@
+"""What autograd's graph says of a loss: its nodes, what they have kept, and shapes that should not meet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torchtap._torch import saved_by, shape_from
+
+__all__ = ["broadcast", "is_error", "nodes", "softmax_dimension"]
+
+_NODES = 40  # of a graph, from the loss on
+_CHAIN = 8  # nodes between a loss and what was done to it
+# These are never negative, whatever their arguments.
+_NEVER_NEGATIVE = ("NllLoss", "BinaryCrossEntropy", "MseLoss", "SmoothL1Loss", "HuberLoss")
+_DIFFERENCES = ("Sub", "Rsub", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy")
+
+
+def nodes(first: Any) -> Iterator[Any]:
+    """The nodes of a graph, those next to the loss first."""
+    waiting, seen = deque([first]), set[int]()
+    while waiting and len(seen) < _NODES:
+        node = waiting.popleft()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        waiting.extend(_before(node))
+
+
+def _before(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def is_error(first: Any) -> bool:
+    """Whether a loss is one that cannot be negative, times factors: its sign is that of the factors."""
+    node = first
+    for _ in range(_CHAIN):
+        if node is None:
+            return False
+        if node.name().startswith(_NEVER_NEGATIVE):
+            return True
+        below = _before(node)
+        if len(below) != 1:
+            return False
+        node = below[0]
+    return False
+
+
+def softmax_dimension(node: Any) -> int | None:
+    """Of a node that takes log-probabilities of classes: the dimension that they were normalised over, from 0."""
+    below = _before(node)
+    if len(below) != 1 or not below[0].name().startswith("LogSoftmax"):
+        return None
+    dim, shape = saved_by(below[0], "dim"), shape_from(below[0])
+    if dim is None or not shape:
+        return None
+    return int(dim - 2**64 if dim >= 2**63 else dim) % len(shape)
+
+
+def broadcast(node: Any) -> tuple[int, ...] | None:
+    """The shape of a difference between (n, 1) answers and (n) targets, or the other way round: n × n of them.
+
+    The target is a constant; where both sides learn, all pairs may well be meant.
+    """
+    if not node.name().startswith(_DIFFERENCES):
+        return None
+    learning = _before(node)
+    if len(learning) != 1 or len(node.next_functions) != 2:
+        return None
+    answer = learning[0]
+    if answer.name().startswith("Expand"):
+        shape, answer = shape_from(answer), next(iter(_before(answer)), None)
+    else:
+        shape = shape_from(node)
+    own = None if answer is None else shape_from(answer)
+    if not shape or own is None or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
+        return None
+    return shape if own in ((shape[0], 1), (shape[0],), (1, shape[0])) else None
