@@ -6,12 +6,8 @@ from torch import nn
 
 from torchtap._torch import RunningNorm
 from torchtap._torch_distributed import fsdp_sharded
-<<<<<<< HEAD
 from torchtap.names import site_name
-from torchtap.pace import Pace
-=======
 from torchtap.pace import Pace, Seldom
->>>>>>> main
 from torchtap.plan import Tap, tap
 from torchtap.ranks import identity
 from torchtap.reduce import Fingerprint, SampleSpread, Units
@@ -19,12 +15,9 @@ from torchtap.sites import places
 
 __all__ = ["doctor_taps"]
 
-<<<<<<< HEAD
 _OF_PARAMETERS = ("param", "param_grad", "update")
 _COPIES = 16
 _LARGEST_COPY = 1 << 22  # elements
-=======
->>>>>>> main
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
