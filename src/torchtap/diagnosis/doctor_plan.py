@@ -6,13 +6,18 @@ from torch import nn
 
 from torchtap._torch import RunningNorm
 from torchtap._torch_distributed import fsdp_sharded
+from torchtap.names import site_name
 from torchtap.pace import Pace, Seldom
 from torchtap.plan import Tap, tap
 from torchtap.ranks import identity
 from torchtap.reduce import Fingerprint, SampleSpread, Units
+from torchtap.sites import places
 
 __all__ = ["doctor_taps"]
 
+_OF_PARAMETERS = ("param", "param_grad", "update")
+_COPIES = 16
+_LARGEST_COPY = 1 << 22  # elements
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -50,14 +55,29 @@ def _among_ranks(model: nn.Module, pace: Pace) -> list[Tap]:
     """What tells ranks from each other: fingerprints of what they hold alike, and gradients before they are reduced."""
     taps = []
     if _has_parameters(model):
-        kinds = ["param", "param_grad", "update"]
-        if not fsdp_sharded(model):  # FSDP hands out reduced gradients alone
-            taps.append(tap("*:param_grad_local", when=pace))
-            kinds.append("param_grad_local")
-        taps += [tap(f"*:{kind}", Fingerprint(), when=pace) for kind in kinds]
+        taps += [tap(f"*:{kind}", Fingerprint(), when=pace) for kind in _OF_PARAMETERS]
+        local = _some_local_gradients(model)
+        if local:
+            taps += [tap(local, when=pace), tap(local, Fingerprint(), when=pace)]
     if any(True for _ in model.buffers()):
         taps.append(tap("*:buffer", when=pace))
     return taps
+
+
+def _some_local_gradients(model: nn.Module) -> list[str]:
+    """Gradients before ranks average them, of a few parameters that are spread over the model: each is copied for it.
+
+    FSDP hands out reduced gradients alone.
+    """
+    if fsdp_sharded(model):
+        return []
+    found = [
+        site_name(place.path, "param_grad_local", leaf)
+        for place in places(model)
+        for leaf, parameter in place.module._parameters.items()
+        if parameter is not None and parameter.requires_grad and parameter.numel() <= _LARGEST_COPY
+    ]
+    return found[:: max(1, -(-len(found) // _COPIES))]
 
 
 def _has_parameters(model: nn.Module) -> bool:

@@ -30,8 +30,11 @@ def chart_of(run: Run) -> Chart:
     return Chart(run.site_facts)
 
 
-def fill(chart: Chart, run: Run) -> Iterator[None]:
-    """Put the run into the chart, a few columns at a time; what was told by a step is there with it."""
+def fill(chart: Chart, run: Run, only: frozenset[str] | None = None) -> Iterator[None]:
+    """Put the run into the chart, a few columns at a time; what was told by a step is there with it.
+
+    ``only`` are the statistics that are wanted.
+    """
     facts = [fact for event in run.events(FACT) if (fact := read_fact(event)) is not None]
     structures = [found for event in run.events(STRUCTURE) if (found := read_structure(event)) is not None]
     if structures:
@@ -41,7 +44,7 @@ def fill(chart: Chart, run: Run) -> Iterator[None]:
     steps = chosen(np.array([step for step in recorded.tolist() if passes.get(step)], np.int64))
     losses = _losses(run)
     waiting = sorted(facts, key=lambda fact: fact.step)
-    tables = _tables(run, steps)
+    tables = _tables(run, steps, only)
     for begin in range(0, len(steps), PORTION):
         for column in range(begin, min(begin + PORTION, len(steps))):
             step = int(steps[column])
@@ -72,7 +75,7 @@ def _block(sites: tuple[str, ...], statistic: tuple[str], values: npt.NDArray[An
 
 
 def _tables(
-    run: Run, steps: npt.NDArray[np.int64]
+    run: Run, steps: npt.NDArray[np.int64], only: frozenset[str] | None
 ) -> list[tuple[tuple[str, ...], tuple[str], npt.NDArray[Any]]]:
     """Each statistic of all sites, from the phases that learn; training comes last and counts."""
     found = []
@@ -80,6 +83,8 @@ def _tables(
     phases = {phase: _learning(run, phase, steps, statistics_of) for phase in run.phases}
     in_order = sorted(phases.items(), key=lambda item: item[0] == TRAINING)
     for statistic in run.statistics():
+        if only is not None and statistic not in only:
+            continue
         sites = [site for site, has in statistics_of.items() if statistic in has]
         for phase, learns in in_order:
             if learns.any():

@@ -13,12 +13,15 @@ from torchtap.viewer.wire import pack
 
 __all__ = ["ranks_at", "ranks_of"]
 
-_MOST = 256
+_MOST = 4096  # ranks
+_ROWS = 256  # of a map; further ranks share one
+_CELLS = 100_000  # of a map of a site
 _MOST_SITES = 4000
+_NUMBERS = 2_000_000  # of a map of a step
 
 
 def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> bytes:
-    """Array low and high: ranks × steps, NaN where a rank recorded nothing."""
+    """Array low and high: ranks × steps, NaN where a rank recorded nothing; of many ranks, neighbours share a row."""
     with shown.lock:
         ranks = _ranks(shown)
         found = {}
@@ -34,8 +37,16 @@ def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> b
     for row, rank in enumerate(ranks):
         if rank in found:
             values[row, np.searchsorted(steps, found[rank].steps)] = found[rank].values
-    low, high, _, starts = extremes(values, _MOST, columns)
-    facts = {"site": site, "statistic": statistic, "ranks": ranks, "total": len(steps), "revision": revision}
+    rows = min(len(ranks), _ROWS)
+    low, high, first, starts = extremes(values, rows, min(columns, _CELLS // rows))
+    shown_ranks = [ranks[row] for row in first.tolist()]
+    facts = {
+        "site": site,
+        "statistic": statistic,
+        "ranks": shown_ranks,
+        "total": len(steps),
+        "revision": revision,
+    }
     return pack(facts, {"low": low, "high": high, "steps": steps[starts].astype(np.float64)})
 
 
@@ -51,7 +62,7 @@ def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> byt
             site
             for site in shown.sites
             if statistic in shown.statistics[site] and (not kind or kind_of(site) == kind)
-        ][:_MOST_SITES]
+        ][: min(_MOST_SITES, _NUMBERS // len(ranks))]
         steps = shown.run.steps()
         if not sites or not len(steps):
             raise Refused("no site of this kind has this statistic", 404)

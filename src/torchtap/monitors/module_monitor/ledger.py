@@ -185,10 +185,17 @@ class Ledger:
 
     def _put(self, value: Tensor) -> int:
         """The row of a small value, measured or recognised by native code; -1 where that is not possible."""
-        if self._taker is None or value.dtype not in _FLOATS:
+        row = self._used
+        if row == len(self._rows):
+            self._next_row()
+        if self._taker is None or value.dtype not in _FLOATS or not self._taker.put(row, value):
             return -1
-        row = self._next_row()
-        return self._used_row(row) if self._taker.put(row, value) else -1
+        # Written out, as it is called for every value: what `_used_row` asks.
+        cells, start = self._cells, row * WIDTH
+        if cells[start] < 2.0 or cells[start + 1] or cells[start + 2]:
+            return -1
+        self._used = row + 1
+        return row
 
     def _next_row(self) -> int:
         row = self._used
