@@ -157,9 +157,11 @@ def count(name: str, form: str, compare: bool = True) -> dict[str, Count]:
     for label, hint in hints.items():
         with tt.capture(made, "*:output", **hint) as seen:
             returned = made(*args, **kwargs)
-        if not _faithful(expected, returned, form in CLOSE):
+        # Some compiled models are right to the last bit but one.
+        close = form in CLOSE or ("compile" in form and not _faithful(expected, returned, close=False))
+        if not _faithful(expected, returned, close):
             return {label: Count(sites=len(expected), verdict=OTHER) for label in hints}
-        counts[label] = judge(expected, dict(seen.items()), close=form in CLOSE)
+        counts[label] = judge(expected, dict(seen.items()), close=close)
         _explain(counts[label], {missing.site for missing in seen.coverage()})
     if compare:
         comparison = tt.compare(model, made, inputs=given)

@@ -105,6 +105,14 @@ def _rows(model: str, training: Training, effort: _Effort) -> list[dict[str, Any
         cases = {name: _monitored(training, package, 10, _untimed) for name, package in PACKAGES.items()}
         some = compare({"plain": plain, **cases}, base="plain", rounds=effort.some, repeats=10, warm_up=10)
         found += _as_rows((model, "1 step of 10"), some, {}, None)
+    eighth = compare(
+        {"plain": plain, "torchtap": _checked(training, PACKAGES["torchtap"], _untimed, share=1 / 8)},
+        base="plain",
+        rounds=effort.check,
+        repeats=repeats,
+        warm_up=3,
+    )
+    found += _as_rows((model, "refined coordinate check, 1/8 of the batch"), eighth, {}, 1.3)
     return found + rows(
         "refined coordinate check",
         lambda package, timed: _checked(training, package, timed),
@@ -120,7 +128,7 @@ def _rows(model: str, training: Training, effort: _Effort) -> list[dict[str, Any
 def _as_rows(
     where: tuple[str, str], measured: dict[str, Ratio], inside: dict[str, list[float]], bar: float | None
 ) -> list[dict[str, Any]]:
-    """One row for each way; the bar, on our share of the peer's overhead, is in ours."""
+    """One row for each way; the bar is in ours: on its share of the peer's overhead, or on its own without a peer."""
     rows = []
     for who, ratio in measured.items():
         mine = inside.get(who)
@@ -139,6 +147,8 @@ def _as_rows(
         if who == OURS and where[1] == "unmonitored steps":
             row["bar"] = "≤ 1 %"
             row["holds"] = _idle_verdict(ratio, max(inside[OURS]) / measured["plain"].seconds)
+        elif who == OURS and PEER not in measured:
+            row["bar"], row["holds"] = f"≤ {bar}", ratio.verdict(bar or 1.0)
         elif who == OURS:
             share, error = _share(ratio, measured[PEER])
             shares = [a / b for a, b in zip(inside[OURS], inside[PEER], strict=True)] if inside else []
@@ -268,14 +278,18 @@ def _monitored(training: Training, package: ModuleType, every: int, timed: Timed
     return entered
 
 
-def _checked(training: Training, package: ModuleType, timed: Timed) -> Case:
+def _checked(training: Training, package: ModuleType, timed: Timed, share: float = 1.0) -> Case:
+    """``share`` is the part of the batch that is checked; the peer has none."""
+    rows = slice(None) if share == 1 else slice(0, max(1, int(len(training.inputs) * share)))
+    options = {} if share == 1 else {"share": share}
+
     @contextmanager
     def entered() -> Iterator[Callable[[], None]]:
         reference = copy.deepcopy(training.model)
         monitor = package.ModuleMonitor(monitor_step_fn=lambda step: True)
         monitor.set_module(training.model)
         monitor.set_reference_module(reference)
-        check = package.RefinedCoordinateCheck(monitor)
+        check = package.RefinedCoordinateCheck(monitor, **options)
         steps = itertools.count()
         begin, end = timed(monitor.begin_step), timed(monitor.end_step)
         refer, compare_both = timed(reference), timed(check.refined_coordinate_check)
@@ -283,7 +297,7 @@ def _checked(training: Training, package: ModuleType, timed: Timed) -> Case:
         def work() -> None:
             begin(next(steps))
             with torch.no_grad():
-                refer(training.inputs)
+                refer(training.inputs[rows])
             loss = training.loss(training.model(training.inputs))
             compare_both()
             loss.backward()

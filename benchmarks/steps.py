@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from benchmarks.models import Training, gpt2_training, gpt_training, mlp_training
+from benchmarks.models import GPT, Training, gpt2_training, gpt_training, mlp_training
 from benchmarks.timing import Case, Ratio, case, compare, one_thread
 
 __all__ = ["EVERYTHING", "NEVER", "OUTPUTS", "judged", "run", "watched"]
@@ -40,6 +40,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
             *_gpt_on_two_threads(rounds=3 if quick else 7),
             *_gpt2_on_two_threads(rounds=3 if quick else 7),
             *_mlp(rounds=7 if quick else 15),
+            *_served(rounds=7 if quick else 15),
         ]
 
 
@@ -120,7 +121,12 @@ def _mlp(rounds: int) -> list[dict[str, Any]]:
             repeats=3,
         )
     peers = [ratio.ratio for name, ratio in measured.items() if name.startswith("peer")]
-    bars = {"all outputs": 1.08, "all outputs, into a run": 1.08, "armed, off schedule": 1.005}
+    bars = {
+        "all outputs": 1.08,
+        "all outputs, into a run": 1.08,
+        "outputs, their gradients, parameters, their gradients": 1.12,
+        "armed, off schedule": 1.005,
+    }
     rows = judged("MLP 50 × 256", measured, bars)
     rows.append(
         {
@@ -133,6 +139,43 @@ def _mlp(rounds: int) -> list[dict[str, Any]]:
         }
     )
     return rows
+
+
+def _served(rounds: int) -> list[dict[str, Any]]:
+    """A small model that answers requests, each a step: two layers of width 64, one sequence of 16 tokens."""
+    model, tokens = GPT(2, 64, 1).eval(), torch.randint(0, 1024, (1, 16))
+
+    def request() -> None:
+        with torch.inference_mode():
+            model(tokens)
+
+    def watched_requests(*taps: tt.Tap) -> Case:
+        @contextlib.contextmanager
+        def entered() -> Iterator[Callable[[], None]]:
+            with tt.watch(model, None, list(taps)) as watch:
+
+                def step() -> None:
+                    with watch.step():
+                        request()
+
+                yield step
+
+        return entered
+
+    measured = compare(
+        {
+            "plain": case(request),
+            "plain again": case(request),
+            "statistics at every request": watched_requests(tt.tap("*:output")),
+            "statistics at every 100th": watched_requests(tt.tap("*:output", every=100)),
+        },
+        base="plain",
+        rounds=rounds,
+        repeats=200,
+        warm_up=2,
+    )
+    bars = {"statistics at every request": 1.3, "statistics at every 100th": 1.02}
+    return judged("served GPT 2 × 64", measured, bars)
 
 
 def judged(model: str, measured: dict[str, Ratio], bars: dict[str, float]) -> list[dict[str, Any]]:

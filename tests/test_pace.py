@@ -11,8 +11,10 @@ def steps_at_which(predicate: Pace | Seldom, count: int) -> list[int]:
 
 
 def test_what_is_dear_comes_in_the_first_steps_and_then_in_one_of_four() -> None:
-    assert steps_at_which(Seldom(Pace(10, None, dense=20)), 50) == [0, 1, 2, 3, 7, 11, 15, 19, 29, 39, 49]
+    assert steps_at_which(Seldom(Pace(10, None, dense=20), 4), 50) == [0, 1, 2, 3, 7, 11, 15, 19, 29, 39, 49]
 
 
 def test_without_dense_steps_it_comes_with_the_pace() -> None:
-    assert steps_at_which(Seldom(Pace(10, None)), 31) == steps_at_which(Pace(10, None), 31) == [0, 10, 20, 30]
+    assert (
+        steps_at_which(Seldom(Pace(10, None), 4), 31) == steps_at_which(Pace(10, None), 31) == [0, 10, 20, 30]
+    )

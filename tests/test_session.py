@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import torchtap as tt
+from torchtap.errors import PlanError, ReductionError
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -297,3 +298,24 @@ def test_statistics_beside_whole_tensors_are_those_of_their_own_value_in_every_s
                 expected[step, f"{n}:input"] = x.max().item()
                 x = nn.functional.linear(x, layer.weight, layer.bias)  # not a call of the model
     assert found == pytest.approx(expected)
+
+
+def test_a_capture_by_reference_refuses_what_was_changed_afterwards_and_gives_the_rest() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3))
+    x = torch.randn(2, 3)
+    with tt.capture(model, "*:output") as copied:
+        model(x)
+    with tt.capture(model, "*:output", keep=tt.Full(copy=False)) as seen:
+        model(x)
+    assert list(seen) == list(copied)
+    with pytest.raises(ReductionError, match=r"^0:output: .*changed in place"):
+        seen["0:output"]
+    for name in ("1:output", "2:output", ":output"):
+        assert torch.equal(seen[name], copied[name])
+    assert "0:output" in repr(seen)
+    assert not seen["2:output"].requires_grad
+
+
+def test_references_are_for_captures_alone() -> None:
+    with pytest.raises(PlanError, match=r"copy=False.*capture"):
+        tt.watch(nn.Linear(2, 2), None, [tt.tap("*:output", keep=tt.Full(copy=False))])

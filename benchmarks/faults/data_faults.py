@@ -142,5 +142,5 @@ CASES = [
     Case("B9", "the same batch", same_batch, ("same-batch",), (":input",), 1),
     Case("B10", "a bad sample", bad_sample, ("nonfinite",), (":input",), 7),
     Case("B11", "padding counts", padding_counts, ("padding-learns",), ("embedding",), 0, compiles=False),
-    Case("B13", "collapse", collapse, ("collapsed", "dead-units"), (":output", "layers.2"), 10),
+    Case("B13", "collapse", collapse, ("collapsed", "dead-units", "dead"), (":output", "layers.2"), 10),
 ]

@@ -95,10 +95,11 @@ class Pace:
 
 @final
 class Seldom:
-    """A predicate for what is dear: live with a pace, but of its dense steps, after the first few, one in four."""
+    """A predicate for what is dear: live with a pace, but of its dense steps, after the first few, one in so many."""
 
-    def __init__(self, pace: Pace, all_of: int = 4) -> None:
+    def __init__(self, pace: Pace, one_in: int, all_of: int = 4) -> None:
         self._pace = pace
+        self._one_in = one_in
         self._all_of = all_of
 
     def __call__(self, moment: Moment) -> bool:
@@ -106,4 +107,4 @@ class Seldom:
         if not self._pace(moment):
             return False
         after = self._pace.since_first(moment.step) - self._all_of
-        return not self._pace.is_dense(moment.step) or after < 0 or after % 4 == 3
+        return not self._pace.is_dense(moment.step) or after < 0 or after % self._one_in == self._one_in - 1

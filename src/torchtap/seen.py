@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from torchtap.coverage import Missing, missing_sites
 from torchtap.display import drawn
-from torchtap.errors import SelectionError
+from torchtap.errors import ReductionError, SelectionError
 from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
 from torchtap.sites import input_names, unwrap
 from torchtap.taps.receive.collect import result_of
@@ -37,7 +37,7 @@ class Seen(Mapping[str, Any]):
         if entry is None:
             reason = self._why_not(name)
             raise no_such_site(name, list(self), "the captured", reason)
-        result = result_of(self._receiver.folding, entry)
+        result = self._result(entry)
         if isinstance(result, dict) and not result:
             reasons = [message for message in self.lost if message.startswith(f"{entry.name}: ")]
             raise SelectionError(f"{name!r} came, but nothing of it could be kept: {', '.join(reasons)}")
@@ -62,7 +62,13 @@ class Seen(Mapping[str, Any]):
 
     def get(self, name: str | nn.Module, default: object = None) -> Any:
         entry = self._find(self._named(name))
-        return default if entry is None else result_of(self._receiver.folding, entry)
+        return default if entry is None else self._result(entry)
+
+    def _result(self, entry: Entry) -> Any:
+        try:
+            return result_of(self._receiver.folding, entry)
+        except ReductionError as error:
+            raise ReductionError(f"{entry.name}: {error}") from error
 
     def __iter__(self) -> Iterator[str]:
         return (entry.name for entry in self._receiver.entries if entry.shape is not None)
@@ -83,11 +89,17 @@ class Seen(Mapping[str, Any]):
             if entry.shape is not None:
                 # Statistics that a compiled graph makes come without the value's own dtype.
                 dtype = "" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
-                result = result_of(self._receiver.folding, entry)
                 # Two backward passes of one forward, for instance, are joined: what is given counts.
-                shape = result.shape if isinstance(result, Tensor) else entry.shape
+                shape = self._shape(entry)
                 lines.append(f"  {entry.name}  {dtype}{list(shape)}")
         return "\n".join(lines)
+
+    def _shape(self, entry: Entry) -> Sequence[int]:
+        try:
+            result = result_of(self._receiver.folding, entry)
+        except ReductionError:  # it cannot be given any more
+            return entry.shape or ()
+        return result.shape if isinstance(result, Tensor) else entry.shape or ()
 
     def _find(self, name: str) -> Entry | None:
         entries = self._receiver.entries

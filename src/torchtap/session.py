@@ -220,6 +220,10 @@ def watch(
         model = nn.ModuleDict(models)
     tree = tree_of(model)
     bound = make_plan(tree, [_tapped(each, keep, every=every, phase=phase) for each in asked])
+    if any(each.keep.refers for each in bound.taps):
+        raise PlanError(
+            "Full(copy=False) is for capture: a watch writes while the training goes on and changes values"
+        )
     placing = _placing(model, layout or {})
     consumers = list(sinks)
     recorded = range(0)

@@ -170,6 +170,16 @@ def test_what_was_wrong_before_the_first_nan_is_still_found(tmp_path: Path) -> N
     assert [finding.kind for finding in tt.diagnose(record(tmp_path / "run", sites))] == ["nonfinite", "dead"]
 
 
+def test_rules_that_cannot_judge_are_named_with_what_to_record_for_them(tmp_path: Path) -> None:
+    unjudged = {
+        each.rule: each.reason for each in tt.diagnose(record(tmp_path / "run", {"a:output": fine})).unjudged
+    }
+    assert "record absmax of *:param_grad" in unjudged["zero-gradient"]
+    assert "record rms of *:param," in unjudged["shrinking"]
+    assert "tt.doctor(model, optimizer)" in unjudged["stale-gradient"]
+    assert not unjudged.keys() & {"dead", "nonfinite", "exploding"}  # outputs are there
+
+
 def test_limits_are_the_caller_s(tmp_path: Path) -> None:
     sites = {"relu:output": lambda step: {"zeros": 0.6}}
     folder = record(tmp_path / "run", sites)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import torchtap.diagnosis.run as diagnosing
 from torchtap.diagnosis.chart import Block, Chart
 from torchtap.diagnosis.continuity import course_of
 from torchtap.diagnosis.facts import Fact
@@ -17,7 +19,10 @@ from torchtap.diagnosis.rules.rank_gradients import SCALED, UNSYNCED, RanksScale
 from torchtap.diagnosis.rules.rank_progress import SECONDS, TARGETS, WEIGHT, RankLost, RankSlow, RanksUneven
 from torchtap.diagnosis.rules.rank_state import BROADCAST, RanksBuffers, RanksSwapped
 from torchtap.diagnosis.rules.ranks import RanksDrift, RanksFedAlike
+from torchtap.diagnosis.run import diagnose
 from torchtap.placement import Axis, Placement, Share
+from torchtap.store.record import ScalarBlock, StepRecord
+from torchtap.store.write.writer import RunWriter
 
 STEPS = 10
 Numbers = dict[str, dict[str, float]]  # by site, then by statistic
@@ -311,6 +316,26 @@ def test_losses_divided_by_own_counts_are_told_where_counts_differ_much() -> Non
     assert "counts 4 times as much" in told.message
     assert found(RanksUneven(), charts(targets(lambda count: 1 / 25, (10, 40)))) == []
     assert found(RanksUneven(), charts(targets(lambda count: 1 / count, (32, 31)))) == []
+
+
+def test_where_ranks_do_not_fit_into_memory_some_are_judged_and_the_rest_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(4):
+        with RunWriter(tmp_path / "run", rank=rank, world=4, manifest={}) as writer:
+            for step in range(3):
+                numbers = stats(1.0 + step + (rank == 1 and step == 2))
+                values = np.array([list(numbers.values())])
+                block = ScalarBlock(("up:param.weight",), tuple(numbers), values)
+                writer.write(StepRecord(step, None, None, "train", 0.0, (block,), ()))
+    whole = diagnose(tmp_path / "run")
+    assert "rank 1 alone differs from step 2" in whole[0].message
+    assert not [each for each in whole.unjudged if each.rule == "ranks"]
+    monkeypatch.setattr(diagnosing, "_MEMORY", 1)
+    some = diagnose(tmp_path / "run")
+    assert some[0].kind == "ranks-drift"
+    (told,) = [each for each in some.unjudged if each.rule == "ranks"]
+    assert "of 4 ranks the first 2" in told.reason
 
 
 def test_rules_on_ranks_say_nothing_of_one_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -109,3 +110,70 @@ def test_float8_and_complex_are_kept_as_they_are() -> None:
         assert found.shape == (8, 3)
     conjugated = torch.randn(3, dtype=torch.complex64).conj()
     assert torch.equal(kept(Full(), conjugated), conjugated.resolve_conj())
+
+
+class TestFullByReference(TestFull):
+    """Where nothing is changed in place, a reference is as good as a copy."""
+
+    def reduction(self) -> Reduction[list[Tensor]]:
+        return Full(copy=False)  # type: ignore[return-value]
+
+    def test_what_happens_to_a_value_later_does_not_reach_the_state(self) -> None:
+        for values in self.streams():
+            value = values[0].clone()
+            state = self.reduction().update(None, value)
+            value.zero_()
+            with pytest.raises(ReductionError, match="changed in place"):
+                self.reduction().result(state)
+
+
+def test_a_reference_is_the_value_itself_until_it_is_changed() -> None:
+    value = torch.arange(6.0).view(2, 3)
+    by_reference = Full(copy=False)
+    state = by_reference.update(None, value)
+    kept_value = by_reference.result(state)["value"]
+    assert isinstance(kept_value, Tensor)
+    assert kept_value.data_ptr() == value.data_ptr()
+    value[0, 1] = 7  # through a view of it
+    with pytest.raises(ReductionError, match=r"shape \(2, 3\).*changed in place"):
+        by_reference.result(state)
+
+
+def test_a_reference_to_memory_that_was_freed_is_refused() -> None:
+    value = torch.arange(100.0)
+    state = Full(copy=False).update(None, value)
+    value.untyped_storage().resize_(0)
+    with pytest.raises(ReductionError, match="changed in place"):
+        Full(copy=False).result(state)
+
+
+def test_what_has_no_version_is_copied() -> None:
+    with torch.inference_mode():
+        value = torch.ones(3)
+        state = Full(copy=False).update(None, value)
+        value.zero_()
+    assert kept_of(state) == [1, 1, 1]
+
+
+def kept_of(state: list[Any]) -> list[float]:
+    value = Full(copy=False).result(state)["value"]
+    assert isinstance(value, Tensor)
+    return value.tolist()
+
+
+def test_slices_refer_too_and_other_dtypes_are_copies() -> None:
+    value = torch.arange(6.0)
+    part = Full(copy=False, slice="2:4")
+    half = Full(copy=False, dtype="float16")
+    states = part.update(None, value), half.update(None, value)
+    assert part.result(states[0])["value"].tolist() == [2, 3]  # type: ignore[union-attr]
+    value.add_(1)
+    with pytest.raises(ReductionError):
+        part.result(states[0])
+    assert half.result(states[1])["value"].tolist() == [0, 1, 2, 3, 4, 5]  # type: ignore[union-attr]
+
+
+def test_references_are_written_into_a_plan_and_read_again() -> None:
+    assert Full().spec().keys() == {"reduction", "dtype", "slice", "device"}
+    assert reduction_from_spec(Full(copy=False).spec()) == Full(copy=False)
+    assert reduction_from_spec(Full().spec()) == Full() != Full(copy=False)

@@ -74,6 +74,23 @@ def test_without_a_step_it_is_the_last_one_and_a_kind_is_kept_to(run: Path) -> N
     assert facts["sites"] == ["a:param.weight", "b:param.weight"]
 
 
+def test_of_very_many_ranks_none_is_left_out(tmp_path: Path) -> None:
+    for rank in range(300):
+        with RunWriter(tmp_path / "run", rank=rank, world=300, manifest={}, flush_seconds=1e9) as writer:
+            for step in range(2):
+                values = np.array([[9.0 if rank == 290 else 1.0]])
+                block = ScalarBlock(("a:param.weight",), ("absmax",), values)
+                writer.write(StepRecord(step, None, None, "train", 0.0, (block,), ()))
+    facts, arrays = ask(tmp_path / "run")
+    assert len(facts["ranks"]) == 300
+    assert np.flatnonzero(arrays["values"][0] == 9).tolist() == [290]
+    asked = {"run": "run", "statistic": "absmax", "site": "a:param.weight"}
+    facts, arrays = unpack(answer(Catalog.open([tmp_path / "run"]), "ranks", asked))
+    assert len(facts["ranks"]) == len(arrays["high"]) <= 256
+    (row,) = np.flatnonzero((arrays["high"] == 9).all(axis=1))
+    assert facts["ranks"][row] <= 290 < (*facts["ranks"], 300)[row + 1]
+
+
 def test_a_run_of_one_rank_has_no_ranks_to_show(run_folder: Path) -> None:
     with pytest.raises(Refused, match="one rank"):
         answer(Catalog.open([run_folder]), "ranksat", {"run": "first", "statistic": "rms"})

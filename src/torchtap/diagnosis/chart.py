@@ -47,6 +47,11 @@ class Grid:
     def __bool__(self) -> bool:
         return bool(self.places) and self.values.shape[1] > 0
 
+    def recorded(self) -> Grid:
+        """Without the columns in which nothing of these places was recorded."""
+        there = (~np.isnan(self.values)).any(axis=0)
+        return self if there.all() else Grid(self.places, self.steps[there], self.values[:, there])
+
     def step(self, column: int) -> int:
         """The step of a column."""
         return int(self.steps[column])

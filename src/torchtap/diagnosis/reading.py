@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -31,40 +30,36 @@ def chart_of(run: Run) -> Chart:
     return Chart(run.site_facts)
 
 
-def fill(chart: Chart, run: Run) -> Iterator[None]:
-    """Put the run into the chart, a few columns at a time; what was told by a step is there with it."""
+def fill(chart: Chart, run: Run, only: frozenset[str] | None = None) -> Iterator[None]:
+    """Put the run into the chart, a few columns at a time; what was told by a step is there with it.
+
+    ``only`` are the statistics that are wanted.
+    """
+    facts = [fact for event in run.events(FACT) if (fact := read_fact(event)) is not None]
     structures = [found for event in run.events(STRUCTURE) if (found := read_structure(event)) is not None]
     if structures:
         chart.structure = structures[-1]
     passes, skipped = _by_step(run.clock())
     recorded = np.asarray(run.steps(), np.int64)
     steps = chosen(np.array([step for step in recorded.tolist() if passes.get(step)], np.int64))
-    telling = _Telling(chart, run)
-    tables = _tables(run, steps)
-    for column, step in enumerate(steps.tolist()):
-        blocks = [_block(sites, statistic, values[:, column]) for sites, statistic, values in tables]
-        chart.add(step, blocks, passes=passes.get(step, 1), skipped=skipped.get(step, False))
-        telling.up_to(step)
-        if (column + 1) % PORTION == 0 or column + 1 == len(steps):
-            yield
-    telling.up_to(math.inf)
+    losses = _losses(run)
+    waiting = sorted(facts, key=lambda fact: fact.step)
+    tables = _tables(run, steps, only)
+    for begin in range(0, len(steps), PORTION):
+        for column in range(begin, min(begin + PORTION, len(steps))):
+            step = int(steps[column])
+            blocks = [_block(sites, statistic, values[:, column]) for sites, statistic, values in tables]
+            chart.add(step, blocks, passes=passes.get(step, 1), skipped=skipped.get(step, False))
+            while losses and losses[-1][0] <= step:
+                chart.add_loss(*losses.pop())
+            while waiting and waiting[0].step <= step:
+                chart.note(waiting.pop(0))
+        yield
+    while losses:
+        chart.add_loss(*losses.pop())
+    for fact in waiting:
+        chart.note(fact)
     yield
-
-
-class _Telling:
-    """Losses and facts of a run, told to a chart in their order."""
-
-    def __init__(self, chart: Chart, run: Run) -> None:
-        facts = [fact for event in run.events(FACT) if (fact := read_fact(event)) is not None]
-        self._chart = chart
-        self._facts = sorted(facts, key=lambda fact: fact.step)[::-1]  # the last first
-        self._losses = _losses(run)
-
-    def up_to(self, step: float) -> None:
-        while self._losses and self._losses[-1][0] <= step:
-            self._chart.add_loss(*self._losses.pop())
-        while self._facts and self._facts[-1].step <= step:
-            self._chart.note(self._facts.pop())
 
 
 def _losses(run: Run) -> list[tuple[int, float]]:
@@ -80,7 +75,7 @@ def _block(sites: tuple[str, ...], statistic: tuple[str], values: npt.NDArray[An
 
 
 def _tables(
-    run: Run, steps: npt.NDArray[np.int64]
+    run: Run, steps: npt.NDArray[np.int64], only: frozenset[str] | None
 ) -> list[tuple[tuple[str, ...], tuple[str], npt.NDArray[Any]]]:
     """Each statistic of all sites, from the phases that learn; training comes last and counts."""
     found = []
@@ -88,6 +83,8 @@ def _tables(
     phases = {phase: _learning(run, phase, steps, statistics_of) for phase in run.phases}
     in_order = sorted(phases.items(), key=lambda item: item[0] == TRAINING)
     for statistic in run.statistics():
+        if only is not None and statistic not in only:
+            continue
         sites = [site for site, has in statistics_of.items() if statistic in has]
         for phase, learns in in_order:
             if learns.any():

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["diagnose"]
 
+_BESIDE = frozenset(
+    ("mean", "l1", "l2", "absmax", "fingerprint", "projection", "value")
+)  # what tells ranks apart
+_BYTES = 2 * 320 * 8  # of a number's columns in a chart, which has room for as many again
+_MEMORY = 4 << 30
+
 
 def diagnose(
     run: Run | str | os.PathLike[str],
@@ -54,22 +60,35 @@ def diagnose(
     for _ in fill(ward.chart, run):
         ward.look()
     if len(run.ranks) > 1 and run.shown_rank is None:
-        ward.chart.ranks = _charts_of_ranks(run)
+        ranks = run.ranks[: _most_ranks(run)]
+        ward.chart.ranks = _charts_of_ranks(run, ranks)
         ward.chart.ends = {rank: str(status) for rank, status in run.statuses.items()}
         ward.look()
     found = ward.findings()
     broken = Findings() if learned is None else what_no_longer_holds(learned, run)
-    unimported = (Unjudged(name, why) for name, why in failed.items())
+    unimported = [Unjudged(name, why) for name, why in failed.items()]
+    if ward.chart.ranks and len(ranks) < len(run.ranks):
+        why = f"of {len(run.ranks):,} ranks the first {len(ranks):,} are beside each other: more do not fit into memory"
+        unimported.append(Unjudged("ranks", why))
     return Findings([*found, *broken], (*found.unjudged, *unimported, *broken.unjudged))
 
 
-def _charts_of_ranks(run: Run) -> dict[int, Chart]:
-    """What each rank recorded; of a rank that cannot be read, `Run.problems` tells."""
+def _most_ranks(run: Run) -> int:
+    """How many ranks' charts are made: as many as fit, of a run with many sites."""
+    first = run.rank(run.ranks[0])
+    held = sum(len(_BESIDE.intersection(first.statistics(site))) for site in first.sites())
+    return max(2, _MEMORY // max(1, held * _BYTES))
+
+
+def _charts_of_ranks(run: Run, ranks: Sequence[int]) -> dict[int, Chart]:
+    """What ranks recorded, as far as rules on ranks look; of a rank that cannot be read, `Run.problems` tells."""
     charts: dict[int, Chart] = {}
-    for rank in run.ranks:
+    for rank in ranks:
         with suppress(RunError):
             own = run.rank(rank)
-            charts[rank] = _whole_chart(own)
+            charts[rank] = chart_of(own)
+            for _ in fill(charts[rank], own, _BESIDE):
+                pass
             charts[rank].placed = _placements(own)
     return charts
 
@@ -77,10 +96,3 @@ def _charts_of_ranks(run: Run) -> dict[int, Chart]:
 def _placements(run: Run) -> Callable[[str], Placement | None]:
     known = set(run.sites())
     return lambda site: run.placement(site) if site in known else None
-
-
-def _whole_chart(run: Run) -> Chart:
-    chart = chart_of(run)
-    for _ in fill(chart, run):
-        pass
-    return chart

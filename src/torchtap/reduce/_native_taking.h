@@ -239,8 +239,9 @@ static int is_plain(PyObject *tensor)
     return 0;
 }
 
-/* 1 measured and folded, 0 left to Python, -1 with an error. `threads` 0: only what is small, without letting go. */
-static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int threads)
+/* 1 measured and folded, 0 left to Python, -1 with an error. `threads` 0: only what is small, without letting go.
+ * `anew`: in place of what was in the row. */
+static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int threads, int anew)
 {
     Memory memory;
     State found;
@@ -255,6 +256,8 @@ static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int t
     const long long version = version_of(tensor);
     Seen *seen = find_recent(self, tensor, version);
     if (seen) {
+        if (anew)
+            self->rows[row] = BLANK;
         fold_into(self->rows + row, &seen->state);
         return 1;
     }
@@ -277,6 +280,8 @@ static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int t
     Py_XDECREF(memory.storage);
     if (row >= self->count) /* the rows may have moved meanwhile, but there are never fewer */
         return 0;
+    if (anew)
+        self->rows[row] = BLANK;
     fold_into(self->rows + row, &found);
     remember(self, tensor, version, &found);
     return 1;
@@ -318,7 +323,17 @@ static PyObject *taker_take(Taker *self, PyObject *const *args, Py_ssize_t nargs
         PyErr_SetString(PyExc_TypeError, "expected a row and a tensor");
         return NULL;
     }
-    return answer(take_value(self, args[0], args[1], 0));
+    return answer(take_value(self, args[0], args[1], 0, 0));
+}
+
+/* put(row, tensor): the same, in place of what was in the row. */
+static PyObject *taker_put(Taker *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected a row and a tensor");
+        return NULL;
+    }
+    return answer(take_value(self, args[0], args[1], 0, 1));
 }
 
 /* take_any(row, tensor, threads): the same of any size. Lets go of the interpreter for large ones: the caller brings a
@@ -331,7 +346,7 @@ static PyObject *taker_take_any(Taker *self, PyObject *const *args, Py_ssize_t n
             PyErr_SetString(PyExc_TypeError, "expected a row, a tensor and a number of threads");
         return NULL;
     }
-    return answer(take_value(self, args[0], args[1], (int)threads));
+    return answer(take_value(self, args[0], args[1], (int)threads, 0));
 }
 
 /* take_all(rows, tensors): `take` for the tensors of a list, each into its row; the positions of those left to Python. */
@@ -349,7 +364,7 @@ static PyObject *taker_take_all(Taker *self, PyObject *const *args, Py_ssize_t n
         PyObject *row = PyList_GetItem(args[0], i), *tensor = PyList_GetItem(args[1], i);
         Py_INCREF(row);
         Py_INCREF(tensor);
-        const int taken = take_value(self, row, tensor, 0);
+        const int taken = take_value(self, row, tensor, 0, 0);
         Py_DECREF(row);
         Py_DECREF(tensor);
         if (taken > 0)
@@ -411,6 +426,7 @@ static void taker_free(Taker *self)
 
 static PyMethodDef taker_methods[] = {
     {"take", (PyCFunction)(void (*)(void))taker_take, METH_FASTCALL, NULL},
+    {"put", (PyCFunction)(void (*)(void))taker_put, METH_FASTCALL, NULL},
     {"take_any", (PyCFunction)(void (*)(void))taker_take_any, METH_FASTCALL, NULL},
     {"take_all", (PyCFunction)(void (*)(void))taker_take_all, METH_FASTCALL, NULL},
     {"use_rows", (PyCFunction)(void (*)(void))taker_use_rows, METH_FASTCALL, NULL},

@@ -98,6 +98,11 @@ class Reduction(ABC, Generic[State]):
     # model keeps the values of several passes apart.
     whole: ClassVar[bool] = False
 
+    @property
+    def refers(self) -> bool:
+        """Whether what is kept is the model's own memory, which only a look that is soon over may do."""
+        return False
+
     @abstractmethod
     def update(self, state: State | None, value: Tensor) -> State:
         """Fold one more tensor in."""

@@ -55,7 +55,8 @@ if native is not None and hasattr(os, "register_at_fork"):
 def _takes_tensors() -> bool:
     """Whether tensors tell the kernel themselves where they lie: torch from 2.10 on has DLPack's exchange interface."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None or not hasattr(native, "use_tensors"):
+    # A checkout may still hold the build of an older source.
+    if exchange is None or not hasattr(getattr(native, "Taker", None), "put"):
         return False
     return bool(native.use_tensors(exchange, tuple(PLAIN_TYPES)))  # type: ignore[union-attr]
 

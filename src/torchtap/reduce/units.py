@@ -77,6 +77,9 @@ def _fired(rows: Tensor) -> Tensor:
     """
     if rows.device.type != "cpu" or rows.shape[1] <= 4 * _GLANCE:
         return rows.ne(0).any(1)
+    first = rows[:, 0].ne(0)
+    if bool(first.all()):
+        return first
     fired = rows[:, :_GLANCE].ne(0).any(1)
     silent = (~fired).nonzero()[:, 0]
     if len(silent):

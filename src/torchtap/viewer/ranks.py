@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtap.foreign_text import browser_text
 from torchtap.names import kind_of
@@ -14,12 +13,15 @@ from torchtap.viewer.wire import pack
 
 __all__ = ["ranks_at", "ranks_of"]
 
-_MOST = 256
+_MOST = 4096  # ranks
+_ROWS = 256  # of a map; further ranks share one
+_CELLS = 100_000  # of a map of a site
 _MOST_SITES = 4000
+_NUMBERS = 2_000_000  # of a map of a step
 
 
 def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> bytes:
-    """Array low and high: ranks × steps, NaN where a rank recorded nothing."""
+    """Array low and high: ranks × steps, NaN where a rank recorded nothing; of many ranks, neighbours share a row."""
     with shown.lock:
         ranks = _ranks(shown)
         found = {}
@@ -35,20 +37,17 @@ def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> b
     for row, rank in enumerate(ranks):
         if rank in found:
             values[row, np.searchsorted(steps, found[rank].steps)] = found[rank].values
-    low, high, _, starts = extremes(values, _MOST, columns)
-    facts = {"site": site, "statistic": statistic, "ranks": ranks, "total": len(steps), "revision": revision}
+    rows = min(len(ranks), _ROWS)
+    low, high, first, starts = extremes(values, rows, min(columns, _CELLS // rows))
+    shown_ranks = [ranks[row] for row in first.tolist()]
+    facts = {
+        "site": site,
+        "statistic": statistic,
+        "ranks": shown_ranks,
+        "total": len(steps),
+        "revision": revision,
+    }
     return pack(facts, {"low": low, "high": high, "steps": steps[starts].astype(np.float64)})
-
-
-def _column(run: Run, statistic: str, sites: list[str], step: int) -> npt.NDArray[np.float64]:
-    """A statistic of these sites in one rank's recording at a step; NaN where it has none."""
-    values = np.full(len(sites), np.nan)
-    there = set(run.sites())
-    rows = [row for row, site in enumerate(sites) if site in there]
-    if rows:
-        chosen = [sites[row] for row in rows]
-        values[rows] = run.matrix(statistic, chosen, [step], partial=True).values[:, 0]
-    return values
 
 
 def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> bytes:
@@ -59,15 +58,23 @@ def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> byt
     """
     with shown.lock:
         ranks = _ranks(shown)
-        sites = [site for site in shown.sites if statistic in shown.statistics[site]]
-        sites = [site for site in sites if kind in ("", kind_of(site))][:_MOST_SITES]
+        sites = [
+            site
+            for site in shown.sites
+            if statistic in shown.statistics[site] and (not kind or kind_of(site) == kind)
+        ][: min(_MOST_SITES, _NUMBERS // len(ranks))]
         steps = shown.run.steps()
         if not sites or not len(steps):
             raise Refused("no site of this kind has this statistic", 404)
         at = int(steps[-1]) if step is None else step
         values = np.full((len(sites), len(ranks)), np.nan)
         for column, rank in enumerate(ranks):
-            values[:, column] = _column(_rank(shown, rank), statistic, sites, at)
+            run = _rank(shown, rank)
+            there = set(run.sites())
+            rows = [row for row, site in enumerate(sites) if site in there]
+            if rows:
+                chosen = [sites[row] for row in rows]
+                values[rows, column] = run.matrix(statistic, chosen, [at], partial=True).values[:, 0]
         facts = {
             "statistic": statistic,
             "step": at,

@@ -62,7 +62,7 @@ class DeadUnits(Rule):
         yield from self.found(hits, message, evidence=evidence)
 
     def _hits(self, chart: Chart, kind: str, where: Callable[[Place], bool]) -> list[Hit]:
-        found = chart.grid("dead_share", kind, last=LAST, where=where)
+        found = chart.grid("dead_share", kind, last=LAST, where=where).recorded()
         if not (found.values >= self.share).any():
             return []
         samples = _samples(chart)

@@ -14,6 +14,7 @@ import numpy as np
 from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
 from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.rules.activity import is_whole
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.windows import first_run
 from torchtap.names import site_name
@@ -197,7 +198,7 @@ class ZeroGradient(Rule):
         if not found:
             return
         zero = found.values == 0
-        if not (np.nan_to_num(found.values) > 0).any():
+        if not (np.nan_to_num(found.values) > 0).any() or self._is_silenced(chart):
             return
         hits = []
         for row in np.flatnonzero(zero.any(axis=1)):
@@ -209,6 +210,11 @@ class ZeroGradient(Rule):
         message = "{site}{also}: exactly zero in each of several steps, so these parameters do not learn"
         evidence = [Evidence("largest gradient", 0.0, hit.site, "absmax", hit.step) for hit in hits[:1]]
         yield from self.found(hits, message, severity="warning" if grave else "info", evidence=evidence)
+
+    def _is_silenced(self, chart: Chart) -> bool:
+        """Whether an output is nothing but zeros: then there is no gradient before it, and `dead` says why."""
+        silent = chart.grid("zeros", "output", last=self.length, where=is_whole)
+        return bool(silent) and bool((silent.values == 1).all(axis=1).any())
 
 
 @final

@@ -12,7 +12,7 @@ from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
 from torchtap.diagnosis.places import Place
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
-from torchtap.diagnosis.rules.windows import LAST, first_run
+from torchtap.diagnosis.rules.windows import LAST, first_run, first_run_of
 
 __all__ = ["LossScale", "NearOverflow", "Underflow"]
 
@@ -77,7 +77,7 @@ class Underflow(Rule):
         low = (sizes.values < _SMALLEST_NORMAL) & (zeros.values >= self.zeros)
         hits = []
         for row in np.flatnonzero(low.any(axis=1)):
-            column = first_run(low[row], self.length)
+            column = first_run_of(low[row], ~np.isnan(sizes.values[row]), self.length)
             if column is not None:
                 hits.append(hit_at(sizes.places[row], sizes.step(column), zeros.values[row, column]))
         evidence = [Evidence("share of zeros", h.value, h.site, "zeros", h.step) for h in hits[:1]]

@@ -52,7 +52,7 @@ class Exploding(Rule):
     def judge(self, chart: Chart) -> Iterable[Finding]:
         hits = []
         for kind in ("output", "grad_output", "param_grad"):
-            found = chart.grid("rms", kind)
+            found = chart.grid("rms", kind).recorded()
             if not found or found.values.shape[1] < 8:
                 continue
             early = _early_sizes(found.values)
@@ -104,7 +104,7 @@ class Vanishing(Rule):
     )
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
-        found = chart.grid("rms", "grad_output", where=is_main_layer)
+        found = chart.grid("rms", "grad_output", where=is_main_layer).recorded()
         if len(found.places) < self.layers or not found:
             return
         columns = np.array(
@@ -156,7 +156,7 @@ class Fading(Rule):
     fix: ClassVar[str] = "Look at the map of gradients for the layer where they shrink."
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
-        found = chart.grid("rms", "grad_output", where=is_main_layer)
+        found = chart.grid("rms", "grad_output", where=is_main_layer).recorded()
         if not found or found.values.shape[1] < 16 or len(found.places) < 2:
             return
         early = np.median(np.nan_to_num(found.values[:, :8]), axis=1)

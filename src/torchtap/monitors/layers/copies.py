@@ -98,7 +98,9 @@ class BlockCopies:
             self._kept.append((site, value.detach().clone() if value.requires_grad else value.clone()))
             return
         try:  # another kind of tensor, or one inside a transform
-            self._kept.append((site, Full().update(None, value)[0]))
+            kept = Full().result(Full().update(None, value))["value"]
+            assert isinstance(kept, Tensor)
+            self._kept.append((site, kept))
         except ReductionError as error:
             warnings.warn(f"{site} could not be recorded: {error}", RuntimeWarning, stacklevel=2)
 

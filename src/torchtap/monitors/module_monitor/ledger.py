@@ -75,6 +75,7 @@ class Ledger:
     def __init__(self) -> None:
         self._native = kernel.native
         self._rows = np.zeros((256, WIDTH))
+        self._taker = kernel.make_taker()
         self._note_address()
         self._used = 0
         self._bounds: list[BoundMetrics] = []  # beside _bound_rows: who wants what of which row
@@ -89,17 +90,21 @@ class Ledger:
     def _note_address(self) -> None:
         self._address = int(self._rows.ctypes.data)
         self._cells = memoryview(self._rows.data).cast("B").cast("d")
+        if self._taker is not None:
+            self._taker.use_rows(self._address, len(self._rows))
 
     # -- values come in -----------------------------------------------------------------------------------
 
     def take(self, bound: BoundMetrics, value: Tensor) -> None:
         """All metrics of a place on one value."""
         if bound.read:
-            slot, known = self._recent.slot_of(value)
-            if known:
-                row = self._recent_rows[slot]
-            else:
-                row = self._recent_rows[slot] = self._measure(value)
+            row = self._put(value)
+            if row < 0:
+                slot, known = self._recent.slot_of(value)
+                if known:
+                    row = self._recent_rows[slot]
+                else:
+                    row = self._recent_rows[slot] = self._measure(value)
             if row >= 0:
                 self._bounds.append(bound)
                 self._bound_rows.append(row)
@@ -178,23 +183,45 @@ class Ledger:
             f"{bound.subject} of module {bound.place} (activation shape {shape}): {said}"
         )
 
-    def _measure(self, value: Tensor) -> int:
-        native = self._native
-        if native is None or value.dtype not in _FLOATS:
-            return -1
+    def _put(self, value: Tensor) -> int:
+        """The row of a small value, measured or recognised by native code; -1 where that is not possible."""
         row = self._used
         if row == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
-            self._note_address()
-        rows = self._rows  # held: another thread may make room for more while the kernel reads
-        if not kernel.measure(native, self._address + row * _ROW_BYTES, value):
+            self._next_row()
+        if self._taker is None or value.dtype not in _FLOATS or not self._taker.put(row, value):
             return -1
-        del rows
+        # Written out, as it is called for every value: what `_used_row` asks.
         cells, start = self._cells, row * WIDTH
         if cells[start] < 2.0 or cells[start + 1] or cells[start + 2]:
             return -1
         self._used = row + 1
         return row
+
+    def _next_row(self) -> int:
+        row = self._used
+        if row == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+            self._note_address()
+        return row
+
+    def _used_row(self, row: int) -> int:
+        """A row that was just filled, if its numbers are what metrics of torch would say; else -1."""
+        cells, start = self._cells, row * WIDTH
+        if cells[start] < 2.0 or cells[start + 1] or cells[start + 2]:
+            return -1
+        self._used = row + 1
+        return row
+
+    def _measure(self, value: Tensor) -> int:
+        native = self._native
+        if native is None or value.dtype not in _FLOATS:
+            return -1
+        row = self._next_row()
+        rows = self._rows  # held: another thread may make room for more while the kernel reads
+        if not kernel.measure(native, self._address + row * _ROW_BYTES, value):
+            return -1
+        del rows
+        return self._used_row(row)
 
     # -- numbers go out -----------------------------------------------------------------------------------
 
@@ -294,6 +321,8 @@ class Ledger:
         self._added = {}
         self._used = 0
         self._recent.forget()
+        if self._taker is not None:
+            self._taker.forget()
 
 
 @final

@@ -27,6 +27,7 @@ from torchtap.monitors.module_monitor.coordinate_terms import Measured, Terms
 from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 from torchtap.monitors.module_monitor.naming import ROOT, named_modules
+from torchtap.monitors.module_monitor.part_of_rows import Cutter, check_share, first_rows, refuse_mixing
 from torchtap.monitors.module_monitor.reference import Copies
 from torchtap.monitors.module_monitor.replay import Replay, is_function
 from torchtap.names import paths_around
@@ -52,16 +53,20 @@ class RefinedCoordinateCheck:
     """Checks every module that was called. Make it once, call `refined_coordinate_check` after both forwards.
 
     ``rms_norms`` logs each ``…/l2norm`` once more as ``…/rmsnorm``: divided by the root of the row's width, so that
-    models of several widths compare.
+    models of several widths compare. ``share`` checks that part of each batch, its first rows, exactly: run the
+    reference on `part` of the inputs.
     """
 
-    def __init__(self, monitor: ModuleMonitor, *, rms_norms: bool = False) -> None:
+    def __init__(self, monitor: ModuleMonitor, *, rms_norms: bool = False, share: float = 1.0) -> None:
+        check_share(share)
         if monitor.module is None:
             raise MonitorError("Set the module to monitor before setting up the refined coordinate check.")
         if monitor.reference_module is None:
             raise MonitorError("Set the reference module before setting up the refined coordinate check.")
         self.monitor = monitor
         self._rms_norms = rms_norms
+        self._share = share
+        self._cutter = Cutter()
         self.logger = monitor.logger
         self.module = monitor.module
         self.reference_module = monitor.reference_module
@@ -73,6 +78,7 @@ class RefinedCoordinateCheck:
         self.module_outputs: dict[str, Any] = {}
         self.reference_module_inputs: dict[str, tuple[Any, ...]] = {}
         self._keywords: dict[str, dict[str, Any]] = {}
+        self._reference_keywords: dict[str, dict[str, Any]] = {}
         self._reference_outputs: dict[str, Any] = {}
         self._copies = Copies()
         self._measured: dict[str, list[Measured]] = {}
@@ -115,8 +121,14 @@ class RefinedCoordinateCheck:
             hooks.put_on(module, shown_call(name, take), with_kwargs=True)
         return found
 
+    def part(self, inputs: Any) -> Any:
+        """The part of a batch that is checked: what to run the reference on. All of it without a ``share``."""
+        return inputs if self._share == 1 else first_rows(inputs, self._share)
+
     def _arm(self, monitored: bool) -> None:
         """A step begins."""
+        if monitored and self._share < 1:
+            refuse_mixing(self.module)
         for hooks in (self.rcc_forward_hooks, self.rcc_reference_forward_hooks):
             hooks.resume() if monitored else hooks.pause()
         self._awaited.clear()
@@ -132,6 +144,10 @@ class RefinedCoordinateCheck:
     def _on_forward(self, name: str, args: Args, kwargs: Kwargs, output: object) -> None:
         if not self.monitor.within_monitoring_window:
             return
+        if self._share < 1 and name in self._reference_outputs:
+            args = self._cutter.like(args, self.reference_module_inputs[name])
+            kwargs = self._cutter.like(kwargs, self._reference_keywords.get(name, {}))
+            output = self._cutter.like(output, self._reference_outputs[name])
         if self._at_once and name in self._awaited:
             self._awaited.discard(name)
             self.module_inputs.pop(name, None)
@@ -154,6 +170,8 @@ class RefinedCoordinateCheck:
         copies = monitor._reference.copies
         self.reference_module_inputs[name] = self._keep(args, copies)
         self._reference_outputs[name] = self._keep(output, copies)
+        if self._share < 1 and kwargs:
+            self._reference_keywords[name] = self._keep(kwargs, copies)
         self._awaited.add(name)
 
     def _keep(self, value: object, copies: Copies) -> Any:
@@ -262,6 +280,8 @@ class RefinedCoordinateCheck:
         self.reference_module_inputs = {}
         self._reference_outputs = {}
         self._keywords = {}
+        self._reference_keywords = {}
+        self._cutter.forget()
         self._measured = {}
         self._awaited.clear()
         self._replay.forget()
