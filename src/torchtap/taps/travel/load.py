@@ -26,7 +26,7 @@ from typing import IO, Any, Literal
 
 import torch
 
-from torchtap._torch import archive_reader, load_aoti_package, load_program_archive
+from torchtap._torch import archive_reader, load_aoti_package, load_program_archive, unpacked_size
 from torchtap.errors import FormError
 from torchtap.taps.carry import op
 from torchtap.taps.carry.carrier import put_on_root
@@ -89,7 +89,7 @@ def _members(opened: IO[bytes], file: Path) -> list[str]:
         names: list[str] = archive.get_all_records()
         # torch stores values as they are and packs nothing but the code of scripts: whatever unpacks to far more than
         # the file was made to burst.
-        unpacked = sum(map(archive.get_record_size, names))
+        unpacked = unpacked_size(archive, names, opened)
         if unpacked > (size := file.stat().st_size) + _MOST_CODE:
             raise FormError(
                 f"{str(file)!r} has {size} bytes that unpack to {unpacked}: torch compresses code, never values"
