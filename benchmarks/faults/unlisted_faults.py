@@ -309,7 +309,7 @@ UNLISTED = [
     Case("U9", "empty inputs", empty_inputs, ("constant-input",), (":input",), 2),
     Case("U10", "cross-entropy of one logit", one_logit, ("one-class",), (":output",), 0),
     Case("U11", "sorted data", sorted_data, ("sorted-classes",), (":output",), 12),
-    Case("U12", "all weights zero", all_zero_init, ("equal-rows", "zero-gradient"), ("layers",), 0),
+    Case("U12", "all weights zero", all_zero_init, ("equal-rows", "zero-gradient", "dead"), ("layers",), 0),
     Case("U13", "tiny initialisation", tiny_init, ("vanishing", "collapsed"), ("layers", ":output"), 0),
     Case("U14", "NaN in a target", target_not_a_number, ("nonfinite",), (":value.loss", "grad_output"), 6),
     Case("U15", "no target in a batch", nothing_to_tell, ("nonfinite",), (":value.loss", "grad_output"), 6),

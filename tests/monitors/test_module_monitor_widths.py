@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from torchtap.cli import torchtap
+from torchtap.errors import FormError
 from torchtap.monitors.module_monitor.widths import Setup, WidthCheck, check_widths
 
 PNG = b"\x89PNG"
@@ -82,7 +83,8 @@ def test_the_command_takes_functions_from_a_file(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "build: exponents of the width after 2 steps" in done.output
     for wrong in (f"{tmp_path / 'mine.py'}:nothing", "no_such.py:build", "build"):
-        assert CliRunner().invoke(torchtap, ["rcc", wrong]).exit_code == 2
+        refused = CliRunner().invoke(torchtap, ["rcc", wrong]).exception
+        assert isinstance(refused, FormError), refused  # which the program ends with 2 for
 
 
 def test_what_cannot_be_checked_is_refused() -> None:

@@ -93,8 +93,9 @@ def test_keys_move_the_cross_hair_change_the_statistic_and_the_view(visit: Visit
     page.keyboard.press("?")
     page.wait_for_selector("dialog")
     page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")  # it gives the focus back when it goes
     page.keyboard.press("/")
-    assert page.evaluate("document.activeElement.id") == "search"
+    page.wait_for_function("() => document.activeElement.id === 'search'")
 
 
 def test_search_finds_sites_and_opens_them(visit: Visit) -> None:

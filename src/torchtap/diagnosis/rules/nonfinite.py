@@ -67,6 +67,9 @@ class NonFinite(Rule):
             return
         order = sorted(first.values(), key=lambda each: (each[0], computed_order(each[1])))
         step, place, count, word = order[0]
+        if place.kind in _GRADIENTS and any(fact.step <= step for fact in chart.facts("loss-not-finite")):
+            yield from self._of_the_loss(chart)  # gradients of such a loss are its effect
+            return
         spread = [each for each in order if each[0] == step]
         others = f"; {len(spread) - 1} more sites had one in the same step" if len(spread) > 1 else ""
         article = "an" if word == "inf" else "a"
