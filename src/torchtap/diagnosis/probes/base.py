@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from torchtap._torch_distributed import local_part
 from torchtap.names import site_name
 from torchtap.sites import places
+from torchtap.taps.receive import backward, training
+from torchtap.taps.receive.ears import Ears
 
-__all__ = ["Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
+__all__ = ["ListeningProbe", "Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
 
 
 class Telling(Protocol):
@@ -43,6 +45,26 @@ class Probe(Protocol):
 
     def stop(self) -> None:
         """Leave everything as it was."""
+
+
+class ListeningProbe(Ears):
+    """A probe that hears every backward and every optimizer."""
+
+    def start(self) -> None:
+        """Listen from now on."""
+        backward.listen(self)
+        training.listen(self)
+
+    def stop(self) -> None:
+        """Leave everything as it was."""
+        backward.stop_listening(self)
+        training.stop_listening(self)
+
+    def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
+        pass
+
+    def backward_ends(self) -> None:
+        pass
 
 
 @final

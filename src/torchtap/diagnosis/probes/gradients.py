@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap._torch import version_of
-from torchtap.diagnosis.probes.base import Patient, Telling, is_nonzero
+from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, is_nonzero
 from torchtap.names import read_name, site_name
-from torchtap.taps.receive import backward, training
-from torchtap.taps.receive.ears import Ears
 
 __all__ = ["GradientProbe"]
 
@@ -25,7 +23,7 @@ _LOOKS = 16  # live steps with a backward; by then a loop has shown what it does
 
 
 @final
-class GradientProbe(Ears):
+class GradientProbe(ListeningProbe):
     """Hears every backward and every update."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:
@@ -39,14 +37,6 @@ class GradientProbe(Ears):
         self._stale: dict[int, int] = {}  # parameter to the gradient that was not set back
         self._made: set[int] = set()  # whose gradient was not zero after a backward
         self._looks = 0
-
-    def start(self) -> None:
-        backward.listen(self)
-        training.listen(self)
-
-    def stop(self) -> None:
-        backward.stop_listening(self)
-        training.stop_listening(self)
 
     # -- backward -----------------------------------------------------------------------------------------
 

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchtap.diagnosis.probes.base import Patient, Telling
+from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling
 from torchtap.diagnosis.rules.rank_gradients import PAST_THE_WRAPPER, SCALED, UNSYNCED
 from torchtap.diagnosis.rules.rank_progress import SECONDS
 from torchtap.diagnosis.rules.rank_state import BROADCAST
-from torchtap.taps.receive import backward, training
-from torchtap.taps.receive.ears import Ears
 from torchtap.taps.walk.walker import Walker
 
 __all__ = ["RankProbe"]
@@ -26,7 +24,7 @@ _SITE = ":output"
 
 
 @final
-class RankProbe(Ears):
+class RankProbe(ListeningProbe):
     """Hears the calls of wrappers that reduce gradients, each backward and each update."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:
@@ -44,8 +42,7 @@ class RankProbe(Ears):
         self._updated: float | None = None
 
     def start(self) -> None:
-        backward.listen(self)
-        training.listen(self)
+        super().start()
         if any(each.broadcast_buffers and any(True for _ in each.buffers()) for each in self._wrappers):
             self._tell.fact(BROADCAST, _SITE)
         if not self._compiled:
@@ -56,8 +53,7 @@ class RankProbe(Ears):
                     self._walkers.append(walker)
 
     def stop(self) -> None:
-        backward.stop_listening(self)
-        training.stop_listening(self)
+        super().stop()
         for walker in self._walkers:
             walker.leave()
 

@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtap._torch import saved_by
-from torchtap.diagnosis.probes.base import Telling
+from torchtap.diagnosis.probes.base import ListeningProbe, Telling
 from torchtap.diagnosis.rules.rank_progress import TARGETS, WEIGHT
-from torchtap.taps.receive import backward, training
-from torchtap.taps.receive.ears import Ears
 
 __all__ = ["TargetProbe"]
 
@@ -28,21 +26,13 @@ _MEAN = 1  # torch's number for reduction="mean"
 
 
 @final
-class TargetProbe(Ears):
+class TargetProbe(ListeningProbe):
     """Counts the targets of each live step."""
 
     def __init__(self, tell: Telling) -> None:
         self._tell = tell
         self._targets: Tensor | float = 0.0
         self._weight: Tensor | float = 0.0  # of all targets together
-
-    def start(self) -> None:
-        backward.listen(self)
-        training.listen(self)
-
-    def stop(self) -> None:
-        backward.stop_listening(self)
-        training.stop_listening(self)
 
     def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
         if root is None or not self._tell.live:

@@ -8,9 +8,7 @@ from typing import final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchtap.diagnosis.probes.base import Patient, Telling
-from torchtap.taps.receive import backward, training
-from torchtap.taps.receive.ears import Ears
+from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling
 
 __all__ = ["UpdateProbe"]
 
@@ -22,7 +20,7 @@ _RENEWED = 3  # updates in a row, each by an optimizer that was never seen befor
 
 
 @final
-class UpdateProbe(Ears):
+class UpdateProbe(ListeningProbe):
     """Hears every backward, and every update of whatever optimizer."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:
@@ -38,12 +36,10 @@ class UpdateProbe(Ears):
 
     def start(self) -> None:
         if self._parameter is not None:
-            backward.listen(self)
-            training.listen(self)
+            super().start()
 
     def stop(self) -> None:
-        backward.stop_listening(self)
-        training.stop_listening(self)
+        super().stop()
         if self._reached and not self._updated and self._backwards > _EMPTY:
             self._tell_unused()
 

@@ -138,6 +138,10 @@ class Part:
         self.unfinished = sum(file.startswith(TEMPORARY) for file in files)
         if closed:
             self._documents.look_at_closing()
+            self._notes += _missing_flushes(
+                tensors=self._missing_at_the_end("tensors", tensors),
+                events=self._missing_at_the_end("events", events),
+            )
         self.lost_steps = list(self._steps_lost(scalars, scalar_gaps))
         return True
 
@@ -261,6 +265,13 @@ class Part:
         """How many records the writer says it wrote and nobody finds."""
         written = (self.closing or {}).get("records")
         return max(0, written - len(self.clock)) if type(written) is int else 0
+
+    def _missing_at_the_end(self, kind: Kind, kept: list[SegmentName]) -> list[tuple[int, int]]:
+        """The flushes behind the last file that is there, up to what the writer says at its end."""
+        flushes = (self.closing or {}).get("flushes")
+        written = flushes.get(kind) if isinstance(flushes, dict) else None
+        found = kept[-1].last + 1 if kept else 0
+        return [(found, written - 1)] if type(written) is int and written > found else []
 
     def events(self) -> list[dict[str, object]]:
         """Everything the writer noted, in order."""

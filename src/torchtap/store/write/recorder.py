@@ -246,6 +246,18 @@ class Recorder:
             facts = {"reason": loss.reason, "tensors": loss.tensors, "rows": loss.rows, "bytes": loss.nbytes}
             self.note("lost", {**facts, "steps": [dropped.first, dropped.last]})
 
+    def _closing(self, place: Place) -> dict[str, object]:
+        """What a reader can hold what it finds against."""
+        return {
+            "check": UNSEALED,
+            "time": time.time(),
+            "rank": place.part[0],
+            "attempt": place.part[1],
+            "records": self._written_records,
+            "flushes": {"tensors": self._tensors.flushes, "events": self._next_events},
+            "lost": self.losses.facts(),
+        }
+
     def _barrier(self, queue: RecordQueue, last: bool) -> None:
         place = self._place
         if place is None:
@@ -255,17 +267,9 @@ class Recorder:
             if self._scalars.rows:  # the disk refused them to the end
                 self._count(Loss("the disk took no more numbers", rows=self._scalars.rows))
             self._merger.finish()
-            facts = {
-                "check": UNSEALED,
-                "time": time.time(),
-                "rank": place.part[0],
-                "attempt": place.part[1],
-                "records": self._written_records,
-                "lost": self.losses.facts(),
-            }
             try:
                 self._put_events(place)
-                place.put(CLOSED, [seal(json.dumps(facts, indent=1).encode())])
+                place.put(CLOSED, [seal(json.dumps(self._closing(place), indent=1).encode())])
             except OSError as error:
                 self.losses.add(Loss(f"the run could not be closed: {error.strerror or error}"))
         try:

@@ -217,6 +217,11 @@ class TensorSegments:
             self._stream.append(buffer)
         self._held = []
 
+    @property
+    def flushes(self) -> int:
+        """How many files there have been."""
+        return self._next
+
     def _commit(self) -> None:
         name = SegmentName("tensors", self._next, self._next, min(self._steps), max(self._steps))
         metadata = {"torchtap": segment_note(name, self._place.part), **self._notes}
