@@ -180,4 +180,4 @@ def test_memories_of_one_model_have_a_bound() -> None:
     model = Net()
     for number in range(40):
         names(model, f"re:blocks:output|nothing{number}")
-    assert len(remembered._OF_MODELS[model]) <= 8
+    assert len(remembered._OF_MODELS[model].plans) <= 8

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.errors import ReductionError
-from torchtap.reduce.kernel import is_sound
+from torchtap.reduce.kernel import SMALL, is_sound
 from torchtap.reduce.memory import PLAIN_TYPES, has_memory, located
 from torchtap.store.format import checksum
 
 __all__ = ["HostPool", "pool_of"]
 
-_SMALL = 64 << 10  # below this, the allocator itself uses memory again
 _SLAB = 16 << 20
 _AT_ONCE = 16
 _ALIGNMENT = 64
@@ -56,13 +55,13 @@ class HostPool:
         """A contiguous copy on the host, without gradient history."""
         if value.requires_grad:
             value = value.detach()
-        if is_sound(value) and value.nbytes < _SMALL:
+        if is_sound(value) and value.nbytes < SMALL:
             return value.clone(memory_format=torch.contiguous_format)
         if type(value) in PLAIN_TYPES and value.numel() and not has_memory(value):
             raise ReductionError(
                 f"a tensor of shape {tuple(value.shape)} cannot be copied: its storage was freed or made too small"
             )
-        if value.layout is not torch.strided or value.is_quantized or value.nbytes < _SMALL:
+        if value.layout is not torch.strided or value.is_quantized or value.nbytes < SMALL:
             return _plain_copy(value)
         buffer = self._take(_room(value.nbytes))
         if buffer is None:
