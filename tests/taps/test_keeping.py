@@ -207,7 +207,7 @@ def test_what_nobody_looked_at_goes_at_once(way: str) -> None:
 
 def test_a_selector_from_which_nothing_came_is_told(way: str) -> None:
     model = Odd()
-    with pytest.warns(UserWarning, match="nothing came from 'last:output'"):
+    with pytest.warns(RuntimeWarning, match="nothing came from 'last:output'"):
         with tt.capture(model, "first:output", "last:output"):
             model.first(torch.ones(1, 4))
 
