@@ -41,7 +41,7 @@ _NOTES_OF_HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
-Table: TypeAlias = dict[int, Any]  # torch's of hooks
+Table: TypeAlias = Any  # torch's of hooks: an ordered dict from numbers
 _AT_ONCE = 1024  # numbers
 _STATE = "__getstate__"
 
@@ -232,12 +232,16 @@ class HookHandle:
         hook: Callable[..., Any] | None,
         notes: tuple[Table, ...] = (),
         number: int = -1,
+        *,
+        first: bool = False,
     ) -> None:
         if number < 0:
             number = _new_number()
             table[number] = hook
             for each in notes:
                 each[number] = True
+            if first:
+                table.move_to_end(number, last=False)
         self._module: nn.Module | None = module
         self._table, self._notes, self._number = table, notes, number
         conceal(module)

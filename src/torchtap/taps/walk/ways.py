@@ -70,17 +70,18 @@ class HookWay:
 
     def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
         hook = action if self._travelling else Hook(action)
-        if not first and type(module).register_forward_pre_hook is _REGISTER_BEFORE:
-            notes = (module._forward_pre_hooks_with_kwargs,)
-            return HookHandle(module, module._forward_pre_hooks, hook, notes)
+        if type(module).register_forward_pre_hook is _REGISTER_BEFORE:
+            table = module._forward_pre_hooks
+            return HookHandle(module, table, hook, (module._forward_pre_hooks_with_kwargs,), first=first)
         return HookHandle.of(module, module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True))
 
     def after(
         self, module: nn.Module, action: Action, *, always: bool = False, with_kwargs: bool = False
     ) -> Handle:
         hook = action if self._travelling else Hook(action)
-        if not always and not with_kwargs and type(module).register_forward_hook is _REGISTER_AFTER:
-            return HookHandle(module, module._forward_hooks, hook)
+        if not with_kwargs and type(module).register_forward_hook is _REGISTER_AFTER:
+            notes = (module._forward_hooks_always_called,) if always else ()
+            return HookHandle(module, module._forward_hooks, hook, notes)
         return HookHandle.of(
             module, module.register_forward_hook(hook, always_call=always, with_kwargs=with_kwargs)
         )
