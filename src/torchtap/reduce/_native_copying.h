@@ -6,7 +6,7 @@
 
 typedef struct {
     PyObject_HEAD PyObject *clone; /* makes a contiguous copy */
-    PyObject *transform;           /* answers None outside of torch.func's transforms, which would wrap the copy */
+    PyObject *others;              /* functions; each answers None where nobody makes something else of a copy */
     Py_ssize_t most;               /* values of so many bytes are not small */
     Marks recent;
     PyObject *copies[RECENT]; /* of the tensors that are marked */
@@ -38,13 +38,17 @@ static PyObject *copy_of(Copier *self, PyObject *tensor)
     return copy;
 }
 
-/* 1 where a tensor is plain memory that is small and in order, outside of transforms; 0 where Python has to see to it. */
+/* 1 where a tensor is plain memory that is small and in order, and nobody follows; 0 where Python has to see to it. */
 static int is_copied_here(Copier *self, PyObject *tensor)
 {
     Memory memory;
-    PyObject *transform = PyObject_CallNoArgs(self->transform);
-    Py_XDECREF(transform);
-    if (transform != Py_None || !locate(tensor, &memory))
+    for (Py_ssize_t i = 0; i < PyTuple_Size(self->others); i++) {
+        PyObject *other = PyObject_CallNoArgs(PyTuple_GetItem(self->others, i));
+        Py_XDECREF(other);
+        if (other != Py_None)
+            return 0;
+    }
+    if (!locate(tensor, &memory))
         return 0;
     Py_XDECREF(memory.storage);
     return memory.contiguous && memory.elements * ITEM_BYTES[memory.dtype] < (size_t)self->most;
@@ -89,21 +93,21 @@ static PyObject *copier_forget(Copier *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* Copier(clone, transform, most) */
+/* Copier(clone, others, most) */
 static PyObject *copier_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    PyObject *clone, *transform;
+    PyObject *clone, *others;
     Py_ssize_t most;
     (void)keywords;
-    if (!PyArg_ParseTuple(args, "OOn", &clone, &transform, &most))
+    if (!PyArg_ParseTuple(args, "OO!n", &clone, &PyTuple_Type, &others, &most))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Copier *self = (Copier *)make(type, 0);
     if (self) {
         Py_INCREF(clone);
-        Py_INCREF(transform);
+        Py_INCREF(others);
         self->clone = clone;
-        self->transform = transform;
+        self->others = others;
         self->most = most;
         forget_copies(self);
     }
@@ -115,7 +119,7 @@ static void copier_free(Copier *self)
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     forget_copies(self);
     Py_DECREF(self->clone);
-    Py_DECREF(self->transform);
+    Py_DECREF(self->others);
     freefunc let_go = (freefunc)PyType_GetSlot(type, Py_tp_free);
     let_go(self);
     Py_DECREF(type);

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtap._torch import innermost_transform
+from torchtap._torch import innermost_transform, script_tracer
 from torchtap.reduce.memory import PLAIN_TYPES, located
 from torchtap.reduce.moments import WIDTH
 
@@ -84,10 +84,12 @@ def make_taker() -> Any:
 
 def make_copier() -> Any:
     """What copies small values (`_native_copying.h`); None where there is no such thing."""
-    return native.Copier(_clone, innermost_transform, SMALL) if _has_copiers else None  # type: ignore[union-attr]
+    return native.Copier(_clone, _OTHERS, SMALL) if _has_copiers else None  # type: ignore[union-attr]
 
 
 _has_copiers = _has_takers and hasattr(native, "Copier")
+# A copy that is made where one of these runs would be a part of it.
+_OTHERS = (innermost_transform, script_tracer)
 _clone = methodcaller("clone", memory_format=torch.contiguous_format)
 # Below so many bytes torch's allocator itself uses memory again: an ordinary copy costs least.
 SMALL = 64 << 10
