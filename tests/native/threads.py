@@ -1,7 +1,7 @@
 """``python -m tests.native.threads [times]``: four threads call a model at once under a capture that hears them all.
 
-Each time is a process of its own with 600 rounds. In a round each thread calls a chain of modules of its own: more sites
-than the first rows of statistics hold, and values so large that the kernel lets go of the interpreter.
+Each time is a process of its own with 600 rounds. In a round each thread calls a chain of modules of its own: more
+sites than the first rows of statistics hold, and values so large that the kernel lets go of the interpreter.
 """
 
 from __future__ import annotations
