@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.models import gpt_training, mlp_training
 from benchmarks.share import share
 from benchmarks.steps import EVERYTHING, OUTPUTS
+from torchtap.diagnosis.run import diagnose
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
@@ -133,6 +134,7 @@ def _world(ranks: int, sites: int, steps: int) -> list[dict[str, Any]]:
                 "map of a step: sites × ranks",
                 lambda: ranks_at(_once(shown, opened), _STATISTIC, "output", None),
             ),
+            ("every rule, and ranks beside each other", lambda: diagnose(opened[0])),
         ]
         rows = []
         for number, (name, work) in enumerate(tasks):
