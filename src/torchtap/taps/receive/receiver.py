@@ -319,7 +319,7 @@ class Receiver:
             if port.apart:
                 port.next_call(self._pass_number)
             port.called = True  # of one that is read and not called, no more is counted
-        left = self.folding.fold_together(ports, tensors) if self.placing is None else range(len(ports))
+        left = self.folding.fold_together(ports, tensors)
         for position in left:
             port = ports[position]
             self.folding.take_back(port, port.port.site.leaf)
