@@ -213,8 +213,7 @@ class Steps:
         self.fresh, self._undecided = fresh, False
         self._phases = {}
         self._learning = None
-        kept = (moment.step, self.last.step if self.last is not None else moment.step)
-        self._live = {when: live for when, live in self._live.items() if when[0] in kept}
+        self._forget_others_than(moment, self.last or moment)
         if self._spending is not None:
             self._spending.begin_step()
         self.taps.begin(thread)
@@ -222,6 +221,11 @@ class Steps:
             wanted = self._wanted(moment)
         if wanted or self.taps.armed:
             self.taps.arm(wanted)
+
+    def _forget_others_than(self, *moments: Moment) -> None:
+        """Which taps are live is remembered for the open step and the last one."""
+        kept = [moment.step for moment in moments]
+        self._live = {when: live for when, live in self._live.items() if when[0] in kept}
 
     def _sort_early(self, moment: Moment) -> None:
         """Passes that came before the first step: evaluations are recorded with it, training passes have no step."""

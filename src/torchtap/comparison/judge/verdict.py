@@ -225,7 +225,6 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
     if any("quantizer" in source for source in found.floors.sources):
         fault, module = _worst(found, blamed)
     healed, own = _replace(found, blamed, fault, rows)
-    only_numbers = all(each.oddity is None for each in blamed)
     holder, parameters = whose_parameters(
         found.reference, found.target, plain_module(module), found.names, {row.module for row in rows}
     )
@@ -236,7 +235,7 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
         error=found.forced[fault.site].rel_l2,
         floor=found.floors.forced[fault.site].l2,
         origin="local",
-        sure="certain" if healed and only_numbers and _proven(found, fault, rows) else "likely",
+        sure="certain" if healed and _proven(found, fault, blamed, rows) else "likely",
         where=own,
         parameters=parameters,
         healed=healed,
@@ -251,9 +250,11 @@ def _other_authors(blamed: list[_Fault], module: str) -> tuple[str, ...]:
     return tuple(plain_module(author) for author in authors if author and author != module)
 
 
-def _proven(found: Evidence, fault: _Fault, rows: list[Row]) -> bool:
-    """Not when a module around the fault returns the right thing all the same, nor when modules inside the accused
-    one have no partner: one of those may be wrong."""
+def _proven(found: Evidence, fault: _Fault, blamed: list[_Fault], rows: list[Row]) -> bool:
+    """Not when values are odd in other ways than by their numbers, nor when a module around the fault returns the right
+    thing all the same, nor when modules inside the accused one have no partner: one of those may be wrong."""
+    if any(each.oddity is not None for each in blamed):
+        return False
     right = right_modules(found, rows)
     if any(module in right for module in around(fault.author, itself=False)):
         return False

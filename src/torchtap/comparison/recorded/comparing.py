@@ -61,15 +61,13 @@ def compare_recordings(
     apart += work.unrecorded.told()
     if work.first is None and not work.rows:
         raise CompareError(_nothing(reference, target, work, problems))
-    rows = tuple(work.rows)
-    also = ""
-    if len(steps) > 1:
-        rows = tuple(row if row.step is not None else replace(row, step=work.current) for row in rows)
-        also = f", over {len(work.seen)} steps"
+    several = len(steps) > 1
+    rows = tuple(work.rows_with_steps() if several else work.rows)
+    also = f", over {len(work.seen)} steps" if several else ""
     further = [*work.doubtful, *(gap.told for gap in apart if not gap.planned)]
     further += [*reference.damage(), *target.damage()]
     outcome, verdict = decide(work.first, rows, work.unaligned, live=live, further=further, also=also)
-    if len(steps) > 1 and work.first is not None:
+    if several and work.first is not None:
         verdict = verdict[:-1] + _agreeing(work.seen, work.first) + "."
     return Comparison(
         reference=reference.label,
@@ -248,6 +246,10 @@ class _Work:
             if row.status == "within" and math.isfinite(row.error):
                 worst = max(worst, row.error)
         return rows
+
+    def rows_with_steps(self) -> list[Row]:
+        """The rows that are shown; what has no step is of the one at which the work ended."""
+        return [replace(row, step=self.current) if row.step is None else row for row in self.rows]
 
     def rows_of(self, step: int) -> Measured:
         """What another process is told of a step."""

@@ -38,7 +38,7 @@ from torchtap.sites import Selectable, unwrap
 from torchtap.store.record import StepRecord
 from torchtap.taps.receive.ears import Ears
 from torchtap.taps.receive.losses import LossCatcher
-from torchtap.taps.receive.training import innermost, listen, stop_listening
+from torchtap.taps.receive.training import innermost, listen, parameters_of, stop_listening
 
 __all__ = ["FlightRecorder", "flight_recorder"]
 
@@ -195,17 +195,13 @@ class FlightRecorder(Ears):
         self._changed = False
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        return any(
-            id(each) in self._parameters for group in optimizer.param_groups for each in group["params"]
-        )
+        return any(id(each) in self._parameters for each in parameters_of(optimizer))
 
     def _norm_for(self, optimizer: Optimizer) -> Tensor | None:
         if self._norm is not None:
             return self._norm
-        gradients = [
-            each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None
-        ]
-        return norm_of(gradients)
+        gradients = [each.grad for each in parameters_of(optimizer)]
+        return norm_of([each for each in gradients if each is not None])
 
     def _on_loss(self, loss: Tensor) -> None:
         loss = loss.detach().float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, final
+from typing import final
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ __all__ = ["HiddenProbe"]
 
 _LOOKS = 3
 _DEEP = 4  # lists in lists
+_LONG = 10_000
 
 
 @final
@@ -54,7 +55,7 @@ class HiddenProbe:
                     yield from self._inside(join_path(place.path, name), place.path, name, value, known, 0)
 
     def _inside(
-        self, path: str, owner: str, name: str, value: Any, known: set[int], depth: int
+        self, path: str, owner: str, name: str, value: object, known: set[int], depth: int
     ) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, nn.Module):
             if id(value) not in known:
@@ -63,9 +64,15 @@ class HiddenProbe:
         elif isinstance(value, Tensor):
             if value.requires_grad and value.is_leaf and id(value) not in self._patient.names:
                 yield site_name(owner, "param", name), value
-        elif isinstance(value, (list, tuple, dict)) and depth < _DEEP and len(value) < 10_000:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, each in items:
-                if isinstance(each, (nn.Module, Tensor, list, tuple, dict)):
-                    inner = join_path(path, str(key))
-                    yield from self._inside(inner, owner, f"{name}.{key}", each, known, depth + 1)
+        elif depth < _DEEP:
+            for key, each in _items(value):
+                inner = join_path(path, str(key))
+                yield from self._inside(inner, owner, f"{name}.{key}", each, known, depth + 1)
+
+
+def _items(value: object) -> list[tuple[object, object]]:
+    """What of a plain container may hold a parameter, by key; nothing of a very long one: it is data."""
+    if not isinstance(value, (list, tuple, dict)) or len(value) >= _LONG:
+        return []
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [(key, each) for key, each in items if isinstance(each, (nn.Module, Tensor, list, tuple, dict))]

@@ -75,6 +75,10 @@ def broadcast(node: Any) -> tuple[int, ...] | None:
     else:
         shape = shape_from(node)
     own = None if answer is None else shape_from(answer)
-    if not shape or own is None or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
-        return None
-    return shape if own in ((shape[0], 1), (shape[0],), (1, shape[0])) else None
+    size = _side_of_square(shape)
+    return shape if size > 1 and own in ((size, 1), (size,), (1, size)) else None
+
+
+def _side_of_square(shape: tuple[int, ...] | None) -> int:
+    """n of a shape (n, n), and zero of others."""
+    return shape[0] if shape and shape == (shape[0], shape[0]) else 0

@@ -112,15 +112,18 @@ class LossProbe:
             return
         self._tell.fact("classes", _ANSWER, float(given.shape[1]))
         self._look_at_order(target)
-        over = softmax_dimension(node)
+        self._look_at_softmax(softmax_dimension(node), given)
+        if self._tokens is not None and is_next_token(self._tokens, target, ignored):
+            self._tell.fact("next-token", ":input")
+
+    def _look_at_softmax(self, over: int | None, given: Tensor) -> None:
+        """Whether numbers that should be log-probabilities of classes were made so, over the right dimension."""
         if over is None and bool((given >= 0).all() & (given <= 1).all() & (given > 0).any()):
             text = "nll_loss wants logarithms and is given numbers between 0 and 1"
             self._tell.fact("probabilities-as-logits", _ANSWER, text=text)
         elif over is not None and over != 1:
             text = f"log_softmax was taken over dimension {over}, and the classes are dimension 1"
             self._tell.fact("softmax-dimension", _ANSWER, float(over), text)
-        if self._tokens is not None and is_next_token(self._tokens, target, ignored):
-            self._tell.fact("next-token", ":input")
 
     def _look_at_order(self, target: Tensor) -> None:
         """Whether each batch has one class, and not all have the same."""

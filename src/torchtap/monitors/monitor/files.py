@@ -110,15 +110,18 @@ def _without_foreign(tree: object) -> object:
     if isinstance(tree, np.generic):
         return tree.item()
     if isinstance(tree, Tensor):
-        # A view would drag the whole of its storage into the file.
-        shown = tree.detach()
-        return shown.clone() if shown.untyped_storage().nbytes() > shown.nbytes else shown
+        return _without_surroundings(tree.detach())
     if tree is None or isinstance(tree, (str, bytes, int, float, complex, torch.dtype, torch.Size)):
         return tree
     raise PlanError(
         f"a {type(tree).__name__} cannot be saved: give tensors, arrays, numbers, text, and lists, tuples or "
         "dicts of them, so that the file loads without pickle"
     )
+
+
+def _without_surroundings(tensor: Tensor) -> Tensor:
+    """The same; a copy of a view, which would drag the whole of its storage into the file."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _read_pt(path: Path) -> object:

@@ -86,18 +86,15 @@ class Assembled:
 
     def _in_a_row(self) -> bool:
         """Whether the parts follow one another along the first dimension, in the order in which they are here."""
-        axes = [axis for axis in self._pieces[0].placement.axes if axis.share.divides or _adds(axis)]
+        placement, alone = self._pieces[0].placement, len(self._pieces) == 1
+        axes = [axis for axis in placement.axes if axis.share.divides or _adds(axis)]
         if any(_adds(axis) or axis.share.dim != 0 for axis in axes):
             return False
-        if any(piece.passes > 1 for piece in self._pieces) and len(self._pieces) > 1:
+        if not alone and max(piece.passes for piece in self._pieces) > 1:
             return False
-        offsets = [piece.placement.boxes for piece in self._pieces]
-        if offsets[0] is None:
+        if placement.boxes is None:
             return len(axes) <= 1
-        if len(axes) > 1 or any(boxes is None or len(boxes) != 1 for boxes in offsets):
-            return len(self._pieces) == 1
-        starts = [boxes[0].offset[0] for boxes in offsets if boxes is not None]
-        return starts == sorted(starts)
+        return alone or (len(axes) <= 1 and _follow(self._pieces))
 
     def _shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """The shape of the whole, from placements and from the parts' own shapes; nothing is read."""
@@ -171,21 +168,32 @@ class Assembled:
         own = parts[0].read()
         if placement.boxes is None or shape is None:
             return own
-        whole = empty((prod(shape),) if placement.flat else shape, own)
         if isinstance(own, _Shaped):
             return empty(shape, own)
-        covered = 0
+        whole = empty((prod(shape),) if placement.flat else shape, own)
         for part in parts:
-            boxes = part.piece.placement.boxes or ()
-            _copy(whole, own if part is parts[0] else part.read(), boxes)
-            covered += sum(prod(box.size) for box in boxes)
-        if covered < prod(shape) and not self._gaps:
+            _copy(whole, own if part is parts[0] else part.read(), part.piece.placement.boxes or ())
+        if not self._gaps:
+            self._check_whole(parts, shape)
+        return whole.reshape(shape)
+
+    def _check_whole(self, parts: list[_Part], shape: tuple[int, ...]) -> None:
+        covered = sum(prod(box.size) for part in parts for box in part.piece.placement.boxes or ())
+        if covered < prod(shape):
             raise RunError(
                 f"{self._pieces[0].stored.name.site!r} of shape {list(shape)} is not whole: ranks "
                 f"{[part.piece.rank for part in parts]} recorded {covered} of its {prod(shape)} elements; "
                 "run.rank(k).tensor(...) gives one rank's part, tt.open(path, partial=True) what there is, and zeros"
             )
-        return whole.reshape(shape)
+
+
+def _follow(pieces: Sequence[Piece]) -> bool:
+    """Whether each part is one box, and begins where those before it have ended, or later."""
+    boxes = [piece.placement.boxes or () for piece in pieces]
+    if any(len(each) != 1 for each in boxes):
+        return False
+    starts = [each[0].offset[0] for each in boxes]
+    return starts == sorted(starts)
 
 
 def _adds(axis: Axis) -> bool:

@@ -22,23 +22,26 @@ def table_of_series(view: View, sites: list[str], statistics: list[str], *, part
     for phase_code, phase in enumerate(phases):
         here = np.asarray(clock)[clock.phase == phase]
         for kind, statistic in enumerate(statistics):
-            known = [(code, site) for code, site in enumerate(sites) if statistic in view.statistics(site)]
+            known = [code for code, site in enumerate(sites) if statistic in view.statistics(site)]
             if not known:
                 continue
-            found = view.matrix(statistic, [site for _, site in known], None, always(phase), partial=partial)
+            found = view.matrix(statistic, [sites[c] for c in known], None, always(phase), partial=partial)
             at = np.searchsorted(here["step"], found.steps)
-            for (code, _), values in zip(known, found.values, strict=True):
+            for code, values in zip(known, found.values, strict=True):
                 there = ~np.isnan(values)
-                if not there.any():
-                    continue
-                rows = here[at[there]]
-                count = len(rows)
-                codes = (np.full(count, number, np.int32) for number in (phase_code, code, kind))
-                pieces.append((rows["step"], rows["epoch"], rows["batch"], *codes, values[there]))
+                pieces.append(_columns(here[at[there]], (phase_code, code, kind), values[there]))
     columns = [np.concatenate(column) for column in zip(*pieces, strict=True)] if pieces else _nothing()
     order = np.argsort(columns[0], kind="stable")
     step, epoch, batch, phase_codes, site_codes, kinds, value = (column[order] for column in columns)
     return Table(step, epoch, batch, phase_codes, site_codes, kinds, value, phases, sites, statistics)
+
+
+def _columns(
+    rows: npt.NDArray[Any], numbers: tuple[int, ...], values: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[Any], ...]:
+    """Rows of the clock and their values, which all have the same phase, site and statistic."""
+    codes = (np.full(len(rows), number, np.int32) for number in numbers)
+    return (rows["step"], rows["epoch"], rows["batch"], *codes, values)
 
 
 def always(phase: str) -> Callable[[str], str]:
