@@ -30,7 +30,7 @@ from torchtap.tapping import Tapping
 from torchtap.taps.receive.collect import Coming
 from torchtap.taps.receive.entries import Tally
 
-__all__ = ["Steps"]
+__all__ = ["StepMaker"]
 
 _When: TypeAlias = tuple[int, int | None, int | None, str]
 
@@ -65,13 +65,13 @@ class _Part:
 
 
 @final
-class Steps:
+class StepMaker:
     """Sorts passes into steps and phases, and makes the records."""
 
     def __init__(
         self,
         plan: Plan,
-        tap: Callable[[Steps], Tapping],
+        tap: Callable[[StepMaker], Tapping],
         outlets: Outlets,
         hand_on: Callable[[StepRecord], None],
         *,
@@ -240,7 +240,7 @@ class Steps:
         self._collect(moment)
         self._release()
 
-    def change_taps(self, tap: Callable[[Steps], Tapping]) -> Tapping:
+    def change_taps(self, tap: Callable[[StepMaker], Tapping]) -> Tapping:
         """The model has other modules now: what the taps hold is collected, and others take their place."""
         if self.last is not None:
             self._collect(self.last)

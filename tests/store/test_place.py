@@ -9,7 +9,7 @@ import pytest
 
 from torchtap.store.files import allocate as allocate_module
 from torchtap.store.files import place as place_module
-from torchtap.store.files.place import LocalPlace
+from torchtap.store.files.destination import LocalDestination
 
 _PIECES = [
     bytes([number]) * ((3 << 20) + number) for number in range(1, 8)
@@ -17,7 +17,7 @@ _PIECES = [
 
 
 def _grown(tmp_path: Path) -> Path:
-    place = LocalPlace(os.fspath(tmp_path), 0)
+    place = LocalDestination(os.fspath(tmp_path), 0)
     stream = place.stream(64)
     for piece in _PIECES:
         stream.append(memoryview(piece))

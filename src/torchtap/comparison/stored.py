@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.align.rules import PairingRule
 from torchtap.comparison.given import recording_of
 from torchtap.comparison.judge.result import Comparison
 from torchtap.comparison.recorded.phases import compare_all_phases
@@ -21,7 +21,7 @@ def compare_stored(
     reference: object,
     target: object,
     *,
-    rules: Sequence[str | Rule] = (),
+    rules: Sequence[str | PairingRule] = (),
     repeat: object = None,
     golden: object = None,
     steps: Sequence[int] | None = None,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.places import Place, places
+from torchtap.diagnosis.places import ChartedSite, places
 from torchtap.foreign_text import browser_text
 from torchtap.viewer.derived import DERIVED, EMPTY_SUMS, derive, without_empty_sums
 from torchtap.viewer.downsample import block_extremes
@@ -92,7 +92,7 @@ class OpenRun:
         return len(steps), int(steps[-1]) if len(steps) else -1, self.run.status, len(self.run.problems)
 
     def _survey(self) -> None:
-        self.places: list[Place] = places(self.run)
+        self.places: list[ChartedSite] = places(self.run)
         self.sites = [place.name for place in self.places]
         self.position = {site: index for index, site in enumerate(self.sites)}
         self.statistics = {site: tuple(self.run.statistics(site)) for site in self.sites}

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.judge.result import First
+from torchtap.comparison.judge.result import FirstDifference
 from torchtap.comparison.live.hooked import visiting
 from torchtap.comparison.live.tracing import Feed, golden_copy, jitter
 from torchtap.names import last_part, parent_path, site_name
@@ -41,7 +41,9 @@ class _Flow:
             self.needs[site_name(call.path, "output", leaf, call.number)] = (call.path, value.requires_grad)
 
 
-def broken_flow(reference: nn.Module, target: nn.Module, feed: Feed, target_feed: Feed) -> First | None:
+def broken_flow(
+    reference: nn.Module, target: nn.Module, feed: Feed, target_feed: Feed
+) -> FirstDifference | None:
     """The first value that needs a gradient in one model alone, with the module that made it so."""
     mine, theirs = _flow(reference, feed), _flow(target, target_feed)
     for at, (site, (author, needed)) in enumerate(mine.items()):
@@ -53,7 +55,7 @@ def broken_flow(reference: nn.Module, target: nn.Module, feed: Feed, target_feed
             if needed
             else "a gradient flows back, in the reference none does"
         )
-        return First(
+        return FirstDifference(
             site=site,
             module=author or "",
             index=at,
@@ -66,14 +68,14 @@ def broken_flow(reference: nn.Module, target: nn.Module, feed: Feed, target_feed
     return _frozen(reference, target)
 
 
-def _frozen(reference: nn.Module, target: nn.Module) -> First | None:
+def _frozen(reference: nn.Module, target: nn.Module) -> FirstDifference | None:
     """A parameter that learns in one model alone, though the values around it flow in both."""
     theirs = dict(target.named_parameters())
     for at, (name, parameter) in enumerate(reference.named_parameters()):
         there = theirs.get(name)
         if there is not None and there.requires_grad != parameter.requires_grad:
             module, leaf = parent_path(name), last_part(name)
-            return First(
+            return FirstDifference(
                 site=site_name(module, "param_grad", leaf),
                 module=module,
                 index=at,

@@ -32,7 +32,7 @@ from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.structure import map_inputs, map_leaves
 from torchtap.taps.walk.visit import Call
 
-__all__ = ["Probe"]
+__all__ = ["TraceProbe"]
 
 
 @final
@@ -55,7 +55,7 @@ class _Met(Enum):
 
 
 @final
-class Probe:
+class TraceProbe:
     """Runs a model beside a reference's trace and measures, site by site, how far it is from it."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Probe:
 
     def free(
         self, model: nn.Module, feed: Feed, *, noise: int | None = None, cast: torch.dtype | None = None
-    ) -> Probe:
+    ) -> TraceProbe:
         """Let the model run on its own values; with ``noise`` each module's output is moved by about one ULP."""
         self._clear()
         self._noise_outputs = noise is not None
@@ -102,7 +102,7 @@ class Probe:
 
     def forced(
         self, model: nn.Module, feed: Feed, *, noise: int | None = None, cast: torch.dtype | None = None
-    ) -> Probe:
+    ) -> TraceProbe:
         """Hand each module the reference's inputs (with ``noise``, moved by about one ULP).
 
         ``cast`` is the dtype that the model computes in where that is not its inputs' (a float64 copy).
@@ -112,7 +112,7 @@ class Probe:
         self._cast = cast
         return self._run(model, feed, noise)
 
-    def healed(self, model: nn.Module, feed: Feed, sites: Iterable[str], share: float = 0.0) -> Probe:
+    def healed(self, model: nn.Module, feed: Feed, sites: Iterable[str], share: float = 0.0) -> TraceProbe:
         """Let the model run, but put the reference's values in place of its own at some sites.
 
         ``share`` of the difference stays: 0 heals, 1 changes nothing, more than 1 makes it worse.
@@ -122,7 +122,7 @@ class Probe:
         self._share = share
         return self._run(model, feed, None)
 
-    def _run(self, model: nn.Module, feed: Feed, noise: int | None) -> Probe:
+    def _run(self, model: nn.Module, feed: Feed, noise: int | None) -> TraceProbe:
         if noise is not None:
             self._noise = torch.Generator().manual_seed(noise)
         with steady(model), default_dtype(self._cast):

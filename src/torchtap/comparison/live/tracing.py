@@ -29,9 +29,9 @@ from torchtap.taps.walk.visit import Call
 
 __all__ = [
     "Called",
-    "Event",
     "Feed",
     "Trace",
+    "TracedValue",
     "Versions",
     "default_dtype",
     "feed_of",
@@ -46,7 +46,7 @@ Feed = Callable[[Callable[..., Any]], Any]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Event:
+class TracedValue:
     """A value that passed: its site, and the module whose own code made it."""
 
     site: str
@@ -74,11 +74,11 @@ class Trace:
     """Everything that passed through a model's modules in one pass, in order."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[TracedValue] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
     partial: bool = False  # whether only some of the sites were kept
 
-    def add(self, event: Event, value: Tensor) -> None:
+    def add(self, event: TracedValue, value: Tensor) -> None:
         """Note one more value."""
         self.values[event.site] = value
         self.events.append(event)
@@ -152,7 +152,7 @@ class _Recorder:
         self._open.append((called, Versions(given)))
         for leaf, value in given:
             site = site_name(call.path, "input", leaf, call.number)
-            self._take(Event(site, call.path, "input", call.parent), value)
+            self._take(TracedValue(site, call.path, "input", call.parent), value)
         if self._cast is None or call.parent is not None:
             return None
         return map_leaves(args, _to(self._cast)), map_leaves(kwargs, _to(self._cast))
@@ -165,11 +165,11 @@ class _Recorder:
                 break
         for leaf, value in leaves(output, through_objects=False):
             site = site_name(call.path, "output", leaf, call.number)
-            self._take(Event(site, call.path, "output", call.path), value)
+            self._take(TracedValue(site, call.path, "output", call.path), value)
         noise = self._noise
         return None if noise is None else map_leaves(output, lambda _, value: jitter(value, noise))
 
-    def _take(self, event: Event, value: Tensor) -> None:
+    def _take(self, event: TracedValue, value: Tensor) -> None:
         if self._keep is not None and not self._keep(event.site):
             return
         version = version_of(value)

@@ -49,7 +49,7 @@ from torchtap.comparison.measure.sums import Sums, native, numbers_of_bits
 from torchtap.comparison.measure.values import CHUNK, Array, Comparable, Value, pieces, value_of
 from torchtap.errors import CompareError
 
-__all__ = ["Measures", "Tally", "measure", "threads"]
+__all__ = ["Measures", "RunningMeasures", "measure", "threads"]
 
 _HISTOGRAM_BINS = 64
 _HISTOGRAM_ELEMENTS = 1 << 16
@@ -205,7 +205,7 @@ def _blank(
 
 
 @final
-class Tally:
+class RunningMeasures:
     """Measures of values that come piece by piece: `add` each piece in order, then ask for the `result`.
 
     Pieces of bfloat16 are its bits, as they lie in a file.

@@ -18,9 +18,9 @@ from math import prod
 from typing import Any, final
 
 from torchtap.comparison.align.pairing import Alignment, Unaligned, align
-from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.align.rules import PairingRule
 from torchtap.comparison.judge.outcome import decide, doubts
-from torchtap.comparison.judge.result import AGREES, Comparison, First, Row
+from torchtap.comparison.judge.result import AGREES, Comparison, FirstDifference, Row
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.profile import locate
 from torchtap.comparison.measure.signature import signature
@@ -28,7 +28,7 @@ from torchtap.comparison.measure.terms import MOST, differing_term, hidden_only
 from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.ahead import Ahead, Measured, measured_ahead
 from torchtap.comparison.recorded.blame import blamed
-from torchtap.comparison.recorded.first import Missing, first_of_rows, missing_evidence, next_up
+from torchtap.comparison.recorded.first import MissingSite, first_of_rows, missing_evidence, next_up
 from torchtap.comparison.recorded.gaps import Gap, Unrecorded, gaps_between, some_steps
 from torchtap.comparison.recorded.measuring import Measuring, changed
 from torchtap.comparison.recorded.ranked import Ranked
@@ -44,7 +44,7 @@ def compare_recordings(
     reference: Recording,
     target: Recording,
     *,
-    rules: Sequence[str | Rule] = (),
+    rules: Sequence[str | PairingRule] = (),
     harmless: Iterable[tuple[str, Recording]] = (),
     only: Sequence[int] | None = None,
     live: bool = False,
@@ -91,7 +91,7 @@ def _is_at_hand(row: Row, module: str) -> bool:
     return bool(row.kind == "output" and row.module) and parent_path(row.module) == module
 
 
-def _agreeing(seen: Sequence[int], first: First) -> str:
+def _agreeing(seen: Sequence[int], first: FirstDifference) -> str:
     """How many steps before the one of the first difference agree."""
     steps = sum(step < first.step for step in seen) if first.step is not None else 0
     return (
@@ -140,7 +140,7 @@ def _nothing(reference: Recording, target: Recording, work: _Work, problems: lis
 
 
 def _done(
-    given: tuple[Recording, Recording, tuple[str | Rule, ...], list[tuple[str, Recording]]],
+    given: tuple[Recording, Recording, tuple[str | PairingRule, ...], list[tuple[str, Recording]]],
     steps: list[int],
     live: bool,
     workers: int,
@@ -167,7 +167,7 @@ class _Work:
 
     reference: Recording
     target: Recording
-    rules: tuple[str | Rule, ...]
+    rules: tuple[str | PairingRule, ...]
     harmless: list[tuple[str, Recording]]
     rows: list[Row] = field(default_factory=list)
     unaligned: list[Unaligned] = field(default_factory=list)
@@ -175,7 +175,7 @@ class _Work:
     doubtful: list[str] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
     current: int = 0
-    first: First | None = None
+    first: FirstDifference | None = None
     _key: object = None
     _worst: dict[str, Row] = field(default_factory=dict)  # of every site so far, its largest error
     _known: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
@@ -215,7 +215,7 @@ class _Work:
             if known is None or row.error > known.error:
                 self._worst[row.site] = replace(row, step=step) if several else row
 
-    def _step(self, step: int) -> Missing | None:
+    def _step(self, step: int) -> MissingSite | None:
         self.current = step
         left, right = self.unrecorded.on_both(step, self.reference.sites(step), self.target.sites(step))
         key = (tuple(left), tuple(right))
@@ -265,7 +265,9 @@ class _Work:
             return None
         return None if value is None else signature(value)
 
-    def _verdict(self, missing: Missing | None, before: int | None, several: bool) -> First | None:
+    def _verdict(
+        self, missing: MissingSite | None, before: int | None, several: bool
+    ) -> FirstDifference | None:
         found = first_of_rows(self.rows)
         step = self.current if several else None
         if found is None:
@@ -293,7 +295,7 @@ class _Work:
             return row.note if row.note.startswith("wrong on") else ""
         return blamed(spread, row.target_site, self.current, right)
 
-    def _located(self, first: First, row: Row) -> First:
+    def _located(self, first: FirstDifference, row: Row) -> FirstDifference:
         """Where in its value the error sits, and which exact relation it has, if any."""
         if row.measures is None:
             return first
@@ -309,7 +311,7 @@ class _Work:
             what = differing_term(left, right, self._terms(first, left))
         return replace(first, where=locate(left, right), what=what or hidden_only(left, right, self._masks()))
 
-    def _terms(self, first: First, value: Value) -> Iterator[tuple[str, Value]]:
+    def _terms(self, first: FirstDifference, value: Value) -> Iterator[tuple[str, Value]]:
         """What the module's own code may add up: its recorded parameters, what it was given, what its children
         returned. Its inputs agree, so the reference's stand for both."""
         if prod(value.shape) > MOST:

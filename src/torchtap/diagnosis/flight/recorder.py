@@ -25,8 +25,8 @@ from torchtap._torch import in_backward
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.flight.dump import Outcome, write_dump
 from torchtap.diagnosis.flight.history import Ring
-from torchtap.diagnosis.flight.judge import Incident, Judge, Numbers
-from torchtap.diagnosis.flight.moment import Moment
+from torchtap.diagnosis.flight.judge import Incident, Judge, StepNumbers
+from torchtap.diagnosis.flight.moment import StepSnapshot
 from torchtap.diagnosis.flight.norms import norm_of
 from torchtap.diagnosis.flight.passes import PassKeeper
 from torchtap.diagnosis.flight.signals import Asked, Uncaught
@@ -219,7 +219,7 @@ class FlightRecorder(Ears):
         """The step is whole and nothing is updated yet: is it to be kept?"""
         so_far = self._watch.so_far()
         values = so_far.scalars[0] if so_far is not None else None
-        numbers = Numbers(values, _number(self._loss), _number(norm))
+        numbers = StepNumbers(values, _number(self._loss), _number(norm))
         found = self._judge.judge(numbers)
         asked = self._asked_from_outside()
         incident = asked or (found if self._calm else None)
@@ -285,7 +285,7 @@ class FlightRecorder(Ears):
         so_far = self._watch.so_far()
         return [*self._ring.records, *([so_far] if so_far is not None else [])]
 
-    def _moment(self, step: int, now: int, incident: Incident) -> Moment:
+    def _moment(self, step: int, now: int, incident: Incident) -> StepSnapshot:
         kept = [*self._keeper.earlier, *([self._keeper.current] if self._keeper.current is not None else [])]
         notes = [
             f"{each.dropped} passes of step {each.step} did not fit batch_bytes"
@@ -304,7 +304,7 @@ class FlightRecorder(Ears):
         weights = (
             {name: unwrap(model).state_dict() for name, model in self._models.items()} if step == now else {}
         )
-        return Moment(step, incident.reason, tuple(steps), weights, tuple(notes))
+        return StepSnapshot(step, incident.reason, tuple(steps), weights, tuple(notes))
 
     def _step(self) -> int:
         return max(int(self._watch.step_number), 0)

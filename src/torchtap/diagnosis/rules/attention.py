@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.progress import has_improved
 from torchtap.diagnosis.rules.windows import first_run, rises_steadily
@@ -23,11 +23,11 @@ ENTROPY = (
 )
 
 
-def is_entropy(place: Place) -> bool:
+def is_entropy(place: ChartedSite) -> bool:
     return place.leaf == ENTROPY
 
 
-def is_answer(place: Place) -> bool:
+def is_answer(place: ChartedSite) -> bool:
     return not place.module
 
 
@@ -142,7 +142,9 @@ class GrowingLogits(Rule):
         for row, place in enumerate(found.places):
             values = found.values[row]
             column = self._outgrown(values)
-            if column is not None and not has_improved(chart, found.step(column), 0.95):  # who is right may be sure
+            if column is not None and not has_improved(
+                chart, found.step(column), 0.95
+            ):  # who is right may be sure
                 hits.append(hit_at(place, found.step(column), values[column]))
         evidence = [Evidence("largest logit", h.value, h.site, "absmax", h.step) for h in hits[:1]]
         yield from self.found(hits, "logits at {site}{also} rise steadily, to {value:.3g}", evidence=evidence)

@@ -13,9 +13,9 @@ from typing import ClassVar, NamedTuple, final
 
 import numpy as np
 
-from torchtap.diagnosis.chart import Chart, Grid
+from torchtap.diagnosis.chart import Chart, ChartGrid
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.base import Hit, Need, Rule
 
 __all__ = ["NonFinite", "computed_order"]
@@ -27,7 +27,7 @@ _GRADIENTS = ("grad_output", "grad_input", "param_grad")
 _MASKS = ("input", "attention", "value", "buffer")
 
 
-def computed_order(place: Place) -> tuple[int, int]:
+def computed_order(place: ChartedSite) -> tuple[int, int]:
     """Sorts sites by when a training step computes them."""
     stage = _STAGE.get(place.kind, 1)
     return stage, -place.index if stage in (2, 3) else place.index
@@ -37,7 +37,7 @@ class _Outbreak(NamedTuple):
     """The first values of a site that are not finite."""
 
     step: int
-    place: Place
+    place: ChartedSite
     count: float
     word: str  # NaN or inf
 
@@ -111,7 +111,7 @@ class NonFinite(Rule):
             hits, "the loss is not a finite number" + text, severity="error", causes=causes, fix=fix
         )
 
-    def _note_first(self, chart: Chart, found: Grid, word: str, first: dict[str, _Outbreak]) -> None:
+    def _note_first(self, chart: Chart, found: ChartGrid, word: str, first: dict[str, _Outbreak]) -> None:
         """Where and when such values came first, site by site, if none came there before."""
         for row in np.flatnonzero((found.values > 0).any(axis=1)):
             place, counts = found.places[row], found.values[row]
@@ -136,7 +136,7 @@ def _is_of_the_loss(chart: Chart, first: _Outbreak) -> bool:
     return any(fact.step <= first.step for fact in chart.facts("loss-not-finite"))
 
 
-def _where(first: _Outbreak, nans: Grid) -> str:
+def _where(first: _Outbreak, nans: ChartGrid) -> str:
     """Of a gradient that went bad between two modules: the one in whose backward that happened."""
     place = first.place
     if place.kind != "grad_output":

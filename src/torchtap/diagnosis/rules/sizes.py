@@ -10,9 +10,9 @@ from typing import ClassVar, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.chart import EARLY, Chart, Grid
+from torchtap.diagnosis.chart import EARLY, Chart, ChartGrid
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.activity import is_layer
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.progress import has_improved
@@ -21,7 +21,7 @@ from torchtap.diagnosis.rules.windows import LAST, first_run
 __all__ = ["Exploding", "Fading", "InitTooLarge", "Shrinking", "UnscaledInput", "Vanishing"]
 
 
-def is_main_layer(place: Place) -> bool:
+def is_main_layer(place: ChartedSite) -> bool:
     """The output, or its gradient, of the first call of a linear layer or convolution."""
     return is_layer(place) and not place.call and not place.leaf
 
@@ -59,7 +59,7 @@ class Exploding(Rule):
         message = "{site}{also} grew to {value:.3g} times its early size, by step {step}"
         yield from self.found(hits, message, evidence=evidence)
 
-    def _grown(self, chart: Chart, found: Grid) -> Iterator[Hit]:
+    def _grown(self, chart: Chart, found: ChartGrid) -> Iterator[Hit]:
         """The places of one kind that grew for long enough, and lately."""
         base = _base_sizes(found.values)
         begin = max(8, found.values.shape[1] - LAST)
@@ -263,7 +263,7 @@ class InitTooLarge(Rule):
         message = "fresh weights are too large: {site}{also} makes its input {value:.1f} times larger"
         yield from self.found(hits, message, evidence=evidence)
 
-    def _grown(self, chart: Chart) -> list[tuple[Place, float, float]]:
+    def _grown(self, chart: Chart) -> list[tuple[ChartedSite, float, float]]:
         """The weights that make their input larger by more than the limit, in order: by how much, and to which size."""
         weights = chart.grid("rms", "param", where=is_main_weight)
         outputs = chart.grid("rms", "output", where=is_main_layer)
@@ -286,7 +286,7 @@ class InitTooLarge(Rule):
         )
 
 
-def is_main_weight(place: Place) -> bool:
+def is_main_weight(place: ChartedSite) -> bool:
     """The weight of a linear layer or convolution."""
     return (
         is_layer(place)
@@ -296,11 +296,11 @@ def is_main_weight(place: Place) -> bool:
     )
 
 
-def _is_answer(place: Place) -> bool:
+def _is_answer(place: ChartedSite) -> bool:
     return not place.module
 
 
-def _fan_in(place: Place) -> float:
+def _fan_in(place: ChartedSite) -> float:
     assert place.shape is not None
     return float(np.prod(place.shape[1:]))
 
@@ -358,7 +358,7 @@ class UnscaledInput(Rule):
         )
 
 
-def _first_taker(chart: Chart) -> Place | None:
+def _first_taker(chart: Chart) -> ChartedSite | None:
     """The first module, in execution, that has a name and an output: what takes the input."""
     for place in chart.places():
         if place.kind == "output" and place.module and chart.has_come(place.name):

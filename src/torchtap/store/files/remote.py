@@ -17,7 +17,7 @@ from torchtap.errors import MissingExtraError, RunCorruptError
 from torchtap.store.files.folder import Folder
 from torchtap.store.files.layout import PartOf, attempt_folder, parse_attempt, rank_folder
 
-__all__ = ["RemoteFile", "RemoteFolder", "RemotePlace", "RemoteStream"]
+__all__ = ["RemoteDestination", "RemoteFile", "RemoteFolder", "RemoteStream"]
 
 
 def _connect(url: str) -> tuple[Any, str]:
@@ -112,7 +112,7 @@ class RemoteFolder:
 class RemoteStream:
     """An object that is gathered in memory until it is whole."""
 
-    def __init__(self, place: RemotePlace, reserve: int) -> None:
+    def __init__(self, place: RemoteDestination, reserve: int) -> None:
         self._place = place
         self._buffer = bytearray(reserve)
         self._reserve = reserve
@@ -131,7 +131,7 @@ class RemoteStream:
 
 
 @final
-class RemotePlace:
+class RemoteDestination:
     """One attempt of one rank in a remote folder.
 
     The next free attempt is looked up, not claimed: two writers of the *same rank* that begin at the same

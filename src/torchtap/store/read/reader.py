@@ -36,7 +36,7 @@ from torchtap.store.read.phases import in_order, no_such_phase, of_one_phase
 from torchtap.store.read.results import HistogramResult, Matrix, Series, Table, TensorRef
 from torchtap.store.read.show import run_text
 from torchtap.store.read.strand import Strand
-from torchtap.store.read.view import Found, Status, View
+from torchtap.store.read.view import FoundTensor, Status, View
 from torchtap.store.read.world.missing import absent_ranks
 from torchtap.store.read.world.world import World
 
@@ -395,7 +395,7 @@ class Run:
 
     def _find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str | None = None
-    ) -> Found:
+    ) -> FoundTensor:
         site = spelled_out(site, self._view.site_names())
         for chosen in [phase] if phase is not None else in_order(self.phases):
             found = self._view.find(site, step, field, reduction, chosen)

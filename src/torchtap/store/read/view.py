@@ -18,12 +18,12 @@ from torchtap.store.read.results import Matrix, Series, Table, TensorRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Found", "Status", "View"]
+__all__ = ["FoundTensor", "Status", "View"]
 
 Status = Literal["closed", "recording", "interrupted"]
 
 
-class Found(Protocol):
+class FoundTensor(Protocol):
     """A tensor that was found and not read yet."""
 
     def ref(self) -> TensorRef:
@@ -98,4 +98,4 @@ class View(Protocol):
 
     def find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str
-    ) -> Found | None: ...
+    ) -> FoundTensor | None: ...

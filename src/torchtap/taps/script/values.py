@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torchtap.taps.alike.choose import Call, FormValues
-from torchtap.taps.alike.recorder import Recorder
+from torchtap.taps.alike.choose import CallKeys, FormValues
+from torchtap.taps.alike.recorder import PrintRecorder
 from torchtap.taps.carry import op
 from torchtap.taps.script.copying import script_copy, script_modules
 from torchtap.taps.script.traced import TracedNames, forward_methods
@@ -49,7 +49,7 @@ def _keyed(copy: Any) -> Iterator[tuple[str, Any, Any]]:
 def script_values(model: Any, run: Callable[[Any], Any]) -> FormValues:
     """Run a copy of a model once and take the print of each value in its methods."""
     op.register()
-    recorder = Recorder()
+    recorder = PrintRecorder()
     copy = script_copy(model)
     digest = digest_of(copy)
     values = list(_keyed(copy))
@@ -60,9 +60,9 @@ def script_values(model: Any, run: Callable[[Any], Any]) -> FormValues:
     return FormValues(digest, recorder.prints, calls)
 
 
-def _calls(copy: Any, values: list[tuple[str, Any, Any]]) -> dict[tuple[str, int], Call]:
+def _calls(copy: Any, values: list[tuple[str, Any, Any]]) -> dict[tuple[str, int], CallKeys]:
     key_of = {(_name_of(method), value.debugName()): key for key, method, value in values}
-    found: dict[tuple[str, int], Call] = {}
+    found: dict[tuple[str, int], CallKeys] = {}
     instances = script_modules(copy)
     traced = TracedNames(instances)
     for path, instance in instances.items():
@@ -73,7 +73,7 @@ def _calls(copy: Any, values: list[tuple[str, Any, Any]]) -> dict[tuple[str, int
             returned = list(out.node().inputs()) if out.node().kind() == "prim::TupleConstruct" else [out]
             entering = _keys(graph.inputs(), names)
             certain = [returned[n] for n in traced.returned(path, name) if n < len(returned)]
-            found[path, number] = Call(
+            found[path, number] = CallKeys(
                 entering=entering,
                 inside=tuple(names.values()),
                 leaving=_keys(returned, names),

@@ -19,9 +19,9 @@ from torchtap.placement import Placement
 from torchtap.store.read.results import Matrix, Series, TensorRef
 from torchtap.store.read.stored_tensors import StoredTensor
 from torchtap.store.read.strand import Changes, Strand, at_step
-from torchtap.store.read.view import Found
+from torchtap.store.read.view import FoundTensor
 from torchtap.store.read.world.assembled import Assembled, Piece, Summed
-from torchtap.store.read.world.folding import Fold, How, needed, way_of
+from torchtap.store.read.world.folding import How, RankFold, needed, way_of
 from torchtap.store.read.world.launches import Launch
 from torchtap.store.read.world.sharing import Sharing, share_out
 from torchtap.store.read.world.sketch import quantile, share_of
@@ -212,7 +212,7 @@ class Launched:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """Steps, folded numbers (sites, steps), and where every part had one."""
         steps = np.unique(np.concatenate([self.strand(part[0]).steps(None) for part in sharing.parts]))
-        fold = Fold(statistic, how, (len(sites), len(steps)))
+        fold = RankFold(statistic, how, (len(sites), len(steps)))
         for part in sharing.parts:
             fold.add(*self._columns(part, sites, statistic, phase, how, steps, partial=partial))
         values, whole = fold.result(1 if partial else len(sharing.parts))
@@ -325,7 +325,7 @@ class Launched:
 
     def find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str, *, gaps: bool
-    ) -> Found | None:
+    ) -> FoundTensor | None:
         """A tensor of the whole; without ``step``, of the last step that the first part has."""
         if site not in self.holders():
             return None
@@ -356,9 +356,7 @@ class Launched:
         """The ranks of each part of a tensor; parts of a sum can be added, though their numbers cannot be folded."""
         sharing = self.sharing(site, step, phase)
         if sharing.why_own == "partial":
-            placed = {
-                rank: self.strand(rank).placement(site, step, phase) for rank in self.holders()[site]
-            }
+            placed = {rank: self.strand(rank).placement(site, step, phase) for rank in self.holders()[site]}
             sharing = share_out(placed, summed=True)
         return sharing.parts
 

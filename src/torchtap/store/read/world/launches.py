@@ -86,7 +86,9 @@ def _grouped(parts: list[_Part]) -> list[Launch]:
 def _place(part: _Part, launches: list[Launch]) -> None:
     """Put an attempt of which nothing is noted behind its rank's earlier attempts and before its later ones: into the
     one launch there that lacks its rank, else into a launch of its own."""
-    own = {at: launch.attempts[part.rank] for at, launch in enumerate(launches) if part.rank in launch.attempts}
+    own = {
+        at: launch.attempts[part.rank] for at, launch in enumerate(launches) if part.rank in launch.attempts
+    }
     after = max((at for at, attempts in own.items() if min(attempts) < part.attempt), default=-1)
     before = min((at for at, attempts in own.items() if max(attempts) > part.attempt), default=len(launches))
     room = [

@@ -76,7 +76,9 @@ def _parts(launched: Launched) -> list[str]:
 def _covered(launched: Launched, site: str, sharing: Sharing) -> bool:
     """Whether the boxes of the parts fill the whole: a rank may hold no element of a small parameter."""
     placed = [launched.strand(part[0]).placement(site, None, TRAINING) for part in sharing.parts]
-    boxed = [each for each in placed if each is not None and each.boxes is not None and each.shape is not None]
+    boxed = [
+        each for each in placed if each is not None and each.boxes is not None and each.shape is not None
+    ]
     if len(boxed) < len(placed):
         return False
     held = sum(prod(box.size) for each in boxed for box in each.boxes or ())
