@@ -23,7 +23,7 @@ from torchtap.names import Kind
 from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap, candidates, make_plan, tap
 from torchtap.ranks import identity
-from torchtap.reduce import Reduction
+from torchtap.reduce import AnyReduction
 from torchtap.remembered import remember, remembered
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
@@ -130,7 +130,7 @@ class Capture:
 def capture(
     model: object,
     *taps: Tap | Selectable | Plan,
-    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    keep: AnyReduction | Sequence[AnyReduction] | None = None,
     merge: bool | None = None,
     all_threads: bool = False,
     strict: bool = True,
@@ -182,7 +182,7 @@ def watch(
     run: str | os.PathLike[str] | None = None,
     taps: Plan | Tap | Selectable | Iterable[Tap | Selectable | Sequence[Tap]] = "*:output",
     *,
-    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    keep: AnyReduction | Sequence[AnyReduction] | None = None,
     every: int | None = None,
     phase: str | None = None,
     sinks: Sequence[Consumer] = (),

@@ -36,6 +36,7 @@ from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.sources import is_eager
 from torchtap.errors import CompareError
 from torchtap.names import parent_path, path_of, site_name
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call
 
@@ -90,7 +91,7 @@ class _Summaries:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._noise = None if noise is None else torch.Generator().manual_seed(noise)
 
-    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         for leaf, value in input_leaves(call.input_names, args, kwargs, through_objects=False):
             self._take(site_name(call.path, "input", leaf, call.number), value)
 

@@ -81,13 +81,13 @@ def _losses(run: Run) -> list[tuple[int, float]]:
     return list(zip(found.steps.tolist(), found.values.tolist(), strict=True))
 
 
-def _block(sites: tuple[str, ...], statistic: tuple[str], values: npt.NDArray[Any]) -> Block:
+def _block(sites: tuple[str, ...], statistic: tuple[str], values: np.ndarray) -> Block:
     return sites, statistic, values[:, None], ~np.isnan(values)
 
 
 def _tables(
     run: Run, steps: npt.NDArray[np.int64], only: frozenset[str] | None
-) -> list[tuple[tuple[str, ...], tuple[str], npt.NDArray[Any]]]:
+) -> list[tuple[tuple[str, ...], tuple[str], np.ndarray]]:
     """Each statistic of all sites, from the phases that learn; training comes last and counts."""
     found = []
     statistics_of = {site: run.statistics(site) for site in run.sites()}

@@ -82,7 +82,7 @@ class OpenRun:
         self._seen = self._state()
         self._survey()
         self._grids: OrderedDict[str, tuple[int, NumberGrid]] = OrderedDict()
-        self._tensors: OrderedDict[tuple[str, int | None, str], npt.NDArray[Any]] = OrderedDict()
+        self._tensors: OrderedDict[tuple[str, int | None, str], np.ndarray] = OrderedDict()
         self._remembered: dict[tuple[str, ...], Any] = {}
         self._findings: tuple[int, list[Finding]] | None = None
         self._phases: dict[str, OpenRun] = {}
@@ -235,7 +235,7 @@ class OpenRun:
         found: T = self._remembered[key]
         return found
 
-    def tensor(self, site: str, step: int | None, field: str) -> npt.NDArray[Any]:
+    def tensor(self, site: str, step: int | None, field: str) -> np.ndarray:
         """A recorded tensor; the last few are kept, for the sliders of the page."""
         key = (site, step, field)
         with self.lock:

@@ -59,10 +59,7 @@ def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> byt
     """
     with shown.lock:
         ranks = _ranks(shown)
-        sites = [site for site in shown.sites if statistic in shown.statistics[site]]
-        if kind:
-            sites = [site for site in sites if kind_of(site) == kind]
-        sites = sites[: min(_MOST_SITES, _NUMBERS // len(ranks))]
+        sites = _sites_with(shown, statistic, kind)[: min(_MOST_SITES, _NUMBERS // len(ranks))]
         steps = shown.run.steps()
         if not sites or not len(steps):
             raise Refused("no site of this kind has this statistic", 404)
@@ -78,6 +75,12 @@ def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> byt
             "revision": shown.revision,
         }
     return pack(facts, {"values": np.stack(columns, axis=1)})
+
+
+def _sites_with(shown: OpenRun, statistic: str, kind: str) -> list[str]:
+    """The sites of a kind, or of any where none is named, that have a statistic."""
+    found = [site for site in shown.sites if statistic in shown.statistics[site]]
+    return [site for site in found if kind_of(site) == kind] if kind else found
 
 
 def _column(run: Run, statistic: str, sites: list[str], step: int) -> npt.NDArray[np.float64]:

@@ -19,10 +19,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtap.errors import CompareError
 from torchtap.names import path_and_rest, path_parts, paths_around
@@ -30,7 +29,7 @@ from torchtap.names import path_and_rest, path_parts, paths_around
 __all__ = ["Change", "PairingRule", "Side", "parse_rule", "rule_from"]
 
 Side = Literal["reference", "target"]
-Array: TypeAlias = npt.NDArray[Any]
+Array: TypeAlias = np.ndarray
 _SLICE = re.compile(r"\s*(-?\d*)\s*(?::\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?)?$")
 
 

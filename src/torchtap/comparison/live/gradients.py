@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torchtap.comparison.judge.result import FirstDifference
 from torchtap.comparison.live.hooked import visiting
 from torchtap.comparison.live.tracing import Feed, golden_copy, jitter
 from torchtap.names import last_part, parent_path, site_name
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call
 from torchtap.untouched import untouched
@@ -32,7 +33,7 @@ class _Flow:
     def __init__(self) -> None:
         self.needs: dict[str, tuple[str | None, bool]] = {}
 
-    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         for leaf, value in input_leaves(call.input_names, args, kwargs, through_objects=False):
             self.needs[site_name(call.path, "input", leaf, call.number)] = (call.parent, value.requires_grad)
 

@@ -28,6 +28,7 @@ from torchtap.comparison.live.oddities import Oddity, OddityKind, calls_not_made
 from torchtap.comparison.live.tracing import Feed, Trace, Versions, default_dtype, jitter, settings_of
 from torchtap.comparison.measure.measures import Measures, measure
 from torchtap.names import read_name, site_name
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.structure import map_inputs, map_leaves
 from torchtap.taps.walk.visit import Call
@@ -135,9 +136,7 @@ class TraceProbe:
 
     # The visitor's side.
 
-    def before(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         path = call.path if self._names is None else self._names[call.path]
         given = list(input_leaves(call.input_names, args, kwargs, through_objects=False))
         frame = _Frame(call, path, Versions([]))

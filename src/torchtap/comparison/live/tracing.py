@@ -23,6 +23,7 @@ from torchtap._torch import version_of
 from torchtap.comparison.live.hooked import fresh, steady, visiting
 from torchtap.errors import CompareError
 from torchtap.names import site_name
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import argument_name, input_leaves, leaves
 from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.visit import Call
@@ -142,9 +143,7 @@ class _Recorder:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._open: list[tuple[Called, Versions]] = []
 
-    def before(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         settings = settings_of(call.input_names, args, kwargs)
         called = Called(call.path, call.number, call.parent, len(self.trace.events), settings)
         given = list(input_leaves(call.input_names, args, kwargs, through_objects=False))

@@ -16,6 +16,7 @@ from torchtap.diagnosis.probes.base import Patient, Telling
 from torchtap.diagnosis.probes.loss_graph import broadcast, is_error, nodes, softmax_dimension
 from torchtap.diagnosis.probes.pairs import is_next_token
 from torchtap.taps.receive import backward
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.walker import Walker
 
 __all__ = ["LossProbe"]
@@ -58,7 +59,7 @@ class LossProbe:
             walker.leave()
         self._walkers, self._tokens = [], None
 
-    def _keep_tokens(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep_tokens(self, _: Any, args: Args, kwargs: Kwargs) -> None:
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         whole = [each for each in given if not each.is_floating_point() and each.dim() == 2]
         self._tokens = whole[0] if whole else None

@@ -78,15 +78,10 @@ class MembershipProbe(Ears):
             self._tell_structure(found)
 
     def _look_for_strangers(self, parameters: list[Tensor]) -> None:
-        patient = self._patient
-        suspects = {
-            name: each
-            for name, each in patient.parameters.items()
-            if each.requires_grad and each.grad is not None and id(each) not in self._held
-        }
+        suspects = self._suspects()
         if not suspects:
             return
-        held = held_anywhere()
+        patient, held = self._patient, held_anywhere()
         strangers = {
             name: each for name, each in suspects.items() if id(each) not in held and is_nonzero(each.grad)
         }
@@ -95,6 +90,15 @@ class MembershipProbe(Ears):
                 self._tell.fact("not-in-optimizer", name, float(parameter.numel()))
         elif strangers and held.isdisjoint(map(id, patient.parameters.values())):
             self._look_for_foreign(parameters, strangers)
+
+    def _suspects(self) -> dict[str, nn.Parameter]:
+        """What has a gradient, and no optimizer that stepped so far holds."""
+        learning = {name: each for name, each in self._patient.parameters.items() if each.requires_grad}
+        return {
+            name: each
+            for name, each in learning.items()
+            if each.grad is not None and id(each) not in self._held
+        }
 
     def _look_for_foreign(self, parameters: list[Tensor], strangers: dict[str, nn.Parameter]) -> None:
         """An optimizer that holds nothing of a model that nobody else holds: whether it is idle, so meant for it."""

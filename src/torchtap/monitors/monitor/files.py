@@ -194,7 +194,7 @@ def _write_npz(path: Path, item: object) -> None:
         np.savez(file, **arrays)
 
 
-def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
+def _array(tensor: Tensor) -> np.ndarray:
     try:
         return tensor.numpy()
     except TypeError:  # bfloat16 and its like: numpy has no such type, and float32 holds all their values

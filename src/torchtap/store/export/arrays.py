@@ -10,10 +10,9 @@ import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtap.errors import MissingExtraError
 from torchtap.foreign_text import file_component, shown
@@ -92,7 +91,7 @@ def write_npz(run: Run, path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         taken: set[str] = set()
 
-        def add(name: str, array: npt.NDArray[Any]) -> None:
+        def add(name: str, array: np.ndarray) -> None:
             if name not in taken:
                 taken.add(name)
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:

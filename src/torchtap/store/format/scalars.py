@@ -136,12 +136,12 @@ class ScalarBuffer:
 def encode_scalars(
     name: SegmentName,
     part: PartOf,
-    clock: dict[str, npt.NDArray[Any]],
+    clock: dict[str, np.ndarray],
     phases: list[str],
     grids: Iterable[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_] | None]],
 ) -> list[bytes | memoryview]:
     """A whole scalar segment as buffers: the head, then each array."""
-    arrays: list[tuple[str, str, npt.NDArray[Any]]] = [
+    arrays: list[tuple[str, str, np.ndarray]] = [
         (f"clock.{column}", CLOCK[column][0], clock[column]) for column in CLOCK
     ]
     metadata: dict[str, str] = {"torchtap": segment_note(name, part, phases=phases)}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError, RunError, RunFormatError
 from torchtap.store.files.folder import Folder, OpenFile
@@ -106,7 +105,7 @@ class Segment:
         if len(crcs) == 1 and f"{current:08x}" != crcs[0]:
             raise RunCorruptError("its bytes are not those that were written (the checksum differs)")
 
-    def array(self, entry: HeaderEntry, kind: str) -> npt.NDArray[Any]:
+    def array(self, entry: HeaderEntry, kind: str) -> np.ndarray:
         """An entry as a numpy array of dtype ``kind``."""
         return np.frombuffer(self.read(entry), dtype=kind).reshape(entry.shape)
 

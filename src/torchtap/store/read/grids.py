@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from torchtap.store.format.segment import Segment
 
 __all__ = ["Axes", "AxesCache", "StoredGrid", "read_grids"]
 
-Array = TypeVar("Array", bound=npt.NDArray[Any])
+Array = TypeVar("Array", bound=np.ndarray)
 
 
 @final
@@ -136,7 +136,7 @@ class StoredGrid:
         if self.present is None or sites is not None:
             return self._taken(lambda: self._presence(asked), lambda: np.zeros(shape, bool))
         entry = self.present
-        whole: npt.NDArray[Any] = self._taken(
+        whole: np.ndarray = self._taken(
             lambda: self.segment.array(entry, "|u1") != 0, lambda: np.zeros(shape, bool)
         )
         return whole

@@ -261,7 +261,7 @@ class Run:
             self._check(site)
         return self._view.steps(site)
 
-    def clock(self) -> np.recarray[Any, Any]:
+    def clock(self) -> np.recarray:
         """Columns step, epoch, batch, phase, time, passes, skipped (``clock.step``, ``clock["step"]``) of each record.
 
         An epoch or a batch that was not set is -1.
@@ -378,7 +378,7 @@ class Run:
         *,
         reduction: str | None = None,
         phase: str | None = None,
-    ) -> npt.NDArray[Any]:
+    ) -> np.ndarray:
         """The same as numpy, without importing torch; bfloat16 and narrower are widened to float32."""
         return self._steady(lambda: self._find(site, step, field, reduction, phase).array())
 

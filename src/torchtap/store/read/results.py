@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,8 @@ class Matrix(NamedTuple):
 class HistogramResult(NamedTuple):
     """A stored histogram: ``counts[i]`` values lay between ``edges[i]`` and ``edges[i + 1]``."""
 
-    counts: npt.NDArray[Any]
-    edges: npt.NDArray[Any]
+    counts: np.ndarray
+    edges: np.ndarray
 
 
 class TensorRef(NamedTuple):
@@ -93,10 +93,10 @@ class Table:
     def __len__(self) -> int:
         return len(self.value)
 
-    def __getitem__(self, column: str) -> npt.NDArray[Any]:
+    def __getitem__(self, column: str) -> np.ndarray:
         match column:
             case "step" | "epoch" | "batch" | "value":
-                found: npt.NDArray[Any] = getattr(self, column)
+                found: np.ndarray = getattr(self, column)
                 return found
             case "phase":
                 return np.asarray(self.phase_names, dtype=np.str_)[self.phase_codes]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +95,7 @@ class StoredTensor:
             raise RunCorruptError(f"the indices of the sparse tensor {name} lie outside of it")
         return indices
 
-    def array(self) -> npt.NDArray[Any]:
+    def array(self) -> np.ndarray:
         """The tensor as numpy: types that numpy lacks are widened to float32, a sparse one is spread out."""
         about = _described(self.segment, self.entry)
         raw = self._bytes(about)

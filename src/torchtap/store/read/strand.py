@@ -255,7 +255,7 @@ class Strand:
         of_tensors = np.array([ref.step for ref in self.tensors(site)], np.int64)
         return np.union1d(of_numbers, of_tensors)
 
-    def clock(self) -> np.recarray[Any, Any]:
+    def clock(self) -> np.recarray:
         timeline = self._timeline
         order = np.flatnonzero(timeline.visible)
         order = order[np.argsort(timeline.clock.step[order], kind="stable")]

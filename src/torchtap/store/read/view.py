@@ -29,7 +29,7 @@ class FoundTensor(Protocol):
     def ref(self) -> TensorRef:
         """What it is."""
 
-    def array(self) -> npt.NDArray[Any]:
+    def array(self) -> np.ndarray:
         """It as numpy."""
 
     def tensor(self) -> Tensor:
@@ -78,7 +78,7 @@ class View(Protocol):
 
     def steps(self, site: str | None) -> npt.NDArray[np.int64]: ...
 
-    def clock(self) -> np.recarray[Any, Any]: ...
+    def clock(self) -> np.recarray: ...
 
     def series(self, site: str, statistic: str, phase: str, *, partial: bool) -> Series: ...
 

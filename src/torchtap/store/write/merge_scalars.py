@@ -79,7 +79,7 @@ class _Forward:
 def merge_scalars(place: Destination, sources: list[SegmentName], merged: SegmentName) -> int:
     """Write the segment that covers ``sources``. Returns its size."""
     phases: dict[str, int] = {}
-    clocks: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in CLOCK}
+    clocks: dict[str, list[np.ndarray]] = {name: [] for name in CLOCK}
     groups: dict[str, _Group] = {}
     start = 0
     for segment in [Segment(place.folder, name) for name in sources]:
@@ -95,7 +95,7 @@ def merge_scalars(place: Destination, sources: list[SegmentName], merged: Segmen
     return _write(place, merged, [*clock, *_columns(groups.values())], list(groups.values()), notes)
 
 
-def _columns(groups: Iterable[_Group]) -> list[tuple[str, str, npt.NDArray[Any]]]:
+def _columns(groups: Iterable[_Group]) -> list[tuple[str, str, np.ndarray]]:
     """Each grid's rows, then the masks of those that do not have every value."""
     numbered = list(enumerate(groups))
     masks = [(number, group.presence()) for number, group in numbered]
@@ -121,7 +121,7 @@ def _gather(segment: Segment, start: int, groups: dict[str, _Group]) -> None:
 def _write(
     place: Destination,
     merged: SegmentName,
-    small: list[tuple[str, str, npt.NDArray[Any]]],
+    small: list[tuple[str, str, np.ndarray]],
     groups: list[_Group],
     notes: dict[str, str],
 ) -> int:

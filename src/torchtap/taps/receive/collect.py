@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,8 +24,8 @@ from torchtap.taps.receive.folding import Folding
 
 __all__ = ["Collector", "Coming", "numbers_on_host", "result_of"]
 
-Rows: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
-Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Rows: TypeAlias = npt.NDArray[np.intp]
+Numbers: TypeAlias = npt.NDArray[np.float64]
 
 
 @final
@@ -113,7 +114,7 @@ class Collector:
             known = self._rows[live] = (len(folding.rows), rows, sites)
         return known[1:]
 
-    def _present(self, tally: Tally, rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+    def _present(self, tally: Tally, rows: Rows) -> npt.NDArray[np.bool_] | None:
         """Which of these rows have something in them; None where all have."""
         if tally.arrived.count(1) == len(rows) == len(self._folding.rows):
             return None

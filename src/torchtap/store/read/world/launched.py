@@ -327,23 +327,18 @@ class Launched:
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str, *, gaps: bool
     ) -> FoundTensor | None:
         """A tensor of the whole; without ``step``, of the last step that the first part has."""
-        if site not in self.holders():
-            return None
-        sharing = self.sharing(site, step, phase)
-        first = self._stored(sharing.parts[0], site, step, field, reduction, phase)
+        first = self._first_stored(site, step, field, reduction, phase)
         if first is None:
             return None
-        at, kind = first[1].name.step, first[1].name.reduction
+        at, kind = first.name.step, first.name.reduction
         parts = self._parts_to_join(site, at, phase)
         held = [self._stored(part, site, at, field, reduction, phase) for part in parts]
         stored = [each for each in held if each is not None]
         if (kind, field) in _SUMMED_FIELDS:
             return Summed([each for _, each in stored])
-        if field != "value" or kind != "full":
-            return first[1]
-        pieces = self._pieces(stored, site, at, phase)
+        pieces = self._pieces(stored, site, at, phase) if (kind, field) == ("full", "value") else None
         if pieces is None:
-            return first[1]
+            return first
         if len(stored) < len(held) and not gaps:
             lacking = [str(part[0]) for part, each in zip(parts, held, strict=True) if each is None]
             raise RunError(
@@ -351,6 +346,16 @@ class Launched:
                 "run.rank(k).tensor(...) gives one rank's part, tt.open(path, partial=True) joins what there is"
             )
         return Assembled(pieces, gaps=gaps)
+
+    def _first_stored(
+        self, site: str, step: int | None, field: str, reduction: str | None, phase: str
+    ) -> StoredTensor | None:
+        """What of a tensor the ranks of the first part have stored."""
+        if site not in self.holders():
+            return None
+        parts = self.sharing(site, step, phase).parts
+        found = self._stored(parts[0], site, step, field, reduction, phase)
+        return None if found is None else found[1]
 
     def _parts_to_join(self, site: str, step: int, phase: str) -> Sequence[Sequence[int]]:
         """The ranks of each part of a tensor; parts of a sum can be added, though their numbers cannot be folded."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ def table_of_series(view: View, sites: list[str], statistics: list[str], *, part
     """The numbers of these sites and statistics, by step."""
     clock = view.clock()
     phases = view.phases or ["train"]
-    pieces: list[tuple[npt.NDArray[Any], ...]] = []
+    pieces: list[tuple[np.ndarray, ...]] = []
     for phase_code, phase in enumerate(phases):
         here = np.asarray(clock)[clock.phase == phase]
         for kind, statistic in enumerate(statistics):
@@ -37,8 +36,8 @@ def table_of_series(view: View, sites: list[str], statistics: list[str], *, part
 
 
 def _columns(
-    rows: npt.NDArray[Any], numbers: tuple[int, ...], values: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[Any], ...]:
+    rows: np.ndarray, numbers: tuple[int, ...], values: npt.NDArray[np.float64]
+) -> tuple[np.ndarray, ...]:
     """Rows of the clock and their values, which all have the same phase, site and statistic."""
     codes = (np.full(len(rows), number, np.int32) for number in numbers)
     return (rows["step"], rows["epoch"], rows["batch"], *codes, values)
@@ -49,6 +48,6 @@ def always(phase: str) -> Callable[[str], str]:
     return lambda _: phase
 
 
-def _nothing() -> list[npt.NDArray[Any]]:
+def _nothing() -> list[np.ndarray]:
     whole, code = np.zeros(0, np.int64), np.zeros(0, np.int32)
     return [whole, whole, whole, code, code, code, np.zeros(0)]

@@ -248,9 +248,9 @@ class World:
                 found.append(steps if own is None else np.intersect1d(steps, own))
         return np.unique(np.concatenate(found))
 
-    def clock(self) -> np.recarray[Any, Any]:
+    def clock(self) -> np.recarray:
         """The lowest rank's, and of steps that it does not have the next one's."""
-        rows: list[npt.NDArray[Any]] = []
+        rows: list[np.ndarray] = []
         for launched, own in self._in_turn():
             seen: set[tuple[int, str]] = set()
             for strand in launched.strands():
