@@ -27,7 +27,7 @@ from torchtap.schedule import Moment
 from torchtap.spending import Spending
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.tapping import Tapping
-from torchtap.taps.receive.collect import Coming
+from torchtap.taps.receive.collect import PendingNumbers
 from torchtap.taps.receive.entries import Tally
 
 __all__ = ["StepMaker"]
@@ -45,7 +45,7 @@ class _Part:
     skipped: bool
     scalars: tuple[ScalarBlock, ...]
     tensors: tuple[TensorItem, ...]
-    coming: list[Coming]
+    coming: list[PendingNumbers]
 
     def record(self) -> StepRecord:
         for each in self.coming:
@@ -399,7 +399,7 @@ class StepMaker:
         if moment is not None and not self.logged.empty:
             for phase in self.logged.phases:
                 part = next((part for part in self._held if part.moment.phase == phase), None)
-                coming: list[Coming] = []
+                coming: list[PendingNumbers] = []
                 scalars, tensors = self.logged.take(phase, coming)
                 if part is None:
                     at = replace(moment, phase=phase)
