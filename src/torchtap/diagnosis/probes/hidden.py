@@ -7,9 +7,8 @@ from typing import final
 
 from torch import Tensor, nn
 
-from torchtap.diagnosis.probes.base import Patient, Telling, held_anywhere, is_nonzero
+from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, held_anywhere, is_nonzero
 from torchtap.names import join_path, site_name
-from torchtap.taps.receive import backward
 
 __all__ = ["HiddenProbe"]
 
@@ -19,22 +18,13 @@ _LONG = 10_000
 
 
 @final
-class HiddenProbe:
+class HiddenProbe(ListeningProbe):
     """After the first backwards: what is hidden and got a gradient is used, and learns nothing."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:
         self._patient = patient
         self._tell = tell
         self._looks = 0
-
-    def start(self) -> None:
-        backward.listen(self)
-
-    def stop(self) -> None:
-        backward.stop_listening(self)
-
-    def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
-        pass
 
     def backward_ends(self) -> None:
         if self._looks >= _LOOKS or not self._tell.live:

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from torchtap._torch_distributed import local_part
 from torchtap.diagnosis.facts import Structure
-from torchtap.diagnosis.probes.base import Patient, Telling, held_anywhere, is_nonzero
-from torchtap.taps.receive import training
-from torchtap.taps.receive.ears import Ears
+from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, held_anywhere, is_nonzero
+from torchtap.taps.receive.training import parameters_of
 
 __all__ = ["MembershipProbe", "is_fresh"]
 
@@ -21,7 +20,7 @@ _LOOKS = 4  # updates in live steps that are looked at
 
 
 @final
-class MembershipProbe(Ears):
+class MembershipProbe(ListeningProbe):
     """Compares what has gradients with what optimizers hold, at the first updates."""
 
     def __init__(self, patient: Patient, tell: Telling, tell_structure: Callable[[Structure], None]) -> None:
@@ -34,12 +33,6 @@ class MembershipProbe(Ears):
         self._looks: dict[int, int] = {}
         self._learning = 0  # how many parameters require a gradient
 
-    def start(self) -> None:
-        training.listen(self)
-
-    def stop(self) -> None:
-        training.stop_listening(self)
-
     def ready(self, optimizer: Optimizer) -> None:
         if not self._tell.live:
             return
@@ -49,7 +42,7 @@ class MembershipProbe(Ears):
             return
         self._looks[id(optimizer)] = looks + 1
         kind = type(optimizer)
-        parameters = training.parameters_of(optimizer)
+        parameters = parameters_of(optimizer)
         self._held.update((id(each), f"{kind.__module__}.{kind.__qualname__}") for each in parameters)
         if any(group.get("maximize") for group in optimizer.param_groups):
             self._tell.fact("maximises", ":output", text=f"{kind.__name__} has maximize=True")

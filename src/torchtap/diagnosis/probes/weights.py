@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap._torch_distributed import local_part, placed, spec_of
-from torchtap.diagnosis.probes.base import Patient, Telling, is_nonzero
+from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, is_nonzero
 from torchtap.names import site_name
 from torchtap.placement import Box
-from torchtap.taps.receive import training
-from torchtap.taps.receive.ears import Ears
 from torchtap.taps.receive.training import parameters_of
 
 __all__ = ["WeightProbe"]
@@ -22,7 +20,7 @@ _LOOKS = 2
 
 
 @final
-class WeightProbe(Ears):
+class WeightProbe(ListeningProbe):
     """Looks at the first updates of a training, and at ties in each live step."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:
@@ -33,12 +31,9 @@ class WeightProbe(Ears):
         self._looks = 0
 
     def start(self) -> None:
-        training.listen(self)
+        super().start()
         for site, times in _repeated(self._patient):
             self._tell.fact("one-for-many", site, float(times))
-
-    def stop(self) -> None:
-        training.stop_listening(self)
 
     def ready(self, optimizer: Optimizer) -> None:
         if self._tell.live and self._looks < _LOOKS:
