@@ -10,6 +10,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from torchtap._torch import saved_by
 from torchtap.diagnosis.probes.base import Patient, Telling
@@ -93,7 +94,7 @@ class LossProbe:
             text = "it is negative, which such a loss is only with its sign changed"
             self._tell.fact("loss-maximised", _ANSWER, float(loss), text)
 
-    def _look(self, node: Any) -> None:
+    def _look(self, node: Node) -> None:
         name = node.name()
         if name.startswith("NllLoss"):
             self._look_at_classes(node)
@@ -104,7 +105,7 @@ class LossProbe:
             text = f"{shape[0]} answers and {shape[1]} targets make {shape[0] * shape[1]} differences"
             self._tell.fact("loss-broadcasts", _ANSWER, float(shape[0]), text)
 
-    def _look_at_classes(self, node: Any) -> None:
+    def _look_at_classes(self, node: Node) -> None:
         given, target, ignored = (saved_by(node, name) for name in ("self", "target", "ignore_index"))
         if given is None or target is None or given.dim() < 2:
             return
