@@ -272,8 +272,9 @@ def _placing(model: object, layout: Mapping[Selectable, str]) -> Placing | None:
 
 def _one_by_one(taps: object) -> list[Any]:
     """What was asked for, whether it is one thing or several."""
-    several = isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module))
-    return list(taps) if several else [taps]
+    if isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module)):
+        return list(taps)
+    return [taps]
 
 
 def _tapped(asked: Any, keep: Any, **when: Any) -> Any:

@@ -11,7 +11,6 @@ from torchtap.pace import Pace, Seldom
 from torchtap.plan import Tap, tap
 from torchtap.ranks import identity
 from torchtap.reduce import Fingerprint, SampleSpread, Units
-from torchtap.schedule import Schedule
 from torchtap.sites import places
 
 __all__ = ["doctor_taps"]
@@ -45,7 +44,7 @@ def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) ->
     return [*taps, *(_running_statistics(model, seldom) if alone else _among_ranks(model, pace))]
 
 
-def _running_statistics(model: nn.Module, pace: Schedule) -> list[Tap]:
+def _running_statistics(model: nn.Module, pace: Pace | Seldom) -> list[Tap]:
     """What norms have gathered, where there are any."""
     norms = [each for each in model.modules() if isinstance(each, RunningNorm) and each.track_running_stats]
     kinds = list(dict.fromkeys(map(type, norms)))

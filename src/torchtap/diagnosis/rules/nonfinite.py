@@ -38,7 +38,7 @@ class _Outbreak(NamedTuple):
 
     step: int
     place: ChartedSite
-    count: float
+    values: float  # how many
     word: str  # NaN or inf
 
 

@@ -50,7 +50,7 @@ class Exploding(Rule):
     fix: ClassVar[str] = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
-        hits = []
+        hits: list[Hit] = []
         for kind in ("output", "grad_output", "param_grad"):
             found = chart.grid("rms", kind).recorded()
             if found and found.values.shape[1] >= 8:
