@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtap.store.files import allocate as allocate_module
-from torchtap.store.files import place as place_module
+from torchtap.store.files import destination as destination_module
 from torchtap.store.files.destination import LocalDestination
 
 _PIECES = [
@@ -38,7 +38,7 @@ def test_a_file_system_that_sets_no_room_aside_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(place_module, "allocate", lambda *arguments: bool(asked.append(arguments)))
+    monkeypatch.setattr(destination_module, "allocate", lambda *arguments: bool(asked.append(arguments)))
     assert _grown(tmp_path).read_bytes() == b"h" * 64 + b"".join(_PIECES)
     assert len(asked) == 1
 
