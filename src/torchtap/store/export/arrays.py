@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchtap.errors import MissingExtraError
+from torchtap.errors import needing
 from torchtap.foreign_text import file_component, shown
 from torchtap.store.read.results import Series, TensorRef
 
@@ -58,12 +58,8 @@ def write_hdf5(run: Run, path: Path) -> None:
 
     Names are written as `file_component` does; a group's attribute ``name`` has the site's own.
     """
-    try:
+    with needing("h5py", "hdf5", who="export to hdf5"):
         import h5py
-    except ImportError:
-        raise MissingExtraError(
-            "export to hdf5 needs h5py: pip install 'torchtap[hdf5]'", extra="hdf5"
-        ) from None
     with h5py.File(path, "w") as file:
         file["manifest"] = json.dumps(run.manifest)
         clock = run.clock()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, final
 
-from torchtap.errors import MissingExtraError, RunCorruptError
+from torchtap.errors import MissingExtraError, RunCorruptError, needing
 from torchtap.store.files.folder import Folder
 from torchtap.store.files.layout import PartOf, attempt_folder, parse_attempt, rank_folder
 
@@ -22,12 +22,8 @@ __all__ = ["RemoteDestination", "RemoteFile", "RemoteFolder", "RemoteStream"]
 
 def _connect(url: str) -> tuple[Any, str]:
     """The file system of a URL and the path on it."""
-    try:
+    with needing("fsspec", "remote", who=f"{url} is a remote folder, which"):
         import fsspec
-    except ImportError:
-        raise MissingExtraError(
-            f"{url} is a remote folder, which needs fsspec: pip install 'torchtap[remote]'", extra="remote"
-        ) from None
     try:
         system, path = fsspec.core.url_to_fs(url)
     except ImportError as error:

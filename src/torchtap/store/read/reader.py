@@ -35,7 +35,7 @@ from torchtap.store.read.lookup import (
 from torchtap.store.read.phases import in_order, no_such_phase, of_one_phase
 from torchtap.store.read.results import HistogramResult, Matrix, Series, Table, TensorRef
 from torchtap.store.read.show import run_text
-from torchtap.store.read.strand import Strand
+from torchtap.store.read.strand import Strand, steady
 from torchtap.store.read.view import FoundTensor, Status, View
 from torchtap.store.read.world.missing import absent_ranks
 from torchtap.store.read.world.world import World
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-_TRIES = 5
 
 __all__ = ["Run", "is_run", "open", "open_run"]
 
@@ -140,13 +139,7 @@ class Run:
         return self._view.follow(poll)
 
     def _steady(self, read: Callable[[], T]) -> T:
-        """Read; again with a fresh look if merging has replaced a file in between."""
-        for _ in range(_TRIES):
-            try:
-                return read()
-            except FileNotFoundError:
-                self.refresh()
-        return read()
+        return steady(read, self.refresh)
 
     @property
     def closed(self) -> bool:

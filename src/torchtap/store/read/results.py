@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.display import drawn
-from torchtap.errors import MissingExtraError
+from torchtap.errors import MissingExtraError, needing
 from torchtap.foreign_text import storable
 from torchtap.store.format.dtypes import BY_NAME
 
@@ -123,12 +123,8 @@ class Table:
 
     def to_arrow(self) -> pyarrow.Table:
         """An Arrow table; sites and statistics are dictionary-encoded."""
-        try:
+        with needing("pyarrow", "arrow", who="Table.to_arrow"):
             import pyarrow
-        except ImportError:
-            raise MissingExtraError(
-                "Table.to_arrow needs pyarrow: pip install 'torchtap[arrow]'", extra="arrow"
-            ) from None
         return pyarrow.table(
             {
                 "step": self.step,
@@ -151,12 +147,8 @@ class Table:
 
     def to_pandas(self) -> pandas.DataFrame:
         """A pandas frame; sites and statistics are categories, unset epochs and batches are missing."""
-        try:
+        with needing("pandas", "pandas", who="Table.to_pandas"):
             import pandas
-        except ImportError:
-            raise MissingExtraError(
-                "Table.to_pandas needs pandas: pip install 'torchtap[pandas]'", extra="pandas"
-            ) from None
         return pandas.DataFrame(
             {
                 "step": self.step,

@@ -15,7 +15,7 @@ from torchtap.taps.alike.choose import CallKeys, FormValues
 from torchtap.taps.alike.recorder import PrintRecorder
 from torchtap.taps.carry import op
 from torchtap.taps.carry.forms import ForwardRoute
-from torchtap.taps.graph.edit import OWN, EditedGraphs, all_graphs, editable_copy, emit_all
+from torchtap.taps.graph.edit import OWN, EditedGraphs, all_graphs, editable_copy, emit_all, emit_here
 from torchtap.taps.graph.naming import certainly_returned, named_inputs
 from torchtap.taps.graph.regions import Region, graphs_inside, module_regions
 
@@ -104,14 +104,7 @@ def _emit_after(graph: fx.Graph, node: fx.Node, site: str, name: str) -> None:
     after = node
     if node.op == "placeholder":
         after = [each for each in graph.nodes if each.op == "placeholder"][-1]
+    if "val" in node.meta and not isinstance(node.meta["val"], torch.Tensor):
+        return
     with graph.inserting_after(after):
-        if "val" in node.meta:
-            if not isinstance(node.meta["val"], torch.Tensor):
-                return
-            made = graph.call_function(getattr(torch.ops.torchtap, name).default, (node, site))
-            made.meta["val"] = None
-        else:
-            made = graph.call_function(emit_all, (node, site))
-    for key in ("nn_module_stack", "stack_trace", "torch_fn"):
-        if key in node.meta:
-            made.meta[key] = node.meta[key]
+        emit_here(graph, node, site, name)
