@@ -103,13 +103,13 @@ class _Memory:
 
     def __init__(self, model: nn.Module) -> None:
         self.shape = _Shape(model)
-        self.plans: dict[Any, Plan] = {}
+        self.plans: dict[tuple[object, ...] | None, Plan] = {}
 
 
 _OF_MODELS: WeakKeyDictionary[nn.Module, _Memory] = WeakKeyDictionary()
 
 
-def remembered(model: object, taps: tuple[Any, ...], keep: object) -> tuple[Plan, list[nn.Module]] | None:
+def remembered(model: object, taps: tuple[object, ...], keep: object) -> tuple[Plan, list[nn.Module]] | None:
     """The plan of an earlier capture with the same words, for the model as it is; None where there is none.
 
     The plan does not hold the model's modules. Whoever uses it does: here they are.
@@ -126,7 +126,7 @@ def remembered(model: object, taps: tuple[Any, ...], keep: object) -> tuple[Plan
     return plan, modules
 
 
-def remember(model: object, taps: tuple[Any, ...], keep: object, plan: Plan) -> None:
+def remember(model: object, taps: tuple[object, ...], keep: object, plan: Plan) -> None:
     """Keep what was found, where it can be told again from the model alone."""
     key = _key(taps, keep)
     if key is None or not isinstance(model, nn.Module) or not plan.kinds.isdisjoint(LISTED_KINDS):
@@ -145,6 +145,6 @@ def _held_weakly(site: Site) -> Site:
     return Site(site.path, site.kind, site.leaf, 0, ref(site.module))
 
 
-def _key(taps: tuple[Any, ...], keep: object) -> Any:
+def _key(taps: tuple[object, ...], keep: object) -> tuple[object, ...] | None:
     """What was asked for, if it is nothing but words."""
     return (taps, repr(keep)) if all(isinstance(each, str) for each in taps) else None
