@@ -78,7 +78,7 @@ class Site:
     @property
     def module(self) -> nn.Module | None:
         module = self._module
-        return module() if isinstance(module, ref) else module
+        return module() if type(module) is ref else module  # type: ignore[return-value]
 
     @property
     def name(self) -> str:

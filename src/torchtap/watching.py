@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import IO, Any, Self, final
 
 from torch import Tensor
@@ -123,7 +122,7 @@ class Watch:
         self, step: int | None = None, *, epoch: int | None = None, batch: int | None = None
     ) -> AbstractContextManager[Self]:
         """One training step: forward, backward and update are inside. Passes of one phase fold together."""
-        return _Block(self, partial(self._enter_block, step, epoch, batch), self._leave_block)
+        return _Block(self, self._enter_block, (step, epoch, batch), self._leave_block)
 
     def _enter_block(self, step: int | None, epoch: int | None, batch: int | None) -> None:
         if self._in_block:
@@ -255,7 +254,8 @@ class Watch:
             self._steps.clock.set_epoch(epoch)
         if batch is not None:
             self._steps.clock.set_batch(batch)
-        self._tell_what_is_hidden(step)
+        if self._recorded:
+            self._tell_what_is_hidden(step)
         wanted: frozenset[int] | None = self._steps.wanted_next(step)
         if wanted or self._steps.taps.armed:  # where no tap is live, nobody need know yet
             self._gaps.look()
@@ -463,13 +463,19 @@ class Watch:
 class _Block:
     """The block of one step; a generator would take longer to get in and out."""
 
-    __slots__ = ("_enter", "_leave", "_watch")
+    __slots__ = ("_enter", "_leave", "_watch", "_when")
 
-    def __init__(self, watch: Watch, enter: Callable[[], None], leave: Callable[[], None]) -> None:
-        self._watch, self._enter, self._leave = watch, enter, leave
+    def __init__(
+        self,
+        watch: Watch,
+        enter: Callable[[int | None, int | None, int | None], None],
+        when: tuple[int | None, int | None, int | None],
+        leave: Callable[[], None],
+    ) -> None:
+        self._watch, self._enter, self._when, self._leave = watch, enter, when, leave
 
     def __enter__(self) -> Watch:
-        self._enter()
+        self._enter(*self._when)
         return self._watch
 
     def __exit__(self, *_: object) -> None:

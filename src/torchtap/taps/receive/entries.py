@@ -146,7 +146,18 @@ class LivePort(CallCounter):
     ``apart`` are the taps that keep each pass by itself: their calls are counted on from pass to pass.
     """
 
-    __slots__ = ("apart", "earlier", "entries", "first", "input_names", "kind", "note", "port", "structure")
+    __slots__ = (
+        "apart",
+        "earlier",
+        "entries",
+        "first",
+        "input_names",
+        "kind",
+        "module",
+        "note",
+        "port",
+        "structure",
+    )
 
     def __init__(self, port: Port, apart: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -160,7 +171,7 @@ class LivePort(CallCounter):
         )
         self.structure: Any = None  # of an output that is not one tensor, from the first call
         self.note = ""  # why a call brought nothing
-        module = port.site.module
+        self.module = module = port.site.module  # asked for at every step
         takes_arguments = self.kind in ("input", "grad_input") and module is not None
         self.input_names = input_names(module) if takes_arguments and module is not None else None
 

@@ -248,10 +248,10 @@ class StateReader:
     def _value_of(self, port: LivePort) -> Tensor | None:
         """What a port shows now; where it is nothing, the port says why."""
         site = port.port.site
-        if self._sharded or site.module is None:
+        if self._sharded or port.module is None:
             parameter = self._parameter_of(port)
         else:
-            parameter = site.module._parameters.get(site.leaf)
+            parameter = port.module._parameters.get(site.leaf)
         if parameter is None or port.kind == "param":
             return parameter
         if self._local is not None and port.kind == "param_grad_local":
@@ -313,7 +313,7 @@ class StateReader:
 
 def _tensor_of(port: LivePort) -> Tensor | None:
     site = port.port.site
-    if site.module is None:
+    if port.module is None:
         return None
-    held = site.module._buffers if port.kind == "buffer" else site.module._parameters
+    held = port.module._buffers if port.kind == "buffer" else port.module._parameters
     return held.get(site.leaf)
