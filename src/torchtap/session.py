@@ -115,8 +115,10 @@ class Capture:
 
     def _why_silent(self, taps: list[int]) -> str:
         reasons = {missing.site: missing.reason for missing in self.seen.coverage()}
+        # Attention maps and named values are missed by the selector: they come from somewhere inside.
+        asked = [selector.text for index in taps for selector in self.plan.asked[index].selectors]
         ports = [port.site.name for port in self.plan.ports if port.taps[0] in taps]
-        return next((reasons[name] for name in ports if name in reasons), "")
+        return next((reasons[name] for name in (*asked, *ports) if name in reasons), "")
 
     def __getitem__(self, name: object) -> Any:
         raise SessionError(
