@@ -174,6 +174,11 @@ class StepMaker:
             self._live[when] = live
         return live
 
+    def live_after_last(self, phase: str) -> bool:
+        """Whether any tap is live in a pass of this phase that belongs to the step that ended last."""
+        moment = self.last or self.open or self._coming_first()
+        return bool(self.live_at(moment, phase))
+
     def wanted_next(self, step: int | None) -> frozenset[int]:
         """The taps that may be live in the step that comes next, or in the one with this number."""
         return self._wanted(self.clock.coming(step))

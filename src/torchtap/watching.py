@@ -14,12 +14,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import IO, Any, Self, final
+from typing import IO, TYPE_CHECKING, Any, Self, final
 
 from torch import Tensor
 
 from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import SessionError
+from torchtap.evaluations import Evaluations
 from torchtap.following import Following, Sentry
 from torchtap.gaps import Gaps
 from torchtap.outlets import Outlets
@@ -28,9 +29,11 @@ from torchtap.steps import StepMaker
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.tapping import Tapping
-from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
+
+if TYPE_CHECKING:
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["Watch"]
 
@@ -89,6 +92,7 @@ class Watch:
         self._described: dict[str, dict[str, Any]] = {}  # sites of modules that the model had before
         self._in_block = False
         self._skipped = False
+        self._evaluations = Evaluations(plan)
         self._closed = False
         self._tap = tap
         retap = self._go_over_to if follow_model else None
@@ -174,6 +178,7 @@ class Watch:
         self._check_open()
         before, self._receiver.phase = self._receiver.phase, name
         self._steps.rearm()
+        self._evaluations.begins(name, self._steps.live_after_last(name))
         try:
             yield self
         finally:
@@ -238,6 +243,8 @@ class Watch:
     def _mode_changed(self, training: bool) -> None:
         if self._steps.fresh and not self._closed:
             self._steps.rearm(evaluation=not training)
+            if not training and self._receiver.phase is None:
+                self._evaluations.begins("eval", self._steps.live_after_last("eval"))
 
     def _hint_no_clock(self) -> None:
         self._outlets.hint(
@@ -277,7 +284,8 @@ class Watch:
             self._outlets.hint(
                 "hidden",
                 f"the folder holds steps up to {recorded[-1]} of an earlier attempt; this one begins at step "
-                f"{following} and hides what it records again. To go on after them, leave the number out",
+                f"{following} and hides what it records again. To keep both, use another folder; to go on after "
+                "them, leave start= out",
             )
         else:
             self._outlets.tell("continued", after=recorded[-1])
@@ -427,6 +435,8 @@ class Watch:
             self._outlets.hint(
                 "empty", "this watch recorded nothing; watch.coverage() says why for each site"
             )
+        if told := self._evaluations.told():
+            self._outlets.hint("evaluations", told)
         if self._receiver.late:
             self._outlets.hint(
                 "late",

@@ -9,6 +9,7 @@ import re
 
 __all__ = [
     "FOLDED",
+    "IDLE_TAP",
     "IN_A_BRANCH",
     "NESTED_ATTENTION",
     "NOT_CALLED",
@@ -42,6 +43,7 @@ __all__ = [
 
 # Every form.
 OFF_SCHEDULE = "off schedule: no step was live for its taps"
+IDLE_TAP = "off schedule: no pass was live for this tap; what there is of these sites came by other taps"
 NOT_CALLED = "module not called"
 NOT_CALLED_OR_COMPILED = (
     "module not called, or called in code that torch.compile made before these taps were on: "
@@ -61,8 +63,9 @@ NO_LEAF = "none of its leaves is one that the selector picks"
 NO_TENSOR = "{kind} is not a tensor but {name}"
 NO_ARGUMENT = "no argument is a tensor"
 NO_ATTENTION = (
-    "no call of a fused attention function was seen inside these modules; attention that is "
-    "written out in Python is not (transformers has attn_implementation='sdpa')"
+    "no call of a fused attention function was seen inside these modules; attention that is written out in Python is "
+    "not (transformers has attn_implementation='sdpa'; with 'eager' the map is the second output of its attention "
+    "modules, such as 'attn:output.1')"
 )
 NESTED_ATTENTION = "attention over nested tensors is not taken apart"
 NO_VALUE = "no torchtap.emit() with this name ran inside these modules"
