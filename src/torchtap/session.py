@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, final
 
@@ -61,6 +60,7 @@ class Capture:
         way: WayName = "hook",
         site_map: SiteMap | None = None,
         form: str | None = None,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.plan = plan
         lost: list[str] = []
@@ -75,7 +75,7 @@ class Capture:
             site_map=site_map,
             form=form,
         )
-        self.seen = Seen(self._taps.receiver, lost)
+        self.seen = Seen(self._taps.receiver, lost, modules)
         self._any_thread = all_threads
 
     def __enter__(self) -> Seen:
@@ -89,9 +89,11 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._taps.read_state()
+        except Exception:
             # Where the block raised, its own error is the one to see, not one of the values that are still to be read.
-            with nullcontext() if error is None else suppress(Exception):
-                self._taps.read_state()
+            if error is None:
+                raise
         finally:
             self._taps.receiver.end_step()
             self._taps.detach()
@@ -105,11 +107,7 @@ class Capture:
 
     def _warn_of_silence(self) -> None:
         """One warning for the selectors that brought nothing at all."""
-        came: set[int] = set()
-        for entry in self._taps.receiver.entries:
-            if entry.shape is not None:
-                came.update(entry.taps, entry.also.taps if entry.also is not None else ())
-        silent = [index for index in range(len(self.plan.asked)) if index not in came]
+        silent = self._taps.receiver.silent_taps()
         if silent:
             asked = ", ".join(repr(s.text) for index in silent for s in self.plan.asked[index].selectors)
             reason = self._why_silent(silent)
@@ -117,8 +115,10 @@ class Capture:
 
     def _why_silent(self, taps: list[int]) -> str:
         reasons = {missing.site: missing.reason for missing in self.seen.coverage()}
+        # Attention maps and named values are missed by the selector: they come from somewhere inside.
+        asked = [selector.text for index in taps for selector in self.plan.asked[index].selectors]
         ports = [port.site.name for port in self.plan.ports if port.taps[0] in taps]
-        return next((reasons[name] for name in ports if name in reasons), "")
+        return next((reasons[name] for name in (*asked, *ports) if name in reasons), "")
 
     def __getitem__(self, name: object) -> Any:
         raise SessionError(
@@ -150,11 +150,13 @@ def capture(
     value the name that it has there; ``like`` also takes what `match` made, or its file.
     """
     taps = taps or ("*:output",)
-    bound = remembered(model, taps, keep) if like is None else None
-    form = None if bound is None else "eager"
+    known = remembered(model, taps, keep) if like is None else None
     tree: Any = model
     site_map = None
-    if bound is None:
+    modules: Sequence[nn.Module] = ()
+    if known is not None:
+        bound, modules = known
+    else:
         tree = tree_of(model)
         if like is not None and (site_map := site_map_of(model, like, inputs)) is not None:
             tree = with_paths(tree, site_map)
@@ -173,7 +175,8 @@ def capture(
         copy=pool_of(tree).copy,
         way=way,
         site_map=site_map,
-        form=form,
+        form=None if known is None else "eager",
+        modules=modules,
     )
 
 

@@ -118,9 +118,9 @@ class PassKeeper:
         while self._held > self._limit:
             self._drop_oldest()
 
-    def take_seed(self, of: Pass, leaf: str, gradient: Tensor) -> None:
+    def take_seed(self, of: Pass, leaf: str, gradient: Tensor | None) -> None:
         """A backward pass has reached an output."""
-        if not self._paused:
+        if not self._paused and gradient is not None:
             of.seeds.setdefault(graph_task(), {})[leaf] = gradient.detach()
 
     def next_step(self) -> None:
