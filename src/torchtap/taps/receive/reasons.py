@@ -9,6 +9,7 @@ import re
 
 __all__ = [
     "FOLDED",
+    "FORGOTTEN",
     "IN_A_BRANCH",
     "NESTED_ATTENTION",
     "NOT_CALLED",
@@ -35,6 +36,7 @@ __all__ = [
     "OFF_SCHEDULE",
     "REPLACED",
     "UNCERTAIN_CALL",
+    "UNMARKED",
     "UNPLACED",
     "is_known",
 ]
@@ -82,6 +84,11 @@ UNPLACED = (
     "it came, numbered ({names}): this form does not tell where in the module's return these tensors stand; "
     "`like=` the eager model tells"
 )
+UNMARKED = (
+    "what it holds is used in the graph, but nothing under its own name: it was not called itself, or the model had "
+    "been exported or traced before; `like=` the eager model tells"
+)
+FORGOTTEN = "if the model has more, this form does not know it: {what} left no sure mark; `like=` the eager model tells"
 # Forms whose sites are chosen before.
 NOT_PUT_IN = "not among the sites that were put into this model before it was compiled"
 # With the model at hand.
@@ -89,7 +96,7 @@ NO_EQUAL = (
     "no value of this form is equal to it, or near: nothing used it, or the form computes something else"
 )
 UNCERTAIN_CALL = (
-    "an earlier call of the module has no value in this form, so the number of this one is not certain"
+    "an earlier call of the module has no value under its name, so the number of this one is not certain"
 )
 
 
