@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,32 @@ def test_several_processes_give_the_result_of_one(runs: Path, other: str) -> Non
     assert several.to_json() == alone.to_json()
     assert several.verdict == alone.verdict
     assert several.rows == alone.rows
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("other", ["same", "wrong"])
+def test_workers_of_a_ray_cluster_give_the_result_of_one_process(
+    runs: Path, other: str, cluster: None
+) -> None:
+    import ray
+
+    several = compare_stored(runs / "one", runs / other, workers=3, ray=True)  # more than it has processors
+    assert several.to_json() == compare_stored(runs / "one", runs / other).to_json()
+    assert ray.is_initialized()  # the user's connection stays
+
+
+def test_without_ray_the_extra_is_named(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    told = CliRunner().invoke(command, [str(runs / "one"), str(runs / "same"), "--ray"])
+    assert told.exit_code == 2
+    assert "pip install 'torchtap[ray]'" in told.output
 
 
 def test_the_command_takes_workers(runs: Path) -> None:

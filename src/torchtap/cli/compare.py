@@ -37,6 +37,9 @@ EXIT_CODES = {"same": 0, "differs": 1, "error": 2, "cannot tell": 3}
 @click.option(
     "--workers", type=click.IntRange(1, 256), default=1, metavar="N", help="Measure in so many processes."
 )
+@click.option(
+    "--ray", is_flag=True, help="Let the workers be those of a Ray cluster (RAY_ADDRESS, else one here)."
+)
 @click.option("--html", type=click.Path(path_type=Path), help="Write a report that opens in any browser.")
 @click.option(
     "--json",
@@ -62,6 +65,7 @@ def command(
     steps: tuple[int, ...],
     rank: int | None,
     workers: int,
+    ray: bool,
     html: Path | None,
     json_path: str | None,
     every: bool,
@@ -84,6 +88,7 @@ def command(
             golden=golden,
             steps=list(steps) or None,
             workers=workers,
+            ray=ray,
         )
         if html is not None:
             result.to_html(html)

@@ -6,11 +6,14 @@ Imports no torch: where the recordings are runs or folders of plain tensors, non
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torchtap.comparison.align.rules import Rule
 from torchtap.comparison.given import recording_of
 from torchtap.comparison.judge.result import Comparison
+from torchtap.comparison.recorded.ahead import Processes, Spread
+from torchtap.comparison.recorded.on_ray import RayWorkers
 from torchtap.comparison.recorded.phases import compare_all_phases
 from torchtap.comparison.recorded.recordings import Recording
 
@@ -26,14 +29,24 @@ def compare_stored(
     golden: object = None,
     steps: Sequence[int] | None = None,
     workers: int = 1,
+    ray: bool = False,
 ) -> Comparison:
     """Compare two things that are not to be run; the arguments are those of `torchtap.compare`.
 
-    So many ``workers`` are processes that measure; they are spawned, so a script needs its ``__main__`` guard.
+    So many ``workers`` are processes that measure; they are spawned, so a script needs its ``__main__`` guard. With
+    ``ray`` they are workers of a Ray cluster.
     """
     left, right = recording_of(reference), recording_of(target)
     harmless = known_harmless(repeat, golden, lambda thing, _: recording_of(thing))
-    return compare_all_phases(left, right, rules=rules, harmless=harmless, only=steps, workers=workers)
+    return compare_all_phases(
+        left, right, rules=rules, harmless=harmless, only=steps, spread=_spread(workers, ray)
+    )
+
+
+def _spread(workers: int, ray: bool) -> Spread | None:
+    if ray:
+        return partial(RayWorkers, workers)
+    return partial(Processes, workers) if workers > 1 else None
 
 
 def listed(things: Any) -> list[Any]:

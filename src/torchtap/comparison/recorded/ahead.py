@@ -1,8 +1,8 @@
 """Measure the rows of steps in other processes, ahead of the comparison that judges them in order.
 
 A row rests on its own step alone, so the result is that of one process to the last bit: only who measures changes. The
-processes are started afresh (spawned) and open the recordings themselves; no value travels, only rows do. Steps beyond
-the first difference are measured in vain, a few for each process.
+processes open the recordings themselves; no value travels, only rows do. Steps beyond the first difference are measured
+in vain, a few for each process.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
-from typing import Any
+from typing import Protocol
 
 from torchtap.comparison.align.pairing import Pair
 from torchtap.comparison.judge.result import Row
 
-__all__ = ["Ahead", "Measured", "measured_ahead"]
+__all__ = ["Ahead", "Make", "Measured", "Processes", "Spread", "Workers", "measured_ahead"]
 
 # Of a step: the pairs of sites that were compared, their rows, and what their noise floors rested on.
 Measured = tuple[tuple[Pair, ...], list[Row], tuple[str, ...]]
+# What makes the function that measures; it is called once in each process.
+Make = Callable[[], Callable[[int], Measured]]
 # What gives the rows of a step, given the pairs; None where they are to be measured here.
 Ahead = Callable[[int, Sequence[Pair]], tuple[list[Row], tuple[str, ...]] | None]
 
@@ -28,22 +30,46 @@ _IN_FLIGHT = 3  # steps for each process
 _measure: Callable[[int], Measured] | None = None  # of a process that measures
 
 
+class Workers(Protocol):
+    """Processes that measure, wherever they are."""
+
+    count: int
+
+    def submit(self, step: int) -> Future[Measured]:
+        """Begin to measure a step."""
+
+    def close(self) -> None:
+        """Let go of the processes; what was not begun is not measured."""
+
+
+# What starts the processes.
+Spread = Callable[[Make], Workers]
+
+
+class Processes:
+    """Workers on this machine, started afresh (spawned)."""
+
+    def __init__(self, count: int, make: Make) -> None:
+        self.count = count
+        self._pool = ProcessPoolExecutor(count, get_context("spawn"), _begin, (make,))
+
+    def submit(self, step: int) -> Future[Measured]:
+        return self._pool.submit(_of_step, step)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
 @contextmanager
-def measured_ahead(
-    make: Callable[..., Callable[[int], Measured]],
-    arguments: tuple[Any, ...],
-    steps: Sequence[int],
-    workers: int,
-) -> Iterator[Ahead]:
-    """Rows of these steps, asked for in this order, from so many processes; ``make(*arguments)`` is made in each."""
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (make, arguments))
+def measured_ahead(workers: Workers, steps: Sequence[int]) -> Iterator[Ahead]:
+    """Rows of these steps, asked for in this order."""
     waiting = iter(steps)
     running: deque[tuple[int, Future[Measured]]] = deque()
 
     def start() -> None:
         step = next(waiting, None)
         if step is not None:
-            running.append((step, pool.submit(_of_step, step)))
+            running.append((step, workers.submit(step)))
 
     def rows(step: int, pairs: Sequence[Pair]) -> tuple[list[Row], tuple[str, ...]] | None:
         while running and running[0][0] != step:
@@ -56,16 +82,16 @@ def measured_ahead(
         return (found[1], found[2]) if found[0] == tuple(pairs) else None
 
     try:
-        for _ in range(_IN_FLIGHT * workers):
+        for _ in range(_IN_FLIGHT * workers.count):
             start()
         yield rows
     finally:
-        pool.shutdown(cancel_futures=True)
+        workers.close()
 
 
-def _begin(make: Callable[..., Callable[[int], Measured]], arguments: tuple[Any, ...]) -> None:
+def _begin(make: Make) -> None:
     global _measure
-    _measure = make(*arguments)
+    _measure = make()
 
 
 def _of_step(step: int) -> Measured:

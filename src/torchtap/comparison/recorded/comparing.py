@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, final
 
@@ -26,7 +27,7 @@ from torchtap.comparison.measure.profile import locate
 from torchtap.comparison.measure.signature import signature
 from torchtap.comparison.measure.terms import MOST, differing_term, hidden_only
 from torchtap.comparison.measure.values import Value
-from torchtap.comparison.recorded.ahead import Ahead, Measured, measured_ahead
+from torchtap.comparison.recorded.ahead import Ahead, Measured, Spread, measured_ahead
 from torchtap.comparison.recorded.blame import blamed
 from torchtap.comparison.recorded.first import Missing, first_of_rows, missing_evidence, next_up
 from torchtap.comparison.recorded.gaps import Gap, Unrecorded, gaps_between, some_steps
@@ -48,16 +49,16 @@ def compare_recordings(
     harmless: Iterable[tuple[str, Recording]] = (),
     only: Sequence[int] | None = None,
     live: bool = False,
-    workers: int = 1,
+    spread: Spread | None = None,
 ) -> Comparison:
     """Compare step by step, up to the first step at which something differs.
 
     ``live`` says that both recordings were made just now of whole models: what one of them lacks was not forgotten.
-    ``workers`` processes measure; the result is that of one.
+    ``spread`` makes the processes that measure; the result is that of one.
     """
     steps, apart = _common_steps(reference, target, only)
     problems = [*reference.problems(), *target.problems()]
-    work = _done((reference, target, tuple(rules), list(harmless)), steps, live, workers)
+    work = _done((reference, target, tuple(rules), list(harmless)), steps, live, spread)
     apart += work.unrecorded.told()
     if work.first is None and not work.rows:
         raise CompareError(_nothing(reference, target, work, problems))
@@ -145,12 +146,12 @@ def _done(
     given: tuple[Recording, Recording, tuple[str | Rule, ...], list[tuple[str, Recording]]],
     steps: list[int],
     live: bool,
-    workers: int,
+    spread: Spread | None,
 ) -> _Work:
     """The work of all steps; with workers the rows are measured ahead in processes of their own."""
     work = _Work(*given)
-    if workers > 1 and len(steps) > 1:
-        with measured_ahead(_measuring, given, steps, workers) as work.ahead:
+    if spread is not None and len(steps) > 1:
+        with measured_ahead(spread(partial(_measuring, *given)), steps) as work.ahead:
             work.run(steps, live)
     else:
         work.run(steps, live)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from torchtap.comparison.align.rules import Rule
 from torchtap.comparison.judge.result import Comparison, Outcome
+from torchtap.comparison.recorded.ahead import Spread
 from torchtap.comparison.recorded.comparing import compare_recordings
 from torchtap.comparison.recorded.recordings import Recording, RunRecording
 from torchtap.errors import CompareError
@@ -29,11 +30,11 @@ def compare_all_phases(
     harmless: Harmless = (),
     only: Sequence[int] | None = None,
     live: bool = False,
-    workers: int = 1,
+    spread: Spread | None = None,
 ) -> Comparison:
     """Compare step by step, phase by phase; the arguments are those of `compare_recordings`."""
     main = compare_recordings(
-        reference, target, rules=rules, harmless=harmless, only=only, live=live, workers=workers
+        reference, target, rules=rules, harmless=harmless, only=only, live=live, spread=spread
     )
     if not (isinstance(reference, RunRecording) and isinstance(target, RunRecording)):
         return main

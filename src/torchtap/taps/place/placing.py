@@ -29,7 +29,6 @@ _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _HELD = ("param", "buffer", "update", "optim_state", "lr")
 _FLATTENED = ("param", "param_grad", "param_grad_accumulated", "param_grad_unclipped", "update")
 _UNKNOWN, _REPLICATE = Share("unknown"), Share("replicate")
-_MISSING: object = object()
 
 
 class Seen(Protocol):
@@ -78,16 +77,19 @@ class Placing:
 
     def note(self, entry: Seen, value: Tensor, phase: str) -> None:
         """Look at a value that came."""
-        spec = None if type(value) in _PLAIN else spec_of(value)
-        known = self._specs.get(entry.name, _MISSING)
-        if spec is known or (known is not _MISSING and known is not None and spec == known):
+        plain = type(value) in _PLAIN
+        known = self._specs.get(entry.name)
+        if plain and known is None:
+            return
+        spec = None if plain else spec_of(value)
+        if spec is known or spec == known:
             return
         self._specs[entry.name] = spec
         if spec is not None:
             facts = placed(spec)
             if facts is not None:
                 self._fresh[entry.name, phase] = self._among_others(entry, *facts)
-        elif known is not _MISSING:  # it was spread over ranks before
+        else:  # it was spread over ranks before
             self._fresh[entry.name, phase] = self._of_plain(entry)
 
     # -- at the end of a step -----------------------------------------------------------------------------
