@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, final
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ def is_explained(
     if reason in (reasons.NO_OPERATION, reasons.NO_EQUAL):
         return truth.left_nothing(site)
     if reason == reasons.UNMARKED:  # it is an eager site, so it was called
-        return traced_before
+        return traced_before or truth.is_in_a_branch(site)
     return reasons.is_known(reason)
 
 
@@ -63,8 +64,32 @@ class Truth:
         self._returned = [value for site, value in expected.items() if not read_name(site).path]
 
     def left_nothing(self, site: str) -> bool:
-        """Whether a module handed on what it was given, or nothing uses what it returned here."""
-        return self._is_handed_on(site) or self._is_unused(site)
+        """Whether a module handed on what it was given, is in a branch, or nothing uses what it returned here."""
+        return self._is_handed_on(site) or self._is_unused(site) or self.is_in_a_branch(site)
+
+    def is_in_a_branch(self, site: str) -> bool:
+        """Whether a module is called by ``torch.cond``, for which a plain branch of Python stands in."""
+        found: list[bool] = []
+        depth = [0]
+
+        def cond(chosen: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
+            depth[0] += 1
+            try:
+                return (yes if chosen else no)(*operands)
+            finally:
+                depth[0] -= 1
+
+        def look(_given: Any, output: Any) -> Any:
+            found.append(depth[0] > 0)
+            return output
+
+        compiling = mock.patch.object(torch.compiler, "is_compiling", return_value=True)
+        with (
+            mock.patch.object(torch, "cond", cond),
+            compiling,
+        ):  # some models have branches for compilers only
+            self._run(site, look)
+        return found == [True]
 
     def _is_handed_on(self, site: str) -> bool:
         found: list[bool] = []

@@ -137,6 +137,43 @@ class UsesFirst(nn.Module):
         return self.fc(self.answer(x)[0].tanh())
 
 
+class Sized(nn.Module):
+    """Asks for a size, which a loaded trace shows as code of no file, and returns first what it makes last."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        last = x * 2 + torch.zeros(x.size(0), 4)
+        return x + 1, last
+
+
+class UsesSized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sized, self.fc = Sized(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.sized(x)
+        return self.fc(last.sin() - first)
+
+
+class Branch(nn.Module):
+    """Modules with and without parameters in a branch for compilers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.yes, self.act, self.no = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.cond(x.sum() > -100, self._yes, self._no, (x,))  # type: ignore[no-any-return]
+        return self._yes(x) if x.sum() > -100 else self._no(x)
+
+    def _yes(self, x: Tensor) -> Tensor:
+        return self.act(self.yes(x)) * 2
+
+    def _no(self, x: Tensor) -> Tensor:
+        return self.no(x).relu()
+
+
 class Nested(nn.Module):
     """Around a model that was exported before."""
 
@@ -147,20 +184,6 @@ class Nested(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.d(self.inner(x) * 2))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "in a list and under two names": lambda: Listed().eval(),
-    "an empty sequence": lambda: Shortcut().eval(),
-    "two tensors handed on": lambda: HandsOnTwo().eval(),
-    "the first call hands on": lambda: LaterCall(False, True, True),
-    "the middle call hands on": lambda: LaterCall(True, False, True),
-    "the last call hands on": lambda: LaterCall(True, True, False),
-    "a call for nothing": lambda: Wasted(),
-    "an activation under two names": lambda: Acts(),
-    "a tensor for nothing": lambda: UsesFirst(),
-    "around an exported model": Nested,
-}
 
 
 def program(model: nn.Module, args: Args) -> ExportedProgram:
@@ -201,6 +224,26 @@ FORMS: dict[str, Callable[[nn.Module, Args], Any]] = {
 }
 
 
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "in a list and under two names": lambda: Listed().eval(),
+    "an empty sequence": lambda: Shortcut().eval(),
+    "two tensors handed on": lambda: HandsOnTwo().eval(),
+    "the first call hands on": lambda: LaterCall(False, True, True),
+    "the middle call hands on": lambda: LaterCall(True, False, True),
+    "the last call hands on": lambda: LaterCall(True, True, False),
+    "a call for nothing": lambda: Wasted(),
+    "an activation under two names": lambda: Acts(),
+    "a tensor for nothing": lambda: UsesFirst(),
+    "sizes in a trace": UsesSized,
+    "a branch": Branch,
+    "around an exported model": Nested,
+}
+# What FX does not take: a branch that depends on a value.
+PAIRS = [
+    (form, name) for form in FORMS for name in MODELS if (form.partition(" ")[0], name) != ("FX", "a branch")
+]
+
+
 def made(name: str) -> tuple[nn.Module, Args]:
     torch.manual_seed(0)
     return MODELS[name](), (torch.randn(3, 4),)
@@ -226,8 +269,7 @@ def unexplained(
     return left
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "name"), PAIRS)
 def test_no_name_moves_and_everything_that_is_gone_is_explained(form: str, name: str) -> None:
     model, args = made(name)
     subject = FORMS[form](model, args)
@@ -238,8 +280,7 @@ def test_no_name_moves_and_everything_that_is_gone_is_explained(form: str, name:
     assert unexplained(model, args, dict(seen.items()), seen.coverage(), before) == []
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "name"), PAIRS)
 def test_with_the_model_at_hand_nothing_is_gone_but_what_nothing_uses(form: str, name: str) -> None:
     model, args = made(name)
     subject = FORMS[form](model, args)
@@ -308,6 +349,27 @@ def test_operations_that_were_exported_before_are_not_said_to_be_gone(form: str)
     told = {each.site: each.reason for each in seen.coverage()}
     for path in ("inner", "inner.path", "inner.path.0"):
         assert told[f"{path}:output"] == reasons.UNMARKED
+
+
+class Mixed(nn.Module):
+    """Its type in TorchScript is a dictionary of anything."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        given: dict[str, Any] = {"y": x + 1, "pair": (x * 2, x * 3), "deep": [(x, x - 1)]}
+        return given
+
+
+def test_tensors_deep_in_a_structure_of_mixed_types_are_told_in_general() -> None:
+    model, args = Mixed(), (torch.randn(3, 4),)
+    script = torch.jit.script(model)
+    with tt.capture(script, "*:output") as seen:
+        script(*args)
+    assert {":output.y", ":output.pair.0", ":output.pair.1"} == set(dict(seen.items()))
+    assert torch.equal(seen[":output.pair.1"], args[0] * 3)
+    (entry,) = seen.coverage()
+    assert entry.reason.startswith(
+        "if the model has more, this form does not know it: values in a structure of mixed"
+    )
 
 
 def test_an_explanation_that_is_not_true_is_not_counted_as_one() -> None:

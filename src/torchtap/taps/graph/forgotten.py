@@ -45,8 +45,10 @@ def told_modules(graph: fx.GraphModule) -> tuple[str, ...] | None:
 
 def what_is_forgotten(graph: fx.GraphModule) -> str:
     """The reason that stands for all that a graph cannot name."""
-    before = "modules that hand on what they are given, or were exported or traced before"
-    what = before if told_modules(graph) is None else "calls that hand on what they are given"
+    modules = (
+        "modules that hand on what they are given, are inside a branch, or were exported or traced before"
+    )
+    what = modules if told_modules(graph) is None else "calls that hand on what they are given"
     return reasons.FORGOTTEN.format(what=f"{what}, and tensors that nothing uses,")
 
 

@@ -219,8 +219,8 @@ def _is_traced_line(text: str) -> bool:
 
 
 def _is_scripted_line(text: str) -> bool:
-    """Whether a line of Python source was compiled. A line of a file's own code says nothing: traces have them too."""
-    return re.match(r'\s*File "(?!code/__torch__)', text) is not None
+    """Whether a line of Python source was compiled. What a loaded trace's own code adds is of no file."""
+    return re.match(r'\s*File "(?!"|code/__torch__)', text) is not None
 
 
 def _place(node: Any, value: Any) -> int:
