@@ -128,8 +128,17 @@ def not_put_in() -> list[Missing]:
     return in_form(extra.wrap(extra.module), "0:output", "0:input")
 
 
+def tap_for_another_phase() -> list[Missing]:
+    model = Two()
+    watch = tt.watch(model, None, ["used:output", tt.tap("used:output", keep=tt.Full(), phase="valid")])
+    with watch, watch.step():
+        model(X)
+    return watch.coverage()
+
+
 PROVOKED: dict[str, Any] = {
     "OFF_SCHEDULE": off_schedule,
+    "IDLE_TAP": tap_for_another_phase,
     "NOT_CALLED": lambda: eager(Two(), "never:output"),
     "NO_FORWARD": lambda: eager(Two(), "list:output"),
     "REPLACED": replaced,

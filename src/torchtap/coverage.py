@@ -40,6 +40,7 @@ def missing_sites(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing
         *_silent_ports(receiver, ever_live),
         *_silent_insides(receiver, ever_live),
         *_forgotten(receiver, ever_live),
+        *_idle_taps(receiver, ever_live),
     ]
 
 
@@ -117,6 +118,14 @@ def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[M
         name = next((s.text for s in tap.selectors if kind in s.kinds), kind)
         note = next((port.note for port in asked if port.note), never_seen[kind])
         yield Missing(name, note if index in ever_live else reasons.OFF_SCHEDULE)
+
+
+def _idle_taps(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
+    """Taps that were never live, though other taps brought something from each of their sites."""
+    for index, tap in enumerate(receiver.plan.asked):
+        ports = [port for port in receiver.ports.values() if index in port.port.taps]
+        if index not in ever_live and ports and all(port.arrived for port in ports):
+            yield Missing(", ".join(selector.text for selector in tap.selectors), reasons.IDLE_TAP)
 
 
 def _asked_by(receiver: Receiver, tap: int, kind: str) -> list[LivePort]:

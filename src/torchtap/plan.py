@@ -18,7 +18,7 @@ from torchtap.budget import Budget, lesser
 from torchtap.errors import PlanError, SelectionError, TorchtapError
 from torchtap.foreign_text import shown
 from torchtap.names import KINDS, Kind, no_such_site
-from torchtap.reduce import Full, Reduction, Stats, reduction_from_spec
+from torchtap.reduce import AnyReduction, Full, Reduction, Stats, reduction_from_spec
 from torchtap.schedule import Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
@@ -46,7 +46,7 @@ class Tap:
     """One sentence of a plan: what to look at, what to keep of it, and when."""
 
     selectors: tuple[Selector, ...]
-    keep: Reduction[Any]
+    keep: AnyReduction
     schedule: Schedule = field(default_factory=Always)
     exclude: tuple[Selector, ...] = ()
     alias: str | None = None
@@ -114,28 +114,28 @@ class Tap:
 @overload
 def tap(
     selector: Selectable | Sequence[Selectable],
-    keep: Reduction[Any] | type[Reduction[Any]] | None = None,
+    keep: AnyReduction | type[AnyReduction] | None = None,
     **options: Any,
 ) -> Tap: ...
 
 
 @overload
 def tap(
-    selector: Selectable | Sequence[Selectable], keep: Sequence[Reduction[Any]], **options: Any
+    selector: Selectable | Sequence[Selectable], keep: Sequence[AnyReduction], **options: Any
 ) -> list[Tap]: ...
 
 
 @overload
 def tap(
     selector: Selectable | Sequence[Selectable],
-    keep: Reduction[Any] | Sequence[Reduction[Any]],
+    keep: AnyReduction | Sequence[AnyReduction],
     **options: Any,
 ) -> Tap | list[Tap]: ...
 
 
 def tap(
     selector: Selectable | Sequence[Selectable],
-    keep: Reduction[Any] | type[Reduction[Any]] | Sequence[Reduction[Any]] | None = None,
+    keep: AnyReduction | type[AnyReduction] | Sequence[AnyReduction] | None = None,
     **options: Any,
 ) -> Tap | list[Tap]:
     """A tap in one line: ``tap("blocks.*:output", keep=Stats(), every=10)``. Statistics are kept by default.
@@ -154,7 +154,7 @@ def tap(
 
 def _one_tap(
     selector: Selectable | Sequence[Selectable],
-    keep: Reduction[Any] | type[Reduction[Any]] | None = None,
+    keep: AnyReduction | type[AnyReduction] | None = None,
     *,
     kind: Kind = "output",
     every: int | None = None,
@@ -243,6 +243,26 @@ class Plan:
         return frozenset(index for index, each in enumerate(self.taps) if each.schedule.live(moment))
 
     @cached_property
+    def by_phase(self) -> bool:
+        """Whether other taps may be live in one phase of a step than in another."""
+        return any(each.schedule.by_phase for each in self.taps)
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds that the taps ask for, as far as the model has them."""
+        return frozenset(port.site.kind for port in self.ports)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """What each tap keeps, in words: equal reductions have equal keys."""
+        return [repr(each.keep) for each in self.taps]
+
+    @cached_property
+    def keeps_outputs(self) -> bool:
+        """Whether all that is asked for are modules' outputs, each whole and as it is."""
+        return self.kinds == {"output"} and all(each.whole and each.keep == Full() for each in self.taps)
+
+    @cached_property
     def aliases(self) -> dict[str, str]:
         """Alias to the bare name of the site that it stands for."""
         return {
@@ -311,7 +331,7 @@ def _taps_of(asked: Any, keep: Any) -> Iterator[Tap]:
 def make_plan(
     model: nn.Module,
     taps: Plan | Iterable[Plan | Tap | Selectable | Sequence[Tap]],
-    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    keep: AnyReduction | Sequence[AnyReduction] | None = None,
     *,
     all_match: bool = True,
 ) -> Plan:

@@ -54,6 +54,11 @@ class Schedule(ABC):
     def spec(self) -> dict[str, Any]:
         """The schedule as JSON."""
 
+    @property
+    def by_phase(self) -> bool:
+        """Whether a step's phases may have different answers. Where not, one serves them all."""
+        return True
+
     def __and__(self, other: Schedule) -> Schedule:
         if isinstance(self, Always):
             return other
@@ -66,9 +71,19 @@ class Schedule(ABC):
         return Not(self)
 
 
+class _OfSteps(Schedule):
+    """One that asks for no phase."""
+
+    __slots__ = ()
+
+    @property
+    def by_phase(self) -> bool:
+        return False
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class Always(Schedule):
+class Always(_OfSteps):
     """Every step."""
 
     def live(self, moment: Moment) -> bool:
@@ -80,7 +95,7 @@ class Always(Schedule):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Never(Schedule):
+class Never(_OfSteps):
     """No step."""
 
     def live(self, moment: Moment) -> bool:
@@ -92,7 +107,7 @@ class Never(Schedule):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Every(Schedule):
+class Every(_OfSteps):
     """Steps ``offset``, ``offset + n``, ``offset + 2n`` …"""
 
     n: int
@@ -111,7 +126,7 @@ class Every(Schedule):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Steps(Schedule):
+class Steps(_OfSteps):
     """The listed steps; a ``range`` stays a range."""
 
     steps: range | frozenset[int]
@@ -132,7 +147,7 @@ class Steps(Schedule):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Epochs(Schedule):
+class Epochs(_OfSteps):
     """The listed epochs, and in them the listed batches (all, where none are listed)."""
 
     epochs: frozenset[int] | None
@@ -159,7 +174,7 @@ class Epochs(Schedule):
 
 @final
 @dataclass(frozen=True, slots=True)
-class First(Schedule):
+class First(_OfSteps):
     """The first ``n`` steps, counted from step 0."""
 
     n: int
@@ -215,6 +230,10 @@ class Both(Schedule):
     left: Schedule
     right: Schedule
 
+    @property
+    def by_phase(self) -> bool:
+        return self.left.by_phase or self.right.by_phase
+
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) and self.right.live(moment)
 
@@ -230,6 +249,10 @@ class Either(Schedule):
     left: Schedule
     right: Schedule
 
+    @property
+    def by_phase(self) -> bool:
+        return self.left.by_phase or self.right.by_phase
+
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) or self.right.live(moment)
 
@@ -243,6 +266,10 @@ class Not(Schedule):
     """Live where the other is not."""
 
     other: Schedule
+
+    @property
+    def by_phase(self) -> bool:
+        return self.other.by_phase
 
     def live(self, moment: Moment) -> bool:
         return not self.other.live(moment)

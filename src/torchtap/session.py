@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, final
 
@@ -22,7 +21,8 @@ from torchtap.model_tree import environment
 from torchtap.names import Kind
 from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap, candidates, make_plan, tap
-from torchtap.reduce import Reduction
+from torchtap.ranks import identity
+from torchtap.reduce import AnyReduction
 from torchtap.remembered import remember, remembered
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
@@ -60,6 +60,7 @@ class Capture:
         way: WayName = "hook",
         site_map: SiteMap | None = None,
         form: str | None = None,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.plan = plan
         lost: list[str] = []
@@ -74,7 +75,7 @@ class Capture:
             site_map=site_map,
             form=form,
         )
-        self.seen = Seen(self._taps.receiver, lost)
+        self.seen = Seen(self._taps.receiver, lost, modules)
         self._any_thread = all_threads
 
     def __enter__(self) -> Seen:
@@ -88,9 +89,11 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._taps.read_state()
+        except Exception:
             # Where the block raised, its own error is the one to see, not one of the values that are still to be read.
-            with nullcontext() if error is None else suppress(Exception):
-                self._taps.read_state()
+            if error is None:
+                raise
         finally:
             self._taps.receiver.end_step()
             self._taps.detach()
@@ -104,11 +107,7 @@ class Capture:
 
     def _warn_of_silence(self) -> None:
         """One warning for the selectors that brought nothing at all."""
-        came: set[int] = set()
-        for entry in self._taps.receiver.entries:
-            if entry.shape is not None:
-                came.update(entry.taps, entry.also.taps if entry.also is not None else ())
-        silent = [index for index in range(len(self.plan.asked)) if index not in came]
+        silent = self._taps.receiver.silent_taps()
         if silent:
             asked = ", ".join(repr(s.text) for index in silent for s in self.plan.asked[index].selectors)
             reason = self._why_silent(silent)
@@ -116,8 +115,10 @@ class Capture:
 
     def _why_silent(self, taps: list[int]) -> str:
         reasons = {missing.site: missing.reason for missing in self.seen.coverage()}
+        # Attention maps and named values are missed by the selector: they come from somewhere inside.
+        asked = [selector.text for index in taps for selector in self.plan.asked[index].selectors]
         ports = [port.site.name for port in self.plan.ports if port.taps[0] in taps]
-        return next((reasons[name] for name in ports if name in reasons), "")
+        return next((reasons[name] for name in (*asked, *ports) if name in reasons), "")
 
     def __getitem__(self, name: object) -> Any:
         raise SessionError(
@@ -129,7 +130,7 @@ class Capture:
 def capture(
     model: object,
     *taps: Tap | Selectable | Plan,
-    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    keep: AnyReduction | Sequence[AnyReduction] | None = None,
     merge: bool | None = None,
     all_threads: bool = False,
     strict: bool = True,
@@ -149,11 +150,13 @@ def capture(
     value the name that it has there; ``like`` also takes what `match` made, or its file.
     """
     taps = taps or ("*:output",)
-    bound = remembered(model, taps, keep) if like is None else None
-    form = None if bound is None else "eager"
+    known = remembered(model, taps, keep) if like is None else None
     tree: Any = model
     site_map = None
-    if bound is None:
+    modules: Sequence[nn.Module] = ()
+    if known is not None:
+        bound, modules = known
+    else:
         tree = tree_of(model)
         if like is not None and (site_map := site_map_of(model, like, inputs)) is not None:
             tree = with_paths(tree, site_map)
@@ -172,7 +175,8 @@ def capture(
         copy=pool_of(tree).copy,
         way=way,
         site_map=site_map,
-        form=form,
+        form=None if known is None else "eager",
+        modules=modules,
     )
 
 
@@ -181,7 +185,7 @@ def watch(
     run: str | os.PathLike[str] | None = None,
     taps: Plan | Tap | Selectable | Iterable[Tap | Selectable | Sequence[Tap]] = "*:output",
     *,
-    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    keep: AnyReduction | Sequence[AnyReduction] | None = None,
     every: int | None = None,
     phase: str | None = None,
     sinks: Sequence[Consumer] = (),
@@ -211,15 +215,11 @@ def watch(
     """
     _check_destinations(run, sinks)
     warn_of_missing_parts()
-    several = isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module))
-    asked: list[Any] = list(taps) if several else [taps]  # type: ignore[arg-type]
     models = _models(model)
-    if isinstance(model, (list, tuple)):
-        model = joined(model)
-    elif models is not None:
-        model = nn.ModuleDict(models)
+    if models is not None:
+        model = joined(list(models.values())) if isinstance(model, (list, tuple)) else nn.ModuleDict(models)
     tree = tree_of(model)
-    bound = make_plan(tree, [_tapped(each, keep, every=every, phase=phase) for each in asked])
+    bound = make_plan(tree, [_tapped(each, keep, every=every, phase=phase) for each in _one_by_one(taps)])
     if any(each.keep.refers for each in bound.taps):
         raise PlanError(
             "Full(copy=False) is for capture: a watch writes while the training goes on and changes values"
@@ -228,13 +228,13 @@ def watch(
     consumers = list(sinks)
     recorded = range(0)
     if run is not None:
-        described = environment()
-        recorded = recorded_steps(run, described["rank"])
+        here = identity()
+        recorded = recorded_steps(run, here.rank)
         writer = RunWriter(
             run,
-            manifest=run_manifest(tree, bound, described, labels or {}),
-            rank=described["rank"],
-            world=described["world_size"],
+            manifest=run_manifest(tree, bound, environment(), labels or {}),
+            rank=here.rank,
+            world=here.world,
             strict=strict,
             **writer_options,
         )
@@ -271,6 +271,13 @@ def _placing(model: object, layout: Mapping[Selectable, str]) -> Placing | None:
     layouts = layouts_of(layout)
     mesh = process_mesh(model) if isinstance(model, nn.Module) else None
     return None if mesh is None else Placing(mesh, layouts)
+
+
+def _one_by_one(taps: object) -> list[Any]:
+    """What was asked for, whether it is one thing or several."""
+    if isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module)):
+        return list(taps)
+    return [taps]
 
 
 def _tapped(asked: Any, keep: Any, **when: Any) -> Any:

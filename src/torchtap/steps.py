@@ -27,12 +27,13 @@ from torchtap.schedule import Moment
 from torchtap.spending import Spending
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.tapping import Tapping
-from torchtap.taps.receive.collect import Coming
+from torchtap.taps.receive.collect import PendingNumbers
 from torchtap.taps.receive.entries import Tally
 
-__all__ = ["Steps"]
+__all__ = ["StepMaker"]
 
 _When: TypeAlias = tuple[int, int | None, int | None, str]
+_MOMENTS = 16  # of which the live taps are remembered, before those of old steps are forgotten
 
 
 @final
@@ -45,7 +46,7 @@ class _Part:
     skipped: bool
     scalars: tuple[ScalarBlock, ...]
     tensors: tuple[TensorItem, ...]
-    coming: list[Coming]
+    coming: list[PendingNumbers]
 
     def record(self) -> StepRecord:
         for each in self.coming:
@@ -65,13 +66,13 @@ class _Part:
 
 
 @final
-class Steps:
+class StepMaker:
     """Sorts passes into steps and phases, and makes the records."""
 
     def __init__(
         self,
         plan: Plan,
-        tap: Callable[[Steps], Tapping],
+        tap: Callable[[StepMaker], Tapping],
         outlets: Outlets,
         hand_on: Callable[[StepRecord], None],
         *,
@@ -162,14 +163,21 @@ class Steps:
 
     def live_at(self, moment: Moment, phase: str) -> frozenset[int]:
         """The taps that are live at a step in a phase."""
+        if not self._plan.by_phase:
+            phase = moment.phase
         when = (moment.step, moment.epoch, moment.batch, phase)
         live = self._live.get(when)
         if live is None:
-            live = self._plan.live(Moment(*when))
+            live = self._plan.live(moment if moment.phase == phase else Moment(*when))
             if self._spending is not None:
                 live = self._spending.replaced(live)
             self._live[when] = live
         return live
+
+    def live_after_last(self, phase: str) -> bool:
+        """Whether any tap is live in a pass of this phase that belongs to the step that ended last."""
+        moment = self.last or self.open or self._coming_first()
+        return bool(self.live_at(moment, phase))
 
     def wanted_next(self, step: int | None) -> frozenset[int]:
         """The taps that may be live in the step that comes next, or in the one with this number."""
@@ -213,8 +221,7 @@ class Steps:
         self.fresh, self._undecided = fresh, False
         self._phases = {}
         self._learning = None
-        kept = (moment.step, self.last.step if self.last is not None else moment.step)
-        self._live = {when: live for when, live in self._live.items() if when[0] in kept}
+        self._forget_others_than(moment, self.last or moment)
         if self._spending is not None:
             self._spending.begin_step()
         self.taps.begin(thread)
@@ -222,6 +229,13 @@ class Steps:
             wanted = self._wanted(moment)
         if wanted or self.taps.armed:
             self.taps.arm(wanted)
+
+    def _forget_others_than(self, *moments: Moment) -> None:
+        """Forget which taps are live at other moments, once these are many."""
+        if len(self._live) <= _MOMENTS:
+            return
+        kept = [moment.step for moment in moments]
+        self._live = {when: live for when, live in self._live.items() if when[0] in kept}
 
     def _sort_early(self, moment: Moment) -> None:
         """Passes that came before the first step: evaluations are recorded with it, training passes have no step."""
@@ -236,7 +250,7 @@ class Steps:
         self._collect(moment)
         self._release()
 
-    def change_taps(self, tap: Callable[[Steps], Tapping]) -> Tapping:
+    def change_taps(self, tap: Callable[[StepMaker], Tapping]) -> Tapping:
         """The model has other modules now: what the taps hold is collected, and others take their place."""
         if self.last is not None:
             self._collect(self.last)
@@ -350,9 +364,12 @@ class Steps:
 
     def _wanted(self, moment: Moment) -> frozenset[int]:
         """The taps that any pass of this step may want."""
+        wanted = self.live_at(moment, "train")
+        if not self._plan.by_phase:
+            return wanted
         named = self.taps.receiver.phase
-        wanted = self.live_at(moment, "train") | self.live_at(moment, "eval")
-        return wanted | self.live_at(moment, named) if named is not None else wanted
+        wanted |= self.live_at(moment, "eval")
+        return wanted if named is None else wanted | self.live_at(moment, named)
 
     def rearm(self, *, evaluation: bool = True) -> None:
         """The phases that may come have changed: an evaluation may still belong to the last step."""
@@ -395,7 +412,7 @@ class Steps:
         if moment is not None and not self.logged.empty:
             for phase in self.logged.phases:
                 part = next((part for part in self._held if part.moment.phase == phase), None)
-                coming: list[Coming] = []
+                coming: list[PendingNumbers] = []
                 scalars, tensors = self.logged.take(phase, coming)
                 if part is None:
                     at = replace(moment, phase=phase)

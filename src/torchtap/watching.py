@@ -21,11 +21,12 @@ from torch import Tensor
 
 from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import SessionError
+from torchtap.evaluations import Evaluations
 from torchtap.following import Following, Sentry
 from torchtap.gaps import Gaps
 from torchtap.outlets import Outlets
 from torchtap.plan import Plan
-from torchtap.steps import Steps
+from torchtap.steps import StepMaker
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.tapping import Tapping
@@ -58,7 +59,7 @@ class Watch:
         self._outlets = outlets = Outlets(consumers, strict=strict)
         self._recorded = recorded  # steps that earlier attempts left in the folder
 
-        def tap(steps: Steps, plan: Plan = plan) -> Tapping:
+        def tap(steps: StepMaker, plan: Plan = plan) -> Tapping:
             return Tapping(
                 model,
                 plan,
@@ -71,7 +72,7 @@ class Watch:
                 placing=placing,
             )
 
-        self._steps = Steps(
+        self._steps = StepMaker(
             plan,
             tap,
             outlets,
@@ -90,6 +91,7 @@ class Watch:
         self._described: dict[str, dict[str, Any]] = {}  # sites of modules that the model had before
         self._in_block = False
         self._skipped = False
+        self._evaluations = Evaluations(plan)
         self._closed = False
         self._tap = tap
         retap = self._go_over_to if follow_model else None
@@ -175,6 +177,7 @@ class Watch:
         self._check_open()
         before, self._receiver.phase = self._receiver.phase, name
         self._steps.rearm()
+        self._evaluations.begins(name, self._steps.live_after_last(name))
         try:
             yield self
         finally:
@@ -239,6 +242,8 @@ class Watch:
     def _mode_changed(self, training: bool) -> None:
         if self._steps.fresh and not self._closed:
             self._steps.rearm(evaluation=not training)
+            if not training and self._receiver.phase is None:
+                self._evaluations.begins("eval", self._steps.live_after_last("eval"))
 
     def _hint_no_clock(self) -> None:
         self._outlets.hint(
@@ -277,7 +282,8 @@ class Watch:
             self._outlets.hint(
                 "hidden",
                 f"the folder holds steps up to {recorded[-1]} of an earlier attempt; this one begins at step "
-                f"{following} and hides what it records again. To go on after them, leave the number out",
+                f"{following} and hides what it records again. To keep both, use another folder; to go on after "
+                "them, leave start= out",
             )
         else:
             self._outlets.tell("continued", after=recorded[-1])
@@ -427,6 +433,8 @@ class Watch:
             self._outlets.hint(
                 "empty", "this watch recorded nothing; watch.coverage() says why for each site"
             )
+        if told := self._evaluations.told():
+            self._outlets.hint("evaluations", told)
         if self._receiver.late:
             self._outlets.hint(
                 "late",

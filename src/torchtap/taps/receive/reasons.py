@@ -10,6 +10,7 @@ import re
 __all__ = [
     "FOLDED",
     "FORGOTTEN",
+    "IDLE_TAP",
     "IN_A_BRANCH",
     "NESTED_ATTENTION",
     "NOT_CALLED",
@@ -44,6 +45,7 @@ __all__ = [
 
 # Every form.
 OFF_SCHEDULE = "off schedule: no step was live for its taps"
+IDLE_TAP = "off schedule: no pass was live for this tap; what there is of these sites came by other taps"
 NOT_CALLED = "module not called"
 NOT_CALLED_OR_COMPILED = (
     "module not called, or called in code that torch.compile made before these taps were on: "

@@ -19,7 +19,7 @@ import copy
 import functools
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from torchtap.errors import FormError
-from torchtap.taps.walk.untraced import StandIn, conceal, is_wrapper, reveal
+from torchtap.taps.walk.untraced import StandIn, Wrapper, conceal, is_wrapper, reveal
 from torchtap.taps.walk.ways import Action, Handle
 
 __all__ = ["ForwardWay", "WrapWay", "replace_forward"]
@@ -98,6 +98,9 @@ class _Replacing(ABC):
     def after(self, module: nn.Module, action: Action, *, always: bool = False) -> Handle:
         around = self._around(module)
         return around.put(around.always if always else around.after, action)
+
+    def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
+        return [self.after(module, functools.partial(action, stop)) for module, stop in stops]
 
     def _around(self, module: nn.Module) -> _Around:
         around = self._arounds.get(id(module))
@@ -201,11 +204,10 @@ class ForwardWay(_Replacing):
 # -- way="wrap" ------------------------------------------------------------------------------------------------
 
 
-class _Wrapper:
+class _Wrapper(Wrapper):
     """What a wrapper's class adds to the class of the module it holds."""
 
     __slots__ = ()
-    _torchtap_held: nn.Module
     _torchtap_around: _Around
 
     def __call__(self, *args: object, **kwargs: Any) -> Any:
