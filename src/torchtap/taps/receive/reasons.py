@@ -65,8 +65,9 @@ NO_LEAF = "none of its leaves is one that the selector picks"
 NO_TENSOR = "{kind} is not a tensor but {name}"
 NO_ARGUMENT = "no argument is a tensor"
 NO_ATTENTION = (
-    "no call of a fused attention function was seen inside these modules; attention that is "
-    "written out in Python is not (transformers has attn_implementation='sdpa')"
+    "no call of a fused attention function was seen inside these modules; attention that is written out in Python is "
+    "not (transformers has attn_implementation='sdpa'; with 'eager' the map is the second output of its attention "
+    "modules, such as 'attn:output.1')"
 )
 NESTED_ATTENTION = "attention over nested tensors is not taken apart"
 NO_VALUE = "no torchtap.emit() with this name ran inside these modules"
