@@ -351,27 +351,6 @@ def test_operations_that_were_exported_before_are_not_said_to_be_gone(form: str)
         assert told[f"{path}:output"] == reasons.UNMARKED
 
 
-class Mixed(nn.Module):
-    """Its type in TorchScript is a dictionary of anything."""
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        given: dict[str, Any] = {"y": x + 1, "pair": (x * 2, x * 3), "deep": [(x, x - 1)]}
-        return given
-
-
-def test_tensors_deep_in_a_structure_of_mixed_types_are_told_in_general() -> None:
-    model, args = Mixed(), (torch.randn(3, 4),)
-    script = torch.jit.script(model)
-    with tt.capture(script, "*:output") as seen:
-        script(*args)
-    assert {":output.y", ":output.pair.0", ":output.pair.1"} == set(dict(seen.items()))
-    assert torch.equal(seen[":output.pair.1"], args[0] * 3)
-    (entry,) = seen.coverage()
-    assert entry.reason.startswith(
-        "if the model has more, this form does not know it: values in a structure of mixed"
-    )
-
-
 def test_an_explanation_that_is_not_true_is_not_counted_as_one() -> None:
     model, args = made("in a list and under two names")
     truth = Truth(model, args, {}, reference(model, args, {}))

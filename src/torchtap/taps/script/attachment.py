@@ -24,14 +24,13 @@ from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.script.copying import script_copy, script_modules
 from torchtap.taps.script.graph import assigned_attributes, constant_sites, inputs_of, tapped_copy
 from torchtap.taps.script.traced import TracedNames, forward_methods
-from torchtap.taps.script.types import can_hold_tensors, is_mixed
+from torchtap.taps.script.types import can_hold_tensors
 from torchtap.taps.script.values import digest_of, tap_values
 from torchtap.taps.walk.stand_ins import skeleton
 from torchtap.torchscript import ScriptCore, ScriptMethod, ScriptType
 
 __all__ = ["attach_script", "script_tree"]
 
-_MIXED = "values in a structure of mixed types that are neither tensors nor plain lists of them"
 _LEFT_NOTHING = "calls that hand on what they are given, and tensors that nothing uses,"
 
 
@@ -92,15 +91,11 @@ def _why_not_scripted(instance: ScriptCore, kind: str) -> str:
     methods = forward_methods(instance).values()
     if not methods:
         return reasons.NO_FORWARD.format(name=last_part(instance.qualified_name))
-    types = _types_of(instance, kind)
+    of_method = _types_given if kind.endswith("input") else _types_returned
+    types = [jit_type for method in methods for jit_type in of_method(method)]
     if any(map(can_hold_tensors, types)):
         return ""
     return reasons.NO_TENSOR_TYPE.format(types=", ".join(each.annotation_str for each in types) or "nothing")
-
-
-def _types_of(instance: ScriptCore, kind: str) -> list[ScriptType]:
-    of_method = _types_given if kind.endswith("input") else _types_returned
-    return [each for method in forward_methods(instance).values() for each in of_method(method)]
 
 
 def _types_given(method: ScriptMethod) -> list[ScriptType]:
@@ -127,8 +122,6 @@ def _note_reasons(
             port.note = reasons.NO_OPERATION
         elif not traced.is_traced:
             port.note = _why_not_scripted(instances[path], port.kind)
-            if any(map(is_mixed, _types_of(instances[path], port.kind))):
-                receiver.forgets = reasons.FORGOTTEN.format(what=_MIXED)
         elif path or not constant:  # what was put in before tracing is there for every call
             receiver.forgets = reasons.FORGOTTEN.format(what=_LEFT_NOTHING)
             for number, reason in traced.calls_without_name(path, port.kind) if path else ():

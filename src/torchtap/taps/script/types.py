@@ -11,7 +11,7 @@ import re
 
 from torchtap.torchscript import ScriptType
 
-__all__ = ["can_hold_tensors", "emit_lines", "field_names", "is_mixed"]
+__all__ = ["can_hold_tensors", "emit_lines", "field_names"]
 
 _LONGEST_TUPLE = 4  # among values of any type
 
@@ -82,11 +82,6 @@ def emit_lines(jit_type: ScriptType, value: str, address: str, kind: str, depth:
                     lines += emit_lines(element, part, f'{address} + ".{name}"', kind, depth + 1)
             return lines
     return []
-
-
-def is_mixed(jit_type: ScriptType) -> bool:
-    """Whether values of any type may stand in a value of this type: of these only the plain ones are reached."""
-    return jit_type.kind() == "AnyType" or any(map(is_mixed, jit_type.containedTypes()))
 
 
 def _lines_of_any(value: str, address: str, kind: str, here: str, depth: int) -> list[str]:
