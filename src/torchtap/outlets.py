@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 from typing import Any, final
 
 from torchtap.errors import RecordingLostError
@@ -18,7 +19,7 @@ from torchtap.store.record import Consumer, StepRecord
 
 __all__ = ["Outlets", "warn"]
 
-_NOT_THE_USERS = ("torchtap", "torch", "contextlib")
+_NOT_THE_USERS = ("torchtap.", "torch.", "contextlib.")
 
 
 @final
@@ -115,8 +116,10 @@ def warn(message: str) -> None:
 def _frames_of_ours() -> int:
     """How many frames above the caller are torchtap's own or torch's, which calls the hooks."""
     frame, count = sys._getframe(2), 0
-    while (
-        frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS
-    ):
+    while frame.f_back is not None and _module_of(frame).startswith(_NOT_THE_USERS):
         frame, count = frame.f_back, count + 1
     return count
+
+
+def _module_of(frame: FrameType) -> str:
+    return f"{frame.f_globals.get('__name__', '')}."
