@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
@@ -11,15 +11,17 @@ from torchtap.coverage import replaced_paths
 from torchtap.names import OF_CALLS
 from torchtap.plan import Plan
 from torchtap.store.record import ScalarBlock, TensorItem
-from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.eager import EagerAttachment
-from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.collect import Collector, PendingNumbers
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.receiver import PassClock, Receiver
 from torchtap.taps.walk.ways import WayName
+
+if TYPE_CHECKING:
+    from torchtap.taps.alike.site_map import SiteMap
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["Tapping"]
 
