@@ -30,7 +30,7 @@ PROGRAMS = [
 
 # Short pages, each a program: those of one group run in one process, one after the other.
 GROUPS = {
-    "guide": [ROOT / "docs" / f"{name}.md" for name in ("index", "sinks", "sites", "watching")],
+    "guide": [ROOT / "docs" / f"{name}.md" for name in ("index", "reading", "sinks", "sites", "watching")],
     "howto": sorted((ROOT / "docs" / "howto").glob("*.md")),
     "from": sorted((ROOT / "docs" / "from").glob("*.md")),
 }

@@ -9,15 +9,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
 from torchtap.compiled_parts import warn_of_missing_parts
 from torchtap.errors import PlanError, SessionError
-from torchtap.manifest import run_manifest
-from torchtap.matching import site_map_of
-from torchtap.model_tree import environment
 from torchtap.names import Kind
 from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap, candidates, make_plan, tap
@@ -28,18 +25,17 @@ from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Selectable, places
 from torchtap.staged import joined
-from torchtap.store.read.earlier import recorded_steps
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
-from torchtap.store.write.writer import RunWriter
 from torchtap.tapping import Tapping
-from torchtap.taps.alike.mapped import with_paths
-from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import tree_of
 from torchtap.taps.place.mesh import process_mesh
-from torchtap.taps.place.placing import Placing, layouts_of
 from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
+
+if TYPE_CHECKING:
+    from torchtap.taps.alike.site_map import SiteMap
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]
 
@@ -158,8 +154,8 @@ def capture(
         bound, modules = known
     else:
         tree = tree_of(model)
-        if like is not None and (site_map := site_map_of(model, like, inputs)) is not None:
-            tree = with_paths(tree, site_map)
+        if like is not None:
+            tree, site_map = _named_like(tree, model, like, inputs)
         bound = make_plan(tree, taps, keep)
         if tree is model:
             remember(model, taps, keep, bound)
@@ -228,6 +224,12 @@ def watch(
     consumers = list(sinks)
     recorded = range(0)
     if run is not None:
+        # Loaded here, as whatever a session may do without: starting is felt.
+        from torchtap.manifest import run_manifest
+        from torchtap.model_tree import environment
+        from torchtap.store.read.earlier import recorded_steps
+        from torchtap.store.write.writer import RunWriter
+
         here = identity()
         recorded = recorded_steps(run, here.rank)
         writer = RunWriter(
@@ -266,10 +268,25 @@ def _check_destinations(run: object, sinks: object) -> None:
         )
 
 
+def _named_like(
+    tree: Any, model: object, like: nn.Module | SiteMap | str | os.PathLike[str], inputs: object
+) -> tuple[Any, SiteMap | None]:
+    """The tree with the names that the values have in another model, and which value is which."""
+    from torchtap.matching import site_map_of
+    from torchtap.taps.alike.mapped import with_paths
+
+    site_map = site_map_of(model, like, inputs)
+    return (tree, None) if site_map is None else (with_paths(tree, site_map), site_map)
+
+
 def _placing(model: object, layout: Mapping[Selectable, str]) -> Placing | None:
     """What knows the placements of values; None where this process is alone."""
-    layouts = layouts_of(layout)
     mesh = process_mesh(model) if isinstance(model, nn.Module) else None
+    if mesh is None and layout == {}:
+        return None
+    from torchtap.taps.place.placing import Placing, layouts_of
+
+    layouts = layouts_of(layout)
     return None if mesh is None else Placing(mesh, layouts)
 
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import IO, Any, Self, final
+from typing import IO, TYPE_CHECKING, Any, Self, final
 
 from torch import Tensor
 
@@ -30,9 +30,11 @@ from torchtap.steps import StepMaker
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.tapping import Tapping
-from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
+
+if TYPE_CHECKING:
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["Watch"]
 

@@ -22,7 +22,6 @@ from torchtap.names import Kind
 from torchtap.sites import unwrap
 from torchtap.taps.carry.op import Channel
 from torchtap.taps.carry.traced import emitting_inputs, emitting_output, emitting_outputs, emitting_pass
-from torchtap.taps.eager.attention import report_attention
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.gradients import ask_at_its_node
@@ -95,6 +94,8 @@ class EagerAttachment:
         if self._is_asked("value", live):
             activate(receiver)
         if self._is_asked("attention", live):
+            from torchtap.taps.eager.attention import report_attention
+
             self._walker.keep(report_attention(receiver))
 
     def _is_asked(self, kind: Kind, live: frozenset[int]) -> bool:

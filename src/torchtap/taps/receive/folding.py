@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from torch import Tensor
 
@@ -25,8 +25,10 @@ from torchtap.plan import Plan
 from torchtap.reduce import StatsBlock
 from torchtap.reduce.base import RowBlock
 from torchtap.sites import Site
-from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
+
+if TYPE_CHECKING:
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["Folding"]
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from torchtap._torch import is_traced_by_script
 from torchtap._torch_distributed import infers_shapes
 from torchtap.names import paths_around, site_name
 from torchtap.plan import Plan
-from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
@@ -35,6 +34,9 @@ from torchtap.taps.receive.keeping import make_kept
 from torchtap.taps.walk.arguments import Args
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.structure import skeleton
+
+if TYPE_CHECKING:
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["PassClock", "Receiver"]
 
@@ -94,6 +96,7 @@ class Receiver:
         self.arrived_before: frozenset[str] = frozenset()  # bare names of what came to those that it follows
         self.knows_positions = True  # whether the form tells where in a structure a tensor stands
         self.missing: dict[str, str] = {}  # sites that a form is known not to have, with the reason
+        self.forgets = ""  # what a form cannot name any more; empty where it knows all that there was
 
     @cached_property
     def _paths(self) -> dict[int, str]:

@@ -15,7 +15,7 @@ what it left, and ``update`` is what all of them did together. None of these is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from torch.optim.optimizer import Optimizer
 from torchtap._torch_distributed import fsdp_sharded, local_part, spec_of
 from torchtap.taps.receive import reasons, training
 from torchtap.taps.receive.entries import LivePort
-from torchtap.taps.receive.local_gradients import LocalGradients
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.receive.training import parameters_of
+
+if TYPE_CHECKING:
+    from torchtap.taps.receive.local_gradients import LocalGradients
 
 __all__ = ["StateReader", "reader_of"]
 
@@ -63,7 +65,11 @@ class StateReader:
         self._before: dict[int, Tensor] = {}  # id of a parameter -> a copy of it before the update
         self._listens = False
         self._sharded: dict[tuple[int, str], Any] = {}  # what manages parameters that are gathered at times
-        self._local = LocalGradients() if receiver.placing is not None else None  # None: nobody averages them
+        self._local: LocalGradients | None = None  # None: nobody averages them
+        if receiver.placing is not None:
+            from torchtap.taps.receive.local_gradients import LocalGradients
+
+            self._local = LocalGradients()
 
     def arm(self, live: frozenset[int]) -> None:
         """A step begins in which these taps are live."""
