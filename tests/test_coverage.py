@@ -155,6 +155,8 @@ PROVOKED: dict[str, Any] = {
     "NO_TENSOR_TYPE": scripted_without_tensors,
     "NO_OPERATION": lambda: in_form(torch.jit.trace(Pair(), X), "passed:output"),
     "UNPLACED": lambda: in_form(exported(Pair()), "made:output"),
+    "UNMARKED": lambda: in_form(exported(exported(Two())), "*:output"),
+    "FORGOTTEN": lambda: in_form(exported(Two()), "*:output"),
     "NO_EQUAL": lambda: like(Pair(shows_second=False)),
     "UNCERTAIN_CALL": lambda: like(Again()),
     "NOT_PUT_IN": not_put_in,

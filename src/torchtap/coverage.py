@@ -10,7 +10,7 @@ from typing import final
 from torch import nn
 
 from torchtap._torch import something_was_compiled
-from torchtap.names import KINDS, belongs_to, is_unplaced, path_parts
+from torchtap.names import KINDS, OF_CALLS, belongs_to, is_unplaced, path_parts
 from torchtap.sites import unwrap
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import LivePort
@@ -39,6 +39,7 @@ def missing_sites(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing
         *told,
         *_silent_ports(receiver, ever_live),
         *_silent_insides(receiver, ever_live),
+        *_forgotten(receiver, ever_live),
         *_idle_taps(receiver, ever_live),
     ]
 
@@ -140,3 +141,16 @@ def _only_numbered(port: LivePort) -> list[str]:
     """The sites of a port from which only numbered tensors came."""
     found = [entry for entry in port.entries.values() if entry is not None and entry.shape is not None]
     return [entry.name for entry in found] if all(is_unplaced(entry.site.leaf) for entry in found) else []
+
+
+def _forgotten(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing]:
+    """One entry for all that a form may have forgotten, if a selector may mean more than the form knows."""
+    if not receiver.forgets:
+        return []
+    known = {place.path for place in receiver.plan.places}
+    for index, tap in enumerate(receiver.plan.asked):
+        asked = any(index in port.port.taps and port.kind in OF_CALLS for port in receiver.ports.values())
+        open_ended = [each.text for each in tap.selectors if each.plain_path not in known]
+        if asked and open_ended and index in ever_live:
+            return [Missing(open_ended[0], receiver.forgets)]
+    return []

@@ -98,7 +98,7 @@ class Tap:
             per_consumer=bool(spec.get("per_consumer", False)),
         )
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """The tap as JSON."""
         return {
             "selectors": [s.text for s in self.selectors],
@@ -294,7 +294,7 @@ class Plan:
         """The plan as JSON text: taps with their schedules and reductions, and the places they are bound to."""
         return json.dumps(self.spec(), indent=2)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """The plan as plain data."""
         return {
             "taps": [each.spec() for each in self.asked],

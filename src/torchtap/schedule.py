@@ -51,7 +51,7 @@ class Schedule(ABC):
         """Whether the tap is live at this moment."""
 
     @abstractmethod
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """The schedule as JSON."""
 
     @property
@@ -89,7 +89,7 @@ class Always(_OfSteps):
     def live(self, moment: Moment) -> bool:
         return True
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"always": True}
 
 
@@ -101,7 +101,7 @@ class Never(_OfSteps):
     def live(self, moment: Moment) -> bool:
         return False
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"never": True}
 
 
@@ -120,7 +120,7 @@ class Every(_OfSteps):
     def live(self, moment: Moment) -> bool:
         return moment.step >= self.offset and (moment.step - self.offset) % self.n == 0
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"every": self.n, "offset": self.offset}
 
 
@@ -139,7 +139,7 @@ class Steps(_OfSteps):
     def live(self, moment: Moment) -> bool:
         return moment.step in self.steps
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         if isinstance(self.steps, range):
             return {"steps": {"start": self.steps.start, "stop": self.steps.stop, "step": self.steps.step}}
         return {"steps": sorted(self.steps)}
@@ -165,7 +165,7 @@ class Epochs(_OfSteps):
             self.batches is None or moment.batch in self.batches
         )
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {
             "epochs": None if self.epochs is None else sorted(self.epochs),
             "batches": None if self.batches is None else sorted(self.batches),
@@ -186,7 +186,7 @@ class First(_OfSteps):
     def live(self, moment: Moment) -> bool:
         return moment.step < self.n
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"first": self.n}
 
 
@@ -204,7 +204,7 @@ class Phase(Schedule):
     def live(self, moment: Moment) -> bool:
         return moment.phase == self.phase
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"phase": self.phase}
 
 
@@ -218,7 +218,7 @@ class When(Schedule):
     def live(self, moment: Moment) -> bool:
         return bool(self.predicate(moment))
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"when": getattr(self.predicate, "__qualname__", repr(self.predicate))}
 
 
@@ -237,7 +237,7 @@ class Both(Schedule):
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) and self.right.live(moment)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"both": [self.left.spec(), self.right.spec()]}
 
 
@@ -256,7 +256,7 @@ class Either(Schedule):
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) or self.right.live(moment)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"either": [self.left.spec(), self.right.spec()]}
 
 
@@ -274,7 +274,7 @@ class Not(Schedule):
     def live(self, moment: Moment) -> bool:
         return not self.other.live(moment)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"not": self.other.spec()}
 
 

@@ -159,4 +159,5 @@ class Seen(Mapping[str, Any]):
         for missing in self.coverage():
             if missing.site == name:
                 return f"It was asked for and did not come: {missing.reason}."
-        return ""
+        forgets = self._receiver.forgets
+        return f"The form may have forgotten it: {forgets}." if forgets else ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 
 from torchtap.coverage import replaced_paths
+from torchtap.names import OF_CALLS
 from torchtap.plan import Plan
 from torchtap.store.record import ScalarBlock, TensorItem
 from torchtap.taps.attach import attach
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
 
 __all__ = ["Tapping"]
-
-_OF_PASSES = ("input", "output", "grad_input", "grad_output")
 
 
 @final
@@ -90,7 +89,7 @@ class Tapping:
     def listens_to_passes(self) -> bool:
         """Whether any live tap wants what only a pass brings."""
         ports = (port for port in self.plan.ports if not self.armed.isdisjoint(port.taps))
-        return any(port.site.kind in _OF_PASSES for port in ports)
+        return any(port.site.kind in OF_CALLS for port in ports)
 
     @property
     def tallies(self) -> Mapping[str, Tally]:

@@ -97,7 +97,7 @@ class PassKeeper:
     """Keeps the passes of the last steps. ``where`` tells the number of the step that is open."""
 
     def __init__(
-        self, models: Mapping[str, Any], where: Callable[[], int], *, steps: int, limit: int
+        self, models: Mapping[str, nn.Module], where: Callable[[], int], *, steps: int, limit: int
     ) -> None:
         self._where = where
         self._limit = limit

@@ -96,6 +96,7 @@ class Receiver:
         self.arrived_before: frozenset[str] = frozenset()  # bare names of what came to those that it follows
         self.knows_positions = True  # whether the form tells where in a structure a tensor stands
         self.missing: dict[str, str] = {}  # sites that a form is known not to have, with the reason
+        self.forgets = ""  # what a form cannot name any more; empty where it knows all that there was
 
     @cached_property
     def _paths(self) -> dict[int, str]:
