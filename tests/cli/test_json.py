@@ -112,12 +112,13 @@ def test_view_says_its_address_on_one_line(run: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    try:
-        assert server.stdout is not None
-        assert strictly(server.stdout.readline())["address"].startswith("http://127.0.0.1:")
-    finally:
-        server.terminate()
-        server.wait(20)
+    with server:
+        try:
+            assert server.stdout is not None
+            assert strictly(server.stdout.readline())["address"].startswith("http://127.0.0.1:")
+        finally:
+            server.terminate()
+            server.wait(20)
 
 
 def test_tail_tells_programs_of_each_new_step(tmp_path: Path) -> None:
@@ -139,8 +140,9 @@ def test_tail_tells_programs_of_each_new_step(tmp_path: Path) -> None:
         watch.flush()
         time.sleep(0.2)
     watch.close()
-    lines = [strictly(line) for line in tail.stdout]
-    assert tail.wait(30) == 0
+    with tail:
+        lines = [strictly(line) for line in tail.stdout]
+        assert tail.wait(30) == 0
     assert lines[-1]["step"] == 3
 
 

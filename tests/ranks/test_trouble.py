@@ -111,8 +111,8 @@ def test_a_killed_rank_is_seen_and_every_flushed_value_is_there(tmp_path: Path, 
         processes[1 - victim].communicate(timeout=120)
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            with process:  # which closes its pipes
+                process.kill()
     run = tt.open(tmp_path / "run")
     assert run.statuses[victim] == "interrupted"
     assert run.status == "interrupted"

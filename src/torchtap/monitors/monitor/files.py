@@ -202,7 +202,8 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 def _read_npz(path: Path) -> object:
-    with np.load(path, allow_pickle=False) as file:
+    # Opened here: numpy leaves a file open that turns out to be no archive.
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         facts = json.loads(str(file[_FACTS]))
         tensors = {name: torch.from_numpy(file[name]) for name in file.files if name != _FACTS}
     return _put_together(facts, tensors)
