@@ -16,7 +16,8 @@ from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.eager import EagerAttachment
 from torchtap.taps.receive.collect import Collector, PendingNumbers
 from torchtap.taps.receive.entries import Tally
-from torchtap.taps.receive.receiver import PassClock, Receiver
+from torchtap.taps.receive.pass_clock import PassClock
+from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
 
 if TYPE_CHECKING:

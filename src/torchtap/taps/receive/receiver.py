@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.gradients import Ask, ask_for_gradient
 from torchtap.taps.receive.keeping import make_kept
+from torchtap.taps.receive.pass_clock import PassClock
 from torchtap.taps.walk.arguments import Args
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.structure import skeleton
@@ -38,22 +39,9 @@ from torchtap.taps.walk.structure import skeleton
 if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
 
-__all__ = ["PassClock", "Receiver"]
+__all__ = ["Receiver"]
 
 _NO_THREAD = -1
-
-
-class PassClock(Protocol):
-    """Whoever knows what the passes of a training serve."""
-
-    def pass_begins(self, phase: str, learning: bool) -> frozenset[int] | None:
-        """The taps that are live in a pass that begins now; None for one that is not to be heard.
-
-        ``learning`` says that gradients are on.
-        """
-
-    def state_phase(self) -> tuple[str, frozenset[int]]:
-        """The phase that parameters, gradients and buffers belong to when they are read now, and its live taps."""
 
 
 @final
