@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch_limits import EXPORT_OF_KEPT_TENSORS, TRACE_OF_CHECKPOINTS, Limit
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -251,7 +252,20 @@ NOT_MADE = {
     ("export, strict", "a reentrant checkpoint"), ("export, strict", "a value kept on self"),
     ("export, strict", "only a value kept on self"),
 }  # fmt: skip
-PAIRS = [(form, name) for form in FORMS for name in MODELS if (form, name) not in NOT_MADE]
+# What older torches do not take.
+LIMITS: dict[tuple[str, str], Limit] = {
+    ("export", "a recurrent layer"): EXPORT_OF_KEPT_TENSORS,
+    ("export, loaded", "a recurrent layer"): EXPORT_OF_KEPT_TENSORS,
+    ("trace", "a checkpoint"): TRACE_OF_CHECKPOINTS,
+}
+PAIRS = [
+    pytest.param(
+        form, name, marks=LIMITS[form, name].skip if (form, name) in LIMITS else (), id=f"{form}-{name}"
+    )
+    for form in FORMS
+    for name in MODELS
+    if (form, name) not in NOT_MADE
+]
 
 
 @pytest.mark.parametrize(("form", "name"), PAIRS)
