@@ -85,7 +85,9 @@ def environment_with(torch: str, folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     others = folder / "constraints.txt"
     others.write_text(pins_for(torch, (ROOT / "constraints.txt").read_text()))
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
+    # Python compiles what the tests import; all of it would take longer than the tests.
+    options = ["--quiet", "--no-cache-dir", "--no-compile", "--disable-pip-version-check"]
+    pip = [str(python), "-m", "pip", "install", *options]
     # The build runs the same torch-free setup.py as every other installation's.
     subprocess.run([*pip, "-c", str(others), f"torch=={torch}", "-e", f"{ROOT}[dev]"], check=True, cwd=ROOT)
     return python

@@ -48,7 +48,7 @@ def test_the_documentation_lists_the_limits_of_older_torches() -> None:
     assert torch_limits.table() in torch_limits.DOCS.read_text(), f"put this there:\n{torch_limits.table()}"
 
 
-@pytest.mark.parametrize("limit", torch_limits.LIMITS, ids=lambda limit: limit.since)
+@pytest.mark.parametrize("limit", torch_limits.LIMITS, ids=lambda limit: limit.what[:20])
 def test_a_limit_holds_below_its_version_and_skips_there(
     limit: torch_limits.Limit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

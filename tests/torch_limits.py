@@ -40,12 +40,17 @@ EXPORT_OF_KEPT_TENSORS = Limit(
     "`torch.export` refuses a model whose outermost module keeps tensors on itself; a recurrent layer by itself is one",
     "put the model into another module, or use `torch.jit.trace`",
 )
+STRICT_EXPORT_OF_INSTRUMENTED = Limit(
+    "2.10",
+    "`torch.export` with `strict=True` refuses an instrumented model: hooks of the outermost module run outside of it",
+    "leave `strict` out, or export the model as it is",
+)
 TRACE_OF_CHECKPOINTS = Limit(
     "2.12",
     "`torch.jit.trace` of a checkpoint is a trace that calls Python, which no tap can be put into",
     "trace the model without checkpoints, or export it",
 )
-LIMITS = [EXPORT_OF_KEPT_TENSORS, TRACE_OF_CHECKPOINTS]
+LIMITS = [EXPORT_OF_KEPT_TENSORS, STRICT_EXPORT_OF_INSTRUMENTED, TRACE_OF_CHECKPOINTS]
 
 
 def table() -> str:
