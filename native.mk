@@ -1,6 +1,7 @@
 # The native parts under sanitizers, and on processors that are not this one.
 #
-#   make sanitize    ASan and UBSan over CASES fuzzed calls, the native tests and the kernels alone; TSan over their threads
+#   make sanitize    ASan and UBSan over CASES fuzzed calls, the native tests and the kernels alone; TSan over their threads;
+#                    50 processes in which four threads call a model at once
 #   make portable    the kernels alone on old x86 processors and on aarch64, by qemu-user
 #
 # Both need gcc; `make portable` installs qemu-user and a cross compiler where it may.
@@ -36,6 +37,7 @@ sanitize: $(SOUND)/.built
 	for kernel in $(KERNELS); do \
 	  gcc -O1 $(ASAN) $(KERNEL_FLAGS) -o $(SOUND)/$$kernel tests/native/$$kernel.c -lm && $(SOUND)/$$kernel || exit 1; done
 	gcc -O1 -g -fsanitize=thread $(KERNEL_FLAGS) -o $(SOUND)/threads tests/native/statistics.c -lm && $(SOUND)/threads 9000
+	$(BIN)/python -m tests.native.threads 50
 
 portable:
 	@command -v qemu-x86_64 >/dev/null && command -v aarch64-linux-gnu-gcc >/dev/null || { command -v apt-get >/dev/null \

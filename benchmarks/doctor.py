@@ -62,11 +62,11 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
             warm_up=2,
         )
         shares = [
-            row_of_share(MODEL, name, _doctor(training, **options), training.step, steps, bar)
-            for name, options, steps, bar in (
-                (FIRST, {"dense": 50}, 12, 1.05),
-                (LATER, {"dense": 0}, 10, 1.05),
-                (OFF, {"dense": 0, "every": _NEVER}, 10, 1.005),
+            row_of_share(MODEL, name, _doctor(training, **options), training.step, steps, bar, before=before)
+            for name, options, steps, bar, before in (
+                (FIRST, {"dense": 50}, 12, 1.05, 0),
+                (LATER, {"dense": 0}, 10, 1.05, 0),
+                (OFF, {"dense": 0, "every": _NEVER}, 10, 1.005, 1),  # the first step is always live
             )
         ]
     bars = {FIRST: 1.05, LATER: 1.05, OFF: 1.005}

@@ -115,13 +115,17 @@ def row_of_share(
     step: Callable[[], object],
     steps: int,
     bar: float | None = None,
+    *,
+    before: int = 0,
 ) -> dict[str, Any]:
     """A row of a table: what steps cost by the time inside torchtap, that of its own threads with it.
 
-    The first step, which meets every site for the first time, counts as the others do.
+    The first step, which meets every site for the first time, counts as the others do; ``before`` says how many do not.
     """
     whole, inside, others = 0.0, 0.0, 0.0
     with timed_inside() as spent, opened():
+        for _ in range(before):
+            step()
         for _ in range(steps):
             spent.clear()
             begin, all_threads = time.thread_time(), time.process_time()

@@ -168,6 +168,10 @@ class Adapter(nn.Module):
         self.lora_B = nn.Linear(4, base.out_features, bias=False)
         nn.init.zeros_(self.lora_B.weight)
 
+    @property
+    def weight(self) -> Tensor:  # models that look at a layer's dtype find it here
+        return self.base_layer.weight
+
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) + self.lora_B(self.lora_A(x))
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.zoo_bent import BENT
 from benchmarks.zoo_hugging_face import HUGGING_FACE, Built
+from benchmarks.zoo_images import IMAGES
 
 __all__ = ["ARCHITECTURES", "build"]
 
@@ -407,7 +408,7 @@ _WRITTEN_HERE: dict[str, Callable[[], Built]] = {
     "quantized": _of(_quantized, _rows),
 }  # fmt: skip
 
-ARCHITECTURES: dict[str, Callable[[], Built]] = {**_WRITTEN_HERE, **BENT, **HUGGING_FACE}
+ARCHITECTURES: dict[str, Callable[[], Built]] = {**_WRITTEN_HERE, **IMAGES, **BENT, **HUGGING_FACE}
 
 
 def build(name: str) -> Built:

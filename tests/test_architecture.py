@@ -15,7 +15,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 # From the ground up. A file may import from its own layer and from those before it.
 LAYERS = [
     ["foreign_text"],
-    ["errors", "_torch"],
+    ["errors", "torchscript"],
+    ["_torch"],
     ["placement"],
     ["_torch_distributed", "ranks"],
     ["names"],

@@ -153,6 +153,7 @@ PROVOKED: dict[str, Any] = {
 # Provoked where the compiler, the optimizer, several ranks and nested tensors are tested.
 ELSEWHERE = {
     "IN_A_BRANCH",
+    "OUTSIDE_THE_GRAPH",
     "NOT_CALLED_OR_COMPILED",
     "NO_STEP_ENDED",
     "NO_OPTIMIZER_STATE",

@@ -17,7 +17,8 @@ import torch
 from benchmarks.faults.bench import FAULTS, UNLISTED, Outcome, tried, warned
 from benchmarks.faults.controls import CONTROLS
 from benchmarks.faults.kit import Case
-from benchmarks.faults.odd_controls import ODD_CONTROLS
+from benchmarks.faults.odd_loops import ODD_LOOPS
+from benchmarks.faults.odd_models import ODD_MODELS
 from benchmarks.faults.rank_controls import RANK_CONTROLS
 from benchmarks.faults.rank_faults import RANK_CASES, RankCase, RankOutcome, tried_on_ranks, warned_on_ranks
 
@@ -56,7 +57,7 @@ def main() -> int:
     print(
         f"\n{good} of {total} named first or second at the right site with every seed; {twins} warnings of twins"
     )
-    every = [*CONTROLS, *ODD_CONTROLS]
+    every = [*CONTROLS, *ODD_LOOPS, *ODD_MODELS]
     controls = [each for each in every if not asked.only or each[0] in asked.only]
     if controls and not asked.no_controls:
         said = [text for seed in seeds for text in warned(controls, seed, compiled=asked.compiled)]

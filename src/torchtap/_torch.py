@@ -15,7 +15,7 @@ import copy
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import IO, Any
@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from torchtap.errors import FormError
+from torchtap.torchscript import ScriptCore, ScriptMethod, ScriptType
 
 __all__ = [
     "OPERATORS",
@@ -69,7 +70,7 @@ __all__ = [
     "pytree",
     "saved_by",
     "script_string_type",
-    "script_tensor_holders",
+    "script_tensors",
     "sequence_number",
     "shape_from",
     "skip_alone",
@@ -403,12 +404,13 @@ def compiler_was_used() -> bool:
 # ---- Scripted models: the C++ module behind each, which Python's own has no public way to.
 
 
-def script_core(module: Any) -> Any:
+def script_core(module: Any) -> ScriptCore:
     """The C++ module of a scripted one."""
-    return module._c
+    core: ScriptCore = module._c
+    return core
 
 
-def script_methods(core: Any) -> dict[str, Any]:
+def script_methods(core: Any) -> dict[str, ScriptMethod]:
     """The compiled methods of a C++ module, by name."""
     return {name: core._get_method(name) for name in core._method_names()}
 
@@ -418,15 +420,16 @@ def add_script_text(core: Any, name: str, text: str) -> None:
     core._register_attribute(name, script_string_type(), text)
 
 
-def script_string_type() -> Any:
+def script_string_type() -> ScriptType:
     """TorchScript's type of text."""
-    return _needed("torch._C", "StringType", "record inside scripted models").get()
+    text: ScriptType = _needed("torch._C", "StringType", "record inside scripted models").get()
+    return text
 
 
-def script_tensor_holders() -> tuple[Any, Any]:
-    """What lists the parameters and the buffers of a C++ module."""
-    purpose = "record inside scripted models"
-    return _needed("torch._C", "ParameterDict", purpose), _needed("torch._C", "BufferDict", purpose)
+def script_tensors(core: ScriptCore) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a C++ module, by name."""
+    for holder in ("ParameterDict", "BufferDict"):
+        yield from _needed("torch._C", holder, "record inside scripted models")(core).items()
 
 
 # ---- Files.

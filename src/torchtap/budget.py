@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torchtap.errors import PlanError
-from torchtap.reduce import Reduction, Sample, Stats
+from torchtap.reduce import AnyReduction, Sample, Stats
 
 __all__ = ["Budget", "lesser"]
 
@@ -42,7 +42,7 @@ class Budget:
         return {"bytes": self.bytes, "share": self.share}
 
 
-def lesser(keep: Reduction[Any]) -> tuple[Reduction[Any], ...]:
+def lesser(keep: AnyReduction) -> tuple[AnyReduction, ...]:
     """What takes the place of a reduction that has become too dear, one after the other."""
     if keep.block is not None:
         raise PlanError(

@@ -27,6 +27,9 @@ keyword-only with a default, so that every error survives pickling between ranks
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torchtap.foreign_text import shown
 
 __all__ = [
@@ -148,3 +151,14 @@ class MissingExtraError(TorchtapError, ImportError):
     def __init__(self, message: str, *, extra: str = "") -> None:
         super().__init__(message)
         self.extra = extra
+
+
+@contextmanager
+def needing(package: str, extra: str, *, who: str) -> Iterator[None]:
+    """Imports in this block are of an optional package; where it is not installed, the error says who needs it."""
+    try:
+        yield
+    except ImportError:
+        raise MissingExtraError(
+            f"{who} needs {package}: pip install 'torchtap[{extra}]'", extra=extra
+        ) from None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtap.errors import SessionError
 from torchtap.names import site_name
 from torchtap.store.record import ScalarBlock, TensorItem
-from torchtap.taps.receive.collect import Coming, numbers_on_host
+from torchtap.taps.receive.collect import PendingNumbers, numbers_on_host
 
 __all__ = ["Logged"]
 
@@ -56,7 +56,7 @@ class Logged:
                     raise SessionError(f"log: {key!r} is {number!r}, which is no number") from None
 
     def take(
-        self, phase: str, coming: list[Coming]
+        self, phase: str, coming: list[PendingNumbers]
     ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...]]:
         """What was logged in a phase, as a record has it; afterwards nothing is."""
         whole = self._tensors.pop(phase, {})

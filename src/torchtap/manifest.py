@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -15,8 +15,8 @@ __all__ = ["run_manifest"]
 
 
 def run_manifest(
-    tree: nn.Module, plan: Plan, described: dict[str, Any], labels: dict[str, Any]
-) -> dict[str, Any]:
+    tree: nn.Module, plan: Plan, described: Mapping[str, object], labels: Mapping[str, object]
+) -> dict[str, object]:
     """A run's manifest. ``described`` is the machine, as `environment` tells it; ``labels`` are the user's."""
     return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(),

@@ -25,6 +25,7 @@ from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import attach, form_of
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.walk.arguments import Args, Kwargs
 
 __all__ = ["has_names", "match", "site_map_of"]
 
@@ -83,7 +84,7 @@ def site_map_of(form: Any, like: Any, inputs: Any) -> SiteMap | None:
     return None if has_names(form) else match(form, like, inputs)
 
 
-def _arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(inputs: object) -> tuple[Args, Kwargs]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
@@ -93,7 +94,7 @@ def _class_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _eager_prints(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Print]:
+def _eager_prints(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> dict[str, Print]:
     """The print of every input and output of the eager model, in the order of execution."""
     plan = make_plan(model, ("*:input", "*:output"), Prints())
     receiver = Receiver(plan, strict=True)

@@ -47,7 +47,7 @@ def model_tree(model: nn.Module) -> dict[str, object]:
     return describe(model, "", "")
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Versions and machine, as far as a reader of the run would want to know them."""
     here = identity()
     return {

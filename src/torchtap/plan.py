@@ -18,7 +18,7 @@ from torchtap.budget import Budget, lesser
 from torchtap.errors import PlanError, SelectionError, TorchtapError
 from torchtap.foreign_text import shown
 from torchtap.names import KINDS, Kind, no_such_site
-from torchtap.reduce import Full, Reduction, Stats, reduction_from_spec
+from torchtap.reduce import AnyReduction, Full, Reduction, Stats, reduction_from_spec
 from torchtap.schedule import Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
@@ -46,7 +46,7 @@ class Tap:
     """One sentence of a plan: what to look at, what to keep of it, and when."""
 
     selectors: tuple[Selector, ...]
-    keep: Reduction[Any]
+    keep: AnyReduction
     schedule: Schedule = field(default_factory=Always)
     exclude: tuple[Selector, ...] = ()
     alias: str | None = None
@@ -114,28 +114,28 @@ class Tap:
 @overload
 def tap(
     selector: Selectable | Sequence[Selectable],
-    keep: Reduction[Any] | type[Reduction[Any]] | None = None,
+    keep: AnyReduction | type[AnyReduction] | None = None,
     **options: Any,
 ) -> Tap: ...
 
 
 @overload
 def tap(
-    selector: Selectable | Sequence[Selectable], keep: Sequence[Reduction[Any]], **options: Any
+    selector: Selectable | Sequence[Selectable], keep: Sequence[AnyReduction], **options: Any
 ) -> list[Tap]: ...
 
 
 @overload
 def tap(
     selector: Selectable | Sequence[Selectable],
-    keep: Reduction[Any] | Sequence[Reduction[Any]],
+    keep: AnyReduction | Sequence[AnyReduction],
     **options: Any,
 ) -> Tap | list[Tap]: ...
 
 
 def tap(
     selector: Selectable | Sequence[Selectable],
-    keep: Reduction[Any] | type[Reduction[Any]] | Sequence[Reduction[Any]] | None = None,
+    keep: AnyReduction | type[AnyReduction] | Sequence[AnyReduction] | None = None,
     **options: Any,
 ) -> Tap | list[Tap]:
     """A tap in one line: ``tap("blocks.*:output", keep=Stats(), every=10)``. Statistics are kept by default.
@@ -154,7 +154,7 @@ def tap(
 
 def _one_tap(
     selector: Selectable | Sequence[Selectable],
-    keep: Reduction[Any] | type[Reduction[Any]] | None = None,
+    keep: AnyReduction | type[AnyReduction] | None = None,
     *,
     kind: Kind = "output",
     every: int | None = None,
@@ -311,7 +311,7 @@ def _taps_of(asked: Any, keep: Any) -> Iterator[Tap]:
 def make_plan(
     model: nn.Module,
     taps: Plan | Iterable[Plan | Tap | Selectable | Sequence[Tap]],
-    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    keep: AnyReduction | Sequence[AnyReduction] | None = None,
     *,
     all_match: bool = True,
 ) -> Plan:

@@ -11,7 +11,7 @@ anew each time, since they are known by their identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, final, overload
@@ -54,7 +54,7 @@ def _children(modules: Sequence[nn.Module]) -> tuple[list[str], list[nn.Module |
     return list(chain.from_iterable(tables)), list(chain.from_iterable(map(_values, tables)))
 
 
-_values: Callable[[dict[str, nn.Module | None]], Any] = dict.values
+_values: Callable[[dict[str, nn.Module | None]], Iterable[nn.Module | None]] = dict.values
 
 
 def _may_be_compiled(module: nn.Module) -> bool:
@@ -113,10 +113,10 @@ class _LatePlaces(Sequence[Place]):
         return iter(self._all())
 
 
-_OF_MODELS: WeakKeyDictionary[nn.Module, dict[Any, _Memory]] = WeakKeyDictionary()
+_OF_MODELS: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Memory]] = WeakKeyDictionary()
 
 
-def remembered(model: object, taps: tuple[Any, ...], keep: object) -> Plan | None:
+def remembered(model: object, taps: tuple[object, ...], keep: object) -> Plan | None:
     """The plan of an earlier capture with the same words, for the model as it is; None where there is none."""
     if not isinstance(model, nn.Module) or (known := _OF_MODELS.get(model)) is None:
         return None
@@ -130,18 +130,27 @@ def remembered(model: object, taps: tuple[Any, ...], keep: object) -> Plan | Non
     return plan
 
 
-def remember(model: object, taps: tuple[Any, ...], keep: object, plan: Plan) -> None:
+def remember(model: object, taps: tuple[object, ...], keep: object, plan: Plan) -> None:
     """Keep what was found, where it can be told again from the model alone."""
     key = _key(taps, keep)
-    if (
-        key is None
-        or not isinstance(model, nn.Module)
-        or any(p.site.kind in LISTED_KINDS for p in plan.ports)
-    ):
+    if key is None or not isinstance(model, nn.Module):
         return
+    memory = _memory_of(model, plan)
+    if memory is None:
+        return
+    known = _OF_MODELS.setdefault(model, {})
+    if len(known) >= _MOST:
+        known.clear()
+    known[key] = memory
+
+
+def _memory_of(model: nn.Module, plan: Plan) -> _Memory | None:
+    """A plan by the numbers of the model's modules; None where it holds more than these tell."""
     numbers = {id(module): number for number, module in enumerate(model.modules())}
     if any(id(place.module) not in numbers for place in plan.places):
-        return
+        return None
+    if any(port.site.kind in LISTED_KINDS for port in plan.ports):
+        return None
     ports = tuple(
         (
             numbers[id(port.site.module)],
@@ -151,12 +160,9 @@ def remember(model: object, taps: tuple[Any, ...], keep: object, plan: Plan) -> 
         for port in plan.ports
     )
     listed = tuple((numbers[id(place.module)], place.path, place.other_paths) for place in plan.places)
-    known = _OF_MODELS.setdefault(model, {})
-    if len(known) >= _MOST:
-        known.clear()
-    known[key] = _Memory(_Shape(model), plan.taps, ports, listed)
+    return _Memory(_Shape(model), plan.taps, ports, listed)
 
 
-def _key(taps: tuple[Any, ...], keep: object) -> Any:
+def _key(taps: tuple[object, ...], keep: object) -> tuple[object, ...] | None:
     """What was asked for, if it is nothing but words."""
     return (taps, repr(keep)) if all(isinstance(each, str) for each in taps) else None

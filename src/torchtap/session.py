@@ -22,7 +22,8 @@ from torchtap.model_tree import environment
 from torchtap.names import Kind
 from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap, candidates, make_plan, tap
-from torchtap.reduce import Reduction
+from torchtap.ranks import identity
+from torchtap.reduce import AnyReduction
 from torchtap.remembered import remember, remembered
 from torchtap.schedule import Moment
 from torchtap.seen import Seen
@@ -129,7 +130,7 @@ class Capture:
 def capture(
     model: object,
     *taps: Tap | Selectable | Plan,
-    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    keep: AnyReduction | Sequence[AnyReduction] | None = None,
     merge: bool | None = None,
     all_threads: bool = False,
     strict: bool = True,
@@ -181,7 +182,7 @@ def watch(
     run: str | os.PathLike[str] | None = None,
     taps: Plan | Tap | Selectable | Iterable[Tap | Selectable | Sequence[Tap]] = "*:output",
     *,
-    keep: Reduction[Any] | Sequence[Reduction[Any]] | None = None,
+    keep: AnyReduction | Sequence[AnyReduction] | None = None,
     every: int | None = None,
     phase: str | None = None,
     sinks: Sequence[Consumer] = (),
@@ -211,15 +212,11 @@ def watch(
     """
     _check_destinations(run, sinks)
     warn_of_missing_parts()
-    several = isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module))
-    asked: list[Any] = list(taps) if several else [taps]  # type: ignore[arg-type]
     models = _models(model)
-    if isinstance(model, (list, tuple)):
-        model = joined(model)
-    elif models is not None:
-        model = nn.ModuleDict(models)
+    if models is not None:
+        model = joined(list(models.values())) if isinstance(model, (list, tuple)) else nn.ModuleDict(models)
     tree = tree_of(model)
-    bound = make_plan(tree, [_tapped(each, keep, every=every, phase=phase) for each in asked])
+    bound = make_plan(tree, [_tapped(each, keep, every=every, phase=phase) for each in _one_by_one(taps)])
     if any(each.keep.refers for each in bound.taps):
         raise PlanError(
             "Full(copy=False) is for capture: a watch writes while the training goes on and changes values"
@@ -228,13 +225,13 @@ def watch(
     consumers = list(sinks)
     recorded = range(0)
     if run is not None:
-        described = environment()
-        recorded = recorded_steps(run, described["rank"])
+        here = identity()
+        recorded = recorded_steps(run, here.rank)
         writer = RunWriter(
             run,
-            manifest=run_manifest(tree, bound, described, labels or {}),
-            rank=described["rank"],
-            world=described["world_size"],
+            manifest=run_manifest(tree, bound, environment(), labels or {}),
+            rank=here.rank,
+            world=here.world,
             strict=strict,
             **writer_options,
         )
@@ -271,6 +268,13 @@ def _placing(model: object, layout: Mapping[Selectable, str]) -> Placing | None:
     layouts = layouts_of(layout)
     mesh = process_mesh(model) if isinstance(model, nn.Module) else None
     return None if mesh is None else Placing(mesh, layouts)
+
+
+def _one_by_one(taps: object) -> list[Any]:
+    """What was asked for, whether it is one thing or several."""
+    if isinstance(taps, Iterable) and not isinstance(taps, (str, nn.Module)):
+        return list(taps)
+    return [taps]
 
 
 def _tapped(asked: Any, keep: Any, **when: Any) -> Any:

@@ -27,10 +27,10 @@ from torchtap.schedule import Moment
 from torchtap.spending import Spending
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.tapping import Tapping
-from torchtap.taps.receive.collect import Coming
+from torchtap.taps.receive.collect import PendingNumbers
 from torchtap.taps.receive.entries import Tally
 
-__all__ = ["Steps"]
+__all__ = ["StepMaker"]
 
 _When: TypeAlias = tuple[int, int | None, int | None, str]
 
@@ -45,7 +45,7 @@ class _Part:
     skipped: bool
     scalars: tuple[ScalarBlock, ...]
     tensors: tuple[TensorItem, ...]
-    coming: list[Coming]
+    coming: list[PendingNumbers]
 
     def record(self) -> StepRecord:
         for each in self.coming:
@@ -65,13 +65,13 @@ class _Part:
 
 
 @final
-class Steps:
+class StepMaker:
     """Sorts passes into steps and phases, and makes the records."""
 
     def __init__(
         self,
         plan: Plan,
-        tap: Callable[[Steps], Tapping],
+        tap: Callable[[StepMaker], Tapping],
         outlets: Outlets,
         hand_on: Callable[[StepRecord], None],
         *,
@@ -213,8 +213,7 @@ class Steps:
         self.fresh, self._undecided = fresh, False
         self._phases = {}
         self._learning = None
-        kept = (moment.step, self.last.step if self.last is not None else moment.step)
-        self._live = {when: live for when, live in self._live.items() if when[0] in kept}
+        self._forget_others_than(moment, self.last or moment)
         if self._spending is not None:
             self._spending.begin_step()
         self.taps.begin(thread)
@@ -222,6 +221,11 @@ class Steps:
             wanted = self._wanted(moment)
         if wanted or self.taps.armed:
             self.taps.arm(wanted)
+
+    def _forget_others_than(self, *moments: Moment) -> None:
+        """Which taps are live is remembered for the open step and the last one."""
+        kept = [moment.step for moment in moments]
+        self._live = {when: live for when, live in self._live.items() if when[0] in kept}
 
     def _sort_early(self, moment: Moment) -> None:
         """Passes that came before the first step: evaluations are recorded with it, training passes have no step."""
@@ -236,7 +240,7 @@ class Steps:
         self._collect(moment)
         self._release()
 
-    def change_taps(self, tap: Callable[[Steps], Tapping]) -> Tapping:
+    def change_taps(self, tap: Callable[[StepMaker], Tapping]) -> Tapping:
         """The model has other modules now: what the taps hold is collected, and others take their place."""
         if self.last is not None:
             self._collect(self.last)
@@ -395,7 +399,7 @@ class Steps:
         if moment is not None and not self.logged.empty:
             for phase in self.logged.phases:
                 part = next((part for part in self._held if part.moment.phase == phase), None)
-                coming: list[Coming] = []
+                coming: list[PendingNumbers] = []
                 scalars, tensors = self.logged.take(phase, coming)
                 if part is None:
                     at = replace(moment, phase=phase)

@@ -15,7 +15,7 @@ from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.eager import EagerAttachment
 from torchtap.taps.place.placing import Placing
-from torchtap.taps.receive.collect import Collector, Coming
+from torchtap.taps.receive.collect import Collector, PendingNumbers
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.receiver import PassClock, Receiver
 from torchtap.taps.walk.ways import WayName
@@ -101,7 +101,9 @@ class Tapping:
     def drop(self, tally: Tally) -> None:
         self.receiver.folding.drop(tally)
 
-    def collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
+    def collect(
+        self, tally: Tally
+    ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
         """Everything that a phase holds; afterwards it holds nothing."""
         return self._collector.collect(tally)
 

@@ -16,7 +16,6 @@ import copy
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from torchtap.diagnosis.chart import Block, Chart
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.judging import Ward
 from torchtap.diagnosis.rules.base import Rule
-from torchtap.reduce import Reduction, Result, reduction_from_spec
+from torchtap.reduce import AnyReduction, Result, reduction_from_spec
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 
 __all__ = ["ReductionContract", "RuleContract", "SinkContract"]
@@ -40,7 +39,7 @@ class ReductionContract:
 
     atol: float = 1e-12
 
-    def reduction(self) -> Reduction[Any]:
+    def reduction(self) -> AnyReduction:
         """The reduction under test."""
         raise NotImplementedError
 

@@ -22,6 +22,7 @@ from torchtap.errors import PlanError, VerificationError
 from torchtap.plan import Tap
 from torchtap.session import capture
 from torchtap.sites import Selectable
+from torchtap.taps.walk.arguments import Args, Kwargs
 
 __all__ = ["Verification", "verify"]
 
@@ -249,9 +250,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)  # a number of no dimension has no bytes to view
 
 
-def _arguments(
-    inputs: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(inputs: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Args, Kwargs]:
     if len(inputs) != 1:
         return inputs, kwargs
     if isinstance(inputs[0], Mapping):

@@ -25,7 +25,7 @@ from torchtap.following import Following, Sentry
 from torchtap.gaps import Gaps
 from torchtap.outlets import Outlets
 from torchtap.plan import Plan
-from torchtap.steps import Steps
+from torchtap.steps import StepMaker
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.tapping import Tapping
@@ -58,7 +58,7 @@ class Watch:
         self._outlets = outlets = Outlets(consumers, strict=strict)
         self._recorded = recorded  # steps that earlier attempts left in the folder
 
-        def tap(steps: Steps, plan: Plan = plan) -> Tapping:
+        def tap(steps: StepMaker, plan: Plan = plan) -> Tapping:
             return Tapping(
                 model,
                 plan,
@@ -71,7 +71,7 @@ class Watch:
                 placing=placing,
             )
 
-        self._steps = Steps(
+        self._steps = StepMaker(
             plan,
             tap,
             outlets,

@@ -12,7 +12,7 @@ import torch
 from torchtap import CompareError
 from torchtap.comparison.measure import measures, sums
 from torchtap.comparison.measure.measures import measure
-from torchtap.comparison.measure.streams import Stream, measure_streams
+from torchtap.comparison.measure.streams import ValueStream, measure_streams
 
 
 @pytest.fixture(params=["native", "numpy"])
@@ -85,7 +85,7 @@ def test_threads_and_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     for name, value in measure(reference, target).as_dict().items():
         assert whole[name] == pytest.approx(value, rel=1e-12), name
     streams = [
-        Stream(tuple(t.shape), "float32", iter(_pieces(t, size)))
+        ValueStream(tuple(t.shape), "float32", iter(_pieces(t, size)))
         for t, size in ((reference, 4096), (target, 3000))
     ]
     for name, value in measure_streams(*streams).as_dict().items():

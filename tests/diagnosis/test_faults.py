@@ -6,7 +6,8 @@ import pytest
 from benchmarks.faults.bench import FAULTS, UNLISTED, tried, warned
 from benchmarks.faults.controls import CONTROLS
 from benchmarks.faults.kit import Case
-from benchmarks.faults.odd_controls import ODD_CONTROLS
+from benchmarks.faults.odd_loops import ODD_LOOPS
+from benchmarks.faults.odd_models import ODD_MODELS
 
 QUICK = (
     "A1",
@@ -76,6 +77,6 @@ def test_a_fault_is_named_in_a_compiled_model(number: str) -> None:
 
 @pytest.mark.parametrize("name", SOME_CONTROLS)
 def test_an_odd_but_healthy_training_has_no_warning(name: str) -> None:
-    works = [each for each in (*CONTROLS, *ODD_CONTROLS) if each[0] == name]
+    works = [each for each in (*CONTROLS, *ODD_LOOPS, *ODD_MODELS) if each[0] == name]
     assert works
     assert warned(works, seed=1) == []

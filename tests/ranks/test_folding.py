@@ -16,7 +16,7 @@ from torchtap._torch_distributed import MeshAxis, _boxes
 from torchtap.errors import PlanError
 from torchtap.placement import Axis, Box, Placement, Share, placement_of, read_layout
 from torchtap.store.files.folder import LocalFolder
-from torchtap.store.read.world.folding import Fold, needed, way_of
+from torchtap.store.read.world.folding import RankFold, needed, way_of
 from torchtap.store.read.world.launches import find_launches
 from torchtap.store.read.world.sharing import share_out
 from torchtap.store.read.world.sketch import quantile, share_of
@@ -46,7 +46,7 @@ def parts_of(kind: str) -> list[torch.Tensor]:
 def test_every_statistic_of_parts_folds_to_that_of_the_whole(kind: str, statistic: str) -> None:
     parts, stats = parts_of(kind), tt.Stats()
     whole = float(stats.result(stats.update(None, torch.cat(parts)))[statistic])
-    fold = Fold(statistic, way_of(statistic), (1, 1))
+    fold = RankFold(statistic, way_of(statistic), (1, 1))
     for part in parts:
         own = stats.result(stats.update(None, part))
         fold.add({name: np.array([[float(own[name])]]) for name in needed(statistic)})

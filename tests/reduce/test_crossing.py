@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtap.reduce import StatsBlock, crossing, stats_block
 from torchtap.reduce.crossing import Crossing
-from torchtap.reduce.stats_block import Arriving
+from torchtap.reduce.stats_block import StatsArrival
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_side_stream_waits_for_the_current_one_and_is_told_apart_by_its_event(
 def test_a_hand_over_does_not_wait_and_the_next_step_does_not_reach_into_it(late: LateDevice) -> None:
     block = StatsBlock(2)
 
-    def step(number: float) -> Arriving:
+    def step(number: float) -> StatsArrival:
         block.measure_into(0, 0, torch.full((3,), number))
         block.measure_into(1, 1, torch.full((3,), 10 + number))
         arriving = block.hand_over()

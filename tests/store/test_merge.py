@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.store.records import SITES, STATISTICS, grid, image, number, record
 
+from torchtap.store.files.destination import LocalDestination
 from torchtap.store.files.layout import SegmentName, parse_segment, widest
-from torchtap.store.files.place import LocalPlace
 from torchtap.store.read.reader import open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.store.write.merge import Merger
@@ -139,14 +139,14 @@ def test_a_merge_never_launders_damaged_bytes(tmp_path: Path) -> None:
 
 
 def test_a_merge_that_fails_leaves_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(place: LocalPlace, reserve: int) -> None:
+    def full(place: LocalDestination, reserve: int) -> None:
         raise OSError(28, "No space left on device")
 
     writer = RunWriter(tmp_path, manifest={})
     for step in range(3):
         writer.write(record(step, tensors=1))
         writer.flush()
-    monkeypatch.setattr(LocalPlace, "stream", full)
+    monkeypatch.setattr(LocalDestination, "stream", full)
     writer.close()
     assert writer.lost == []
     assert np.array_equal(open_run(tmp_path).array(SITES[0], 1), image(1))
@@ -157,7 +157,7 @@ def test_segments_are_merged_in_powers(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.merged: list[tuple[int, int]] = []
 
-    merger, seen = Merger(LocalPlace(str(tmp_path), 0)), Counting()
+    merger, seen = Merger(LocalDestination(str(tmp_path), 0)), Counting()
 
     def count(sources: list[SegmentName], merged: SegmentName) -> int:
         seen.merged.append((merged.first, merged.last))

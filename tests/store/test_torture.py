@@ -20,7 +20,7 @@ from tests.torture.lying_disk import lost_power
 from tests.torture.scale import many_sites, many_steps, reader_beside_writer, two_writers
 
 from torchtap.errors import TorchtapError
-from torchtap.store.files.place import LocalPlace
+from torchtap.store.files.destination import LocalDestination
 from torchtap.store.format import seal
 from torchtap.store.read.reader import open_run
 from torchtap.store.write.writer import RunWriter
@@ -37,7 +37,7 @@ def test_flushed_steps_survive_a_loss_of_power() -> None:
 
 
 def test_a_recorder_that_never_syncs_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalPlace, "sync", lambda self, only=None: None)
+    monkeypatch.setattr(LocalDestination, "sync", lambda self, only=None: None)
     with pytest.raises(AssertionError, match=r"flushed|gone"):
         lost_power(200, seed=5)
 

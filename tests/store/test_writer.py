@@ -14,7 +14,7 @@ import pytest
 from tests.store.records import SITES, image, number, record
 
 from torchtap.errors import RecordingLostError, SessionError
-from torchtap.store.files.place import LocalPlace, LocalStream
+from torchtap.store.files.destination import LocalDestination, LocalStream
 from torchtap.store.read.reader import open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.store.write import recorder
@@ -143,7 +143,7 @@ def test_two_writers_at_once_get_two_attempts(tmp_path: Path) -> None:
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """While set, every write to disk fails as on a full one."""
     full = threading.Event()
-    for owner, method in ((LocalPlace, "put"), (LocalStream, "append")):
+    for owner, method in ((LocalDestination, "put"), (LocalStream, "append")):
         original = getattr(owner, method)
 
         def attempt(*arguments: object, original: object = original) -> object:

@@ -16,7 +16,7 @@ from tests.torture import limit
 from tests.torture.damage import Tally, memory_disk
 
 from torchtap.errors import TorchtapError
-from torchtap.store.files import place as place_module
+from torchtap.store.files import destination as destination_module
 from torchtap.store.read.reader import open_run
 from torchtap.store.write.writer import RunWriter
 
@@ -71,7 +71,7 @@ def failing_disk(count: int, seed: int) -> Tally:
             warnings.simplefilter("ignore")
             failing = FailingOS(chance, chance.choice((0.02, 0.2, 0.9)))
             steps = chance.choice((4, 20))
-            with patch.object(place_module, "os", failing):
+            with patch.object(destination_module, "os", failing):
                 writer = RunWriter(Path(name) / "run", manifest={}, flush_seconds=0.002, segment_bytes=5000)
                 for step in range(steps):
                     writer.write(record(step, tensors=step % 3, size=(8, 300)[step % 2]))

@@ -26,7 +26,7 @@ from tests.torture import limit
 from tests.torture.damage import Tally, memory_disk
 
 from torchtap.errors import RunCorruptError, TorchtapError
-from torchtap.store.files import place as place_module
+from torchtap.store.files import destination as destination_module
 from torchtap.store.files import system
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.read.results import Series
@@ -219,7 +219,7 @@ def lost_power(count: int, seed: int) -> Tally:
             run = os.path.join(name, "run")
             flushed = -1
             watched = WatchedOS(disk, run)
-            with patch.object(place_module, "os", watched), patch.object(system, "os", watched):
+            with patch.object(destination_module, "os", watched), patch.object(system, "os", watched):
                 writer = RunWriter(
                     run, manifest={}, flush_seconds=chance.choice((0.001, 60.0)), segment_bytes=6000
                 )

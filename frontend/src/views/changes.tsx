@@ -8,8 +8,9 @@ import { grouped, show } from "../numbers";
 import { adjust, href, whole } from "../route";
 import { csv } from "../take/save";
 import { Take } from "../take/menu";
-import { kindWord, siteWord, statisticWord } from "../words";
+import { siteWord } from "../words";
 import { kindsOf, statisticsOfKind, usualStatistic } from "./map";
+import { KindAndStatistic } from "./pickers";
 
 interface ChangeFacts { statistic: string; sites: string[] }
 type Key = "relative" | "difference" | "before" | "after" | "order";
@@ -45,17 +46,7 @@ export function ChangesView({ run, runs, about, params }: ViewProps) {
   return (
     <section class="changes" aria-label="Changes">
       <div class="tools">
-        <label>Show
-          <select aria-label="Kind" value={kind || "all"} onChange={(e) => adjust({ kind: e.currentTarget.value, statistic: null })}>
-            {kinds.map((k) => <option key={k} value={k}>{kindWord(k)}</option>)}
-            {kinds.length > 1 && <option value="all">Everything</option>}
-          </select>
-        </label>
-        <label>by
-          <select aria-label="Statistic" value={statistic} onChange={(e) => adjust({ statistic: e.currentTarget.value })}>
-            {names.map((n) => <option key={n} value={n}>{statisticWord(n)}</option>)}
-          </select>
-        </label>
+        <KindAndStatistic kinds={kinds} kind={kind} names={names} statistic={statistic} />
         {!against && <label>from step <input class="short" aria-label="First step" inputMode="numeric" value={before ?? ""} onChange={(e) => adjust({ before: whole(e.currentTarget.value) })} /></label>}
         <label>{against ? "at" : "to"} step <input class="short" aria-label="Second step" inputMode="numeric" value={after ?? ""} onChange={(e) => adjust({ after: whole(e.currentTarget.value) })} /></label>
         {runs.length > 1 && (

@@ -39,8 +39,11 @@ export function RanksPanel({ run, site, statistic }: { run: RunLine; site: strin
 
 function RankMap({ values, rows, columns }: { values: ArrayLike<number>; rows: number; columns: number }) {
   const picture = useMemo(() => {
-    const finite = Array.from(values).filter(Number.isFinite);
-    const [low, high] = [Math.min(...finite), Math.max(...finite)];
+    let [low, high] = [Infinity, -Infinity];
+    for (const value of Array.from(values).filter(Number.isFinite)) {
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
     const slice = { facts: { cellRows: rows, cellColumns: columns }, arrays: { low: Float64Array.from(values) }, shapes: {} } as unknown as Slice;
     return paintSlice(slice, 0, { lut: sequential, low, high: high > low ? high : low + 1 });
   }, [values]);

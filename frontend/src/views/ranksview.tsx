@@ -11,8 +11,9 @@ import { adjust, href, whole } from "../route";
 import { Take } from "../take/menu";
 import { csv } from "../take/save";
 import { useDark } from "../theme";
-import { kindWord, siteWord, statisticWord } from "../words";
+import { siteWord } from "../words";
 import { kindsOf, statisticsOfKind, usualStatistic } from "./map";
+import { KindAndStatistic } from "./pickers";
 
 interface Facts { step: number; ranks: number[]; statuses: string[]; sites: string[]; shares: string[] }
 interface Row { site: string; share: string; values: number[]; middle: number; away: number[]; most: number; worst: number; apart: boolean }
@@ -76,17 +77,7 @@ export function RanksView({ run, about, params }: ViewProps) {
   return (
     <section class="ranksview" aria-label="Ranks">
       <div class="tools">
-        <label>Show
-          <select aria-label="Kind" value={kind || "all"} onChange={(e) => adjust({ kind: e.currentTarget.value, statistic: null })}>
-            {kinds.map((k) => <option key={k} value={k}>{kindWord(k)}</option>)}
-            {kinds.length > 1 && <option value="all">Everything</option>}
-          </select>
-        </label>
-        <label>by
-          <select aria-label="Statistic" value={statistic} onChange={(e) => adjust({ statistic: e.currentTarget.value })}>
-            {names.map((n) => <option key={n} value={n}>{statisticWord(n)}</option>)}
-          </select>
-        </label>
+        <KindAndStatistic kinds={kinds} kind={kind} names={names} statistic={statistic} />
         <label>at step <input class="short" aria-label="Step" inputMode="numeric" value={step ?? facts?.step ?? ""} onChange={(e) => adjust({ step: whole(e.currentTarget.value) })} /></label>
         <span class="space" />
         {facts && <Take name={`${run.name}-ranks`} csv={() => csv(["site", "held", ...facts.ranks.map((r) => `rank ${r}`)], rows.map((r) => [r.site, r.share, ...r.values]))} />}

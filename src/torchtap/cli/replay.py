@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from torchtap.diagnosis.flight.moment import Moment
+    from torchtap.diagnosis.flight.moment import StepSnapshot
     from torchtap.diagnosis.op_trail import Event
 
 __all__ = ["command"]
@@ -43,10 +43,10 @@ def command(
     It says whether the values came out the same, and where the first NaN or infinity was born. Exit code 1 where
     values differ from those in RUN.
     """
-    from torchtap.diagnosis.flight.moment import Moment
+    from torchtap.diagnosis.flight.moment import StepSnapshot
     from torchtap.diagnosis.flight.offline import offline
 
-    moment = Moment.load(run, rank)
+    moment = StepSnapshot.load(run, rank)
     models = _models(names, moment, unsafe)
     outcome = offline(run, moment, models, out=out, on_birth=_stop_there if debug else None)
     if as_json:
@@ -58,7 +58,7 @@ def command(
     sys.exit(1 if outcome.differing else 0)
 
 
-def _models(names: tuple[str, ...], moment: Moment, unsafe: bool) -> Mapping[str, nn.Module]:
+def _models(names: tuple[str, ...], moment: StepSnapshot, unsafe: bool) -> Mapping[str, nn.Module]:
     from torchtap.cli.sites import load_model
 
     models: dict[str, Any] = {}
@@ -71,7 +71,7 @@ def _models(names: tuple[str, ...], moment: Moment, unsafe: bool) -> Mapping[str
     return models
 
 
-def _tell(outcome: Any, moment: Moment) -> None:
+def _tell(outcome: Any, moment: StepSnapshot) -> None:
     say(f"step {moment.step}: {moment.reason}")
     say(f"passes: {len(moment.passes)}; values compared with the dump: {outcome.compared}")
     if outcome.differing:

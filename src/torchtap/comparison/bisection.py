@@ -21,21 +21,22 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.align.rules import PairingRule
 from torchtap.comparison.given import describe
 from torchtap.comparison.judge.outcome import decide
-from torchtap.comparison.judge.result import Comparison, First
+from torchtap.comparison.judge.result import Comparison, FirstDifference
 from torchtap.comparison.judge.status import status_of
 from torchtap.comparison.judge.verdict import judge_live
 from torchtap.comparison.live.evidence import gather
 from torchtap.comparison.live.hooked import steady, visiting
-from torchtap.comparison.live.passes import Probe
+from torchtap.comparison.live.passes import TraceProbe
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter, record
 from torchtap.comparison.measure.floor import Floor, floor_from
 from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.sources import is_eager
 from torchtap.errors import CompareError
 from torchtap.names import parent_path, path_of, site_name
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call
 
@@ -53,7 +54,7 @@ _STATISTICS_MARGIN = 8.0
 class Bisection:
     """What a bisection found and how."""
 
-    first: First | None
+    first: FirstDifference | None
     verdict: str
     forwards: int
     trail: tuple[str, ...]  # one sentence for each stage
@@ -64,7 +65,7 @@ class Bisection:
 
 
 def bisect(
-    reference: nn.Module, target: nn.Module, inputs: object, *, rules: tuple[str | Rule, ...] = ()
+    reference: nn.Module, target: nn.Module, inputs: object, *, rules: tuple[str | PairingRule, ...] = ()
 ) -> Bisection:
     """Find the first module of ``target`` that is wrong, holding only a few values at a time."""
     for who, model in (("reference", reference), ("target", target)):
@@ -90,7 +91,7 @@ class _Summaries:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._noise = None if noise is None else torch.Generator().manual_seed(noise)
 
-    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         for leaf, value in input_leaves(call.input_names, args, kwargs, through_objects=False):
             self._take(site_name(call.path, "input", leaf, call.number), value)
 
@@ -157,7 +158,7 @@ class _Work:
             )
         return low, high
 
-    def by_replacement(self, low: int, high: int, rules: tuple[str | Rule, ...]) -> Bisection:
+    def by_replacement(self, low: int, high: int, rules: tuple[str | PairingRule, ...]) -> Bisection:
         """Run the modules of the sites that are left on the reference's inputs, and replace the culprit's value."""
         # A little on both sides: the inputs of the first suspect, and the border of the module around the last.
         names = self.order[max(0, low - 2) : high + 3]
@@ -203,8 +204,8 @@ class _Work:
 
     def _diverged(self, sites: set[str]) -> set[str]:
         trace = record(self.reference, self.feed, keep=sites.__contains__)
-        noisy = Probe(trace).free(self.reference, self.feed, noise=1).measures
-        theirs = Probe(trace).free(self.target, self.feed).measures
+        noisy = TraceProbe(trace).free(self.reference, self.feed, noise=1).measures
+        theirs = TraceProbe(trace).free(self.target, self.feed).measures
         self.forwards += 3
         return {
             site

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.align.rules import PairingRule
 from torchtap.comparison.given import describe, is_live, recording_of
 from torchtap.comparison.judge.outcome import decide
 from torchtap.comparison.judge.result import Comparison
 from torchtap.comparison.judge.source import located
 from torchtap.comparison.judge.verdict import judge_live
 from torchtap.comparison.live.batches import as_batches, gather_batches
-from torchtap.comparison.live.evidence import Evidence
+from torchtap.comparison.live.evidence import PassEvidence
 from torchtap.comparison.live.gradients import broken_flow, harmless_copies
 from torchtap.comparison.live.parameters import usual_dtype
 from torchtap.comparison.live.tracing import Feed, default_dtype, feed_of, golden_copy, record
@@ -39,7 +39,7 @@ def compare(
     target: Any,
     *,
     inputs: Any = None,
-    rules: Sequence[str | Rule] = (),
+    rules: Sequence[str | PairingRule] = (),
     repeat: Any = None,
     golden: Any = None,
     steps: Sequence[int] | None = None,
@@ -86,7 +86,7 @@ def _live(
     reference: nn.Module,
     target: nn.Module,
     batches: list[object],
-    rules: tuple[str | Rule, ...],
+    rules: tuple[str | PairingRule, ...],
     shadow: bool,
 ) -> Comparison:
     feeds = [(feed_of(inputs), _feed_of_target(reference, target, inputs)) for inputs in batches]
@@ -101,7 +101,7 @@ def _live(
     return replace(chosen, forwards=sum(result.forwards for result in results))
 
 
-def _judged(found: Evidence, batches: int) -> Comparison:
+def _judged(found: PassEvidence, batches: int) -> Comparison:
     rows, first = judge_live(found)
     also = f" in each of {batches} batches" if batches > 1 else ""
     outcome, verdict = decide(first, rows, found.alignment.unaligned, live=True, also=also)
@@ -124,7 +124,7 @@ def _gradients(
     reference: nn.Module,
     target: nn.Module,
     inputs: object,
-    rules: Sequence[str | Rule],
+    rules: Sequence[str | PairingRule],
     gradients: bool | Loss,
     forward: Comparison,
 ) -> Comparison:
@@ -142,7 +142,7 @@ def _recorded(
     reference: Any,
     target: Any,
     inputs: Any,
-    rules: Sequence[str | Rule],
+    rules: Sequence[str | PairingRule],
     gradients: bool | Loss,
     repeat: Any,
     golden: Any,

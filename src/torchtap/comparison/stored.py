@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.align.rules import PairingRule
 from torchtap.comparison.given import recording_of
 from torchtap.comparison.judge.result import Comparison
 from torchtap.comparison.recorded.ahead import Processes, Spread
@@ -24,7 +24,7 @@ def compare_stored(
     reference: object,
     target: object,
     *,
-    rules: Sequence[str | Rule] = (),
+    rules: Sequence[str | PairingRule] = (),
     repeat: object = None,
     golden: object = None,
     steps: Sequence[int] | None = None,

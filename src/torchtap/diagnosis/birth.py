@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torchtap.diagnosis.op_trail import Event, OpTrail, Range
 from torchtap.errors import FormError
 from torchtap.names import join_path, site_name
 from torchtap.sites import input_names, places, unwrap
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call, Stop, Visiting
 from torchtap.untouched import untouched
@@ -210,7 +211,7 @@ class _Calls:
     def __init__(self, trail: OpTrail, model: str) -> None:
         self._trail, self._model = trail, model
 
-    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         self._trail.entered(join_path(self._model, call.path))
 
     def after(self, call: Call, output: object) -> None:

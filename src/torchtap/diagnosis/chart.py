@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.diagnosis.facts import Fact, Structure
-from torchtap.diagnosis.places import Place, described
+from torchtap.diagnosis.places import ChartedSite, described
 from torchtap.names import read_name
 from torchtap.placement import Placement
 
-__all__ = ["EARLY", "Block", "Chart", "Grid"]
+__all__ = ["EARLY", "Block", "Chart", "ChartGrid"]
 
 EARLY = 32  # columns from the beginning that are never let go
 _COLUMNS = 320
@@ -37,20 +37,20 @@ Block = tuple[tuple[str, ...], tuple[str, ...], Numbers, npt.NDArray[np.bool_] |
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Grid:
+class ChartGrid:
     """One statistic: rows are places, columns steps, NaN where nothing was recorded."""
 
-    places: list[Place]
+    places: list[ChartedSite]
     steps: npt.NDArray[np.int64]
     values: Numbers
 
     def __bool__(self) -> bool:
         return bool(self.places) and self.values.shape[1] > 0
 
-    def recorded(self) -> Grid:
+    def recorded(self) -> ChartGrid:
         """Without the columns in which nothing of these places was recorded."""
         there = (~np.isnan(self.values)).any(axis=0)
-        return self if there.all() else Grid(self.places, self.steps[there], self.values[:, there])
+        return self if there.all() else ChartGrid(self.places, self.steps[there], self.values[:, there])
 
     def step(self, column: int) -> int:
         """The step of a column."""
@@ -88,8 +88,8 @@ class Chart:
         self._skipped = np.zeros(_COLUMNS, np.bool_)
         self._known: dict[str, None] = {}  # sites that ever came
         self._rows: dict[tuple[int, str], tuple[object, npt.NDArray[np.intp]]] = {}
-        self._chosen: dict[object, tuple[list[Place], npt.NDArray[np.intp]]] = {}
-        self._places: tuple[int, list[Place]] = (-1, [])
+        self._chosen: dict[object, tuple[list[ChartedSite], npt.NDArray[np.intp]]] = {}
+        self._places: tuple[int, list[ChartedSite]] = (-1, [])
         self.structure = Structure()
         self.ranks: dict[int, Chart] = {}  # of a finished run of several ranks, a chart of each
         self.ends: dict[int, str] = {}  # how each of these ranks ended: "closed", "interrupted"
@@ -181,7 +181,7 @@ class Chart:
         """The names of all facts that were told."""
         return {name for name, _ in self._facts}
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[ChartedSite]:
         """Every site that was recorded or expected, in execution order."""
         if self._places[0] != len(self._known):
             facts = self._facts_of_sites()
@@ -204,20 +204,24 @@ class Chart:
         statistic: str,
         *kinds: str,
         last: int | None = None,
-        where: Callable[[Place], bool] | None = None,
-    ) -> Grid:
+        where: Callable[[ChartedSite], bool] | None = None,
+    ) -> ChartGrid:
         """A statistic of the sites of some kinds, as far as they have it, in execution order."""
         table = self._tables.get(statistic)
         begin = 0 if last is None else max(0, self._columns - last)
         steps = self._steps[begin : self._columns]
         if table is None:
-            return Grid([], steps, np.zeros((0, len(steps))))
+            return ChartGrid([], steps, np.zeros((0, len(steps))))
         chosen, rows = self._choose(table, statistic, kinds, where)
-        return Grid(chosen, steps, table.data[rows, begin : self._columns])
+        return ChartGrid(chosen, steps, table.data[rows, begin : self._columns])
 
     def _choose(
-        self, table: _Table, statistic: str, kinds: tuple[str, ...], where: Callable[[Place], bool] | None
-    ) -> tuple[list[Place], npt.NDArray[np.intp]]:
+        self,
+        table: _Table,
+        statistic: str,
+        kinds: tuple[str, ...],
+        where: Callable[[ChartedSite], bool] | None,
+    ) -> tuple[list[ChartedSite], npt.NDArray[np.intp]]:
         places = self.places()
         key = (statistic, kinds, where, len(table.rows))
         known = self._chosen.get(key)

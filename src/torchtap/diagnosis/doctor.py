@@ -216,18 +216,15 @@ class Doctor(Ears):
         """Put a record into the chart, and ask the rules."""
         began = time.perf_counter()
         self._backwards = 0
-        blocks: list[Block] = [
-            (block.sites, block.statistics, block.values, block.present) for block in record.scalars
-        ]
         self._note_loss(record)
-        known = len(self._chart.steps) and self._chart.steps[-1] == record.step
-        if record.passes and (record.phase == "train" or _learned(record)):
-            self._chart.add(record.step, blocks, passes=record.passes, skipped=record.skipped)
+        trains = record.phase == "train"
+        if record.passes and (trains or _learned(record)):
+            self._chart.add(record.step, _blocks(record), passes=record.passes, skipped=record.skipped)
             self._records += 1
             if self._records <= _CLOSE_LOOKS or self._records % 4 == 0:
                 self._look()
-        elif known and record.phase == "train":
-            self._chart.add(record.step, blocks, passes=0)
+        elif trains and record.step in self._chart.steps[-1:]:
+            self._chart.add(record.step, _blocks(record), passes=0)
         elif record.step % _LOSS_LOOKS == 0:
             self._look()
         self.seconds += time.perf_counter() - began
@@ -292,6 +289,10 @@ class _Clerk:
 
     def close(self) -> None:
         pass
+
+
+def _blocks(record: StepRecord) -> list[Block]:
+    return [(block.sites, block.statistics, block.values, block.present) for block in record.scalars]
 
 
 def _learned(record: StepRecord) -> bool:

@@ -41,14 +41,14 @@ def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) ->
     layers = [kind for kind in _LAYERS if any(isinstance(module, kind) for module in model.modules())]
     if layers:
         taps.append(tap(layers, Units(dim=0, which=False), kind="param_grad", when=second))
-    if alone:
-        running = [
-            each for each in model.modules() if isinstance(each, RunningNorm) and each.track_running_stats
-        ]
-        if running:
-            taps.append(tap(list(dict.fromkeys(map(type, running))), kind="buffer", when=seldom))
-        return taps
-    return [*taps, *_among_ranks(model, pace)]
+    return [*taps, *(_running_statistics(model, seldom) if alone else _among_ranks(model, pace))]
+
+
+def _running_statistics(model: nn.Module, pace: Pace | Seldom) -> list[Tap]:
+    """What norms have gathered, where there are any."""
+    norms = [each for each in model.modules() if isinstance(each, RunningNorm) and each.track_running_stats]
+    kinds = list(dict.fromkeys(map(type, norms)))
+    return [tap(kinds, kind="buffer", when=pace)] if kinds else []
 
 
 def _among_ranks(model: nn.Module, pace: Pace) -> list[Tap]:

@@ -11,12 +11,12 @@ from torchtap.names import read_name, site_name
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
-__all__ = ["Place", "described", "places"]
+__all__ = ["ChartedSite", "described", "places"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChartedSite:
     """One site."""
 
     name: str
@@ -31,14 +31,14 @@ class Place:
     dtype: str
 
 
-def described(names: Iterable[str], facts: Mapping[str, Mapping[str, Any]]) -> list[Place]:
+def described(names: Iterable[str], facts: Mapping[str, Mapping[str, Any]]) -> list[ChartedSite]:
     """The places of these sites, in this order. A leaf or a further call has what is known of its bare site."""
     found = []
     for index, name in enumerate(names):
         module, kind, leaf, call = read_name(name)
         known = {**facts.get(site_name(module, kind), {}), **facts.get(name, {})}
         found.append(
-            Place(
+            ChartedSite(
                 name,
                 index,
                 module,
@@ -54,7 +54,7 @@ def described(names: Iterable[str], facts: Mapping[str, Mapping[str, Any]]) -> l
     return found
 
 
-def places(run: Run) -> list[Place]:
+def places(run: Run) -> list[ChartedSite]:
     """Every site of a run in execution order."""
     return described(run.sites(), run.site_facts())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,48 +37,57 @@ def fill(chart: Chart, run: Run, only: frozenset[str] | None = None) -> Iterator
 
     ``only`` are the statistics that are wanted.
     """
-    facts = [fact for event in run.events(FACT) if (fact := read_fact(event)) is not None]
     structures = [found for event in run.events(STRUCTURE) if (found := read_structure(event)) is not None]
     if structures:
         chart.structure = structures[-1]
     passes, skipped = _by_step(run.clock())
     recorded = np.asarray(run.steps(), np.int64)
     steps = chosen(np.array([step for step in recorded.tolist() if passes.get(step)], np.int64))
-    losses = _losses(run)
-    waiting = sorted(facts, key=lambda fact: fact.step)
+    told = _Told(run)
     tables = _tables(run, steps, only)
     for begin in range(0, len(steps), PORTION):
         for column in range(begin, min(begin + PORTION, len(steps))):
             step = int(steps[column])
             blocks = [_block(sites, statistic, values[:, column]) for sites, statistic, values in tables]
             chart.add(step, blocks, passes=passes.get(step, 1), skipped=skipped.get(step, False))
-            while losses and losses[-1][0] <= step:
-                chart.add_loss(*losses.pop())
-            while waiting and waiting[0].step <= step:
-                chart.note(waiting.pop(0))
+            told.put_into(chart, step)
         yield
-    while losses:
-        chart.add_loss(*losses.pop())
-    for fact in waiting:
-        chart.note(fact)
+    told.put_into(chart, math.inf)
     yield
 
 
+@final
+class _Told:
+    """Losses and facts of a run that are still to come, in the order of their steps."""
+
+    def __init__(self, run: Run) -> None:
+        facts = [fact for event in run.events(FACT) if (fact := read_fact(event)) is not None]
+        self._facts = deque(sorted(facts, key=lambda fact: fact.step))
+        self._losses = deque(_losses(run))
+
+    def put_into(self, chart: Chart, last: float) -> None:
+        """What was told up to and with a step."""
+        while self._losses and self._losses[0][0] <= last:
+            chart.add_loss(*self._losses.popleft())
+        while self._facts and self._facts[0].step <= last:
+            chart.note(self._facts.popleft())
+
+
 def _losses(run: Run) -> list[tuple[int, float]]:
-    """The losses of all steps, the last first."""
+    """The losses of all steps."""
     if LOSS not in run.sites():
         return []
     found = run.series(LOSS, "value", partial=True)
-    return list(zip(found.steps.tolist(), found.values.tolist(), strict=True))[::-1]
+    return list(zip(found.steps.tolist(), found.values.tolist(), strict=True))
 
 
-def _block(sites: tuple[str, ...], statistic: tuple[str], values: npt.NDArray[Any]) -> Block:
+def _block(sites: tuple[str, ...], statistic: tuple[str], values: np.ndarray) -> Block:
     return sites, statistic, values[:, None], ~np.isnan(values)
 
 
 def _tables(
     run: Run, steps: npt.NDArray[np.int64], only: frozenset[str] | None
-) -> list[tuple[tuple[str, ...], tuple[str], npt.NDArray[Any]]]:
+) -> list[tuple[tuple[str, ...], tuple[str], np.ndarray]]:
     """Each statistic of all sites, from the phases that learn; training comes last and counts."""
     found = []
     statistics_of = {site: run.statistics(site) for site in run.sites()}

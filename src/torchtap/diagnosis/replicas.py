@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.diagnosis.chart import Chart
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.placement import Placement
 
 __all__ = ["Replicas", "common_steps", "replicas", "values_on_ranks"]
@@ -30,7 +30,7 @@ Numbers = npt.NDArray[np.float64]
 class Replicas:
     """One site on ranks that hold the same of it."""
 
-    place: Place
+    place: ChartedSite
     ranks: tuple[int, ...]
     stated: bool  # whether the placement says so
     prints: Numbers  # rank, statistic, step
@@ -87,7 +87,7 @@ def replicas(chart: Chart, kind: str) -> list[Replicas]:
     if not len(steps):
         return []
     tables = [values_on_ranks(chart, kind, statistic) for statistic in _PRINT]
-    places: dict[str, Place] = {}
+    places: dict[str, ChartedSite] = {}
     holders: dict[str, list[int]] = {}
     for rank, own in chart.ranks.items():
         for place in own.grid("l2", kind).places:
@@ -102,7 +102,11 @@ def replicas(chart: Chart, kind: str) -> list[Replicas]:
 
 
 def _beside(
-    place: Place, ranks: Sequence[int], stated: bool, rows: Sequence[Sequence[Numbers | None]], steps: int
+    place: ChartedSite,
+    ranks: Sequence[int],
+    stated: bool,
+    rows: Sequence[Sequence[Numbers | None]],
+    steps: int,
 ) -> Replicas:
     nothing = np.full(steps, np.nan)
     # A statistic that one of the ranks does not have says nothing.

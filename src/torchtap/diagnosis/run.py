@@ -59,18 +59,24 @@ def diagnose(
     ward = Ward(chart_of(run), rules)
     for _ in fill(ward.chart, run):
         ward.look()
+    unjudged = [Unjudged(name, why) for name, why in failed.items()]
     if len(run.ranks) > 1 and run.shown_rank is None:
-        ranks = run.ranks[: _most_ranks(run)]
-        ward.chart.ranks = _charts_of_ranks(run, ranks)
-        ward.chart.ends = {rank: str(status) for rank, status in run.statuses.items()}
-        ward.look()
+        unjudged += _look_at_ranks(ward, run)
     found = ward.findings()
     broken = Findings() if learned is None else what_no_longer_holds(learned, run)
-    unimported = [Unjudged(name, why) for name, why in failed.items()]
-    if ward.chart.ranks and len(ranks) < len(run.ranks):
-        why = f"of {len(run.ranks):,} ranks the first {len(ranks):,} are beside each other: more do not fit into memory"
-        unimported.append(Unjudged("ranks", why))
-    return Findings([*found, *broken], (*found.unjudged, *unimported, *broken.unjudged))
+    return Findings([*found, *broken], (*found.unjudged, *unjudged, *broken.unjudged))
+
+
+def _look_at_ranks(ward: Ward, run: Run) -> list[Unjudged]:
+    """Ask the rules that compare ranks; what is left out of it is told."""
+    ranks = run.ranks[: _most_ranks(run)]
+    ward.chart.ranks = _charts_of_ranks(run, ranks)
+    ward.chart.ends = {rank: str(status) for rank, status in run.statuses.items()}
+    ward.look()
+    if not ward.chart.ranks or len(ranks) == len(run.ranks):
+        return []
+    why = f"of {len(run.ranks):,} ranks the first {len(ranks):,} are beside each other: more do not fit into memory"
+    return [Unjudged("ranks", why)]
 
 
 def _most_ranks(run: Run) -> int:

@@ -21,18 +21,17 @@ from typing import Any, Self, final, overload
 from torch import Tensor, nn
 
 from torchtap.editing.eager_only import hookable, running_eagerly
-from torchtap.editing.layer_catcher import Call, LayerCatcher
+from torchtap.editing.layer_catcher import CallArguments, LayerCatcher
 from torchtap.errors import PlanError
 from torchtap.plan import Tap, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.structure import map_leaves
-from torchtap.taps.walk.visit import Call as WalkedCall
-from torchtap.taps.walk.visit import Stop, Visiting
+from torchtap.taps.walk.visit import Call, Stop, Visiting
 from torchtap.taps.walk.wrap import replace_forward
 
-__all__ = ["Call", "Catcher"]
+__all__ = ["CallArguments", "Catcher"]
 
 
 class _Caught(BaseException):
@@ -87,7 +86,7 @@ class Catcher:
         self._stop, self._limit = stop, limit
         self._keep = keep or (lambda tensor: tensor.detach().clone())
         self._stack = ExitStack()
-        self.calls: list[Call] = []  # of an input
+        self.calls: list[CallArguments] = []  # of an input
         self.outputs: list[Any] = []  # of an output
 
     def __enter__(self) -> Self:
@@ -128,19 +127,19 @@ class Catcher:
 
     # -- the visitor's side ---------------------------------------------------------------------------------
 
-    def before(self, call: WalkedCall, args: Args, kwargs: Kwargs) -> None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         """A module is given these values. What a checkpoint repeats was caught the first time."""
         if not call.repeated:
             self._take_input(args, kwargs)
 
-    def after(self, call: WalkedCall, output: object) -> None:
+    def after(self, call: Call, output: object) -> None:
         """A module returned this."""
         if not call.repeated:
             self._take_output(output)
 
     def _take_input(self, args: Args, kwargs: Kwargs) -> None:
         if self._wants_more():
-            self.calls.append(Call(self._kept(args), self._kept(kwargs)))
+            self.calls.append(CallArguments(self._kept(args), self._kept(kwargs)))
             self._end()
 
     def _take_output(self, output: object) -> None:

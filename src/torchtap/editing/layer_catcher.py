@@ -17,10 +17,10 @@ from torchtap.errors import ForwardStoppedError
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.structure import map_leaves
 
-__all__ = ["Call", "LayerCatcher"]
+__all__ = ["CallArguments", "LayerCatcher"]
 
 
-class Call(NamedTuple):
+class CallArguments(NamedTuple):
     """The arguments of one call."""
 
     args: Args
@@ -49,7 +49,7 @@ class LayerCatcher(nn.Module):
         super().__init__()
         self.layer = layer
         self.train(layer.training)
-        self.calls: list[Call] = []
+        self.calls: list[CallArguments] = []
         self.outputs: list[Any] = []
         self._stop, self._limit = stop, limit
         self._keep_tensor = keep or _copied
@@ -57,7 +57,7 @@ class LayerCatcher(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._limit is not None and len(self.calls) >= self._limit:
             return self.layer(*args, **kwargs)
-        self.calls.append(Call(self._kept(args), self._kept(kwargs)))
+        self.calls.append(CallArguments(self._kept(args), self._kept(kwargs)))
         if self._stop:
             raise ForwardStoppedError(
                 "a torchtap.Catcher has what it wants and stops the model here: catch ForwardStoppedError, a "

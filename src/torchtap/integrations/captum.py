@@ -14,7 +14,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from torchtap.editing.eager_only import hookable, running_eagerly
-from torchtap.errors import MissingExtraError, PlanError, SelectionError
+from torchtap.errors import PlanError, SelectionError, needing
 from torchtap.names import read_name, site_name
 from torchtap.plan import Tap, make_plan
 from torchtap.reduce import Stats
@@ -107,12 +107,8 @@ def _run(
     target: Any,
     options: dict[str, Any],
 ) -> Any:
-    try:
+    with needing("captum", "captum", who="attribute"):
         from captum import attr
-    except ImportError:
-        raise MissingExtraError(
-            "attribute needs captum: pip install 'torchtap[captum]'", extra="captum"
-        ) from None
     made_by = getattr(attr, name)
     if layer is None:
         return made_by(forward).attribute(inputs, target=target, **options)

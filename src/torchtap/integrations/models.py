@@ -8,12 +8,14 @@ from collections.abc import Iterable
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["called_models", "parameters_of", "roots_of"]
+from torchtap.taps.receive.training import parameters_of
+
+__all__ = ["called_models", "held_by", "roots_of"]
 
 
-def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
+def held_by(optimizers: Iterable[Optimizer]) -> set[int]:
     """The identities of all parameters that these optimizers change."""
-    return {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
+    return {id(parameter) for each in optimizers for parameter in parameters_of(each)}
 
 
 def roots_of(parameters: set[int]) -> list[nn.Module]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
 from torchtap.integrations.accompany import DEFAULT_TAPS, Accompanied, Taps
 from torchtap.watching import Watch
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["TorchtapCallback"]
 
@@ -36,25 +39,36 @@ class TorchtapCallback(TrainerCallback):  # type: ignore[misc]
         """The watch of the training that is under way, once its model was called."""
         return None if self._training is None else self._training.watch
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any
+    ) -> None:
         self._close()
         labels = {"trainer": "transformers", **self._options.get("labels", {})}
         folder = Path(args.output_dir) / "torchtap" if self._run is None else self._run
         self._training = Accompanied(folder, self._taps, {**self._options, "labels": labels})
         self._training.begin(known["model"], [known["optimizer"]], start=state.global_step)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any
+    ) -> None:
         if self._training is not None:
             epoch = int(state.epoch or 0)
             self._training.when_watching(lambda watch: watch.set_epoch(epoch))
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **known: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **known: Any,
     ) -> None:
         if self._training is not None:
             self._training.log({name: value for name, value in (logs or {}).items() if name != "epoch"})
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any
+    ) -> None:
         self._close()
 
     def _close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtap.reduce.base import Reduction, Result
+from torchtap.reduce.base import AnyReduction, Reduction, Result
 from torchtap.reduce.entropy import Entropy
 from torchtap.reduce.fingerprint import Fingerprint
 from torchtap.reduce.full import Full
@@ -19,6 +19,7 @@ from torchtap.reduce.top_k import TopK
 from torchtap.reduce.units import Units
 
 __all__ = [
+    "AnyReduction",
     "Entropy",
     "Fingerprint",
     "Full",

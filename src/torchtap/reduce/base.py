@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Arrival", "Reduction", "Result", "RowBlock"]
+__all__ = ["AnyReduction", "Arrival", "Reduction", "Result", "RowBlock"]
 
 State = TypeVar("State")
 Result = dict[str, "float | Tensor"]
@@ -135,3 +135,6 @@ class Reduction(ABC, Generic[State]):
     @abstractmethod
     def spec(self) -> dict[str, Any]:
         """The reduction as JSON: ``{"reduction": name, ...its parameters}``."""
+
+
+AnyReduction: TypeAlias = Reduction[Any]  # whatever its state is

@@ -80,12 +80,7 @@ class Full(Reduction[list["Tensor | _Reference"]]):
         """``copy`` makes the copies of contiguous values on the host; it may have memory that was used before."""
         plain = readable(value) if value.requires_grad or not is_sound(value) else value
         if self._index is not None:
-            try:
-                plain = plain[self._index]
-            except (IndexError, ValueError) as error:
-                raise ReductionError(
-                    f"Full(slice={self.slice!r}) does not fit a value of shape {tuple(value.shape)}: {error}"
-                ) from error
+            plain = self._cut(plain, self._index)
         kept: Tensor | _Reference
         if self._dtype is not None:
             kept = plain.to(self._dtype, copy=True)
@@ -97,6 +92,14 @@ class Full(Reduction[list["Tensor | _Reference"]]):
             return [kept]
         state.append(kept)
         return state
+
+    def _cut(self, value: Tensor, index: _Index) -> Tensor:
+        try:
+            return value[index]
+        except (IndexError, ValueError) as error:
+            raise ReductionError(
+                f"Full(slice={self.slice!r}) does not fit a value of shape {tuple(value.shape)}: {error}"
+            ) from error
 
     def first(self, value: Tensor, copy: Callable[[Tensor], Tensor]) -> list[Tensor | _Reference]:
         return self.update(None, value, copy)

@@ -50,15 +50,9 @@ class Histogram(Reduction[Tensor]):
 
     def __post_init__(self) -> None:
         if self.range is not None:
-            low, high = map(float, self.range)
-            if self.bins is None:
-                object.__setattr__(self, "bins", 64)
-            if not (low < high and math.isfinite(high - low)) or (self.bins or 0) < 1:
-                raise ReductionError(
-                    f"Histogram(bins={self.bins}, range={self.range}) has no bins; give at least one bin "
-                    "and a range with its smaller end first, such as bins=64, range=(-1, 1)"
-                )
-            object.__setattr__(self, "range", (low, high))
+            bins = 64 if self.bins is None else self.bins
+            object.__setattr__(self, "bins", bins)
+            object.__setattr__(self, "range", _checked_range(bins, self.range))
         elif self.bins is not None:
             raise ReductionError(
                 f"Histogram(bins={self.bins}) has equal bins, but of what range? Give range=(low, high), or "
@@ -122,3 +116,13 @@ class Histogram(Reduction[Tensor]):
             place = torch.where(nan, bins + 2, torch.where(x.isinf(), bins + 3, place))
             counts += tally(place, bins + 4)
         return counts
+
+
+def _checked_range(bins: int, given: tuple[float, float]) -> tuple[float, float]:
+    low, high = map(float, given)
+    if not (low < high and math.isfinite(high - low)) or bins < 1:
+        raise ReductionError(
+            f"Histogram(bins={bins}, range={given}) has no bins; give at least one bin "
+            "and a range with its smaller end first, such as bins=64, range=(-1, 1)"
+        )
+    return low, high

@@ -96,10 +96,7 @@ class Metric(Reduction[_Fold]):
             after = after.to(before.device)
         if self.aggregate in ("mean", "sum"):
             return _Fold(values, [before + after])
-        if isinstance(before, Tensor) or isinstance(after, Tensor):
-            pick = torch.minimum if self.aggregate == "min" else torch.maximum
-            return _Fold(values, [pick(torch.as_tensor(before), torch.as_tensor(after))])
-        return _Fold(values, [min(before, after) if self.aggregate == "min" else max(before, after)])
+        return _Fold(values, [_extreme(before, after, smallest=self.aggregate == "min")])
 
     def result(self, state: _Fold) -> Result:
         if callable(self.aggregate):
@@ -165,6 +162,13 @@ class Metric(Reduction[_Fold]):
 
     def _failure(self, what: str) -> ReductionError:
         return ReductionError(f"metric {self.label!r} {what}")
+
+
+def _extreme(left: _Answer, right: _Answer, *, smallest: bool) -> _Answer:
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        pick = torch.minimum if smallest else torch.maximum
+        return pick(torch.as_tensor(left), torch.as_tensor(right))
+    return min(left, right) if smallest else max(left, right)
 
 
 def _shares_memory(answer: Tensor, given: Tensor) -> bool:

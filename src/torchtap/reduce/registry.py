@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtap.errors import ReductionError
-from torchtap.reduce.base import Reduction
+from torchtap.reduce.base import AnyReduction, Reduction
 from torchtap.registry import Registry
 
 __all__ = ["REDUCTIONS", "reduction_class", "reduction_from_spec"]
@@ -37,7 +37,7 @@ REDUCTIONS = Registry(
 )
 
 
-def reduction_class(name: str) -> type[Reduction[Any]]:
+def reduction_class(name: str) -> type[AnyReduction]:
     """The class that goes by ``name``."""
     found = REDUCTIONS.load(name)
     if not (isinstance(found, type) and issubclass(found, Reduction)):
@@ -47,7 +47,7 @@ def reduction_class(name: str) -> type[Reduction[Any]]:
     return found
 
 
-def reduction_from_spec(spec: Mapping[str, Any]) -> Reduction[Any]:
+def reduction_from_spec(spec: Mapping[str, Any]) -> AnyReduction:
     """The reduction that ``spec()`` described."""
     parameters = dict(spec)
     name = parameters.pop("reduction", None)

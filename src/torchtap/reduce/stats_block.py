@@ -28,7 +28,7 @@ from torchtap.reduce.moments import STATISTICS, WIDTH, blank_states, finish, mer
 from torchtap.reduce.slots import DeviceSlots, SlotSet
 from torchtap.reduce.transforms import outside_transforms
 
-__all__ = ["Arriving", "StatsBlock"]
+__all__ = ["StatsArrival", "StatsBlock"]
 
 _ROW_BYTES = WIDTH * 8
 # A step of more values than this waits for the device in between, so that memory has a bound (4.5 MiB).
@@ -165,7 +165,7 @@ class StatsBlock:
         _finish(self._rows, rows, made)
         return made
 
-    def hand_over(self) -> Arriving | None:
+    def hand_over(self) -> StatsArrival | None:
         """Send what is on other devices to the host, without waiting; None where nothing is. Rows are left as they are.
 
         What was sent counts in the answer's results alone, not in later ones of this block.
@@ -173,7 +173,7 @@ class StatsBlock:
         turning = [slots for slots in self._slots.values() if slots.current.used]
         if not turning:
             return None
-        arriving = Arriving(self._rows.copy(), self._receive)
+        arriving = StatsArrival(self._rows.copy(), self._receive)
         arriving.sets = tuple(slots.turn(arriving.results) for slots in turning)
         return arriving
 
@@ -252,7 +252,7 @@ class StatsBlock:
 
 
 @final
-class Arriving:
+class StatsArrival:
     """The statistics of all rows as they were at a hand-over, of which some are on their way to the host."""
 
     def __init__(

@@ -113,6 +113,13 @@ class Choice:
                 kept = np.flatnonzero(here).tolist()
                 yield [part.labels[index] for index in kept], values[here]
 
+    def by_name(self, record: StepRecord) -> dict[str, float]:
+        """The numbers that are taken, by name."""
+        found: dict[str, float] = {}
+        for names, values in self.numbers(record):
+            found.update(zip(names, values.tolist(), strict=True))
+        return found
+
     def tensors(self, record: StepRecord) -> Iterator[TensorItem]:
         """The tensors that are taken."""
         for item in record.tensors:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from torchtap.errors import MissingExtraError
+from torchtap.errors import needing
 from torchtap.sinks.choice import Choice
 from torchtap.sites import Selectable
 from torchtap.store.record import StepRecord
@@ -40,13 +40,9 @@ class MlflowSink:
         statistics: Sequence[str] | None = None,
         params: Mapping[str, object] | None = None,
     ) -> None:
-        try:
+        with needing("mlflow", "mlflow", who="MlflowSink"):
             from mlflow import MlflowClient
             from mlflow.entities import Metric
-        except ImportError:
-            raise MissingExtraError(
-                "MlflowSink needs mlflow: pip install 'torchtap[mlflow]'", extra="mlflow"
-            ) from None
         self._metric: Any = Metric
         self._client: Any = MlflowClient(tracking_uri)
         self._choice = Choice(sites, statistics)
@@ -71,8 +67,7 @@ class MlflowSink:
         milliseconds = int(record.time * 1000)
         metrics = [
             self._metric(mlflow_name(name), value, milliseconds, record.step)
-            for names, values in self._choice.numbers(record)
-            for name, value in zip(names, values.tolist(), strict=True)
+            for name, value in self._choice.by_name(record).items()
         ]
         for start in range(0, len(metrics), _MOST_AT_ONCE):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + _MOST_AT_ONCE])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from torchtap.errors import MissingExtraError
+from torchtap.errors import needing
 from torchtap.sinks.choice import Choice, label, place_of
 from torchtap.sinks.pictures import attention_picture
 from torchtap.sites import Selectable
@@ -41,13 +41,9 @@ class TensorBoardSink:
         statistics: Sequence[str] | None = None,
         images: bool = True,
     ) -> None:
-        try:
+        with needing("tensorboard", "tensorboard", who="TensorBoardSink"):
             from tensorboard.compat.proto.summary_pb2 import Summary
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MissingExtraError(
-                "TensorBoardSink needs tensorboard: pip install 'torchtap[tensorboard]'", extra="tensorboard"
-            ) from None
         self._summary: Any = Summary
         self._choice = Choice(sites, statistics)
         self._images = images
@@ -60,9 +56,8 @@ class TensorBoardSink:
 
     def write(self, record: StepRecord) -> None:
         summary = self._summary()
-        for names, values in self._choice.numbers(record):
-            for name, value in zip(names, values.tolist(), strict=True):
-                summary.value.add(tag=name, simple_value=value)
+        for name, value in self._choice.by_name(record).items():
+            summary.value.add(tag=name, simple_value=value)
         if summary.value:
             self._writer.file_writer.add_summary(summary, record.step, record.time)
         for name, counts, edges in self._choice.histograms(record):

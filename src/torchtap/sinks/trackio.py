@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from torchtap.errors import MissingExtraError
+from torchtap.errors import needing
 from torchtap.sinks.choice import Choice
 from torchtap.sites import Selectable
 from torchtap.store.record import StepRecord
@@ -33,12 +33,8 @@ class TrackioSink:
         histograms: bool = True,
         config: Mapping[str, object] | None = None,
     ) -> None:
-        try:
+        with needing("trackio", "trackio", who="TrackioSink"):
             import trackio
-        except ImportError:
-            raise MissingExtraError(
-                "TrackioSink needs trackio: pip install 'torchtap[trackio]'", extra="trackio"
-            ) from None
         self._trackio: Any = trackio
         self._choice = Choice(sites, statistics)
         self._histograms = histograms
@@ -56,9 +52,7 @@ class TrackioSink:
         self._run: Any = run
 
     def write(self, record: StepRecord) -> None:
-        numbers: dict[str, Any] = {}
-        for names, values in self._choice.numbers(record):
-            numbers.update(zip(names, values.tolist(), strict=True))
+        numbers: dict[str, object] = {**self._choice.by_name(record)}
         if self._histograms:
             for name, counts, edges in self._choice.histograms(record):
                 pair = (counts.value.numpy(), edges.value.numpy())

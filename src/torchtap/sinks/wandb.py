@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, final
 
-from torchtap.errors import MissingExtraError
+from torchtap.errors import needing
 from torchtap.sinks.choice import Choice
 from torchtap.sites import Selectable
 from torchtap.store.record import StepRecord
@@ -41,12 +41,8 @@ class WandbSink:
         folder: str | os.PathLike[str] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        try:
+        with needing("wandb", "wandb", who="WandbSink"):
             import wandb
-        except ImportError:
-            raise MissingExtraError(
-                "WandbSink needs wandb: pip install 'torchtap[wandb]'", extra="wandb"
-            ) from None
         self._wandb: Any = wandb
         self._choice = Choice(sites, statistics)
         self._histograms = histograms
@@ -64,9 +60,7 @@ class WandbSink:
         self._choice.name_by(label)
 
     def write(self, record: StepRecord) -> None:
-        numbers: dict[str, Any] = {}
-        for names, values in self._choice.numbers(record):
-            numbers.update(zip(names, values.tolist(), strict=True))
+        numbers: dict[str, object] = {**self._choice.by_name(record)}
         if self._histograms:
             for name, counts, edges in self._choice.histograms(record):
                 if counts.value.numel() <= _MOST_BINS:

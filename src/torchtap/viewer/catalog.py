@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 from torchtap.foreign_text import browser_text
 from torchtap.viewer.cards import Card, card_of, folder_signature, short_text
 from torchtap.viewer.opened import OpenRun, Refused
-from torchtap.viewer.shelf import Found, Shelf
+from torchtap.viewer.shelf import FoundRun, Shelf
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
@@ -38,7 +38,7 @@ _FINDINGS = 10_000_000  # numbers of a run that is judged for the table without 
 class CatalogEntry:
     """A run that was found, its card, and what the card was made of."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: FoundRun) -> None:
         self.found = found
         self.card = Card(found.name)
         self.signature: tuple[int, ...] = ()
@@ -258,7 +258,7 @@ class Catalog:
         found = self._entries.get(name)
         return found or next((e for n, e in self._entries.items() if browser_text(n) == name), None)
 
-    def place(self, name: str) -> Found:
+    def place(self, name: str) -> FoundRun:
         """Where a run is."""
         self.look(force=True)
         entry = self._entry(name)

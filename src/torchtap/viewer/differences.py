@@ -6,8 +6,6 @@ the target is not, it is infinite, and the page says so.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -19,8 +17,8 @@ __all__ = ["changes_between", "difference_grid"]
 
 
 def _relative(
-    target: npt.NDArray[np.floating[Any]], reference: npt.NDArray[np.floating[Any]]
-) -> npt.NDArray[np.floating[Any]]:
+    target: npt.NDArray[np.floating], reference: npt.NDArray[np.floating]
+) -> npt.NDArray[np.floating]:
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(target == reference, 0.0, (target - reference) / np.abs(reference))
 

@@ -111,7 +111,7 @@ def comparison_html(comparison: Any) -> str:
 
 
 def series_svg(
-    values: npt.NDArray[np.floating[Any]] | Sequence[float],
+    values: npt.NDArray[np.floating] | Sequence[float],
     *,
     width: int = 320,
     height: int = 34,
@@ -146,7 +146,7 @@ def series_svg(
 
 
 def map_svg(
-    values: npt.NDArray[np.floating[Any]],
+    values: npt.NDArray[np.floating],
     *,
     sites: Sequence[str] = (),
     steps: Sequence[int] | npt.NDArray[np.int64] = (),

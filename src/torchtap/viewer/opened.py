@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.places import Place, places
+from torchtap.diagnosis.places import ChartedSite, places
 from torchtap.foreign_text import browser_text
 from torchtap.viewer.derived import DERIVED, EMPTY_SUMS, derive, without_empty_sums
 from torchtap.viewer.downsample import block_extremes
@@ -82,7 +82,7 @@ class OpenRun:
         self._seen = self._state()
         self._survey()
         self._grids: OrderedDict[str, tuple[int, NumberGrid]] = OrderedDict()
-        self._tensors: OrderedDict[tuple[str, int | None, str], npt.NDArray[Any]] = OrderedDict()
+        self._tensors: OrderedDict[tuple[str, int | None, str], np.ndarray] = OrderedDict()
         self._remembered: dict[tuple[str, ...], Any] = {}
         self._findings: tuple[int, list[Finding]] | None = None
         self._phases: dict[str, OpenRun] = {}
@@ -92,7 +92,7 @@ class OpenRun:
         return len(steps), int(steps[-1]) if len(steps) else -1, self.run.status, len(self.run.problems)
 
     def _survey(self) -> None:
-        self.places: list[Place] = places(self.run)
+        self.places: list[ChartedSite] = places(self.run)
         self.sites = [place.name for place in self.places]
         self.position = {site: index for index, site in enumerate(self.sites)}
         self.statistics = {site: tuple(self.run.statistics(site)) for site in self.sites}
@@ -235,7 +235,7 @@ class OpenRun:
         found: T = self._remembered[key]
         return found
 
-    def tensor(self, site: str, step: int | None, field: str) -> npt.NDArray[Any]:
+    def tensor(self, site: str, step: int | None, field: str) -> np.ndarray:
         """A recorded tensor; the last few are kept, for the sliders of the page."""
         key = (site, step, field)
         with self.lock:

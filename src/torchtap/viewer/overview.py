@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.names import site_name
 from torchtap.store.read.reader import Run
 from torchtap.viewer.cards import phases_of, short_text
@@ -102,7 +102,7 @@ def about_run(shown: OpenRun) -> bytes:
         )
 
 
-def _site(place: Place) -> dict[str, object]:
+def _site(place: ChartedSite) -> dict[str, object]:
     shape = place.shape
     return {
         "name": place.name,

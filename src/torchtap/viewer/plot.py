@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchtap.errors import MissingExtraError
+from torchtap.errors import needing
 from torchtap.foreign_text import shown
 from torchtap.viewer.chosen import Picture, picture_of
 from torchtap.viewer.colours import NOT_FINITE, sequential
@@ -39,12 +39,8 @@ def plot(
     Up to eight sites are lines; more are a map with the sites in execution order from top to bottom. Without
     ``sites``, all of ``kind``; ``log`` is chosen by the statistic unless given.
     """
-    try:
+    with needing("matplotlib", "plot", who="plot"):
         from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise MissingExtraError(
-            "plot needs matplotlib: pip install 'torchtap[plot]'", extra="plot"
-        ) from missing
     if isinstance(run, (str, os.PathLike)):
         from torchtap.store.read.reader import open_run
 

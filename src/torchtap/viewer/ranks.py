@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtap.foreign_text import browser_text
 from torchtap.names import kind_of
@@ -58,23 +59,12 @@ def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> byt
     """
     with shown.lock:
         ranks = _ranks(shown)
-        sites = [
-            site
-            for site in shown.sites
-            if statistic in shown.statistics[site] and (not kind or kind_of(site) == kind)
-        ][: min(_MOST_SITES, _NUMBERS // len(ranks))]
+        sites = _sites_with(shown, statistic, kind)[: min(_MOST_SITES, _NUMBERS // len(ranks))]
         steps = shown.run.steps()
         if not sites or not len(steps):
             raise Refused("no site of this kind has this statistic", 404)
         at = int(steps[-1]) if step is None else step
-        values = np.full((len(sites), len(ranks)), np.nan)
-        for column, rank in enumerate(ranks):
-            run = _rank(shown, rank)
-            there = set(run.sites())
-            rows = [row for row, site in enumerate(sites) if site in there]
-            if rows:
-                chosen = [sites[row] for row in rows]
-                values[rows, column] = run.matrix(statistic, chosen, [at], partial=True).values[:, 0]
+        columns = [_column(_rank(shown, rank), statistic, sites, at) for rank in ranks]
         facts = {
             "statistic": statistic,
             "step": at,
@@ -84,7 +74,24 @@ def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> byt
             "shares": [_share(shown.run, site) for site in sites],
             "revision": shown.revision,
         }
-    return pack(facts, {"values": values})
+    return pack(facts, {"values": np.stack(columns, axis=1)})
+
+
+def _sites_with(shown: OpenRun, statistic: str, kind: str) -> list[str]:
+    """The sites of a kind, or of any where none is named, that have a statistic."""
+    found = [site for site in shown.sites if statistic in shown.statistics[site]]
+    return [site for site in found if kind_of(site) == kind] if kind else found
+
+
+def _column(run: Run, statistic: str, sites: list[str], step: int) -> npt.NDArray[np.float64]:
+    """A statistic of these sites at a step, as one rank recorded it; NaN where it has nothing."""
+    values = np.full(len(sites), np.nan)
+    there = set(run.sites())
+    rows = [row for row, site in enumerate(sites) if site in there]
+    if rows:
+        chosen = [sites[row] for row in rows]
+        values[rows] = run.matrix(statistic, chosen, [step], partial=True).values[:, 0]
+    return values
 
 
 def _ranks(shown: OpenRun) -> list[int]:

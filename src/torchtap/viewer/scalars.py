@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -28,7 +26,7 @@ def scalars_of(
     if smooth > 0:
         columns.append(smoothed(values, smooth))
     kept = keep_points(columns, points)
-    arrays: dict[str, npt.NDArray[Any]] = {
+    arrays: dict[str, np.ndarray] = {
         "steps": steps[kept].astype(np.float64),
         "epochs": epochs[kept],
         "seconds": seconds[kept],

@@ -14,11 +14,18 @@ import ipaddress
 import re
 import secrets
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, TypeAlias, final
 from urllib.parse import parse_qs
 
 __all__ = ["CONTENT_POLICY", "Gate", "Policy", "is_loopback"]
+
+# ASGI's words.
+Facts: TypeAlias = dict[str, Any]  # of a request, or of a part of its answer
+Receive: TypeAlias = Callable[[], Awaitable[Facts]]
+Send: TypeAlias = Callable[[Facts], Awaitable[None]]
+App: TypeAlias = Callable[[Facts, Receive, Send], Awaitable[None]]
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -98,11 +105,11 @@ class Policy:
 class Gate:
     """ASGI middleware that holds a `Policy` and adds the headers."""
 
-    def __init__(self, app: Any, policy: Policy) -> None:
+    def __init__(self, app: App, policy: Policy) -> None:
         self.app = app
         self.policy = policy
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Facts, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         headers: dict[str, str] = {}
@@ -118,7 +125,7 @@ class Gate:
             return
         cookie = self._cookie_to_set(scope)
 
-        async def dressed(message: Any) -> None:
+        async def dressed(message: Facts) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), *_HEADERS]
                 if cookie is not None:
@@ -127,7 +134,7 @@ class Gate:
 
         await self.app(scope, receive, dressed)
 
-    def _judge(self, scope: Any, headers: dict[str, str]) -> tuple[int, str] | None:
+    def _judge(self, scope: Facts, headers: dict[str, str]) -> tuple[int, str] | None:
         if not self.policy.knows(headers.get("host", "")):
             return 421, "this viewer does not answer to that host name; use the address that it printed"
         if scope["method"] not in ("GET", "HEAD") and not self._may_change(scope, headers):
@@ -141,22 +148,22 @@ class Gate:
             return 403, "the address lacks its token; use the whole address that torchtap printed"
         return None
 
-    def _may_change(self, scope: Any, headers: dict[str, str]) -> bool:
+    def _may_change(self, scope: Facts, headers: dict[str, str]) -> bool:
         """Only the viewer's own page sends this: a foreign one cannot set the header without being asked first."""
         short = headers.get("content-length", "").isdecimal() and int(headers["content-length"]) < 100_000
         own = headers.get("x-torchtap") == "page" and "origin" in headers
         asked = (scope["method"], scope["path"]) == ("POST", "/manage")
         return self.policy.manage and asked and own and short
 
-    def _given(self, scope: Any) -> str:
+    def _given(self, scope: Facts) -> str:
         asked: bytes = scope.get("query_string", b"")
         return parse_qs(asked.decode("latin-1")).get("token", [""])[0]
 
-    def _cookie_name(self, scope: Any) -> str:
+    def _cookie_name(self, scope: Facts) -> str:
         # Cookies ignore ports: two viewers on one host must not overwrite each other's.
         return f"torchtap_{(scope.get('server') or ('', 0))[1]}"
 
-    def _has_token(self, scope: Any, headers: dict[str, str]) -> bool:
+    def _has_token(self, scope: Facts, headers: dict[str, str]) -> bool:
         assert self.policy.token is not None
         given = [self._given(scope)]
         for part in headers.get("cookie", "").split(";"):
@@ -167,13 +174,13 @@ class Gate:
             hmac.compare_digest(g.encode("utf-8", "replace"), self.policy.token.encode()) for g in given
         )
 
-    def _cookie_to_set(self, scope: Any) -> bytes | None:
+    def _cookie_to_set(self, scope: Facts) -> bytes | None:
         if self.policy.token is None or not self._given(scope):
             return None
         return f"{self._cookie_name(scope)}={self.policy.token}; HttpOnly; SameSite=Strict; Path=/".encode()
 
 
-async def _refuse(send: Any, status: int, message: str) -> None:
+async def _refuse(send: Send, status: int, message: str) -> None:
     body = message.encode()
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*headers, *_HEADERS]})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -38,7 +36,7 @@ def series_of(
         columns = {key: column[inside] for key, column in columns.items()}
         kept = keep_points(list(columns.values()), max(2, points // max(1, len(columns))))
         facts = {"site": site, "statistics": list(columns), "total": total, "revision": shown.revision}
-    arrays: dict[str, npt.NDArray[Any]] = {"steps": steps[kept].astype(np.float64)}
+    arrays: dict[str, np.ndarray] = {"steps": steps[kept].astype(np.float64)}
     for number, column in enumerate(columns.values()):
         arrays[f"s{number}"] = column[kept]
     return pack(facts, arrays)

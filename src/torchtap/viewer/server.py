@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, final
 
-from torchtap.errors import MissingExtraError, RunError, SelectionError, TorchtapError
+from torchtap.errors import RunError, SelectionError, TorchtapError, needing
 from torchtap.viewer.assets import FILES, asset
 from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.manage import manage
@@ -38,13 +38,9 @@ _log = logging.getLogger("torchtap.viewer")
 
 
 def _need_starlette() -> None:
-    try:
+    with needing("Starlette and uvicorn", "view", who="the viewer"):
         import starlette
         import uvicorn  # noqa: F401
-    except ImportError as missing:
-        raise MissingExtraError(
-            "the viewer needs Starlette and uvicorn: pip install 'torchtap[view]'", extra="view"
-        ) from missing
     del starlette
 
 

@@ -17,7 +17,7 @@ from typing import final
 from torchtap.errors import RunNotFoundError
 from torchtap.store.files.layout import parse_rank
 
-__all__ = ["Found", "Shelf"]
+__all__ = ["FoundRun", "Shelf"]
 
 _DEPTH = 6
 _MOST = 20_000
@@ -25,7 +25,7 @@ _MOST = 20_000
 
 @final
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundRun:
     """A run that was found: its name, where it is, and the folder of runs that it lies in, if any."""
 
     name: str
@@ -67,10 +67,10 @@ class Shelf:
     def _is_folder(path: str) -> bool:
         return "://" not in path and os.path.isdir(path) and not _is_run(os.listdir(path))
 
-    def look(self) -> list[Found]:
+    def look(self) -> list[FoundRun]:
         """Every run that is there now: those that were named, and those in the folders."""
         alone: list[str] = []
-        found: list[Found] = []
+        found: list[FoundRun] = []
         for path in self._given:
             if "://" in path:
                 alone.append(path)
@@ -79,10 +79,10 @@ class Shelf:
             if place in self.folders:
                 for run in _below(place):
                     name = place.name if run == place else run.relative_to(place).as_posix()
-                    found.append(Found(name, str(run), None if run == place else place))
+                    found.append(FoundRun(name, str(run), None if run == place else place))
             elif place.is_dir() and _is_run(os.listdir(place)):
                 alone.append(path)
-        named = [Found(name, path, None) for name, path in zip(_short_names(alone), alone, strict=True)]
+        named = [FoundRun(name, path, None) for name, path in zip(_short_names(alone), alone, strict=True)]
         return _told_apart([*named, *found])[:_MOST]
 
 
@@ -100,13 +100,15 @@ def _short_names(paths: Sequence[str]) -> list[str]:
     return names
 
 
-def _told_apart(found: list[Found]) -> list[Found]:
+def _told_apart(found: list[FoundRun]) -> list[FoundRun]:
     """Each run once; equal names of different runs carry the folder that they were found in."""
     once = list({run.path: run for run in found}.values())
     seen: dict[str, int] = {}
     for run in once:
         seen[run.name] = seen.get(run.name, 0) + 1
     return [
-        Found(f"{run.root.name}/{run.name}", run.path, run.root) if seen[run.name] > 1 and run.root else run
+        FoundRun(f"{run.root.name}/{run.name}", run.path, run.root)
+        if seen[run.name] > 1 and run.root
+        else run
         for run in once
     ]

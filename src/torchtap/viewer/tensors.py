@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtap.viewer.downsample import extremes
 from torchtap.viewer.opened import OpenRun, Refused
@@ -95,7 +94,7 @@ def _axis(value: int | None, default: int, dimensions: int) -> int:
     return axis
 
 
-def _numbers(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _numbers(values: np.ndarray) -> np.ndarray:
     """As float32 or, where that would round, float64; complex numbers as their magnitude."""
     if values.dtype.kind == "c":
         values = np.abs(values)
@@ -103,7 +102,7 @@ def _numbers(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.ascontiguousarray(values, dtype="<f4" if single else "<f8")
 
 
-def _drawable(shown: OpenRun, site: str, step: int | None, field: str) -> npt.NDArray[Any]:
+def _drawable(shown: OpenRun, site: str, step: int | None, field: str) -> np.ndarray:
     with shown.lock:
         if site not in shown.position:
             raise Refused(f"the run {shown.name!r} has no site {site!r}", 404)
@@ -113,12 +112,12 @@ def _drawable(shown: OpenRun, site: str, step: int | None, field: str) -> npt.ND
         return shown.tensor(site, step, field)
 
 
-def _difference(tensor: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _difference(tensor: np.ndarray, other: np.ndarray) -> np.ndarray:
     if tensor.shape != other.shape:
         raise Refused(f"a tensor of shape {tensor.shape} and one of shape {other.shape} have no difference")
     wide = np.result_type(tensor.dtype, other.dtype, np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
-        difference: npt.NDArray[Any] = tensor.astype(wide) - other.astype(wide)
+        difference: np.ndarray = tensor.astype(wide) - other.astype(wide)
     return difference
 
 
@@ -182,7 +181,7 @@ def _where(window: SliceWindow, axes: _Axes, shape: tuple[int, ...]) -> tuple[in
     return tuple(where)
 
 
-def _encode(picture: npt.NDArray[Any], shape: tuple[int, ...], window: SliceWindow) -> bytes:
+def _encode(picture: np.ndarray, shape: tuple[int, ...], window: SliceWindow) -> bytes:
     values = _numbers(picture)
     rows, columns = int(values.shape[1]), int(values.shape[2])
     facts: dict[str, Any] = {

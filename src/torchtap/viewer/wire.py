@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtap.foreign_text import browser_text
 
@@ -51,7 +50,7 @@ def encode_json(value: Any) -> bytes:
     )
 
 
-def pack(facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+def pack(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
     """``facts`` and ``arrays`` as one body."""
     entries: list[dict[str, Any]] = []
     parts: list[bytes] = []
@@ -72,7 +71,7 @@ def pack(facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> by
     return b"".join([struct.pack("<I", len(header)), header, *parts])
 
 
-def unpack(body: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+def unpack(body: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """What `pack` was given. The page has its own reader; this one is for tests and scripts."""
     (length,) = struct.unpack_from("<I", body)
     facts = json.loads(body[4 : 4 + length])

@@ -19,7 +19,7 @@ from tests.diagnosis.flight.trainings import MODELS, Plan, batch, loss_of, plant
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.diagnosis.flight.moment import Moment
+from torchtap.diagnosis.flight.moment import StepSnapshot
 
 STEPS = 40
 
@@ -192,7 +192,7 @@ def test_the_step_is_kept_comes_again_to_the_last_bit_and_the_training_goes_on(
 
 def check_batch(loop: Loop, dump: Path, step: int) -> None:
     """The file holds what the model was called with at the bad step."""
-    moment = Moment.load(dump)
+    moment = StepSnapshot.load(dump)
     assert moment.step == step
     assert len(moment.passes) == len(loop.batches[step])
     for kept, given in zip(moment.passes, loop.batches[step], strict=True):

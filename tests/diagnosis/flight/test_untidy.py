@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
 from torchtap.diagnosis.flight.dump import Outcome
-from torchtap.diagnosis.flight.moment import Moment
+from torchtap.diagnosis.flight.moment import StepSnapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:torchtap kept")
 
@@ -265,7 +265,7 @@ def test_a_batch_that_is_used_again_is_kept_as_it_was_and_odd_arguments_are_note
 
     (outcome,) = both(loop, tmp_path)
     assert (outcome.reproduced, outcome.gradients_equal) == (True, True)
-    moment = Moment.load(tmp_path / "flights" / "step-00000002")
+    moment = StepSnapshot.load(tmp_path / "flights" / "step-00000002")
     assert torch.equal(moment.passes[0].args[0]["x"], seen[-1])
     assert any("builtin_function_or_method" in note for note in moment.notes)
 

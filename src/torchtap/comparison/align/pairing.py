@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from torchtap.comparison.align.rules import Rule, rule_from
+from torchtap.comparison.align.rules import PairingRule, rule_from
 from torchtap.comparison.align.sequence import Node, match_nodes
 from torchtap.names import kind_of, path_of, paths_around, read_name, without_wrappers
 
@@ -56,7 +56,7 @@ class Pair:
     reference: str
     target: str
     how: str
-    rule: Rule | None = None
+    rule: PairingRule | None = None
 
 
 @final
@@ -81,7 +81,7 @@ class Alignment:
 def align(
     reference: Sequence[KnownSite],
     target: Sequence[KnownSite],
-    rules: Iterable[str | Rule] = (),
+    rules: Iterable[str | PairingRule] = (),
     *,
     signatures: Signatures | None = None,
 ) -> Alignment:
@@ -103,7 +103,7 @@ class _Work:
         self.reference = list(reference)
         self.target = list(target)
         self.place = {site.name: n for n, site in enumerate(self.target)}
-        self.paired: dict[int, tuple[int, str, Rule | None]] = {}
+        self.paired: dict[int, tuple[int, str, PairingRule | None]] = {}
         self.taken: set[int] = set()
 
     def free(self) -> tuple[list[int], list[int]]:
@@ -112,11 +112,11 @@ class _Work:
             [n for n in range(len(self.target)) if n not in self.taken],
         )
 
-    def pair(self, left: int, right: int, how: str, rule: Rule | None = None) -> None:
+    def pair(self, left: int, right: int, how: str, rule: PairingRule | None = None) -> None:
         self.paired[left] = (right, how, rule)
         self.taken.add(right)
 
-    def by_rules(self, rules: list[Rule]) -> list[Rule]:
+    def by_rules(self, rules: list[PairingRule]) -> list[PairingRule]:
         used: set[int] = set()
         for n, site in enumerate(self.reference):
             for at, rule in enumerate(rules):
@@ -230,7 +230,7 @@ class _Work:
             if counts[0][sign] == 1 and counts[1][sign] == 1:
                 self.pair(a, rights[right_signs.index(sign)], "structure")
 
-    def finish(self, unused: list[Rule]) -> Alignment:
+    def finish(self, unused: list[PairingRule]) -> Alignment:
         pairs = tuple(
             Pair(n, self.reference[n].name, self.target[right].name, how, rule)
             for n, (right, how, rule) in sorted(self.paired.items())

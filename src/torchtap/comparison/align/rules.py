@@ -19,18 +19,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtap.errors import CompareError
 from torchtap.names import path_and_rest, path_parts, paths_around
 
-__all__ = ["Change", "Rule", "Side", "parse_rule", "rule_from"]
+__all__ = ["Change", "PairingRule", "Side", "parse_rule", "rule_from"]
 
 Side = Literal["reference", "target"]
-Array: TypeAlias = npt.NDArray[Any]
+Array: TypeAlias = np.ndarray
 _SLICE = re.compile(r"\s*(-?\d*)\s*(?::\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?)?$")
 
 
@@ -55,7 +54,7 @@ class Change:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PairingRule:
     """A reference name pattern, the target's name for it, and changes to the values."""
 
     left: str
@@ -99,7 +98,7 @@ class Rule:
         )
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> PairingRule:
     """Read a rule from text."""
     head, *tail = (part.strip() for part in text.split(";"))
     left, equals, right = head.partition("=")
@@ -111,12 +110,12 @@ def parse_rule(text: str) -> Rule:
             f"rule {text!r} has {left.count('*')} stars on the left and {right.count('*')} on the right; "
             "each star on the right repeats what the one on the left stands for"
         )
-    return Rule(left, right, tuple(_parse_change(part, text) for part in tail if part))
+    return PairingRule(left, right, tuple(_parse_change(part, text) for part in tail if part))
 
 
-def rule_from(given: str | Rule) -> Rule:
+def rule_from(given: str | PairingRule) -> PairingRule:
     """A rule, from text or as it is."""
-    return given if isinstance(given, Rule) else parse_rule(given)
+    return given if isinstance(given, PairingRule) else parse_rule(given)
 
 
 def _parse_change(part: str, text: str) -> Change:

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 
 from torchtap.comparison.judge.result import Row
 from torchtap.comparison.judge.status import status_of
-from torchtap.comparison.live.evidence import Evidence, heal
-from torchtap.comparison.live.passes import Probe
+from torchtap.comparison.live.evidence import PassEvidence, heal
+from torchtap.comparison.live.passes import TraceProbe
 from torchtap.comparison.measure.measures import Measures
 from torchtap.names import paths_around
 
@@ -27,7 +27,7 @@ _MORE = 8.0
 _ALIKE = 1.5  # how far two answers in proportion may be apart in size
 
 
-def right_modules(found: Evidence, rows: Sequence[Row]) -> set[str]:
+def right_modules(found: PassEvidence, rows: Sequence[Row]) -> set[str]:
     """Modules whose outputs all agree in the free pass, with a number among them: indices may agree where what they
     were chosen by does not."""
     outputs: dict[str, list[Row]] = {}
@@ -49,7 +49,7 @@ def around(author: str | None, itself: bool) -> list[str]:
     return [author, *paths_around(author)] if itself else list(paths_around(author))
 
 
-def cancels(found: Evidence, module: str, sites: set[str]) -> bool:
+def cancels(found: PassEvidence, module: str, sites: set[str]) -> bool:
     """Whether the differences at these sites, all inside a module that returns the right thing, are harmless."""
     borders = [e.site for e in found.trace.events if e.module == module and e.kind == "output"]
     try:
@@ -63,7 +63,7 @@ def cancels(found: Evidence, module: str, sites: set[str]) -> bool:
         return True
 
 
-def _wrong(found: Evidence, borders: Iterable[str], after: Probe) -> bool:
+def _wrong(found: PassEvidence, borders: Iterable[str], after: TraceProbe) -> bool:
     return any(
         site in after.measures and status_of(after.measures[site], found.floors.free[site])[0] == "diverged"
         for site in borders
@@ -83,5 +83,5 @@ def _alike(one: float, other: float) -> bool:
     return 0.0 < max(one, other) <= _ALIKE * min(one, other)
 
 
-def _is_number(found: Evidence, site: str) -> bool:
+def _is_number(found: PassEvidence, site: str) -> bool:
     return found.trace.values[site].is_floating_point() or found.trace.values[site].is_complex()

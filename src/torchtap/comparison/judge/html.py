@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from torchtap.comparison.judge.result import COMPARED, Comparison, First, Row
+from torchtap.comparison.judge.result import COMPARED, Comparison, FirstDifference, Row
 from torchtap.comparison.judge.table import number
 from torchtap.foreign_text import in_html
 
@@ -120,7 +120,7 @@ def _dot(axes: _Axes, n: int, row: Row, first: bool) -> str:
     return f"{dot}<line x1='{x}' y1='{axes.TOP}' x2='{x}' y2='{axes.HEIGHT - 20}' stroke='{colour}' opacity='.5'/>"
 
 
-def _elements(first: First | None) -> str:
+def _elements(first: FirstDifference | None) -> str:
     if first is None or first.where is None or not first.where.elements:
         return ""
     lines = "".join(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchtap.comparison.align.pairing import Unaligned
-from torchtap.comparison.judge.result import AGREES, First, Outcome, Row
+from torchtap.comparison.judge.result import AGREES, FirstDifference, Outcome, Row
 from torchtap.comparison.judge.words import cannot_tell, counted, differs, same
 from torchtap.names import paths_around, read_name
 
@@ -29,7 +29,7 @@ _FORWARD = ("input", "output", "attention", "value")
 
 
 def decide(
-    first: First | None,
+    first: FirstDifference | None,
     rows: Sequence[Row],
     unaligned: Sequence[Unaligned],
     *,

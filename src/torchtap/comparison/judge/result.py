@@ -26,7 +26,7 @@ __all__ = [
     "STATISTICS_ONLY",
     "Comparison",
     "Confidence",
-    "First",
+    "FirstDifference",
     "Origin",
     "Outcome",
     "Row",
@@ -84,7 +84,7 @@ class Row:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class First:
+class FirstDifference:
     """The first divergence in order of execution.
 
     ``site`` is where it was seen; ``module`` is the module whose own code made that value: for an output the
@@ -132,7 +132,7 @@ class Comparison:
     reference: str
     target: str
     rows: tuple[Row, ...]
-    first: First | None
+    first: FirstDifference | None
     verdict: str
     basis: str  # what the noise floor rests on
     unaligned: tuple[Unaligned, ...] = ()

@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from torchtap.comparison.judge.compensation import around, cancels, right_modules
-from torchtap.comparison.judge.result import AGREES, First, Origin, Row
+from torchtap.comparison.judge.result import AGREES, FirstDifference, Origin, Row
 from torchtap.comparison.judge.status import note_of, status_of
-from torchtap.comparison.live.evidence import Evidence, heal
+from torchtap.comparison.live.evidence import PassEvidence, heal
 from torchtap.comparison.live.matching import part_of, plain_module
 from torchtap.comparison.live.oddities import Oddity
 from torchtap.comparison.live.parameters import differing_parameters, whose_parameters
 from torchtap.comparison.live.relations import relation
-from torchtap.comparison.live.tracing import Event
+from torchtap.comparison.live.tracing import TracedValue
 from torchtap.comparison.live.twins import in_float32
 from torchtap.comparison.measure.floor import Floor
 from torchtap.comparison.measure.measures import Measures
@@ -56,7 +56,7 @@ class _Fault:
     oddity: Oddity | None = None
 
 
-def judge_live(found: Evidence) -> tuple[tuple[Row, ...], First | None]:
+def judge_live(found: PassEvidence) -> tuple[tuple[Row, ...], FirstDifference | None]:
     """The rows and the first divergence of two live models."""
     rows = list(_rows(found))
     if found.identical:
@@ -80,7 +80,7 @@ def _forgiven(row: Row) -> Row:
     return replace(row, status="compensated") if row.status == "diverged" else row
 
 
-def _rows(found: Evidence) -> Iterator[Row]:
+def _rows(found: PassEvidence) -> Iterator[Row]:
     """One row for each site of the reference, whatever became of it; further ones for what only the target has."""
     odd = {oddity.site: oddity for oddity in reversed(found.free_oddities)}
     unpaired = {each.site for each in found.alignment.unaligned if each.side == "reference"}
@@ -94,7 +94,7 @@ def _rows(found: Evidence) -> Iterator[Row]:
             yield _unmeasured(index, event, odd.get(event.site), found.names is not None)
 
 
-def _measured(found: Evidence, index: int, event: Event, measures: Measures) -> Row:
+def _measured(found: PassEvidence, index: int, event: TracedValue, measures: Measures) -> Row:
     floor = found.floors.free.get(event.site, Floor(0.0, 0.0, ()))
     status, excess = status_of(measures, floor)
     alone, alone_floor = found.forced.get(event.site), found.floors.forced.get(event.site)
@@ -117,7 +117,7 @@ def _measured(found: Evidence, index: int, event: Event, measures: Measures) -> 
     )
 
 
-def _unmeasured(index: int, event: Event, oddity: Oddity | None, ported: bool) -> Row:
+def _unmeasured(index: int, event: TracedValue, oddity: Oddity | None, ported: bool) -> Row:
     reshaped = oddity is not None and oddity.kind == "shape"
     return Row(
         index=index,
@@ -135,14 +135,14 @@ def _unmeasured(index: int, event: Event, oddity: Oddity | None, ported: bool) -
     )
 
 
-def _target_site(found: Evidence, event: Event) -> str:
+def _target_site(found: PassEvidence, event: TracedValue) -> str:
     if found.names is None:
         return event.site
     theirs = next((mine for mine, name in found.names.items() if name == event.module), event.module)
     return str(read_name(event.site)._replace(path=theirs))
 
 
-def _faults(found: Evidence, events: dict[str, Event]) -> Iterator[_Fault]:
+def _faults(found: PassEvidence, events: dict[str, TracedValue]) -> Iterator[_Fault]:
     """What is wrong although everything before it was the reference's own."""
     order = {site: n for n, site in enumerate(events)}
     for site, measures in found.forced.items():
@@ -156,7 +156,7 @@ def _faults(found: Evidence, events: dict[str, Event]) -> Iterator[_Fault]:
             yield _Fault(oddity.site, oddity.at, oddity.author, oddity)
 
 
-def _compensated(found: Evidence, faults: list[_Fault], rows: list[Row]) -> set[str]:
+def _compensated(found: PassEvidence, faults: list[_Fault], rows: list[Row]) -> set[str]:
     """Faults that do not leave a module whose own outputs, in the free pass, are right."""
     held = _held(faults, right_modules(found, rows))
     settled = {fault.site for fault, _ in held if fault.oddity is not None}
@@ -188,7 +188,7 @@ def _held(faults: list[_Fault], right: Collection[str]) -> list[tuple[_Fault, st
     return found
 
 
-def _blamed_in_float32(found: Evidence) -> set[str] | None:
+def _blamed_in_float32(found: PassEvidence) -> set[str] | None:
     """The modules that are wrong in float32 twins of models in 16 bits; ``None`` where there are no twins."""
     wide = in_float32(found)
     if wide is None:
@@ -213,7 +213,7 @@ def _with_origin(row: Row, local: set[str], settled: set[str], known: bool) -> R
     return row
 
 
-def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> First:
+def _first_blamed(found: PassEvidence, blamed: list[_Fault], rows: list[Row]) -> FirstDifference:
     fault = blamed[0]
     if fault.oddity is not None:
         return _first_odd(found, fault, fault.oddity, blamed)
@@ -225,18 +225,17 @@ def _first_blamed(found: Evidence, blamed: list[_Fault], rows: list[Row]) -> Fir
     if any("quantizer" in source for source in found.floors.sources):
         fault, module = _worst(found, blamed)
     healed, own = _replace(found, blamed, fault, rows)
-    only_numbers = all(each.oddity is None for each in blamed)
     holder, parameters = whose_parameters(
         found.reference, found.target, plain_module(module), found.names, {row.module for row in rows}
     )
-    return First(
+    return FirstDifference(
         site=fault.site,
         module=_reported(found, module, fault.site, own) if holder == plain_module(module) else holder,
         index=fault.at,
         error=found.forced[fault.site].rel_l2,
         floor=found.floors.forced[fault.site].l2,
         origin="local",
-        sure="certain" if healed and only_numbers and _proven(found, fault, rows) else "likely",
+        sure="certain" if healed and _proven(found, fault, blamed, rows) else "likely",
         where=own,
         parameters=parameters,
         healed=healed,
@@ -251,9 +250,11 @@ def _other_authors(blamed: list[_Fault], module: str) -> tuple[str, ...]:
     return tuple(plain_module(author) for author in authors if author and author != module)
 
 
-def _proven(found: Evidence, fault: _Fault, rows: list[Row]) -> bool:
-    """Not when a module around the fault returns the right thing all the same, nor when modules inside the accused
-    one have no partner: one of those may be wrong."""
+def _proven(found: PassEvidence, fault: _Fault, blamed: list[_Fault], rows: list[Row]) -> bool:
+    """Not when values are odd in other ways than by their numbers, nor when a module around the fault returns the right
+    thing all the same, nor when modules inside the accused one have no partner: one of those may be wrong."""
+    if any(each.oddity is not None for each in blamed):
+        return False
     right = right_modules(found, rows)
     if any(module in right for module in around(fault.author, itself=False)):
         return False
@@ -261,7 +262,7 @@ def _proven(found: Evidence, fault: _Fault, rows: list[Row]) -> bool:
     return not any(is_inside(path, fault.author or "") for path in unpaired)
 
 
-def _worst(found: Evidence, blamed: list[_Fault]) -> tuple[_Fault, str]:
+def _worst(found: PassEvidence, blamed: list[_Fault]) -> tuple[_Fault, str]:
     """Among modules that are all rounded a little, the one that stands out most."""
 
     def excess(fault: _Fault) -> float:
@@ -273,7 +274,7 @@ def _worst(found: Evidence, blamed: list[_Fault]) -> tuple[_Fault, str]:
     return worst, worst.author or ""
 
 
-def _reported(found: Evidence, module: str, site: str, own: Profile | None) -> str:
+def _reported(found: PassEvidence, module: str, site: str, own: Profile | None) -> str:
     """A module's name as the reference has it; of several that the target fused, the one that carries the error."""
     parts = part_of(module)
     if len(parts) == 1 or own is None:
@@ -288,12 +289,12 @@ def _reported(found: Evidence, module: str, site: str, own: Profile | None) -> s
     return parts[min(hit)] if len(hit) == 1 and min(hit) < len(parts) else module
 
 
-def _first_odd(found: Evidence, fault: _Fault, oddity: Oddity, blamed: list[_Fault]) -> First:
+def _first_odd(found: PassEvidence, fault: _Fault, oddity: Oddity, blamed: list[_Fault]) -> FirstDifference:
     module = plain_module(fault.author or "")
     others = tuple(
         dict.fromkeys(f.author for f in blamed if f.author not in (None, fault.author) and f.author)
     )
-    return First(
+    return FirstDifference(
         site=fault.site,
         module=module,
         index=fault.at,
@@ -308,7 +309,7 @@ def _first_odd(found: Evidence, fault: _Fault, oddity: Oddity, blamed: list[_Fau
 
 
 def _replace(
-    found: Evidence, blamed: list[_Fault], first: _Fault, rows: list[Row]
+    found: PassEvidence, blamed: list[_Fault], first: _Fault, rows: list[Row]
 ) -> tuple[bool | None, Profile | None]:
     """Whether everything agrees once the reference's values stand in for the culprits', and where in the first
     culprit's own value the error sits."""
@@ -329,12 +330,12 @@ def _replace(
     return healed, locate(reference, own.reshape(reference.shape))
 
 
-def _first_drift(rows: list[Row], events: dict[str, Event]) -> First | None:
+def _first_drift(rows: list[Row], events: dict[str, TracedValue]) -> FirstDifference | None:
     far = next((r for r in rows if r.status == "diverged" and r.excess > DRIFT), None)
     return None if far is None else _first_at(far, events, "accumulated", "possible")
 
 
-def _first_free(rows: list[Row], events: dict[str, Event]) -> First | None:
+def _first_free(rows: list[Row], events: dict[str, TracedValue]) -> FirstDifference | None:
     row = next((row for row in rows if row.status == "diverged"), None)
     if row is None:
         return None
@@ -342,9 +343,9 @@ def _first_free(rows: list[Row], events: dict[str, Event]) -> First | None:
 
 
 def _first_at(
-    row: Row, events: dict[str, Event], origin: Origin, sure: Literal["likely", "possible"]
-) -> First:
-    return First(
+    row: Row, events: dict[str, TracedValue], origin: Origin, sure: Literal["likely", "possible"]
+) -> FirstDifference:
+    return FirstDifference(
         site=row.site,
         module=plain_module(events[row.site].author or row.module),
         index=row.index,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from torchtap.comparison.judge.result import AGREES, COMPARED, First, Row
+from torchtap.comparison.judge.result import AGREES, COMPARED, FirstDifference, Row
 from torchtap.comparison.measure.profile import Profile
 from torchtap.names import read_name
 
@@ -59,7 +59,7 @@ def cannot_tell(rows: Sequence[Row], total: int, why: Sequence[str]) -> str:
     return f"Cannot tell: {covered(compared, total)}, and {agree}, but {reasons}."
 
 
-def differs(first: First, rows: Sequence[Row], total: int, profile: Profile | None = None) -> str:
+def differs(first: FirstDifference, rows: Sequence[Row], total: int, profile: Profile | None = None) -> str:
     """The verdict when something differs."""
     if first.origin == "update":
         return f"From step {first.step} on {first.what}. This is {first.sure}."
@@ -76,7 +76,7 @@ def differs(first: First, rows: Sequence[Row], total: int, profile: Profile | No
     return f"{text[0].upper()}{text[1:]}. This is {first.sure}."
 
 
-def _reach(first: First) -> Iterator[str]:
+def _reach(first: FirstDifference) -> Iterator[str]:
     """How far a difference goes, and whether it is alone."""
     if first.contained is not None:
         inside = f"`{first.contained}`" if first.contained else "the model"
@@ -87,13 +87,13 @@ def _reach(first: First) -> Iterator[str]:
         yield "with the reference's value in its place everything after it agrees"
 
 
-def _unfinite(first: First, rows: Sequence[Row]) -> str:
+def _unfinite(first: FirstDifference, rows: Sequence[Row]) -> str:
     """What is told of a site whose NaN and infinities are not in the same places: no number says it."""
     row = next((row for row in rows if row.site == first.site), None)
     return row.note if row is not None and row.measures is not None and row.measures.masks_differ else ""
 
 
-def _where(first: First, profile: Profile | None, unfinite: str) -> str:
+def _where(first: FirstDifference, profile: Profile | None, unfinite: str) -> str:
     site = read_name(first.site)
     name = f"the logged {site.leaf}" if site.kind == "value" else named(first.module)
     where = f", {profile}" if profile is not None else ""
@@ -111,7 +111,7 @@ def _where(first: First, profile: Profile | None, unfinite: str) -> str:
     return text if first.after is None else f"{text}; {first.after} before it still agrees"
 
 
-def _size(first: First) -> str:
+def _size(first: FirstDifference) -> str:
     what = f"it is {first.what}, " if first.what else ""
     if not math.isfinite(first.error) or first.error == 0.0:
         return f"{what}NaN or infinite in places of one side alone" if not first.what else first.what

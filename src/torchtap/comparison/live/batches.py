@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from torchtap.comparison.align.rules import Rule
-from torchtap.comparison.live.evidence import Evidence, gather
+from torchtap.comparison.align.rules import PairingRule
+from torchtap.comparison.live.evidence import PassEvidence, gather
 from torchtap.comparison.live.tracing import Feed
 from torchtap.comparison.measure.floor import Floor
 from torchtap.errors import CompareError
@@ -33,9 +33,9 @@ def gather_batches(
     reference: nn.Module,
     target: nn.Module,
     feeds: Sequence[tuple[Feed, Feed]],
-    rules: tuple[str | Rule, ...],
+    rules: tuple[str | PairingRule, ...],
     shadow: bool,
-) -> list[Evidence]:
+) -> list[PassEvidence]:
     """The evidence of each batch, with floors that hold for all of them."""
     found = [
         gather(reference, target, feed, rules=rules, forced=shadow, target_feed=theirs)

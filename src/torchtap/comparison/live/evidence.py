@@ -18,24 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.comparison.align.pairing import Alignment, Pair
-from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.align.rules import PairingRule
 from torchtap.comparison.live.floors import Floors, brief, learn
 from torchtap.comparison.live.matching import match_models
 from torchtap.comparison.live.oddities import Oddity
 from torchtap.comparison.live.parameters import usual_dtype
-from torchtap.comparison.live.passes import Probe
+from torchtap.comparison.live.passes import TraceProbe
 from torchtap.comparison.live.tracing import Feed, Trace, record
 from torchtap.comparison.measure.dtypes import resolution
 from torchtap.comparison.measure.measures import Measures
 from torchtap.errors import CompareError
 from torchtap.sites import places
 
-__all__ = ["Evidence", "gather", "heal"]
+__all__ = ["PassEvidence", "gather", "heal"]
 
 
 @final
 @dataclass(eq=False)
-class Evidence:
+class PassEvidence:
     """What the passes showed, by the reference's site names."""
 
     reference: nn.Module
@@ -70,11 +70,11 @@ def gather(
     target: nn.Module,
     feed: Feed,
     *,
-    rules: tuple[str | Rule, ...] = (),
+    rules: tuple[str | PairingRule, ...] = (),
     forced: bool = True,
     keep: Callable[[str], bool] | None = None,
     target_feed: Feed | None = None,
-) -> Evidence:
+) -> PassEvidence:
     """Run both models as often as it takes to know what each module of the target does."""
     target_feed = target_feed or feed
     original = reference
@@ -82,8 +82,8 @@ def gather(
         reference, _lowered(reference, target), feed, target_feed, keep
     )
     names, alignment, trace, listing = _module_names(reference, target, target_feed, trace, rules)
-    found = Evidence(original, target, feed, target_feed, trace, alignment, names, forwards=1 + listing)
-    beside = Probe(trace, names, brief=False)
+    found = PassEvidence(original, target, feed, target_feed, trace, alignment, names, forwards=1 + listing)
+    beside = TraceProbe(trace, names, brief=False)
     _run("the target", lambda: beside.free(target, target_feed))
     found.free, found.free_oddities = beside.measures, beside.oddities
     found.forwards += 1
@@ -107,9 +107,9 @@ def gather(
     return found
 
 
-def _force(found: Evidence) -> None:
+def _force(found: PassEvidence) -> None:
     try:
-        probe = Probe(found.trace, found.names).forced(found.target, found.target_feed)
+        probe = TraceProbe(found.trace, found.names).forced(found.target, found.target_feed)
     except Exception as error:
         found.problems.append(f"the target does not run on the reference's values: {brief(error)}")
         return
@@ -119,10 +119,10 @@ def _force(found: Evidence) -> None:
     found.forwards += 1
 
 
-def heal(found: Evidence, sites: set[str], share: float = 0.0) -> Probe:
+def heal(found: PassEvidence, sites: set[str], share: float = 0.0) -> TraceProbe:
     """Run the target with the reference's values put in place at some sites; ``share`` of the difference stays."""
     found.forwards += 1
-    return Probe(found.trace, found.names).healed(found.target, found.target_feed, sites, share)
+    return TraceProbe(found.trace, found.names).healed(found.target, found.target_feed, sites, share)
 
 
 def _lowered(reference: nn.Module, target: nn.Module) -> nn.Module | None:
@@ -152,7 +152,7 @@ def _record_reference(
 
 
 def _module_names(
-    reference: nn.Module, target: nn.Module, feed: Feed, trace: Trace, rules: tuple[str | Rule, ...]
+    reference: nn.Module, target: nn.Module, feed: Feed, trace: Trace, rules: tuple[str | PairingRule, ...]
 ) -> tuple[dict[str, str] | None, Alignment, Trace, int]:
     """Which module of the target is which of the reference; how many forwards it took to find out."""
     mine = {place.path for place in places(reference)}

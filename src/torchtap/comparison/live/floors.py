@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import nn
 
-from torchtap.comparison.live.passes import Probe
+from torchtap.comparison.live.passes import TraceProbe
 from torchtap.comparison.live.quantizers import quantized_like
 from torchtap.comparison.live.tracing import Feed, Trace, golden_copy
 from torchtap.comparison.measure.dtypes import resolution
@@ -90,7 +90,7 @@ class _Work:
 
     def attempt(self, source: str, model: nn.Module, noise: int | None, cast: torch.dtype | None) -> None:
         """One harmless run, free and forced."""
-        probe = Probe(self.trace)
+        probe = TraceProbe(self.trace)
         try:
             self.free[source] = probe.free(model, self.feed, noise=noise, cast=cast).measures
             self.found.unstable |= {odd.site for odd in probe.oddities}

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.judge.result import First
+from torchtap.comparison.judge.result import FirstDifference
 from torchtap.comparison.live.hooked import visiting
 from torchtap.comparison.live.tracing import Feed, golden_copy, jitter
 from torchtap.names import last_part, parent_path, site_name
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call
 from torchtap.untouched import untouched
@@ -32,7 +33,7 @@ class _Flow:
     def __init__(self) -> None:
         self.needs: dict[str, tuple[str | None, bool]] = {}
 
-    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         for leaf, value in input_leaves(call.input_names, args, kwargs, through_objects=False):
             self.needs[site_name(call.path, "input", leaf, call.number)] = (call.parent, value.requires_grad)
 
@@ -41,7 +42,9 @@ class _Flow:
             self.needs[site_name(call.path, "output", leaf, call.number)] = (call.path, value.requires_grad)
 
 
-def broken_flow(reference: nn.Module, target: nn.Module, feed: Feed, target_feed: Feed) -> First | None:
+def broken_flow(
+    reference: nn.Module, target: nn.Module, feed: Feed, target_feed: Feed
+) -> FirstDifference | None:
     """The first value that needs a gradient in one model alone, with the module that made it so."""
     mine, theirs = _flow(reference, feed), _flow(target, target_feed)
     for at, (site, (author, needed)) in enumerate(mine.items()):
@@ -53,7 +56,7 @@ def broken_flow(reference: nn.Module, target: nn.Module, feed: Feed, target_feed
             if needed
             else "a gradient flows back, in the reference none does"
         )
-        return First(
+        return FirstDifference(
             site=site,
             module=author or "",
             index=at,
@@ -66,14 +69,14 @@ def broken_flow(reference: nn.Module, target: nn.Module, feed: Feed, target_feed
     return _frozen(reference, target)
 
 
-def _frozen(reference: nn.Module, target: nn.Module) -> First | None:
+def _frozen(reference: nn.Module, target: nn.Module) -> FirstDifference | None:
     """A parameter that learns in one model alone, though the values around it flow in both."""
     theirs = dict(target.named_parameters())
     for at, (name, parameter) in enumerate(reference.named_parameters()):
         there = theirs.get(name)
         if there is not None and there.requires_grad != parameter.requires_grad:
             module, leaf = parent_path(name), last_part(name)
-            return First(
+            return FirstDifference(
                 site=site_name(module, "param_grad", leaf),
                 module=module,
                 index=at,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.comparison.align.pairing import Alignment, Pair, Unaligned
-from torchtap.comparison.align.rules import Rule, rule_from
+from torchtap.comparison.align.rules import PairingRule, rule_from
 from torchtap.comparison.align.sequence import Node, Paired, match_nodes
 from torchtap.comparison.live.quantizers import weight_of
-from torchtap.comparison.live.tracing import Event, Trace
+from torchtap.comparison.live.tracing import Trace, TracedValue
 from torchtap.comparison.measure.signature import signature
 from torchtap.names import join_path, last_part, parent_path, path_of, paths_around, read_name
 from torchtap.sites import places
@@ -36,7 +36,7 @@ class Matched:
 
 
 def match_models(
-    reference: nn.Module, trace: Trace, target: nn.Module, listed: Trace, rules: tuple[str | Rule, ...]
+    reference: nn.Module, trace: Trace, target: nn.Module, listed: Trace, rules: tuple[str | PairingRule, ...]
 ) -> Matched:
     """Pair the modules of two models that ran once each."""
     left, right = _nodes(reference, trace), _nodes(target, listed)
@@ -60,7 +60,7 @@ def part_of(path: str) -> list[str]:
 
 def _nodes(model: nn.Module, trace: Trace) -> list[Node]:
     modules = {place.path: place.module for place in places(model)}
-    first: dict[str, tuple[int, Event]] = {}
+    first: dict[str, tuple[int, TracedValue]] = {}
     for at, event in enumerate(trace.events):
         if event.kind == "output":
             first.setdefault(event.module, (at, event))
@@ -103,7 +103,9 @@ def _weight(module: nn.Module) -> tuple[float, ...] | None:
     )
 
 
-def _by_rules(rules: list[Rule], left: list[Node], right: list[Node]) -> tuple[dict[str, str], list[Rule]]:
+def _by_rules(
+    rules: list[PairingRule], left: list[Node], right: list[Node]
+) -> tuple[dict[str, str], list[PairingRule]]:
     """Which modules the user's rules pair, and the rules that pair none."""
     there = {node.path for node in right}
     chosen: dict[str, str] = {}
@@ -126,7 +128,7 @@ def _by_names(left: list[Node], right: list[Node]) -> dict[str, str]:
     return {path: path for path in common} if 2 * len(common) >= min(len(mine), len(theirs)) else {}
 
 
-def _alignment(trace: Trace, listed: Trace, pairs: list[Paired], unused: list[Rule]) -> Alignment:
+def _alignment(trace: Trace, listed: Trace, pairs: list[Paired], unused: list[PairingRule]) -> Alignment:
     """The pairs of modules as pairs of sites, and every site that has no partner."""
     by_module = {pair.reference: pair for pair in pairs}
     theirs = {(e.module, e.kind) for e in listed.events}
@@ -240,7 +242,7 @@ def _joined(trace: Trace, paths: list[str]) -> tuple[Trace, str]:
     """The trace with several modules' outputs side by side as one."""
     joined = join_path(parent_path(paths[0]), "+".join(last_part(path) for path in paths))
     values = dict(trace.values)
-    events: list[Event] = []
+    events: list[TracedValue] = []
     waiting: dict[str, list[str]] = {}
     for event in trace.events:
         if event.module not in paths:
@@ -251,11 +253,11 @@ def _joined(trace: Trace, paths: list[str]) -> tuple[Trace, str]:
         values_so_far.append(event.site)
         if event.kind == "input":
             if len(values_so_far) == 1:
-                events.append(Event(site, joined, "input", event.author))
+                events.append(TracedValue(site, joined, "input", event.author))
                 values[site] = trace.values[event.site]
         elif len(values_so_far) == len(paths):
             by_module = {path_of(name): trace.values[name] for name in values_so_far}
-            events.append(Event(site, joined, "output", joined))
+            events.append(TracedValue(site, joined, "output", joined))
             values[site] = torch.cat([by_module[path] for path in paths], -1)
     return replace(trace, values=values, events=events), joined
 
@@ -263,7 +265,7 @@ def _joined(trace: Trace, paths: list[str]) -> tuple[Trace, str]:
 def _cut(trace: Trace, path: str, sizes: list[int]) -> Trace:
     """The trace with one module's output in pieces, each under a name of its own."""
     values = dict(trace.values)
-    events: list[Event] = []
+    events: list[TracedValue] = []
     for event in trace.events:
         if event.module != path:
             events.append(event)
@@ -273,7 +275,9 @@ def _cut(trace: Trace, path: str, sizes: list[int]) -> Trace:
         for n, piece in enumerate(pieces):
             name = f"{path}[{n}]"
             site = _moved(event.site, name)
-            events.append(Event(site, name, event.kind, event.author if event.kind == "input" else name))
+            events.append(
+                TracedValue(site, name, event.kind, event.author if event.kind == "input" else name)
+            )
             values[site] = piece.contiguous()
     return replace(trace, values=values, events=events)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-from torchtap.comparison.live.tracing import Called, Event, Trace
+from torchtap.comparison.live.tracing import Called, Trace, TracedValue
 from torchtap.names import site_name
 
 __all__ = ["Oddity", "OddityKind", "calls_not_made", "different_settings"]
@@ -59,7 +59,7 @@ def _first_site(trace: Trace, called: Called) -> str:
     return event.site if event is not None and _of(event, called) else site_name(called.module, "output")
 
 
-def _of(event: Event, called: Called) -> bool:
+def _of(event: TracedValue, called: Called) -> bool:
     return event.module == called.module
 
 

@@ -28,11 +28,12 @@ from torchtap.comparison.live.oddities import Oddity, OddityKind, calls_not_made
 from torchtap.comparison.live.tracing import Feed, Trace, Versions, default_dtype, jitter, settings_of
 from torchtap.comparison.measure.measures import Measures, measure
 from torchtap.names import read_name, site_name
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.structure import map_inputs, map_leaves
 from torchtap.taps.walk.visit import Call
 
-__all__ = ["Probe"]
+__all__ = ["TraceProbe"]
 
 
 @final
@@ -55,7 +56,7 @@ class _Met(Enum):
 
 
 @final
-class Probe:
+class TraceProbe:
     """Runs a model beside a reference's trace and measures, site by site, how far it is from it."""
 
     def __init__(
@@ -93,7 +94,7 @@ class Probe:
 
     def free(
         self, model: nn.Module, feed: Feed, *, noise: int | None = None, cast: torch.dtype | None = None
-    ) -> Probe:
+    ) -> TraceProbe:
         """Let the model run on its own values; with ``noise`` each module's output is moved by about one ULP."""
         self._clear()
         self._noise_outputs = noise is not None
@@ -102,7 +103,7 @@ class Probe:
 
     def forced(
         self, model: nn.Module, feed: Feed, *, noise: int | None = None, cast: torch.dtype | None = None
-    ) -> Probe:
+    ) -> TraceProbe:
         """Hand each module the reference's inputs (with ``noise``, moved by about one ULP).
 
         ``cast`` is the dtype that the model computes in where that is not its inputs' (a float64 copy).
@@ -112,7 +113,7 @@ class Probe:
         self._cast = cast
         return self._run(model, feed, noise)
 
-    def healed(self, model: nn.Module, feed: Feed, sites: Iterable[str], share: float = 0.0) -> Probe:
+    def healed(self, model: nn.Module, feed: Feed, sites: Iterable[str], share: float = 0.0) -> TraceProbe:
         """Let the model run, but put the reference's values in place of its own at some sites.
 
         ``share`` of the difference stays: 0 heals, 1 changes nothing, more than 1 makes it worse.
@@ -122,7 +123,7 @@ class Probe:
         self._share = share
         return self._run(model, feed, None)
 
-    def _run(self, model: nn.Module, feed: Feed, noise: int | None) -> Probe:
+    def _run(self, model: nn.Module, feed: Feed, noise: int | None) -> TraceProbe:
         if noise is not None:
             self._noise = torch.Generator().manual_seed(noise)
         with steady(model), default_dtype(self._cast):
@@ -135,9 +136,7 @@ class Probe:
 
     # The visitor's side.
 
-    def before(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         path = call.path if self._names is None else self._names[call.path]
         given = list(input_leaves(call.input_names, args, kwargs, through_objects=False))
         frame = _Frame(call, path, Versions([]))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from torchtap.comparison.live.evidence import Evidence
+from torchtap.comparison.live.evidence import PassEvidence
 from torchtap.comparison.live.parameters import own_tensors
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.terms import differing_term, hidden_only
@@ -15,7 +15,7 @@ from torchtap.names import join_path, parent_path, read_name
 __all__ = ["relation"]
 
 
-def relation(found: Evidence, site: str) -> str:
+def relation(found: PassEvidence, site: str) -> str:
     """The relation of the target's own value at a site, made of the reference's inputs, to the reference's value."""
     own = found.replaced.get(site)
     if own is None:
@@ -32,7 +32,7 @@ def relation(found: Evidence, site: str) -> str:
     )
 
 
-def _terms(found: Evidence, author: str, site: str) -> Iterator[tuple[str, Tensor]]:
+def _terms(found: PassEvidence, author: str, site: str) -> Iterator[tuple[str, Tensor]]:
     """What a module's own code adds up: its parameters, what it was given, what its children returned."""
     try:
         for name, value in own_tensors(found.reference, author).items():
@@ -46,7 +46,7 @@ def _terms(found: Evidence, author: str, site: str) -> Iterator[tuple[str, Tenso
             yield event.site, found.trace.values[event.site]
 
 
-def _masks(found: Evidence) -> Iterator[tuple[str, Tensor]]:
+def _masks(found: PassEvidence) -> Iterator[tuple[str, Tensor]]:
     for event in found.trace.events:
         value = found.trace.values[event.site]
         if event.module == "" and event.kind == "input" and not value.is_floating_point():

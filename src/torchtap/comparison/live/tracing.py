@@ -23,15 +23,16 @@ from torchtap._torch import version_of
 from torchtap.comparison.live.hooked import fresh, steady, visiting
 from torchtap.errors import CompareError
 from torchtap.names import site_name
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import argument_name, input_leaves, leaves
 from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.visit import Call
 
 __all__ = [
     "Called",
-    "Event",
     "Feed",
     "Trace",
+    "TracedValue",
     "Versions",
     "default_dtype",
     "feed_of",
@@ -46,7 +47,7 @@ Feed = Callable[[Callable[..., Any]], Any]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Event:
+class TracedValue:
     """A value that passed: its site, and the module whose own code made it."""
 
     site: str
@@ -74,11 +75,11 @@ class Trace:
     """Everything that passed through a model's modules in one pass, in order."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[TracedValue] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
     partial: bool = False  # whether only some of the sites were kept
 
-    def add(self, event: Event, value: Tensor) -> None:
+    def add(self, event: TracedValue, value: Tensor) -> None:
         """Note one more value."""
         self.values[event.site] = value
         self.events.append(event)
@@ -142,9 +143,7 @@ class _Recorder:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._open: list[tuple[Called, Versions]] = []
 
-    def before(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         settings = settings_of(call.input_names, args, kwargs)
         called = Called(call.path, call.number, call.parent, len(self.trace.events), settings)
         given = list(input_leaves(call.input_names, args, kwargs, through_objects=False))
@@ -152,7 +151,7 @@ class _Recorder:
         self._open.append((called, Versions(given)))
         for leaf, value in given:
             site = site_name(call.path, "input", leaf, call.number)
-            self._take(Event(site, call.path, "input", call.parent), value)
+            self._take(TracedValue(site, call.path, "input", call.parent), value)
         if self._cast is None or call.parent is not None:
             return None
         return map_leaves(args, _to(self._cast)), map_leaves(kwargs, _to(self._cast))
@@ -165,11 +164,11 @@ class _Recorder:
                 break
         for leaf, value in leaves(output, through_objects=False):
             site = site_name(call.path, "output", leaf, call.number)
-            self._take(Event(site, call.path, "output", call.path), value)
+            self._take(TracedValue(site, call.path, "output", call.path), value)
         noise = self._noise
         return None if noise is None else map_leaves(output, lambda _, value: jitter(value, noise))
 
-    def _take(self, event: Event, value: Tensor) -> None:
+    def _take(self, event: TracedValue, value: Tensor) -> None:
         if self._keep is not None and not self._keep(event.site):
             return
         version = version_of(value)

@@ -10,7 +10,7 @@ import copy
 
 from torch import Tensor
 
-from torchtap.comparison.live.evidence import Evidence, gather
+from torchtap.comparison.live.evidence import PassEvidence, gather
 from torchtap.comparison.live.tracing import Feed
 from torchtap.comparison.measure.dtypes import resolution
 from torchtap.taps.walk.structure import map_leaves
@@ -20,7 +20,7 @@ __all__ = ["in_float32"]
 _NARROW = 1e-4  # from this resolution on a dtype has 16 bits or fewer
 
 
-def in_float32(found: Evidence) -> Evidence | None:
+def in_float32(found: PassEvidence) -> PassEvidence | None:
     """What both models show in float32; ``None`` when they are not in 16 bits, or do not run so."""
     dtypes = [value.dtype for value in found.trace.values.values() if value.is_floating_point()]
     narrow = sum(resolution(dtype) > _NARROW for dtype in dtypes)

@@ -49,7 +49,7 @@ from torchtap.comparison.measure.sums import Sums, native, numbers_of_bits
 from torchtap.comparison.measure.values import CHUNK, Array, Comparable, Value, pieces, value_of
 from torchtap.errors import CompareError
 
-__all__ = ["Measures", "Tally", "measure", "threads"]
+__all__ = ["Measures", "RunningMeasures", "measure", "threads", "unraveled"]
 
 _HISTOGRAM_BINS = 64
 _HISTOGRAM_ELEMENTS = 1 << 16
@@ -205,7 +205,7 @@ def _blank(
 
 
 @final
-class Tally:
+class RunningMeasures:
     """Measures of values that come piece by piece: `add` each piece in order, then ask for the `result`.
 
     Pieces of bfloat16 are its bits, as they lie in a file.
@@ -337,7 +337,7 @@ def _amount(sums: Sums, shape: tuple[int, ...], histogram_distance: float) -> Me
         within=_share(sums.within, sums.count) + nan_if_brief,
         histogram_distance=histogram_distance + nan_if_brief,
         mismatched=_share(sums.unequal, sums.count) if sums.count else 0.0,
-        worst=_unravel(sums.worst, shape) if seen else (),
+        worst=unraveled(sums.worst, shape) if seen else (),
         worst_reference=sums.worst_values[0],
         worst_target=sums.worst_values[1],
         reference_l2=reference_l2 * 2.0**sums.exponent,
@@ -372,7 +372,8 @@ def _decibel(signal: float, noise: float) -> float:
     return 20 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf
 
 
-def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def unraveled(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Where in a tensor of this shape the element with this number is."""
     index: list[int] = []
     for size in reversed(shape):
         index.append(flat % size)

@@ -16,6 +16,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap.comparison.measure.measures import unraveled
 from torchtap.comparison.measure.values import CHUNK, Comparable, pieces, value_of
 
 __all__ = ["Concentration", "Element", "Profile", "locate"]
@@ -89,7 +90,7 @@ def locate(reference: Comparable, target: Comparable, *, elements: int = 10, chu
         distance = _apart(a, b)
         _keep_worst(worst, offset, distance, a, b, elements)
         energies.add(offset, distance)
-    found = tuple(Element(_unravel(-flat, shape), r, t) for _, flat, r, t in sorted(worst, reverse=True))
+    found = tuple(Element(unraveled(-flat, shape), r, t) for _, flat, r, t in sorted(worst, reverse=True))
     if not energies.whole or not shape:
         return Profile(found, ())
     return Profile(found, _concentrations(energies.rows.reshape(shape[:-1]), energies.columns, shape))
@@ -172,11 +173,3 @@ def _ranges(positions: tuple[int, ...], most: int = 6) -> str:
             spans.append([position, position])
     shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:most]]
     return ", ".join(shown) + (" ..." if len(spans) > most else "")
-
-
-def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        index.append(flat % size)
-        flat //= size
-    return tuple(reversed(index))

@@ -14,12 +14,12 @@ from typing import final
 
 import numpy as np
 
-from torchtap.comparison.measure.measures import Measures, Tally, threads
+from torchtap.comparison.measure.measures import Measures, RunningMeasures, threads
 from torchtap.comparison.measure.values import Array
 from torchtap.errors import RunCorruptError
 from torchtap.store.format.dtypes import BY_NAME
 
-__all__ = ["PIECE_BYTES", "Stream", "can_stream", "measure_streams"]
+__all__ = ["PIECE_BYTES", "ValueStream", "can_stream", "measure_streams"]
 
 PIECE_BYTES = 1 << 20  # a few of them stay in a core's caches
 
@@ -34,7 +34,7 @@ def can_stream(dtype: str) -> bool:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ValueStream:
     """A value's shape and dtype, and its bytes in order. A piece is overwritten by the next but one."""
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Stream:
             yield np.frombuffer(piece, kind.newbyteorder("<"))
 
 
-def measure_streams(reference: Stream, target: Stream) -> Measures:
+def measure_streams(reference: ValueStream, target: ValueStream) -> Measures:
     """The same as `measure`, of two streams of one shape."""
     if threads() < 2:
         return _measure(reference, target, reference.arrays(), target.arrays())
@@ -64,8 +64,10 @@ def _ahead(pieces: Iterator[Array], pool: ThreadPoolExecutor) -> Iterator[Array]
         yield piece
 
 
-def _measure(reference: Stream, target: Stream, left: Iterator[Array], right: Iterator[Array]) -> Measures:
-    tally = Tally(reference.shape, reference.dtype, target.dtype)
+def _measure(
+    reference: ValueStream, target: ValueStream, left: Iterator[Array], right: Iterator[Array]
+) -> Measures:
+    tally = RunningMeasures(reference.shape, reference.dtype, target.dtype)
     empty = np.empty(0)
     r, t, offset = empty, empty, 0
     total = prod(reference.shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK", "Array", "Comparable", "Value", "pieces", "value_of"]
 
-Array: TypeAlias = npt.NDArray[Any]
+Array: TypeAlias = np.ndarray
 Comparable: TypeAlias = "Value | Tensor | Array"
 
 # Elements in a piece: small enough that a few of them, widened to float64, stay in a core's second-level cache.

@@ -19,9 +19,9 @@ from math import prod
 from typing import Any, final
 
 from torchtap.comparison.align.pairing import Alignment, Unaligned, align
-from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.align.rules import PairingRule
 from torchtap.comparison.judge.outcome import decide, doubts
-from torchtap.comparison.judge.result import AGREES, Comparison, First, Row
+from torchtap.comparison.judge.result import AGREES, Comparison, FirstDifference, Row
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.profile import locate
 from torchtap.comparison.measure.signature import signature
@@ -29,7 +29,7 @@ from torchtap.comparison.measure.terms import MOST, differing_term, hidden_only
 from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.ahead import Ahead, Measured, Spread, measured_ahead
 from torchtap.comparison.recorded.blame import blamed
-from torchtap.comparison.recorded.first import Missing, first_of_rows, missing_evidence, next_up
+from torchtap.comparison.recorded.first import MissingSite, first_of_rows, missing_evidence, next_up
 from torchtap.comparison.recorded.gaps import Gap, Unrecorded, gaps_between, some_steps
 from torchtap.comparison.recorded.measuring import Measuring, changed
 from torchtap.comparison.recorded.ranked import Ranked
@@ -45,7 +45,7 @@ def compare_recordings(
     reference: Recording,
     target: Recording,
     *,
-    rules: Sequence[str | Rule] = (),
+    rules: Sequence[str | PairingRule] = (),
     harmless: Iterable[tuple[str, Recording]] = (),
     only: Sequence[int] | None = None,
     live: bool = False,
@@ -62,15 +62,13 @@ def compare_recordings(
     apart += work.unrecorded.told()
     if work.first is None and not work.rows:
         raise CompareError(_nothing(reference, target, work, problems))
-    rows = tuple(work.rows)
-    also = ""
-    if len(steps) > 1:
-        rows = tuple(row if row.step is not None else replace(row, step=work.current) for row in rows)
-        also = f", over {len(work.seen)} steps"
+    several = len(steps) > 1
+    rows = tuple(work.rows_with_steps() if several else work.rows)
+    also = f", over {len(work.seen)} steps" if several else ""
     further = [*work.doubtful, *(gap.told for gap in apart if not gap.planned)]
     further += [*reference.damage(), *target.damage()]
     outcome, verdict = decide(work.first, rows, work.unaligned, live=live, further=further, also=also)
-    if len(steps) > 1 and work.first is not None:
+    if several and work.first is not None:
         verdict = verdict[:-1] + _agreeing(work.seen, work.first) + "."
     return Comparison(
         reference=reference.label,
@@ -94,7 +92,7 @@ def _is_at_hand(row: Row, module: str) -> bool:
     return bool(row.kind == "output" and row.module) and parent_path(row.module) == module
 
 
-def _agreeing(seen: Sequence[int], first: First) -> str:
+def _agreeing(seen: Sequence[int], first: FirstDifference) -> str:
     """How many steps before the one of the first difference agree."""
     steps = sum(step < first.step for step in seen) if first.step is not None else 0
     return (
@@ -143,7 +141,7 @@ def _nothing(reference: Recording, target: Recording, work: _Work, problems: lis
 
 
 def _done(
-    given: tuple[Recording, Recording, tuple[str | Rule, ...], list[tuple[str, Recording]]],
+    given: tuple[Recording, Recording, tuple[str | PairingRule, ...], list[tuple[str, Recording]]],
     steps: list[int],
     live: bool,
     spread: Spread | None,
@@ -170,7 +168,7 @@ class _Work:
 
     reference: Recording
     target: Recording
-    rules: tuple[str | Rule, ...]
+    rules: tuple[str | PairingRule, ...]
     harmless: list[tuple[str, Recording]]
     rows: list[Row] = field(default_factory=list)
     unaligned: list[Unaligned] = field(default_factory=list)
@@ -178,7 +176,7 @@ class _Work:
     doubtful: list[str] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
     current: int = 0
-    first: First | None = None
+    first: FirstDifference | None = None
     _key: object = None
     _worst: dict[str, Row] = field(default_factory=dict)  # of every site so far, its largest error
     _known: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
@@ -218,7 +216,7 @@ class _Work:
             if known is None or row.error > known.error:
                 self._worst[row.site] = replace(row, step=step) if several else row
 
-    def _step(self, step: int) -> Missing | None:
+    def _step(self, step: int) -> MissingSite | None:
         self.current = step
         left, right = self.unrecorded.on_both(step, self.reference.sites(step), self.target.sites(step))
         key = (tuple(left), tuple(right))
@@ -250,6 +248,10 @@ class _Work:
                 worst = max(worst, row.error)
         return rows
 
+    def rows_with_steps(self) -> list[Row]:
+        """The rows that are shown; what has no step is of the one at which the work ended."""
+        return [replace(row, step=self.current) if row.step is None else row for row in self.rows]
+
     def rows_of(self, step: int) -> Measured:
         """What another process is told of a step."""
         self.measuring.used.clear()
@@ -264,7 +266,9 @@ class _Work:
             return None
         return None if value is None else signature(value)
 
-    def _verdict(self, missing: Missing | None, before: int | None, several: bool) -> First | None:
+    def _verdict(
+        self, missing: MissingSite | None, before: int | None, several: bool
+    ) -> FirstDifference | None:
         found = first_of_rows(self.rows)
         step = self.current if several else None
         if found is None:
@@ -292,7 +296,7 @@ class _Work:
             return row.note if row.note.startswith("wrong on") else ""
         return blamed(spread, row.target_site, self.current, right)
 
-    def _located(self, first: First, row: Row) -> First:
+    def _located(self, first: FirstDifference, row: Row) -> FirstDifference:
         """Where in its value the error sits, and which exact relation it has, if any."""
         if row.measures is None:
             return first
@@ -308,7 +312,7 @@ class _Work:
             what = differing_term(left, right, self._terms(first, left))
         return replace(first, where=locate(left, right), what=what or hidden_only(left, right, self._masks()))
 
-    def _terms(self, first: First, value: Value) -> Iterator[tuple[str, Value]]:
+    def _terms(self, first: FirstDifference, value: Value) -> Iterator[tuple[str, Value]]:
         """What the module's own code may add up: its recorded parameters, what it was given, what its children
         returned. Its inputs agree, so the reference's stand for both."""
         if prod(value.shape) > MOST:

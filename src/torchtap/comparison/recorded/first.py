@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from torchtap.comparison.align.pairing import KnownSite, Unaligned
-from torchtap.comparison.judge.result import AGREES, COMPARED, First, Row
+from torchtap.comparison.judge.result import AGREES, COMPARED, FirstDifference, Row
 from torchtap.names import join_path, kind_of, parent_path, path_of, paths_around, read_name
 
-__all__ = ["Missing", "first_of_rows", "missing_evidence", "next_up"]
+__all__ = ["MissingSite", "first_of_rows", "missing_evidence", "next_up"]
 
 # What a module made its value from.
 _GIVEN = {"output": "input", "grad_input": "grad_output", "param_grad": "grad_output"}
@@ -24,7 +24,7 @@ _GRADIENTS = frozenset({"grad_output", "grad_input", "param_grad"})
 
 @final
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingSite:
     """A site that one recording has and the other should have."""
 
     site: str
@@ -38,7 +38,7 @@ def missing_evidence(
     left: Sequence[KnownSite],
     right: Sequence[KnownSite],
     seen_before: tuple[set[str], set[str]],
-) -> Missing | None:
+) -> MissingSite | None:
     """The first site, in order, whose absence on the other side says something."""
     sides = (("reference", left, right, seen_before[1]), ("target", right, left, seen_before[0]))
     found = [
@@ -51,7 +51,7 @@ def missing_evidence(
 
 def _missing_of(
     side: str, alone: Sequence[str], mine: Sequence[KnownSite], theirs: Sequence[KnownSite], before: set[str]
-) -> Iterator[Missing]:
+) -> Iterator[MissingSite]:
     """Of the sites that one side alone has, those that the other had at an earlier step, or should have now."""
     places = {site.name: n for n, site in enumerate(mine)}
     kinds = {kind_of(site.name) for site in theirs}
@@ -60,12 +60,12 @@ def _missing_of(
     for site in alone:
         kind = kind_of(site)
         if site in before:
-            yield Missing(site, side, places[site], f"is missing in the {other} from here on")
+            yield MissingSite(site, side, places[site], f"is missing in the {other} from here on")
         elif kind in _GRADIENTS and kind in kinds and path_of(site) in paths:
-            yield Missing(site, side, places[site], f"is missing in the {other}")
+            yield MissingSite(site, side, places[site], f"is missing in the {other}")
 
 
-def next_up(missing: Missing, step: int | None) -> First:
+def next_up(missing: MissingSite, step: int | None) -> FirstDifference:
     """A verdict that rests on a missing value."""
     name = read_name(missing.site)
     of_parameter = name.kind == "param_grad" and step is not None
@@ -75,7 +75,7 @@ def next_up(missing: Missing, step: int | None) -> First:
         )
     else:
         what = f"the {'gradient' if name.kind in _GRADIENTS else 'value'} {missing.why}"
-    return First(
+    return FirstDifference(
         site=missing.site,
         module=name.path if name.kind != "input" else parent_path(name.path),
         index=missing.place,
@@ -88,7 +88,7 @@ def next_up(missing: Missing, step: int | None) -> First:
     )
 
 
-def first_of_rows(rows: Sequence[Row]) -> tuple[First, Row] | None:
+def first_of_rows(rows: Sequence[Row]) -> tuple[FirstDifference, Row] | None:
     """The earliest row that differs, by value or by shape, and whose fault it seems to be."""
     at = next((n for n, row in enumerate(rows) if row.status in ("diverged", "other shape")), None)
     if at is None:
@@ -97,7 +97,7 @@ def first_of_rows(rows: Sequence[Row]) -> tuple[First, Row] | None:
     agreed = _last_that_agrees(earlier)
     local = _is_local(row, rows)
     told = (local or agreed is not None) and _stands_out(row, earlier)
-    first = First(
+    first = FirstDifference(
         site=row.site,
         module=_author(row, rows),
         index=row.index,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import final
 
 from torchtap.comparison.align.pairing import KnownSite, Pair
-from torchtap.comparison.align.rules import Rule, Side
+from torchtap.comparison.align.rules import PairingRule, Side
 from torchtap.comparison.judge.result import STATISTICS_ONLY, Row
 from torchtap.comparison.judge.status import note_of, status_of
 from torchtap.comparison.measure.dtypes import coarser, is_floating, resolution
@@ -54,7 +54,7 @@ def blank_row(pair: Pair) -> Row:
     )
 
 
-def changed(rule: Rule, side: Side, value: Value) -> Value:
+def changed(rule: PairingRule, side: Side, value: Value) -> Value:
     """A value as a rule wants it to be compared."""
     return Value(rule.apply(side, value.array), value.dtype)
 

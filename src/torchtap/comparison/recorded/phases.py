@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchtap.comparison.align.rules import Rule
+from torchtap.comparison.align.rules import PairingRule
 from torchtap.comparison.judge.result import Comparison, Outcome
 from torchtap.comparison.recorded.ahead import Spread
 from torchtap.comparison.recorded.comparing import compare_recordings
@@ -26,7 +26,7 @@ def compare_all_phases(
     reference: Recording,
     target: Recording,
     *,
-    rules: Sequence[str | Rule] = (),
+    rules: Sequence[str | PairingRule] = (),
     harmless: Harmless = (),
     only: Sequence[int] | None = None,
     live: bool = False,
@@ -61,7 +61,7 @@ def _compare_phase(
     phase: str,
     reference: RunRecording,
     target: RunRecording,
-    rules: Sequence[str | Rule],
+    rules: Sequence[str | PairingRule],
     harmless: Harmless,
     only: Sequence[int] | None,
 ) -> Comparison:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torchtap.comparison.align.pairing import KnownSite
 from torchtap.comparison.measure.dtypes import name_of
-from torchtap.comparison.measure.streams import PIECE_BYTES, Stream, can_stream
+from torchtap.comparison.measure.streams import PIECE_BYTES, ValueStream, can_stream
 from torchtap.comparison.measure.values import Comparable, Value, value_of
 from torchtap.comparison.recorded.saved import SavedTensor, Unreadable, read_saved
 from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
@@ -69,7 +69,7 @@ class Recording(Protocol):
     def value(self, site: str, step: int) -> Value | None:
         """A site's value, or ``None`` when only statistics were kept. Raises when it is damaged."""
 
-    def stream(self, site: str, step: int) -> Stream | None:
+    def stream(self, site: str, step: int) -> ValueStream | None:
         """A large stored value piece by piece; ``None`` when it is small, or has to be read whole."""
 
     def statistics(self, name: str, step: int) -> dict[str, float]:
@@ -102,7 +102,7 @@ class MemoryRecording:
     def value(self, site: str, step: int) -> Value | None:
         return value_of(self.values[site])
 
-    def stream(self, site: str, step: int) -> Stream | None:
+    def stream(self, site: str, step: int) -> ValueStream | None:
         return None
 
     def statistics(self, name: str, step: int) -> dict[str, float]:
@@ -170,7 +170,7 @@ class FolderRecording:
 
             return value_of(load_tensor(path))
 
-    def stream(self, site: str, step: int) -> Stream | None:
+    def stream(self, site: str, step: int) -> ValueStream | None:
         if step:
             return self._passes[step - 1].stream(site, 0)
         try:
@@ -257,12 +257,12 @@ class RunRecording:
             return None
         return Value(self.run.array(site, step), self._tensors[step][site][1])
 
-    def stream(self, site: str, step: int) -> Stream | None:
+    def stream(self, site: str, step: int) -> ValueStream | None:
         shape, dtype = self._tensors.get(step, {}).get(site, ((), ""))
         if not _is_streamed(shape, dtype):
             return None
         found = self.run.tensor_pieces(site, step, size=PIECE_BYTES)
-        return None if found is None else Stream(shape, dtype, found[1])
+        return None if found is None else ValueStream(shape, dtype, found[1])
 
     def statistics(self, name: str, step: int) -> dict[str, float]:
         if name not in self._kept:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from torchtap.comparison.measure.streams import Stream
+from torchtap.comparison.measure.streams import ValueStream
 from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.archives import Archive, is_archive
 from torchtap.errors import RunCorruptError
@@ -88,12 +88,12 @@ class SavedTensor:
         strides = tuple(step * flat.itemsize for step in self.stride)
         return Value(np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides), self.dtype)
 
-    def stream(self, size: int) -> Stream | None:
+    def stream(self, size: int) -> ValueStream | None:
         """Its bytes in order, ``size`` at a time; None where they do not lie so."""
         whole = self.archive.size(self.entry) == prod(self.shape) * BY_NAME[self.dtype].size
         if self.offset or not whole or self.stride != _dense(self.shape):
             return None
-        return Stream(self.shape, self.dtype, self._pieces(size))
+        return ValueStream(self.shape, self.dtype, self._pieces(size))
 
     def _pieces(self, size: int) -> Iterator[memoryview]:
         return self.archive.pieces(self.entry, size)

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, final
 
 from torchtap.comparison.align.pairing import KnownSite
-from torchtap.comparison.measure.streams import Stream
+from torchtap.comparison.measure.streams import ValueStream
 from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.numbers import statistics_of
 from torchtap.comparison.recorded.recordings import Recording, RunRecording
@@ -152,7 +152,7 @@ class Scaled:
         found = self.recording.value(site, step)
         return None if found is None else Value(found.array * self.times, found.dtype)
 
-    def stream(self, site: str, step: int) -> Stream | None:
+    def stream(self, site: str, step: int) -> ValueStream | None:
         return None
 
     def statistics(self, name: str, step: int) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.comparison.judge.result import First, Row
+from torchtap.comparison.judge.result import FirstDifference, Row
 from torchtap.comparison.measure.patterns import factor
 from torchtap.comparison.recorded.recordings import Recording
 from torchtap.errors import TorchtapError
@@ -33,7 +33,7 @@ Change = tuple[Wide, Wide, Wide | None]  # the reference's, the target's, and th
 
 def explain_training(
     reference: Recording, target: Recording, rows: Sequence[Row], kind: str, step: int, before: int | None
-) -> First | None:
+) -> FirstDifference | None:
     """The verdict when values of this kind are the first to differ; ``None`` when there is no more to say of them than
     of any other value. ``before`` is the step before, where there is one."""
     of_kind = [row for row in rows if row.kind == kind]
@@ -60,21 +60,21 @@ class _Wrong:
     step: int
     before: int | None
 
-    def gradients(self) -> First | None:
+    def gradients(self) -> FirstDifference | None:
         """One gradient that is wrong is told like any other value; so are many that have nothing in common."""
         if not len(self.rows) == self.total > 1:
             return None
         how = _in_words(self._values())
         return self._first(self.step, self._told("gradient", how)) if how else None
 
-    def rate(self) -> First:
+    def rate(self) -> FirstDifference:
         return self._first(self.step, f"the learning rate is another: {self.rows[0].note}")
 
-    def updates(self) -> First:
+    def updates(self) -> FirstDifference:
         how = _in_words(self._values(with_parameters=True)) or "differs"
         return self._first(self.step, self._told("update", how))
 
-    def parameters(self) -> First | None:
+    def parameters(self) -> FirstDifference | None:
         if self.before is None:
             return None
         by_hand = ", or it was changed by hand" if len(self.rows) == 1 < self.total else ""
@@ -87,9 +87,9 @@ class _Wrong:
         first = _name(self.rows[0].site)
         return f"the {what} of {len(self.rows)} of {self.total} parameters, first {first}, {how}"
 
-    def _first(self, step: int, what: str) -> First:
+    def _first(self, step: int, what: str) -> FirstDifference:
         first = self.rows[0]
-        return First(
+        return FirstDifference(
             site=first.site,
             module="" if len({row.module for row in self.rows}) > 1 else first.module,
             index=first.index,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchtap.diagnosis.birth import Birth, Search
 from torchtap.diagnosis.flight.judge import Incident
-from torchtap.diagnosis.flight.moment import Moment
+from torchtap.diagnosis.flight.moment import StepSnapshot
 from torchtap.diagnosis.flight.passes import copied
 from torchtap.diagnosis.flight.replay import Replayed, replay
 from torchtap.manifest import run_manifest
@@ -67,7 +67,7 @@ class Outcome:
 def write_dump(
     folder: Path,
     models: Mapping[str, nn.Module],
-    moment: Moment,
+    moment: StepSnapshot,
     incident: Incident,
     records: Sequence[StepRecord],
     *,
@@ -112,7 +112,7 @@ def _taps(records: Sequence[StepRecord], step: int, limit: int, outcome: Outcome
 def _replay_into(
     writer: RunWriter,
     models: Mapping[str, nn.Module],
-    moment: Moment,
+    moment: StepSnapshot,
     plan: Any,
     written: Sequence[StepRecord],
     comparable: bool,
@@ -139,7 +139,11 @@ def _equal_gradients(before: Mapping[int, Tensor | None], again: Mapping[int, Te
 
 
 def reproduce(
-    models: Mapping[str, nn.Module], moment: Moment, taps: Any, sinks: Sequence[Any], run: str | None = None
+    models: Mapping[str, nn.Module],
+    moment: StepSnapshot,
+    taps: Any,
+    sinks: Sequence[Any],
+    run: str | None = None,
 ) -> Replayed:
     """Run the step of a moment again under taps; its record is of the phase ``replay``."""
     members = {name: _alone(model) for name, model in models.items()}
@@ -157,7 +161,7 @@ def reproduce(
     return result
 
 
-def explain(models: Mapping[str, nn.Module], moment: Moment, on_birth: Any = None) -> Birth | None:
+def explain(models: Mapping[str, nn.Module], moment: StepSnapshot, on_birth: Any = None) -> Birth | None:
     """Where the first bad value of a moment's step was born."""
     inner = {name: unwrap(model) for name, model in models.items()}
     search = Search(inner, on_birth)

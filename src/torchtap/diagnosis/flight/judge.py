@@ -15,12 +15,12 @@ from typing import Literal, final
 from torchtap.diagnosis.flight.history import Usual, rows_with
 from torchtap.store.record import ScalarBlock
 
-__all__ = ["Incident", "Judge", "Numbers"]
+__all__ = ["Incident", "Judge", "StepNumbers"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class StepNumbers:
     """What is known of a step just before its update."""
 
     values: ScalarBlock | None  # of the sites
@@ -54,7 +54,7 @@ class Judge:
         self._known: set[str] = set()  # sites that are not finite by design
         self._first = True
 
-    def judge(self, numbers: Numbers) -> Incident | None:
+    def judge(self, numbers: StepNumbers) -> Incident | None:
         """Why this step is to be kept, or None."""
         found = self._nonfinite(numbers)
         if found is None:
@@ -64,7 +64,7 @@ class Judge:
         self._first = False
         return found
 
-    def _nonfinite(self, numbers: Numbers) -> Incident | None:
+    def _nonfinite(self, numbers: StepNumbers) -> Incident | None:
         bad = rows_with(numbers.values, "nans", "infs") if numbers.values is not None else {}
         odd = [
             Incident("nonfinite", f"{name} is {number}")

@@ -24,7 +24,7 @@ from torchtap.random_state import RandomState
 from torchtap.sites import unwrap
 from torchtap.taps.walk.structure import map_leaves, plain
 
-__all__ = ["Moment"]
+__all__ = ["StepSnapshot"]
 
 _FORMAT = 1
 _SIMPLE = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
@@ -32,7 +32,7 @@ _SIMPLE = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Moment:
+class StepSnapshot:
     """A step as it was just before the optimizer's update."""
 
     step: int

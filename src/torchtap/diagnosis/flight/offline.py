@@ -16,7 +16,7 @@ from torch import nn
 from torchtap.diagnosis.birth import Birth
 from torchtap.diagnosis.flight.arithmetic import with_arithmetic
 from torchtap.diagnosis.flight.dump import REPLAYED, explain, reproduce, same_bits
-from torchtap.diagnosis.flight.moment import Moment
+from torchtap.diagnosis.flight.moment import StepSnapshot
 from torchtap.diagnosis.op_trail import Event
 from torchtap.errors import RunError
 from torchtap.plan import tap
@@ -51,7 +51,7 @@ class Offline:
 
 def offline(
     run: str | os.PathLike[str],
-    moment: Moment,
+    moment: StepSnapshot,
     models: Mapping[str, nn.Module],
     *,
     out: str | None = None,
@@ -70,7 +70,7 @@ def offline(
 
 def _replayed(
     run: str | os.PathLike[str],
-    moment: Moment,
+    moment: StepSnapshot,
     models: Mapping[str, nn.Module],
     out: str | None,
     on_birth: Callable[[Event], None] | None,

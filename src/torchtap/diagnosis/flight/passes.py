@@ -24,6 +24,7 @@ from torchtap.random_state import RandomState
 from torchtap.sites import unwrap
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.receive.gradients import ask_for_gradient
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import map_leaves
 
@@ -49,8 +50,8 @@ class Pass:
     """One call of one model."""
 
     model: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     random: RandomState
     modes: tuple[bool, ...]  # of all modules
     autocast: tuple[Autocast, ...]
@@ -190,7 +191,7 @@ class _OneModel:
         if self._open:
             self._open.pop()
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _called(self, args: Args, kwargs: Kwargs) -> None:
         if not self._keeper.listens:
             return
         (own_args, own_kwargs), nbytes = copied((args, kwargs))

@@ -25,8 +25,8 @@ from torchtap._torch import in_backward
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.flight.dump import Outcome, write_dump
 from torchtap.diagnosis.flight.history import Ring
-from torchtap.diagnosis.flight.judge import Incident, Judge, Numbers
-from torchtap.diagnosis.flight.moment import Moment
+from torchtap.diagnosis.flight.judge import Incident, Judge, StepNumbers
+from torchtap.diagnosis.flight.moment import StepSnapshot
 from torchtap.diagnosis.flight.norms import norm_of
 from torchtap.diagnosis.flight.passes import PassKeeper
 from torchtap.diagnosis.flight.signals import Asked, Uncaught
@@ -38,7 +38,7 @@ from torchtap.sites import Selectable, unwrap
 from torchtap.store.record import StepRecord
 from torchtap.taps.receive.ears import Ears
 from torchtap.taps.receive.losses import LossCatcher
-from torchtap.taps.receive.training import innermost, listen, stop_listening
+from torchtap.taps.receive.training import innermost, listen, parameters_of, stop_listening
 
 __all__ = ["FlightRecorder", "flight_recorder"]
 
@@ -195,17 +195,13 @@ class FlightRecorder(Ears):
         self._changed = False
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        return any(
-            id(each) in self._parameters for group in optimizer.param_groups for each in group["params"]
-        )
+        return any(id(each) in self._parameters for each in parameters_of(optimizer))
 
     def _norm_for(self, optimizer: Optimizer) -> Tensor | None:
         if self._norm is not None:
             return self._norm
-        gradients = [
-            each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None
-        ]
-        return norm_of(gradients)
+        gradients = [each.grad for each in parameters_of(optimizer)]
+        return norm_of([each for each in gradients if each is not None])
 
     def _on_loss(self, loss: Tensor) -> None:
         loss = loss.detach().float()
@@ -223,7 +219,7 @@ class FlightRecorder(Ears):
         """The step is whole and nothing is updated yet: is it to be kept?"""
         so_far = self._watch.so_far()
         values = so_far.scalars[0] if so_far is not None else None
-        numbers = Numbers(values, _number(self._loss), _number(norm))
+        numbers = StepNumbers(values, _number(self._loss), _number(norm))
         found = self._judge.judge(numbers)
         asked = self._asked_from_outside()
         incident = asked or (found if self._calm else None)
@@ -289,7 +285,7 @@ class FlightRecorder(Ears):
         so_far = self._watch.so_far()
         return [*self._ring.records, *([so_far] if so_far is not None else [])]
 
-    def _moment(self, step: int, now: int, incident: Incident) -> Moment:
+    def _moment(self, step: int, now: int, incident: Incident) -> StepSnapshot:
         kept = [*self._keeper.earlier, *([self._keeper.current] if self._keeper.current is not None else [])]
         notes = [
             f"{each.dropped} passes of step {each.step} did not fit batch_bytes"
@@ -308,7 +304,7 @@ class FlightRecorder(Ears):
         weights = (
             {name: unwrap(model).state_dict() for name, model in self._models.items()} if step == now else {}
         )
-        return Moment(step, incident.reason, tuple(steps), weights, tuple(notes))
+        return StepSnapshot(step, incident.reason, tuple(steps), weights, tuple(notes))
 
     def _step(self) -> int:
         return max(int(self._watch.step_number), 0)

@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from torchtap.diagnosis.flight.passes import Pass, copied
 from torchtap.taps.walk.leaves import leaves
@@ -162,5 +163,5 @@ def _leads_to(result: Tensor, value: Tensor) -> bool:
     return False
 
 
-def _above(node: Any) -> list[Any]:
+def _above(node: Node | None) -> list[Node | None]:
     return [] if node is None else [each for each, _ in node.next_functions]

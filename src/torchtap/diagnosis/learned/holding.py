@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torchtap.diagnosis.finding import Evidence, Finding, Findings, Severity, Unjudged
 from torchtap.diagnosis.learned.invariants import Bound, Invariants, SiteHabits
 from torchtap.diagnosis.learned.learning import falls
-from torchtap.diagnosis.learned.numbers import LOGGED, SIZES, Flags, Grid, Numbers, numbers_of, on_scale
+from torchtap.diagnosis.learned.numbers import LOGGED, SIZES, Flags, Grid, PhaseNumbers, numbers_of, on_scale
 from torchtap.diagnosis.rules.windows import first_run
 from torchtap.foreign_text import shown
 from torchtap.names import kind_of
@@ -80,14 +80,16 @@ def what_no_longer_holds(invariants: Invariants, run: Run) -> Findings:
     return Findings([_finding(sort, each) for sort, each in broken.items() if each], unjudged)
 
 
-def _up_to(numbers: Numbers, last: int) -> Numbers:
+def _up_to(numbers: PhaseNumbers, last: int) -> PhaseNumbers:
     judged = numbers.steps <= last
-    return Numbers(
+    return PhaseNumbers(
         numbers.sites, numbers.steps[judged], {name: grid[:, judged] for name, grid in numbers.grids.items()}
     )
 
 
-def _of_phase(sites: dict[str, SiteHabits], seen: Numbers, kinds: set[str]) -> Iterator[tuple[str, _Broken]]:
+def _of_phase(
+    sites: dict[str, SiteHabits], seen: PhaseNumbers, kinds: set[str]
+) -> Iterator[tuple[str, _Broken]]:
     rows, missed, came = seen.rows(), seen.missed(), seen.came()
     for site, habits in sites.items():
         if site in rows:
@@ -98,7 +100,7 @@ def _of_phase(sites: dict[str, SiteHabits], seen: Numbers, kinds: set[str]) -> I
     yield from ((_NEW_SITES, each) for each in _new_sites(sites, seen))
 
 
-def _new_sites(sites: Collection[str], seen: Numbers) -> Iterator[_Broken]:
+def _new_sites(sites: Collection[str], seen: PhaseNumbers) -> Iterator[_Broken]:
     """Sites that no good run had, of kinds that they had."""
     rows, came = seen.rows(), seen.came()
     known = {kind_of(site) for site in sites}
@@ -109,7 +111,7 @@ def _new_sites(sites: Collection[str], seen: Numbers) -> Iterator[_Broken]:
 
 
 def _of_site(
-    site: str, habits: SiteHabits, seen: Numbers, row: int, missed: Flags, came: Flags
+    site: str, habits: SiteHabits, seen: PhaseNumbers, row: int, missed: Flags, came: Flags
 ) -> Iterator[tuple[str, _Broken]]:
     """What a site that is there does otherwise than in the good runs."""
     due = np.flatnonzero(missed | came)
@@ -192,7 +194,7 @@ def _limits(steps: npt.NDArray[np.int64], bounds: list[Bound]) -> tuple[Grid, Gr
     return low, high
 
 
-def _parted(groups: Iterable[list[str]], numbers: Numbers) -> Iterator[_Broken]:
+def _parted(groups: Iterable[list[str]], numbers: PhaseNumbers) -> Iterator[_Broken]:
     rows = numbers.rows()
     for group in groups:
         here = [site for site in group if site in rows]
@@ -207,7 +209,7 @@ def _parted(groups: Iterable[list[str]], numbers: Numbers) -> Iterator[_Broken]:
                     break
 
 
-def _not_falling(invariants: Invariants, numbers: Numbers) -> Iterator[_Broken]:
+def _not_falling(invariants: Invariants, numbers: PhaseNumbers) -> Iterator[_Broken]:
     rows = numbers.rows()
     if LOGGED not in numbers.grids or not len(numbers.steps) or numbers.steps[-1] < invariants.last_step:
         return  # a training that has not come as far may still fall

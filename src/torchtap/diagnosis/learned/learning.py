@@ -24,7 +24,7 @@ from torchtap.diagnosis.learned.numbers import (
     RANGED,
     SIZES,
     Grid,
-    Numbers,
+    PhaseNumbers,
     as_ratio,
     numbers_of,
     window_of,
@@ -73,17 +73,17 @@ def learn(runs: Sequence[Run | str | os.PathLike[str]]) -> Invariants:
     )
 
 
-def _by_phase(numbers: list[dict[str, Numbers]]) -> dict[str, list[Numbers]]:
+def _by_phase(numbers: list[dict[str, PhaseNumbers]]) -> dict[str, list[PhaseNumbers]]:
     """The numbers of all runs by phase; those phases that each of them has."""
     common = [phase for phase in numbers[0] if all(phase in each for each in numbers)]
     return {phase: [each[phase] for each in numbers] for phase in common}
 
 
-def _last_step(phases: Mapping[str, Numbers]) -> int:
+def _last_step(phases: Mapping[str, PhaseNumbers]) -> int:
     return int(max((each.steps.max() for each in phases.values() if len(each.steps)), default=0))
 
 
-def _phase(numbers: list[Numbers]) -> dict[str, SiteHabits]:
+def _phase(numbers: list[PhaseNumbers]) -> dict[str, SiteHabits]:
     common = _common_sites(numbers)
     habits = {site: SiteHabits() for site in common}
     for site, ranges in _ranges(common, numbers).items():
@@ -99,12 +99,12 @@ def _phase(numbers: list[Numbers]) -> dict[str, SiteHabits]:
     return habits
 
 
-def _row(numbers: Numbers, statistic: str, row: int) -> Grid:
+def _row(numbers: PhaseNumbers, statistic: str, row: int) -> Grid:
     grid = numbers.grids.get(statistic)
     return np.full(len(numbers.steps), np.nan) if grid is None else grid[row]
 
 
-def _constants(numbers: list[Numbers], places: list[int]) -> dict[str, float]:
+def _constants(numbers: list[PhaseNumbers], places: list[int]) -> dict[str, float]:
     found = {}
     for statistic in COUNTS:
         values = np.concatenate([_row(n, statistic, row) for n, row in zip(numbers, places, strict=True)])
@@ -114,7 +114,7 @@ def _constants(numbers: list[Numbers], places: list[int]) -> dict[str, float]:
     return found
 
 
-def _moves(numbers: list[Numbers], places: list[int]) -> bool | None:
+def _moves(numbers: list[PhaseNumbers], places: list[int]) -> bool | None:
     changes = []
     for each, row in zip(numbers, places, strict=True):
         values = _row(each, "rms", row)
@@ -125,7 +125,7 @@ def _moves(numbers: list[Numbers], places: list[int]) -> bool | None:
     return True if together.all() else None if together.any() else False
 
 
-def _ranges(sites: list[str], numbers: list[Numbers]) -> dict[str, dict[str, list[Bound]]]:
+def _ranges(sites: list[str], numbers: list[PhaseNumbers]) -> dict[str, dict[str, list[Bound]]]:
     ratios = _compared_by_ratio(sites, numbers)
     extremes = _extremes(sites, numbers, ratios)
     elements = _elements(sites, numbers)
@@ -174,7 +174,7 @@ def _margins(
     }
 
 
-def _compared_by_ratio(sites: list[str], numbers: list[Numbers]) -> set[tuple[str, str]]:
+def _compared_by_ratio(sites: list[str], numbers: list[PhaseNumbers]) -> set[tuple[str, str]]:
     """Sizes, and logged numbers that are always positive, as most losses are."""
     found = {(site, statistic) for site in sites for statistic in SIZES}
     for site in sites:
@@ -184,7 +184,7 @@ def _compared_by_ratio(sites: list[str], numbers: list[Numbers]) -> set[tuple[st
     return found
 
 
-def _elements(sites: list[str], numbers: list[Numbers]) -> dict[str, float]:
+def _elements(sites: list[str], numbers: list[PhaseNumbers]) -> dict[str, float]:
     """The least number of elements that a site's statistics were of: those of few elements vary by chance."""
     found = {}
     for site in sites:
@@ -196,7 +196,7 @@ def _elements(sites: list[str], numbers: list[Numbers]) -> dict[str, float]:
 
 
 def _extremes(
-    sites: list[str], numbers: list[Numbers], ratios: set[tuple[str, str]]
+    sites: list[str], numbers: list[PhaseNumbers], ratios: set[tuple[str, str]]
 ) -> dict[Key, list[tuple[float, float]]]:
     """The smallest and the largest value of each run, where every run has one."""
     found: defaultdict[Key, list[tuple[float, float]]] = defaultdict(list)
@@ -241,7 +241,7 @@ def _off_scale(by_ratio: bool, value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _equal(numbers: list[Numbers]) -> list[list[str]]:
+def _equal(numbers: list[PhaseNumbers]) -> list[list[str]]:
     """Groups of parameters, or of their gradients, that had the same numbers in each record of each run."""
     groups: defaultdict[tuple[bytes, ...], list[str]] = defaultdict(list)
     for site in _common_sites(numbers):
@@ -253,12 +253,12 @@ def _equal(numbers: list[Numbers]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _common_sites(numbers: list[Numbers]) -> list[str]:
+def _common_sites(numbers: list[PhaseNumbers]) -> list[str]:
     rows = [each.rows() for each in numbers]
     return [site for site in numbers[0].sites if all(site in own for own in rows)]
 
 
-def _sizes(numbers: Numbers, site: str) -> list[Grid]:
+def _sizes(numbers: PhaseNumbers, site: str) -> list[Grid]:
     row = numbers.rows()[site]
     return [numbers.grids[statistic][row] for statistic in SIZES if statistic in numbers.grids]
 
@@ -267,7 +267,7 @@ def _varies(values: npt.NDArray[np.float64]) -> bool:
     return len(np.unique(values[~np.isnan(values)])) > 2
 
 
-def _falling(numbers: list[Numbers]) -> list[str]:
+def _falling(numbers: list[PhaseNumbers]) -> list[str]:
     """Logged numbers whose last third was lower than their first, in each run."""
     rows = [each.rows() for each in numbers]
     return [

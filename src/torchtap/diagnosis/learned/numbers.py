@@ -20,7 +20,7 @@ __all__ = [
     "LOGGED",
     "RANGED",
     "SIZES",
-    "Numbers",
+    "PhaseNumbers",
     "as_ratio",
     "numbers_of",
     "on_scale",
@@ -38,7 +38,7 @@ Flags = npt.NDArray[np.bool_]
 
 @final
 @dataclass(frozen=True)
-class Numbers:
+class PhaseNumbers:
     """One phase of a run: ``grids[statistic][site, step]``, NaN where nothing was recorded."""
 
     sites: tuple[str, ...]
@@ -67,7 +67,7 @@ class Numbers:
         return missed
 
 
-def numbers_of(run: Run) -> dict[str, Numbers]:
+def numbers_of(run: Run) -> dict[str, PhaseNumbers]:
     """Each phase of a run. Of a very long run, steps that are evenly spread."""
     steps = chosen(np.asarray(run.steps(), np.int64))
     # How long a step takes is the machine's doing.
@@ -79,10 +79,10 @@ def numbers_of(run: Run) -> dict[str, Numbers]:
             for statistic in (*RANGED, *COUNTS)
             if any(statistic in has for has in statistics_of.values())
         }
-        numbers = Numbers(tuple(statistics_of), steps, grids)
+        numbers = PhaseNumbers(tuple(statistics_of), steps, grids)
         came = numbers.came()
         rows, columns = np.asarray(came.any(1)), np.asarray(came.any(0))
-        found[phase] = Numbers(
+        found[phase] = PhaseNumbers(
             tuple(site for site, has in zip(numbers.sites, rows.tolist(), strict=True) if has),
             steps[columns],
             {name: grid[rows][:, columns] for name, grid in grids.items()},

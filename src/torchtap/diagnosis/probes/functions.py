@@ -105,18 +105,11 @@ class FunctionProbe:
     ) -> None:
         if not self._tell.live or q.dim() < 3 or q.shape[-2] != k.shape[-2] or not self._is_due():
             return
-        mask = kwargs.get("attn_mask", args[0] if args else None)
-        causal = kwargs.get("is_causal", args[2] if len(args) > 2 else False)
-        scale = kwargs.get("scale") or 1 / math.sqrt(q.shape[-1])
+        given = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)), **kwargs}
         length = min(q.shape[-2], _WIDEST)
         one, other = (each.flatten(0, -3)[0, :length].float() for each in (q, k))
-        scores = one @ other.mT * scale
-        if mask is not None:
-            shown = mask.flatten(0, -3)[0] if mask.dim() > 2 else mask
-            shown = shown[:length, :length]
-            scores = scores.masked_fill(~shown, -torch.inf) if shown.dtype == torch.bool else scores + shown
-        if causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        scores = one @ other.mT * (given.get("scale") or 1 / math.sqrt(q.shape[-1]))
+        scores = _masked(scores, given.get("attn_mask"), causal=bool(given.get("is_causal")))
         self._measure(scores.softmax(-1).nan_to_num()[None], (scores > -1e4)[None])
 
     def _is_due(self) -> bool:
@@ -176,3 +169,14 @@ class FunctionProbe:
                 return owner
             frame = frame.f_back
         return None
+
+
+def _masked(scores: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """The scores of one head, with what it may not look at set to minus infinity."""
+    if mask is not None:
+        shown = mask.flatten(0, -3)[0] if mask.dim() > 2 else mask
+        shown = shown[: len(scores), : len(scores)]
+        scores = scores.masked_fill(~shown, -torch.inf) if shown.dtype == torch.bool else scores + shown
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores

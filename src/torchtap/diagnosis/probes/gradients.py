@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchtap._torch import version_of
 from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, is_nonzero
 from torchtap.names import read_name, site_name
+from torchtap.taps.receive.training import parameters_of
 
 __all__ = ["GradientProbe"]
 
@@ -71,15 +72,17 @@ class GradientProbe(ListeningProbe):
     def ready(self, optimizer: Optimizer) -> None:
         if not self._tell.live or self._looks >= _LOOKS:
             return
-        held = [key for key in _held(optimizer) if key in self._watched]
-        made = [key for key in held if key in self._made]
+        held = [key for key in map(id, parameters_of(optimizer)) if key in self._watched]
         for key in held:
-            gradient = self._watched[key][1].grad
-            if gradient is not None and key in self._touched and self._stale.get(key) == id(gradient):
+            if self._uses_stale(key):
                 self._fact("stale-gradient", key)
-        if made and not any(is_nonzero(self._watched[key][1].grad) for key in made):
+        made = [key for key in held if key in self._made]
+        if not any(is_nonzero(self._watched[key][1].grad) for key in made):
             for key in made:
                 self._fact("erased-gradient", key)
+
+    def _uses_stale(self, key: int) -> bool:
+        return key in self._touched and self._stale.get(key) == id(self._watched[key][1].grad)
 
     def _fact(self, name: str, key: int) -> None:
         path, _, leaf, _ = read_name(self._watched[key][0])
@@ -87,7 +90,7 @@ class GradientProbe(ListeningProbe):
 
     def updated(self, optimizer: Optimizer) -> None:
         self._looks += self._tell.live
-        for key in _held(optimizer):
+        for key in map(id, parameters_of(optimizer)):
             if key in self._watched:
                 self._updated.add(key)
                 for known in (self._touched, self._made):
@@ -96,7 +99,3 @@ class GradientProbe(ListeningProbe):
 
     def skipped(self, optimizer: Optimizer) -> None:
         self.updated(optimizer)
-
-
-def _held(optimizer: Optimizer) -> list[int]:
-    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

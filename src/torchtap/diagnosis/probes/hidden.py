@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, final
+from typing import final
 
 from torch import Tensor, nn
 
-from torchtap.diagnosis.probes.base import Patient, Telling, held_anywhere, is_nonzero
+from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, held_anywhere, is_nonzero
 from torchtap.names import join_path, site_name
-from torchtap.taps.receive import backward
 
 __all__ = ["HiddenProbe"]
 
 _LOOKS = 3
 _DEEP = 4  # lists in lists
+_LONG = 10_000
 
 
 @final
-class HiddenProbe:
+class HiddenProbe(ListeningProbe):
     """After the first backwards: what is hidden and got a gradient is used, and learns nothing."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:
         self._patient = patient
         self._tell = tell
         self._looks = 0
-
-    def start(self) -> None:
-        backward.listen(self)
-
-    def stop(self) -> None:
-        backward.stop_listening(self)
-
-    def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
-        pass
 
     def backward_ends(self) -> None:
         if self._looks >= _LOOKS or not self._tell.live:
@@ -54,7 +45,7 @@ class HiddenProbe:
                     yield from self._inside(join_path(place.path, name), place.path, name, value, known, 0)
 
     def _inside(
-        self, path: str, owner: str, name: str, value: Any, known: set[int], depth: int
+        self, path: str, owner: str, name: str, value: object, known: set[int], depth: int
     ) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, nn.Module):
             if id(value) not in known:
@@ -63,9 +54,15 @@ class HiddenProbe:
         elif isinstance(value, Tensor):
             if value.requires_grad and value.is_leaf and id(value) not in self._patient.names:
                 yield site_name(owner, "param", name), value
-        elif isinstance(value, (list, tuple, dict)) and depth < _DEEP and len(value) < 10_000:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, each in items:
-                if isinstance(each, (nn.Module, Tensor, list, tuple, dict)):
-                    inner = join_path(path, str(key))
-                    yield from self._inside(inner, owner, f"{name}.{key}", each, known, depth + 1)
+        elif depth < _DEEP:
+            for key, each in _items(value):
+                inner = join_path(path, str(key))
+                yield from self._inside(inner, owner, f"{name}.{key}", each, known, depth + 1)
+
+
+def _items(value: object) -> list[tuple[object, object]]:
+    """What of a plain container may hold a parameter, by key; nothing of a very long one: it is data."""
+    if not isinstance(value, (list, tuple, dict)) or len(value) >= _LONG:
+        return []
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [(key, each) for key, each in items if isinstance(each, (nn.Module, Tensor, list, tuple, dict))]

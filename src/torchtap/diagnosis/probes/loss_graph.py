@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+
+from torch.autograd.graph import Node
 
 from torchtap._torch import saved_by, shape_from
 
@@ -17,23 +18,23 @@ _NEVER_NEGATIVE = ("NllLoss", "BinaryCrossEntropy", "MseLoss", "SmoothL1Loss", "
 _DIFFERENCES = ("Sub", "Rsub", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy")
 
 
-def nodes(first: Any) -> Iterator[Any]:
+def nodes(first: Node | None) -> Iterator[Node]:
     """The nodes of a graph, those next to the loss first."""
-    waiting, seen = deque([first]), set[int]()
+    waiting, seen = deque([] if first is None else [first]), set[int]()
     while waiting and len(seen) < _NODES:
         node = waiting.popleft()
-        if node is None or id(node) in seen:
+        if id(node) in seen:
             continue
         seen.add(id(node))
         yield node
         waiting.extend(_before(node))
 
 
-def _before(node: Any) -> list[Any]:
+def _before(node: Node) -> list[Node]:
     return [each for each, _ in node.next_functions if each is not None]
 
 
-def is_error(first: Any) -> bool:
+def is_error(first: Node | None) -> bool:
     """Whether a loss is one that cannot be negative, times factors: its sign is that of the factors."""
     node = first
     for _ in range(_CHAIN):
@@ -48,7 +49,7 @@ def is_error(first: Any) -> bool:
     return False
 
 
-def softmax_dimension(node: Any) -> int | None:
+def softmax_dimension(node: Node) -> int | None:
     """Of a node that takes log-probabilities of classes: the dimension that they were normalised over, from 0."""
     below = _before(node)
     if len(below) != 1 or not below[0].name().startswith("LogSoftmax"):
@@ -59,7 +60,7 @@ def softmax_dimension(node: Any) -> int | None:
     return int(dim - 2**64 if dim >= 2**63 else dim) % len(shape)
 
 
-def broadcast(node: Any) -> tuple[int, ...] | None:
+def broadcast(node: Node) -> tuple[int, ...] | None:
     """The shape of a difference between (n, 1) answers and (n) targets, or the other way round: n × n of them.
 
     The target is a constant; where both sides learn, all pairs may well be meant.
@@ -69,12 +70,14 @@ def broadcast(node: Any) -> tuple[int, ...] | None:
     learning = _before(node)
     if len(learning) != 1 or len(node.next_functions) != 2:
         return None
-    answer = learning[0]
-    if answer.name().startswith("Expand"):
-        shape, answer = shape_from(answer), next(iter(_before(answer)), None)
-    else:
-        shape = shape_from(node)
-    own = None if answer is None else shape_from(answer)
-    if not shape or own is None or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
-        return None
-    return shape if own in ((shape[0], 1), (shape[0],), (1, shape[0])) else None
+    expanded = learning[0].name().startswith("Expand")
+    answers = _before(learning[0]) if expanded else learning
+    shape = shape_from(learning[0] if expanded else node)
+    own = shape_from(answers[0]) if answers else None
+    size = _side_of_square(shape)
+    return shape if size > 1 and own in ((size, 1), (size,), (1, size)) else None
+
+
+def _side_of_square(shape: tuple[int, ...] | None) -> int:
+    """n of a shape (n, n), and zero of others."""
+    return shape[0] if shape and shape == (shape[0], shape[0]) else 0

@@ -10,12 +10,14 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from torchtap._torch import saved_by
 from torchtap.diagnosis.probes.base import Patient, Telling
 from torchtap.diagnosis.probes.loss_graph import broadcast, is_error, nodes, softmax_dimension
 from torchtap.diagnosis.probes.pairs import is_next_token
 from torchtap.taps.receive import backward
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.walker import Walker
 
 __all__ = ["LossProbe"]
@@ -58,7 +60,7 @@ class LossProbe:
             walker.leave()
         self._walkers, self._tokens = [], None
 
-    def _keep_tokens(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep_tokens(self, _: Any, args: Args, kwargs: Kwargs) -> None:
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         whole = [each for each in given if not each.is_floating_point() and each.dim() == 2]
         self._tokens = whole[0] if whole else None
@@ -92,7 +94,7 @@ class LossProbe:
             text = "it is negative, which such a loss is only with its sign changed"
             self._tell.fact("loss-maximised", _ANSWER, float(loss), text)
 
-    def _look(self, node: Any) -> None:
+    def _look(self, node: Node) -> None:
         name = node.name()
         if name.startswith("NllLoss"):
             self._look_at_classes(node)
@@ -103,7 +105,7 @@ class LossProbe:
             text = f"{shape[0]} answers and {shape[1]} targets make {shape[0] * shape[1]} differences"
             self._tell.fact("loss-broadcasts", _ANSWER, float(shape[0]), text)
 
-    def _look_at_classes(self, node: Any) -> None:
+    def _look_at_classes(self, node: Node) -> None:
         given, target, ignored = (saved_by(node, name) for name in ("self", "target", "ignore_index"))
         if given is None or target is None or given.dim() < 2:
             return
@@ -112,15 +114,18 @@ class LossProbe:
             return
         self._tell.fact("classes", _ANSWER, float(given.shape[1]))
         self._look_at_order(target)
-        over = softmax_dimension(node)
+        self._look_at_softmax(softmax_dimension(node), given)
+        if self._tokens is not None and is_next_token(self._tokens, target, ignored):
+            self._tell.fact("next-token", ":input")
+
+    def _look_at_softmax(self, over: int | None, given: Tensor) -> None:
+        """Whether numbers that should be log-probabilities of classes were made so, over the right dimension."""
         if over is None and bool((given >= 0).all() & (given <= 1).all() & (given > 0).any()):
             text = "nll_loss wants logarithms and is given numbers between 0 and 1"
             self._tell.fact("probabilities-as-logits", _ANSWER, text=text)
         elif over is not None and over != 1:
             text = f"log_softmax was taken over dimension {over}, and the classes are dimension 1"
             self._tell.fact("softmax-dimension", _ANSWER, float(over), text)
-        if self._tokens is not None and is_next_token(self._tokens, target, ignored):
-            self._tell.fact("next-token", ":input")
 
     def _look_at_order(self, target: Tensor) -> None:
         """Whether each batch has one class, and not all have the same."""

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from torchtap._torch_distributed import local_part
 from torchtap.diagnosis.facts import Structure
-from torchtap.diagnosis.probes.base import Patient, Telling, held_anywhere, is_nonzero
-from torchtap.taps.receive import training
-from torchtap.taps.receive.ears import Ears
+from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, held_anywhere, is_nonzero
+from torchtap.taps.receive.training import parameters_of
 
 __all__ = ["MembershipProbe", "is_fresh"]
 
@@ -21,7 +20,7 @@ _LOOKS = 4  # updates in live steps that are looked at
 
 
 @final
-class MembershipProbe(Ears):
+class MembershipProbe(ListeningProbe):
     """Compares what has gradients with what optimizers hold, at the first updates."""
 
     def __init__(self, patient: Patient, tell: Telling, tell_structure: Callable[[Structure], None]) -> None:
@@ -34,12 +33,6 @@ class MembershipProbe(Ears):
         self._looks: dict[int, int] = {}
         self._learning = 0  # how many parameters require a gradient
 
-    def start(self) -> None:
-        training.listen(self)
-
-    def stop(self) -> None:
-        training.stop_listening(self)
-
     def ready(self, optimizer: Optimizer) -> None:
         if not self._tell.live:
             return
@@ -49,7 +42,7 @@ class MembershipProbe(Ears):
             return
         self._looks[id(optimizer)] = looks + 1
         kind = type(optimizer)
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = parameters_of(optimizer)
         self._held.update((id(each), f"{kind.__module__}.{kind.__qualname__}") for each in parameters)
         if any(group.get("maximize") for group in optimizer.param_groups):
             self._tell.fact("maximises", ":output", text=f"{kind.__name__} has maximize=True")
@@ -78,28 +71,35 @@ class MembershipProbe(Ears):
             self._tell_structure(found)
 
     def _look_for_strangers(self, parameters: list[Tensor]) -> None:
-        patient = self._patient
-        suspects = {
-            name: each
-            for name, each in patient.parameters.items()
-            if each.requires_grad and each.grad is not None and id(each) not in self._held
-        }
+        suspects = self._suspects()
         if not suspects:
             return
-        held = held_anywhere()
-        suspects = {
+        patient, held = self._patient, held_anywhere()
+        strangers = {
             name: each for name, each in suspects.items() if id(each) not in held and is_nonzero(each.grad)
         }
-        mine = any(id(each) in patient.names for each in parameters)
-        idle = all(each.grad is None for each in parameters)
-        nobody = not any(id(each) in held for each in patient.parameters.values())
-        if suspects and idle and nobody and not mine:
-            name, parameter = next(iter(suspects.items()))
-            text = f"{len(parameters)} tensors of the optimizer have no gradient, {len(suspects)} of the model have one"
-            self._tell.fact("foreign-optimizer", name, float(parameter.numel()), text)
-        elif mine:
-            for name, parameter in suspects.items():
+        if any(id(each) in patient.names for each in parameters):
+            for name, parameter in strangers.items():
                 self._tell.fact("not-in-optimizer", name, float(parameter.numel()))
+        elif strangers and held.isdisjoint(map(id, patient.parameters.values())):
+            self._look_for_foreign(parameters, strangers)
+
+    def _suspects(self) -> dict[str, nn.Parameter]:
+        """What has a gradient, and no optimizer that stepped so far holds."""
+        learning = {name: each for name, each in self._patient.parameters.items() if each.requires_grad}
+        return {
+            name: each
+            for name, each in learning.items()
+            if each.grad is not None and id(each) not in self._held
+        }
+
+    def _look_for_foreign(self, parameters: list[Tensor], strangers: dict[str, nn.Parameter]) -> None:
+        """An optimizer that holds nothing of a model that nobody else holds: whether it is idle, so meant for it."""
+        if any(each.grad is not None for each in parameters):
+            return
+        name, parameter = next(iter(strangers.items()))
+        text = f"{len(parameters)} tensors of the optimizer have no gradient, {len(strangers)} of the model have one"
+        self._tell.fact("foreign-optimizer", name, float(parameter.numel()), text)
 
 
 def is_fresh(patient: Patient) -> bool:
@@ -112,20 +112,30 @@ def is_fresh(patient: Patient) -> bool:
 
 
 def _looks_fresh(module: nn.Module) -> bool:
-    weight: Tensor | None = module._parameters.get("weight")
-    bias: Tensor | None = module._parameters.get("bias")
-    if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.numel()):
-        return True
-    if weight.is_meta or isinstance(weight, nn.parameter.UninitializedParameter):
-        return True
-    shape = weight.shape  # of the whole; the values are this rank's part, or every rank would have to look
-    weight, bias = local_part(weight), None if bias is None else local_part(bias)
-    if not weight.numel() or (bias is not None and not bias.numel()):
+    weight, bias = _values_of(module, "weight"), _values_of(module, "bias")
+    if weight is None:
         return True
     if weight.dim() == 1:
-        constant = bool((weight == weight[0]).all())
-        return constant and (bias is None or bool((bias == 0).all()))
+        return _is_constant(weight) and (bias is None or bool((bias == 0).all()))
     if bias is None or bias.dim() != 1:
         return True
-    fan_in = shape[1:].numel() if "Transpose" not in type(module).__name__ else shape[1]
-    return bool((bias == bias[0]).all()) or float(bias.abs().max()) <= 1.01 / max(1, fan_in) ** 0.5
+    return _is_constant(bias) or float(bias.abs().max()) <= 1.01 / max(1, _fan_in(module)) ** 0.5
+
+
+def _values_of(module: nn.Module, name: str) -> Tensor | None:
+    """What this rank has of a parameter, or every rank would have to look; None where there is nothing to look at."""
+    whole: Tensor | None = module._parameters.get(name)
+    if whole is None or whole.is_meta or isinstance(whole, nn.parameter.UninitializedParameter):
+        return None
+    part = local_part(whole)
+    return part if part.is_floating_point() and part.numel() else None
+
+
+def _is_constant(values: Tensor) -> bool:
+    return bool((values == values[0]).all())
+
+
+def _fan_in(module: nn.Module) -> int:
+    """How many numbers one output is made of."""
+    shape = module.get_parameter("weight").shape  # of the whole
+    return shape[1] if "Transpose" in type(module).__name__ else shape[1:].numel()

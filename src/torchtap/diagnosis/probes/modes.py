@@ -110,13 +110,17 @@ class ModeProbe(Ears):
         self._learned_in_eval = self._learned_in_training = False
         self._updates += 1
         self._in_eval_updates = self._in_eval_updates + 1 if only_eval else 0
-        if self._in_eval_updates < 2 or not self._modal or any(m.training for _, m in self._modal):
+        if self._in_eval_updates < 2 or any(module.training for _, module in self._modal):
             return
-        sizes = [(each.numel(), each.requires_grad) for each in self._patient.parameters.values()]
-        learning = sum(size for size, learns in sizes if learns)
-        if 2 * learning >= sum(size for size, _ in sizes):
+        if self._modal and self._learns_mostly():
             for path, _ in self._modal:
                 self._tell.fact("trains-in-eval", site_name(path, "output"))
+
+    def _learns_mostly(self) -> bool:
+        """Whether at least half of the model learns: the rest of a frozen one may well be in evaluation."""
+        parameters = self._patient.parameters.values()
+        learning = sum(each.numel() for each in parameters if each.requires_grad)
+        return 2 * learning >= sum(each.numel() for each in parameters)
 
 
 def _is_reestimated(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from torchtap.diagnosis.probes.base import Patient, Telling
 from torchtap.diagnosis.probes.pairs import padding
 from torchtap.names import site_name
 from torchtap.taps.receive.gradients import ask_for_gradient
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.walker import Walker
 
 __all__ = ["PaddingProbe"]
@@ -42,7 +43,7 @@ class PaddingProbe:
         self._walker.leave()
         self._padded.clear()
 
-    def _on_tokens(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_tokens(self, path: str, args: Args, kwargs: Kwargs) -> None:
         looked = self._looked.get(path, 0)
         if not (self._tell.live and torch.is_grad_enabled()) or looked >= _LOOKS:
             return

@@ -13,18 +13,21 @@ def is_next_token(tokens: Tensor, target: Tensor, ignored: int | None = -100) ->
     if target.is_floating_point() or tokens.shape[0] * tokens.shape[1] < 8 or len(torch.unique(tokens)) < 3:
         return False
     flat = target.detach().reshape(-1)
-    for along in (1, 0):
-        if tokens.shape[along] < 2:
-            continue
-        following = tokens.narrow(along, 1, tokens.shape[along] - 1)
-        for length in (tokens.shape[along], tokens.shape[along] - 1):
-            shape = list(tokens.shape)
-            shape[along] = length
-            if flat.numel() == shape[0] * shape[1]:
-                asked = flat.reshape(shape).narrow(along, 0, tokens.shape[along] - 1)
-                counted = torch.ones_like(asked, dtype=torch.bool) if ignored is None else asked != ignored
-                if bool(counted.any()) and bool((asked == following)[counted].float().mean() > 0.9):
-                    return True
+    return any(_follow(tokens, flat, along, ignored) for along in (1, 0) if tokens.shape[along] > 1)
+
+
+def _follow(tokens: Tensor, flat: Tensor, along: int, ignored: int | None) -> bool:
+    """Whether targets are the tokens that follow along one dimension; the last position may have no target."""
+    inner = tokens.shape[along] - 1
+    following = tokens.narrow(along, 1, inner)
+    for length in (inner + 1, inner):
+        shape = list(tokens.shape)
+        shape[along] = length
+        if flat.numel() == shape[0] * shape[1]:
+            asked = flat.reshape(shape).narrow(along, 0, inner)
+            counted = torch.ones_like(asked, dtype=torch.bool) if ignored is None else asked != ignored
+            if bool(counted.any()) and bool((asked == following)[counted].float().mean() > 0.9):
+                return True
     return False
 
 

@@ -16,6 +16,7 @@ from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling
 from torchtap.diagnosis.rules.rank_gradients import PAST_THE_WRAPPER, SCALED, UNSYNCED
 from torchtap.diagnosis.rules.rank_progress import SECONDS
 from torchtap.diagnosis.rules.rank_state import BROADCAST
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.walker import Walker
 
 __all__ = ["RankProbe"]
@@ -57,7 +58,7 @@ class RankProbe(ListeningProbe):
         for walker in self._walkers:
             walker.leave()
 
-    def _call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _call(self, module: Any, args: Args, kwargs: Kwargs) -> None:
         if torch.is_grad_enabled():
             self._called.add(id(module))
 

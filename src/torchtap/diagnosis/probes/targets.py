@@ -8,10 +8,11 @@ between them, nothing is said.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from torchtap._torch import saved_by
@@ -59,9 +60,9 @@ class TargetProbe(ListeningProbe):
         self.updated(optimizer)
 
 
-def _losses(first: Any) -> Iterator[tuple[Tensor | float, Tensor | float]]:
+def _losses(first: Node | None) -> Iterator[tuple[Tensor | float, Tensor | float]]:
     """Of each loss function in a graph: how many targets it has, and what one of them counts."""
-    waiting: list[tuple[Any, Tensor | float]] = [(first, 1.0)]
+    waiting: list[tuple[Node | None, Tensor | float]] = [(first, 1.0)]
     for _ in range(_NODES):
         if not waiting:
             return
@@ -78,7 +79,7 @@ def _losses(first: Any) -> Iterator[tuple[Tensor | float, Tensor | float]]:
         waiting += [(each, found) for each, found in zip(below, _factors(node, factor), strict=False)]
 
 
-def _factors(node: Any, factor: Tensor | float) -> list[Tensor | float]:
+def _factors(node: Node, factor: Tensor | float) -> list[Tensor | float]:
     """What the values below a node are multiplied by; nothing where it does anything else."""
     name = node.name()
     other, own = saved_by(node, "other"), saved_by(node, "self")
@@ -92,11 +93,11 @@ def _factors(node: Any, factor: Tensor | float) -> list[Tensor | float]:
     return [factor, factor] if name.startswith(_SUMS) else []
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _counted(node: Any) -> tuple[Tensor | float | None, Tensor | float]:
+def _counted(node: Node) -> tuple[Tensor | float | None, Tensor | float]:
     """How many targets a loss function counts, and what it divides their sum by."""
     given, target = saved_by(node, "self"), saved_by(node, "target")
     if not isinstance(given, Tensor) or not isinstance(target, Tensor):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling
+from torchtap.taps.receive.training import parameters_of
 
 __all__ = ["UpdateProbe"]
 
@@ -67,23 +68,26 @@ class UpdateProbe(ListeningProbe):
     def ready(self, optimizer: Optimizer) -> None:
         if self._empty < 0:
             return
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if not any(id(each) in self._names for each in parameters):
+        parameters = parameters_of(optimizer)
+        if self._names.keys().isdisjoint(map(id, parameters)):
             return
         if self._reached or any(each.grad is not None for each in parameters):
             self._empty = -1  # something learns: what does not is for others to say
             return
         self._empty += 1
         if self._empty >= _EMPTY:
-            text = "backward() did not reach the model" if self._backwards else "backward() was never called"
-            for name in self._names.values():
-                self._tell.fact("nothing-learns", name, float(self._backwards), text)
+            self._tell_nothing_learns()
             self._empty = -1
+
+    def _tell_nothing_learns(self) -> None:
+        text = "backward() did not reach the model" if self._backwards else "backward() was never called"
+        for name in self._names.values():
+            self._tell.fact("nothing-learns", name, float(self._backwards), text)
 
     def updated(self, optimizer: Optimizer) -> None:
         if self._new < 0:
             return
-        held = (self._names.get(id(each)) for group in optimizer.param_groups for each in group["params"])
+        held = (self._names.get(id(each)) for each in parameters_of(optimizer))
         first = next((name for name in held if name is not None), None)
         if first is None:
             return

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap._torch_distributed import local_part, placed, spec_of
-from torchtap.diagnosis.probes.base import Patient, Telling, is_nonzero
+from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, is_nonzero
 from torchtap.names import site_name
 from torchtap.placement import Box
-from torchtap.taps.receive import training
-from torchtap.taps.receive.ears import Ears
+from torchtap.taps.receive.training import parameters_of
 
 __all__ = ["WeightProbe"]
 
@@ -21,7 +20,7 @@ _LOOKS = 2
 
 
 @final
-class WeightProbe(Ears):
+class WeightProbe(ListeningProbe):
     """Looks at the first updates of a training, and at ties in each live step."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:
@@ -32,16 +31,13 @@ class WeightProbe(Ears):
         self._looks = 0
 
     def start(self) -> None:
-        training.listen(self)
+        super().start()
         for site, times in _repeated(self._patient):
             self._tell.fact("one-for-many", site, float(times))
 
-    def stop(self) -> None:
-        training.stop_listening(self)
-
     def ready(self, optimizer: Optimizer) -> None:
         if self._tell.live and self._looks < _LOOKS:
-            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            held = set(map(id, parameters_of(optimizer)))
             with torch.no_grad():
                 for name, parameter in self._patient.parameters.items():
                     if id(parameter) in held and _has_equal_rows(parameter):
@@ -51,21 +47,25 @@ class WeightProbe(Ears):
         if not self._tell.live:
             return
         self._looks += 1
+        self._look_at_ties()
+        if self._twins and self._looks <= _LOOKS:
+            self._look_at_twins(optimizer)
+
+    def _look_at_ties(self) -> None:
         for names in self._tied:
             holders = {id(module._parameters.get(leaf)) for _, module, leaf in names}
             if len(holders) > 1:
                 path, _, leaf = names[-1]
-                self._tell.fact(
-                    "untied", site_name(path, "param", leaf), text="they were one parameter at the start"
-                )
-        if self._twins and self._looks <= _LOOKS:
-            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-            for one, other in self._twins:
-                first, second = self._patient.parameters[one], self._patient.parameters[other]
-                if {id(first), id(second)} <= held and not _equal(first, second):
-                    self._tell.fact(
-                        "untied", other, text=f"it had the values of {one} when the training began"
-                    )
+                text = "they were one parameter at the start"
+                self._tell.fact("untied", site_name(path, "param", leaf), text=text)
+
+    def _look_at_twins(self, optimizer: Optimizer) -> None:
+        held = set(map(id, parameters_of(optimizer)))
+        for one, other in self._twins:
+            first, second = self._patient.parameters[one], self._patient.parameters[other]
+            if {id(first), id(second)} <= held and not _equal(first, second):
+                text = f"it had the values of {one} when the training began"
+                self._tell.fact("untied", other, text=text)
 
 
 def _has_equal_rows(parameter: Tensor) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchtap.diagnosis.chart import Chart, Numbers
 from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.windows import LAST, first_run
 
@@ -19,17 +19,17 @@ __all__ = ["ConstantOutput", "DeadUnits", "DeadValues", "OutputCollapsed", "Satu
 _LAYERS = ("Linear", "Conv")
 
 
-def is_layer(place: Place) -> bool:
+def is_layer(place: ChartedSite) -> bool:
     """Whether a site belongs to a linear layer or a convolution."""
     return any(word in place.module_class for word in _LAYERS)
 
 
-def is_whole(place: Place) -> bool:
+def is_whole(place: ChartedSite) -> bool:
     """Whether a site is all that its module returns."""
     return not place.leaf
 
 
-def is_layer_weight(place: Place) -> bool:
+def is_layer_weight(place: ChartedSite) -> bool:
     return is_layer(place) and place.leaf.endswith("weight")
 
 
@@ -61,7 +61,7 @@ class DeadUnits(Rule):
         evidence = [Evidence("share of dead units", h.value, h.site, "dead_share", h.step) for h in hits[:1]]
         yield from self.found(hits, message, evidence=evidence)
 
-    def _hits(self, chart: Chart, kind: str, where: Callable[[Place], bool]) -> list[Hit]:
+    def _hits(self, chart: Chart, kind: str, where: Callable[[ChartedSite], bool]) -> list[Hit]:
         found = chart.grid("dead_share", kind, last=LAST, where=where).recorded()
         if not (found.values >= self.share).any():
             return []
@@ -238,7 +238,7 @@ class Saturated(Rule):
         message = "{site}{also} is saturated: nearly every value sits at the end of its range"
         yield from self.found(hits, message, evidence=evidence)
 
-    def _room(self, place: Place, size: Numbers, mean: Numbers) -> tuple[Numbers, float] | None:
+    def _room(self, place: ChartedSite, size: Numbers, mean: Numbers) -> tuple[Numbers, float] | None:
         """How far values are from the ends of their range on average, and the limit; None of what has no such range."""
         if place.module_class == "Tanh":
             return 1 - size**2, self.tanh

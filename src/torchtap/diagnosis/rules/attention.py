@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.progress import has_improved
 from torchtap.diagnosis.rules.windows import first_run, rises_steadily
@@ -22,11 +23,11 @@ ENTROPY = (
 )
 
 
-def is_entropy(place: Place) -> bool:
+def is_entropy(place: ChartedSite) -> bool:
     return place.leaf == ENTROPY
 
 
-def is_answer(place: Place) -> bool:
+def is_answer(place: ChartedSite) -> bool:
     return not place.module
 
 
@@ -140,13 +141,18 @@ class GrowingLogits(Rule):
         hits = []
         for row, place in enumerate(found.places):
             values = found.values[row]
-            early = float(np.nanmedian(values[:8])) if np.isfinite(values[:8]).any() else float("nan")
-            over = values > max(self.size, self.times * early)
-            column = first_run(over, 3)
-            if column is None or column < self.window:
-                continue
-            risen = rises_steadily(values[column - self.window + 1 : column + 1])
-            if risen and not has_improved(chart, found.step(column), 0.95):  # who is right may be sure
+            column = self._outgrown(values)
+            if column is not None and not has_improved(
+                chart, found.step(column), 0.95
+            ):  # who is right may be sure
                 hits.append(hit_at(place, found.step(column), values[column]))
         evidence = [Evidence("largest logit", h.value, h.site, "absmax", h.step) for h in hits[:1]]
         yield from self.found(hits, "logits at {site}{also} rise steadily, to {value:.3g}", evidence=evidence)
+
+    def _outgrown(self, values: npt.NDArray[np.float64]) -> int | None:
+        """Where logits became too large, if they rose steadily until then."""
+        early = float(np.nanmedian(values[:8])) if np.isfinite(values[:8]).any() else float("nan")
+        column = first_run(values > max(self.size, self.times * early), 3)
+        if column is None or column < self.window:
+            return None
+        return column if rises_steadily(values[column - self.window + 1 : column + 1]) else None

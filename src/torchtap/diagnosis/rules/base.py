@@ -16,7 +16,7 @@ from typing import ClassVar, final
 
 from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 
 __all__ = ["Hit", "Need", "Rule", "gathered"]
 
@@ -114,6 +114,6 @@ def gathered(hits: Iterable[Hit]) -> list[Hit]:
     return sorted(hits, key=lambda hit: (hit.step, hit.order))
 
 
-def hit_at(place: Place, step: int, value: float) -> Hit:
+def hit_at(place: ChartedSite, step: int, value: float) -> Hit:
     """A hit at a place."""
     return Hit(place.name, step, float(value), place.index)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.facts import Fact
 from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.progress import LOSS
 from torchtap.diagnosis.rules.steps import is_weight
@@ -23,7 +23,7 @@ __all__ = ["AtChance", "ConstantInput", "SameBatch", "WindowScale"]
 _PRINT = ("mean", "std", "min", "max", "l1", "l2")  # of two different batches, all of these never agree
 
 
-def is_model_input(place: Place) -> bool:
+def is_model_input(place: ChartedSite) -> bool:
     """Whether a site is an argument of the model itself."""
     return not place.module
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.activity import is_whole
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.windows import first_run
@@ -24,7 +24,7 @@ __all__ = ["FrozenButNorms", "GradientCut", "NeverCalled", "NoGradient", "ZeroGr
 _NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "SyncBatchNorm")
 
 
-def is_norm(place: Place) -> bool:
+def is_norm(place: ChartedSite) -> bool:
     """Whether a site belongs to a layer that normalises."""
     return any(word in place.module_class for word in _NORMS)
 

@@ -7,15 +7,15 @@ parameters' gradients last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import numpy as np
 
-from torchtap.diagnosis.chart import Chart, Grid
+from torchtap.diagnosis.chart import Chart, ChartGrid
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.base import Hit, Need, Rule
 
 __all__ = ["NonFinite", "computed_order"]
@@ -27,10 +27,19 @@ _GRADIENTS = ("grad_output", "grad_input", "param_grad")
 _MASKS = ("input", "attention", "value", "buffer")
 
 
-def computed_order(place: Place) -> tuple[int, int]:
+def computed_order(place: ChartedSite) -> tuple[int, int]:
     """Sorts sites by when a training step computes them."""
     stage = _STAGE.get(place.kind, 1)
     return stage, -place.index if stage in (2, 3) else place.index
+
+
+class _Outbreak(NamedTuple):
+    """The first values of a site that are not finite."""
+
+    step: int
+    place: ChartedSite
+    values: float  # how many
+    word: str  # NaN or inf
 
 
 @final
@@ -58,23 +67,21 @@ class NonFinite(Rule):
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
         nans, infs = chart.grid("nans", *_KINDS), chart.grid("infs", *_KINDS)
-        first: dict[str, tuple[int, Place, float, str]] = {}
-        for found, word in ((nans, "NaN"), (infs, "inf")):
-            if found and (found.values > 0).any():
-                self._first(chart, found, word, first, masks=word == "inf")
-        if not first:
+        first: dict[str, _Outbreak] = {}
+        self._note_first(chart, nans, "NaN", first)
+        self._note_first(chart, infs, "inf", first)
+        order = sorted(first.values(), key=lambda each: (each.step, computed_order(each.place)))
+        if order and not _is_of_the_loss(chart, order[0]):
+            yield self._told(order, _where(order[0], nans))
+        else:
             yield from self._of_the_loss(chart)
-            return
-        order = sorted(first.values(), key=lambda each: (each[0], computed_order(each[1])))
+
+    def _told(self, order: Sequence[_Outbreak], where: str) -> Finding:
         step, place, count, word = order[0]
-        if place.kind in _GRADIENTS and any(fact.step <= step for fact in chart.facts("loss-not-finite")):
-            yield from self._of_the_loss(chart)  # gradients of such a loss are its effect
-            return
-        spread = [each for each in order if each[0] == step]
-        others = f"; {len(spread) - 1} more sites had one in the same step" if len(spread) > 1 else ""
-        article = "an" if word == "inf" else "a"
-        where = _where(place, nans, step)
-        yield Finding(
+        spread = sum(each.step == step for each in order)
+        others = f"; {spread - 1} more sites had one in the same step" if spread > 1 else ""
+        article, statistic = ("an", "infs") if word == "inf" else ("a", "nans")
+        return Finding(
             self.name,
             "error",
             place.name,
@@ -83,13 +90,9 @@ class NonFinite(Rule):
             f"the first value that is not a finite number is {article} {word} at {place.name}, step {step} "
             f"({count:,.0f} of them){where}{others}",
             self.fix,
-            tuple(each[1].name for each in order),
+            tuple(each.place.name for each in order),
             self.causes,
-            (
-                Evidence(
-                    "values that are not finite", count, place.name, "nans" if word == "NaN" else "infs", step
-                ),
-            ),
+            (Evidence("values that are not finite", count, place.name, statistic, step),),
             self.trust,
         )
 
@@ -108,19 +111,12 @@ class NonFinite(Rule):
             hits, "the loss is not a finite number" + text, severity="error", causes=causes, fix=fix
         )
 
-    def _first(
-        self,
-        chart: Chart,
-        found: Grid,
-        word: str,
-        first: dict[str, tuple[int, Place, float, str]],
-        *,
-        masks: bool,
-    ) -> None:
+    def _note_first(self, chart: Chart, found: ChartGrid, word: str, first: dict[str, _Outbreak]) -> None:
+        """Where and when such values came first, site by site, if none came there before."""
         for row in np.flatnonzero((found.values > 0).any(axis=1)):
             place, counts = found.places[row], found.values[row]
             seen = counts[~np.isnan(counts)]
-            if masks and place.kind in _MASKS and bool((seen > 0).all()):
+            if word == "inf" and place.kind in _MASKS and bool((seen > 0).all()):
                 continue
             bad = counts > 0
             if place.kind in _GRADIENTS:
@@ -129,15 +125,23 @@ class NonFinite(Rule):
             if len(hits):
                 step = found.step(hits[0])
                 known = first.get(place.name)
-                if known is None or step < known[0]:
-                    first[place.name] = (step, place, float(counts[hits[0]]), word)
+                if known is None or step < known.step:
+                    first[place.name] = _Outbreak(step, place, float(counts[hits[0]]), word)
 
 
-def _where(place: Place, nans: Grid, step: int) -> str:
+def _is_of_the_loss(chart: Chart, first: _Outbreak) -> bool:
+    """Whether gradients are the first: those of a loss that is not finite are its effect."""
+    if first.place.kind not in _GRADIENTS:
+        return False
+    return any(fact.step <= first.step for fact in chart.facts("loss-not-finite"))
+
+
+def _where(first: _Outbreak, nans: ChartGrid) -> str:
     """Of a gradient that went bad between two modules: the one in whose backward that happened."""
+    place = first.place
     if place.kind != "grad_output":
         return ""
-    column = int(np.flatnonzero(nans.steps == step)[0])
+    column = int(np.flatnonzero(nans.steps == first.step)[0])
     after = [
         (other, nans.values[row, column])
         for row, other in enumerate(nans.places)

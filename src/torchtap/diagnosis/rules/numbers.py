@@ -10,7 +10,7 @@ import numpy as np
 
 from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.windows import LAST, first_run, first_run_of
 
@@ -19,7 +19,7 @@ __all__ = ["LossScale", "NearOverflow", "Underflow"]
 _SMALLEST_NORMAL = 2.0**-14  # of float16
 
 
-def is_half(place: Place) -> bool:
+def is_half(place: ChartedSite) -> bool:
     """Whether a site's values are float16."""
     return place.dtype == "float16"
 

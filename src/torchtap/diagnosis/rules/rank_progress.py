@@ -102,8 +102,6 @@ class RankLost(RankRule):
 
     def compare(self, chart: Chart) -> Iterable[Finding]:
         lost = [rank for rank, end in chart.ends.items() if end == "interrupted" and rank in chart.ranks]
-        if not lost:
-            return
         last = {rank: int(own.steps[-1]) for rank, own in chart.ranks.items() if len(own.steps)}
         here = [rank for rank in lost if rank in last]
         if not here:

@@ -107,20 +107,24 @@ def _first_swap(courses: dict[int, Course]) -> tuple[int, str] | None:
         for step in course.steps[course.jumps].tolist():
             jumps.setdefault(step, []).append(rank)
     for step, ranks in sorted(jumps.items()):
-        at = {rank: int(np.searchsorted(courses[rank].steps, step)) for rank in ranks}
-        owners = {}
-        for rank in ranks:
-            course, column = courses[rank], at[rank]
-            near = [
-                other
-                for other in ranks
-                if other != rank
-                and abs(course.found[column] - courses[other].expected[at[other]])
-                <= course.slack[column] + courses[other].slack[at[other]]
-            ]
-            if len(near) == 1:
-                owners[rank] = near[0]
+        owners = _owners({rank: courses[rank] for rank in ranks}, step)
         if len(owners) > 1 and len(owners) == len(ranks):
             held = ", ".join(f"rank {rank} holds rank {owner}'s part" for rank, owner in owners.items())
             return step, held
     return None
+
+
+def _owners(courses: dict[int, Course], step: int) -> dict[int, int]:
+    """By rank: the one other rank that should hold at a step what it holds."""
+    at = {rank: int(np.searchsorted(course.steps, step)) for rank, course in courses.items()}
+    found = {}
+    for rank, course in courses.items():
+        value, slack = course.found[at[rank]], course.slack[at[rank]]
+        near = [
+            other
+            for other, its in courses.items()
+            if other != rank and abs(value - its.expected[at[other]]) <= slack + its.slack[at[other]]
+        ]
+        if len(near) == 1:
+            found[rank] = near[0]
+    return found

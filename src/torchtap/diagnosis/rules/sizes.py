@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.chart import EARLY, Chart
+from torchtap.diagnosis.chart import EARLY, Chart, ChartGrid
 from torchtap.diagnosis.finding import Evidence, Finding, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.activity import is_layer
-from torchtap.diagnosis.rules.base import Need, Rule, hit_at
+from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.progress import has_improved
 from torchtap.diagnosis.rules.windows import LAST, first_run
 
 __all__ = ["Exploding", "Fading", "InitTooLarge", "Shrinking", "UnscaledInput", "Vanishing"]
 
 
-def is_main_layer(place: Place) -> bool:
+def is_main_layer(place: ChartedSite) -> bool:
     """The output, or its gradient, of the first call of a linear layer or convolution."""
     return is_layer(place) and not place.call and not place.leaf
 
@@ -50,28 +50,35 @@ class Exploding(Rule):
     fix: ClassVar[str] = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
     def judge(self, chart: Chart) -> Iterable[Finding]:
-        hits = []
+        hits: list[Hit] = []
         for kind in ("output", "grad_output", "param_grad"):
             found = chart.grid("rms", kind).recorded()
-            if not found or found.values.shape[1] < 8:
-                continue
-            early = _early_sizes(found.values)
-            # What is tiny beside its kind at the start grows without harm: its place among the others counts.
-            usual = np.nanmedian(early[early > 0]) if (early > 0).any() else np.nan
-            base = np.maximum(early, usual)
-            recent = slice(max(8, found.values.shape[1] - LAST), None)
-            over = found.values[:, recent] > self.times * base[:, None]
-            for row in np.flatnonzero(over.any(axis=1)):
-                column = first_run(over[row], self.length)
-                if column is None or base[row] <= 0:
-                    continue
-                at = column + (recent.start or 0)
-                # Answers grow where a model becomes sure of what it has learned, gradients where a branch awakes.
-                if not has_improved(chart, found.step(at)):
-                    hits.append(hit_at(found.places[row], found.step(at), found.values[row, at] / base[row]))
+            if found and found.values.shape[1] >= 8:
+                hits += self._grown(chart, found)
         evidence = [Evidence("times its early size", h.value, h.site, "rms", h.step) for h in hits[:1]]
         message = "{site}{also} grew to {value:.3g} times its early size, by step {step}"
         yield from self.found(hits, message, evidence=evidence)
+
+    def _grown(self, chart: Chart, found: ChartGrid) -> Iterator[Hit]:
+        """The places of one kind that grew for long enough, and lately."""
+        base = _base_sizes(found.values)
+        begin = max(8, found.values.shape[1] - LAST)
+        over = found.values[:, begin:] > self.times * base[:, None]
+        for row in np.flatnonzero(over.any(axis=1)):
+            column = first_run(over[row], self.length)
+            if column is None or base[row] <= 0:
+                continue
+            at = begin + column
+            # Answers grow where a model becomes sure of what it has learned, gradients where a branch awakes.
+            if not has_improved(chart, found.step(at)):
+                yield hit_at(found.places[row], found.step(at), found.values[row, at] / base[row])
+
+
+def _base_sizes(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """What growth is measured by: what is tiny beside its kind at the start grows without harm."""
+    early = _early_sizes(values)
+    usual = np.nanmedian(early[early > 0]) if (early > 0).any() else np.nan
+    return np.maximum(early, usual)
 
 
 def _early_sizes(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -256,7 +263,7 @@ class InitTooLarge(Rule):
         message = "fresh weights are too large: {site}{also} makes its input {value:.1f} times larger"
         yield from self.found(hits, message, evidence=evidence)
 
-    def _grown(self, chart: Chart) -> list[tuple[Place, float, float]]:
+    def _grown(self, chart: Chart) -> list[tuple[ChartedSite, float, float]]:
         """The weights that make their input larger by more than the limit, in order: by how much, and to which size."""
         weights = chart.grid("rms", "param", where=is_main_weight)
         outputs = chart.grid("rms", "output", where=is_main_layer)
@@ -279,7 +286,7 @@ class InitTooLarge(Rule):
         )
 
 
-def is_main_weight(place: Place) -> bool:
+def is_main_weight(place: ChartedSite) -> bool:
     """The weight of a linear layer or convolution."""
     return (
         is_layer(place)
@@ -289,11 +296,11 @@ def is_main_weight(place: Place) -> bool:
     )
 
 
-def _is_answer(place: Place) -> bool:
+def _is_answer(place: ChartedSite) -> bool:
     return not place.module
 
 
-def _fan_in(place: Place) -> float:
+def _fan_in(place: ChartedSite) -> float:
     assert place.shape is not None
     return float(np.prod(place.shape[1:]))
 
@@ -351,7 +358,7 @@ class UnscaledInput(Rule):
         )
 
 
-def _first_taker(chart: Chart) -> Place | None:
+def _first_taker(chart: Chart) -> ChartedSite | None:
     """The first module, in execution, that has a name and an output: what takes the input."""
     for place in chart.places():
         if place.kind == "output" and place.module and chart.has_come(place.name):

@@ -9,9 +9,9 @@ from typing import ClassVar, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.chart import EARLY, Chart, Grid, Numbers
+from torchtap.diagnosis.chart import EARLY, Chart, ChartGrid, Numbers
 from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
-from torchtap.diagnosis.places import Place
+from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.gradients import is_norm
 from torchtap.diagnosis.rules.progress import LOSS
@@ -21,7 +21,7 @@ from torchtap.names import site_name
 __all__ = ["LostUpdates", "RateGone", "StepTooLarge", "StepTooSmall"]
 
 
-def is_weight(place: Place) -> bool:
+def is_weight(place: ChartedSite) -> bool:
     """Whether a site is of a matrix of weights, not of a bias, a norm or an embedding."""
     return (
         place.leaf.endswith("weight")
@@ -31,7 +31,7 @@ def is_weight(place: Place) -> bool:
     )
 
 
-def is_short_weight(place: Place) -> bool:
+def is_short_weight(place: ChartedSite) -> bool:
     """A matrix of weights in a short format. In float32 it is the update that is too small, not the format."""
     return is_weight(place) and place.dtype not in ("float32", "float64")
 
@@ -53,7 +53,7 @@ def _still_warming(chart: Chart) -> npt.NDArray[np.bool_]:
     return np.asarray(rising | (rates == 0), np.bool_)
 
 
-def _recorded(grid: Grid) -> npt.NDArray[np.bool_]:
+def _recorded(grid: ChartGrid) -> npt.NDArray[np.bool_]:
     """The columns in which anything was recorded."""
     return np.asarray((~np.isnan(grid.values)).any(axis=0), np.bool_)
 
@@ -228,7 +228,7 @@ class StepTooSmall(Rule):
         yield from self.found(hits, message, evidence=evidence)
 
 
-def _pairs(changed: Grid, gradients: Grid) -> Iterator[tuple[Place, Numbers, int]]:
+def _pairs(changed: ChartGrid, gradients: ChartGrid) -> Iterator[tuple[ChartedSite, Numbers, int]]:
     """The weights that have both: a row of updates, and the number of the row of gradients."""
     rows = {place.name: row for row, place in enumerate(gradients.places)}
     for place, values in zip(changed.places, changed.values, strict=True):

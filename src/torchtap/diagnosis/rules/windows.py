@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ def last_known(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.asarray(values[before], np.float64)
 
 
-def median_of_columns(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def median_of_columns(values: np.ndarray) -> npt.NDArray[np.float64]:
     """The median over the rows of each column, of what is finite; NaN where nothing is."""
     if not values.shape[0]:
         return np.full(values.shape[1], np.nan)
@@ -47,7 +46,7 @@ def median_of_columns(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         return np.asarray(np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=0), np.float64)
 
 
-def rises_steadily(values: npt.NDArray[Any], share: float = 0.75) -> bool:
+def rises_steadily(values: np.ndarray, share: float = 0.75) -> bool:
     """Whether most of a window's thirds lie above the one before, and the end above everything at the start."""
     if len(values) < 9:
         return False

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtap.integrations.first_call import FirstCall
-from torchtap.integrations.models import called_models, parameters_of, roots_of
+from torchtap.integrations.models import called_models, held_by, roots_of
 
 __all__ = ["Discovery"]
 
@@ -41,13 +41,13 @@ class Discovery:
 
     def _on_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.add(optimizer)
-        for root in roots_of(parameters_of([optimizer])):
+        for root in roots_of(held_by([optimizer])):
             self._first_call.wait_for(root)
 
     def _on_call(self, module: nn.Module) -> None:
         self.stop()
         optimizers = list(self._optimizers)
-        self._found(called_models(module, roots_of(parameters_of(optimizers))), optimizers)
+        self._found(called_models(module, roots_of(held_by(optimizers))), optimizers)
 
     def stop(self) -> None:
         """Take everything off again."""

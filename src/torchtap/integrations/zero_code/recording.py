@@ -34,16 +34,16 @@ from torchtap.step_loss import StepLoss
 from torchtap.taps.receive.losses import LossCatcher
 from torchtap.watching import Watch
 
-__all__ = ["Recording", "begin", "taps_of"]
+__all__ = ["TrainingRecording", "begin", "taps_of"]
 
 
-def begin(words: str) -> Recording:
+def begin(words: str) -> TrainingRecording:
     """Wait in this process for a training, and record it as the words of ``TORCHTAP`` say."""
-    return Recording(Settings.from_environment(words))
+    return TrainingRecording(Settings.from_environment(words))
 
 
 @final
-class Recording:
+class TrainingRecording:
     """A training that is being waited for, or recorded."""
 
     def __init__(self, settings: Settings) -> None:

@@ -66,17 +66,19 @@ class Terms:
             return found  # its input is an index
         first = inputs[0] if inputs else None
         if isinstance(first, Tensor) and first.is_floating_point() and first.dim():
-            other = start_inputs[0] if start_inputs else None
-            rows = row_count(first)
-            if isinstance(other, Tensor) and other.shape == first.shape:
-                found.append((self._input, (0, 1), of_change(first, other), rows, first.shape[-1]))
-                if self._is_norm:
-                    normalised = self._of_normalised(first, other)
-                    found.append((self._normalised, (0, 1), normalised, rows, first.shape[-1]))
-            else:
-                found.append((self._input[:1], (0,), of_change(first, first), rows, first.shape[-1]))
+            found += self._of_input(first, start_inputs[0] if start_inputs else None)
         if self._has_projections:
             found += self._of_projections(inputs, start_inputs)
+        return found
+
+    def _of_input(self, first: Tensor, other: object) -> list[Measured]:
+        """An input and its change since the start, where it can be told."""
+        rows, width = row_count(first), first.shape[-1]
+        if not isinstance(other, Tensor) or other.shape != first.shape:
+            return [(self._input[:1], (0,), of_change(first, first), rows, width)]
+        found: list[Measured] = [(self._input, (0, 1), of_change(first, other), rows, width)]
+        if self._is_norm:
+            found.append((self._normalised, (0, 1), self._of_normalised(first, other), rows, width))
         return found
 
     def _of_output(self, output: Any, between: Any, start: Any) -> list[Measured]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchtap.monitors.module_monitor.stand_ins import Formula, Unknowable, Value, number_of, outcome
+from torchtap.monitors.module_monitor.stand_ins import Derived, Formula, Unknowable, number_of, outcome
 
 __all__ = ["Reading", "recognise"]
 
@@ -57,7 +57,7 @@ def recognise(function: Callable[..., object], arguments: int = 1) -> Reading:
 
     With two arguments only functions of their difference have a formula.
     """
-    stand_ins = (Value("x"),) if arguments == 1 else (Value("left"), Value("right"))
+    stand_ins = (Derived("x"),) if arguments == 1 else (Derived("left"), Derived("right"))
     try:
         answer = _followed(function, stand_ins)
     except Exception:  # whatever way a function fails in that cannot do with stand-ins
@@ -65,7 +65,7 @@ def recognise(function: Callable[..., object], arguments: int = 1) -> Reading:
     return Reading(answer.formula if answer.kind == "number" else None, safe=True)
 
 
-def _followed(function: object, stand_ins: tuple[Value, ...]) -> Value:
+def _followed(function: object, stand_ins: tuple[Derived, ...]) -> Derived:
     """What a function makes of stand-ins; raises where that cannot be told."""
     if isinstance(function, functools.partial):
         plain = all(isinstance(given, (int, float, str, type(None))) for given in function.keywords.values())
@@ -76,12 +76,12 @@ def _followed(function: object, stand_ins: tuple[Value, ...]) -> Value:
         answer = _with_nothing_in_reach(function, stand_ins)
     else:
         answer = _torch_function(function)(*stand_ins)
-    if not isinstance(answer, Value):
+    if not isinstance(answer, Derived):
         raise Unknowable("its result does not depend on the value")
     return answer
 
 
-def _with_nothing_in_reach(function: FunctionType, stand_ins: tuple[Value, ...]) -> Any:
+def _with_nothing_in_reach(function: FunctionType, stand_ins: tuple[Derived, ...]) -> Any:
     """Run the function's code with globals that hold stand-ins for torch, ``math``, and nothing else."""
     _check_plain(function, len(stand_ins))
     code, outside = function.__code__, function.__globals__
@@ -134,11 +134,11 @@ class _Module:
         return functools.partial(_noted, _MODULES[self._module] + name)
 
 
-def _noted(name: str, *args: object, **kwargs: object) -> Value:
+def _noted(name: str, *args: object, **kwargs: object) -> Derived:
     return outcome(name, args, kwargs)
 
 
-def _torch_function(function: object) -> Callable[..., Value]:
+def _torch_function(function: object) -> Callable[..., Derived]:
     """A stand-in for a function or a method of torch."""
     name = getattr(function, "__name__", "")
     if name and getattr(Tensor, name, None) is function:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtap.errors import MissingExtraError
+from torchtap.errors import needing
 
 __all__ = ["keys", "load", "read", "save"]
 
@@ -110,8 +110,6 @@ def _steps(group: Any) -> Any:
 
 
 def _h5py() -> Any:
-    try:
+    with needing("h5py", "hdf5", who="an HDF5 file"):
         import h5py
-    except ImportError:
-        raise MissingExtraError("HDF5 files need h5py: pip install 'torchtap[hdf5]'", extra="hdf5") from None
     return h5py

@@ -20,6 +20,7 @@ from torchtap.model_tree import environment
 from torchtap.monitors.module_monitor.naming import ROOT
 from torchtap.names import last_part, parent_path, read_name, site_name
 from torchtap.outlets import Outlets
+from torchtap.ranks import identity
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 
@@ -150,14 +151,14 @@ class StepKeeper:
 
 
 def _writer_of(run: str | os.PathLike[str]) -> RunWriter:
-    described = environment()
     manifest = {
         "created": datetime.datetime.now(datetime.UTC).isoformat(),
         "sites": [],
         "plan": {"monitor": "ModuleMonitor"},
-        "environment": described,
+        "environment": environment(),
     }
-    return RunWriter(run, manifest=manifest, rank=described["rank"], world=described["world_size"])
+    here = identity()
+    return RunWriter(run, manifest=manifest, rank=here.rank, world=here.world)
 
 
 def _grids(keys: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], str, list[int]], ...]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchtap.errors import MissingExtraError, MonitorError
+from torchtap.errors import MonitorError, needing
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 from torchtap.monitors.module_monitor.rcc import RefinedCoordinateCheck
 
@@ -166,15 +166,11 @@ def _draw(axis: Axes, check: WidthCheck, term: str, colors: dict[str, str]) -> N
 
 def plot_widths(checks: Sequence[WidthCheck], path: str | os.PathLike[str]) -> None:
     """Draw the checks side by side, on shared axes: flat lines are right, rising ones are not."""
-    try:
+    with needing("matplotlib", "plot", who="the plot"):
         import matplotlib
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
-    except ImportError:
-        raise MissingExtraError(
-            "the plot needs matplotlib: pip install 'torchtap[plot]'", extra="plot"
-        ) from None
     figure, axes = plt.subplots(
         len(TERMS), len(checks), figsize=(4.6 * len(checks), 7), sharex=True, sharey="row", squeeze=False
     )

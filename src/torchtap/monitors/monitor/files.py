@@ -110,15 +110,18 @@ def _without_foreign(tree: object) -> object:
     if isinstance(tree, np.generic):
         return tree.item()
     if isinstance(tree, Tensor):
-        # A view would drag the whole of its storage into the file.
-        shown = tree.detach()
-        return shown.clone() if shown.untyped_storage().nbytes() > shown.nbytes else shown
+        return _without_surroundings(tree.detach())
     if tree is None or isinstance(tree, (str, bytes, int, float, complex, torch.dtype, torch.Size)):
         return tree
     raise PlanError(
         f"a {type(tree).__name__} cannot be saved: give tensors, arrays, numbers, text, and lists, tuples or "
         "dicts of them, so that the file loads without pickle"
     )
+
+
+def _without_surroundings(tensor: Tensor) -> Tensor:
+    """The same; a copy of a view, which would drag the whole of its storage into the file."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _read_pt(path: Path) -> object:
@@ -191,7 +194,7 @@ def _write_npz(path: Path, item: object) -> None:
         np.savez(file, **arrays)
 
 
-def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
+def _array(tensor: Tensor) -> np.ndarray:
     try:
         return tensor.numpy()
     except TypeError:  # bfloat16 and its like: numpy has no such type, and float32 holds all their values

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from torchtap.taps.attach import form_of
+from torchtap.taps.receive.training import parameters_of
 from torchtap.taps.walk.ways import HookWay
 
 __all__ = ["Listener", "TrainingClock"]
@@ -204,8 +205,7 @@ class TrainingClock:
     def _on_update(self, optimizer: Any, *_: Any) -> None:
         if not self.hears_this_thread():
             return
-        of_model = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
-        if of_model:
+        if any(id(each) in self._parameters for each in parameters_of(optimizer)):
             self.updates += 1
             if not self.iterations:
                 self._use(self.updates)

@@ -10,12 +10,11 @@ import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtap.errors import MissingExtraError
+from torchtap.errors import needing
 from torchtap.foreign_text import file_component, shown
 from torchtap.store.read.results import Series, TensorRef
 
@@ -59,12 +58,8 @@ def write_hdf5(run: Run, path: Path) -> None:
 
     Names are written as `file_component` does; a group's attribute ``name`` has the site's own.
     """
-    try:
+    with needing("h5py", "hdf5", who="export to hdf5"):
         import h5py
-    except ImportError:
-        raise MissingExtraError(
-            "export to hdf5 needs h5py: pip install 'torchtap[hdf5]'", extra="hdf5"
-        ) from None
     with h5py.File(path, "w") as file:
         file["manifest"] = json.dumps(run.manifest)
         clock = run.clock()
@@ -92,7 +87,7 @@ def write_npz(run: Run, path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         taken: set[str] = set()
 
-        def add(name: str, array: npt.NDArray[Any]) -> None:
+        def add(name: str, array: np.ndarray) -> None:
             if name not in taken:
                 taken.add(name)
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchtap.errors import MissingExtraError
+from torchtap.errors import needing
 from torchtap.foreign_text import storable
 
 if TYPE_CHECKING:
@@ -21,13 +21,9 @@ __all__ = ["write_csv", "write_dataset", "write_json_lines", "write_parquet"]
 
 def write_parquet(run: Run, path: Path) -> None:
     """Columns run, step, epoch, batch, site, statistic, value: many runs can be queried as one table."""
-    try:
+    with needing("pyarrow", "arrow", who="export to parquet"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError:
-        raise MissingExtraError(
-            "export to parquet needs pyarrow: pip install 'torchtap[arrow]'", extra="arrow"
-        ) from None
     table = run.table().to_arrow()
     name = storable(Path(run.path.rstrip("/")).name)
     runs = pyarrow.DictionaryArray.from_arrays(np.zeros(table.num_rows, np.int32), [name])

@@ -13,21 +13,17 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, final
 
-from torchtap.errors import MissingExtraError, RunCorruptError
+from torchtap.errors import MissingExtraError, RunCorruptError, needing
 from torchtap.store.files.folder import Folder
 from torchtap.store.files.layout import PartOf, attempt_folder, parse_attempt, rank_folder
 
-__all__ = ["RemoteFile", "RemoteFolder", "RemotePlace", "RemoteStream"]
+__all__ = ["RemoteDestination", "RemoteFile", "RemoteFolder", "RemoteStream"]
 
 
 def _connect(url: str) -> tuple[Any, str]:
     """The file system of a URL and the path on it."""
-    try:
+    with needing("fsspec", "remote", who=f"{url} is a remote folder, which"):
         import fsspec
-    except ImportError:
-        raise MissingExtraError(
-            f"{url} is a remote folder, which needs fsspec: pip install 'torchtap[remote]'", extra="remote"
-        ) from None
     try:
         system, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
@@ -112,7 +108,7 @@ class RemoteFolder:
 class RemoteStream:
     """An object that is gathered in memory until it is whole."""
 
-    def __init__(self, place: RemotePlace, reserve: int) -> None:
+    def __init__(self, place: RemoteDestination, reserve: int) -> None:
         self._place = place
         self._buffer = bytearray(reserve)
         self._reserve = reserve
@@ -131,7 +127,7 @@ class RemoteStream:
 
 
 @final
-class RemotePlace:
+class RemoteDestination:
     """One attempt of one rank in a remote folder.
 
     The next free attempt is looked up, not claimed: two writers of the *same rank* that begin at the same

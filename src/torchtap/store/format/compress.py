@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torchtap.errors import MissingExtraError, RunCorruptError, RunError
+from torchtap.errors import RunCorruptError, RunError, needing
 
 __all__ = ["Compressor", "decompress", "make_compressor"]
 
@@ -27,12 +27,8 @@ class Compressor(Protocol):
 
 
 def _zstandard() -> Any:
-    try:
+    with needing("the package zstandard", "compress", who="compress='zstd'"):
         import zstandard
-    except ImportError:
-        raise MissingExtraError(
-            "compress='zstd' needs the package zstandard: pip install 'torchtap[compress]'", extra="compress"
-        ) from None
     return zstandard
 
 

@@ -21,13 +21,13 @@ from torchtap.errors import RunCorruptError
 from torchtap.store.format.dtypes import BY_CODE
 from torchtap.store.format.seal import JSON_LIMIT, is_sealed, load_json, seal
 
-__all__ = ["MAX_HEADER", "Entry", "Header", "encode_header", "parse_header"]
+__all__ = ["MAX_HEADER", "Header", "HeaderEntry", "encode_header", "parse_header"]
 
 MAX_HEADER = JSON_LIMIT
 _MAX_DIMENSIONS = 64
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """One array of a segment; ``start`` and ``stop`` count from the end of the head."""
 
     name: str
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 class Header:
     """A checked head."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, HeaderEntry]
     metadata: dict[str, str]
     data_start: int  # where in the file the data begins
     sealed: bool = False  # whether its checksum was verified; the first format has none
@@ -62,7 +62,7 @@ class Header:
         return facts
 
 
-def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str], *, reserve: int = 0) -> bytes:
+def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], *, reserve: int = 0) -> bytes:
     """The bytes before the data: length, JSON with its checksum, and spaces up to ``reserve`` or a multiple of 8.
 
     The first of the metadata is `segment_note`, which has the room for the checksum.
@@ -104,7 +104,7 @@ def parse_header(read: Callable[[int, int], bytes], file_size: int) -> Header:
     return Header(entries, metadata, 8 + length, sealed)
 
 
-def _check_apart(entries: Iterable[Entry]) -> None:
+def _check_apart(entries: Iterable[HeaderEntry]) -> None:
     end = 0
     for entry in sorted(entries, key=itemgetter(3, 4)):
         if entry.start < end:
@@ -112,7 +112,7 @@ def _check_apart(entries: Iterable[Entry]) -> None:
         end = entry.stop
 
 
-def _entry(name: str, facts: object, data_size: int) -> Entry:
+def _entry(name: str, facts: object, data_size: int) -> HeaderEntry:
     # plain steps: a run can have a hundred thousand of these
     if type(facts) is not dict:
         raise RunCorruptError(f"the entry {name[:80]!r} is not one of safetensors")
@@ -137,4 +137,4 @@ def _entry(name: str, facts: object, data_size: int) -> Entry:
         raise RunCorruptError(
             f"the entry {name[:80]!r} has {stop - start} bytes, not those of {code} {shape}"
         )
-    return Entry(name, code, tuple(shape), start, stop)
+    return HeaderEntry(name, code, tuple(shape), start, stop)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +43,7 @@ def _eight_bits(name: str) -> npt.NDArray[np.float32]:
     return value.astype(np.float32)
 
 
-def widen(raw: bytearray | memoryview, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+def widen(raw: bytearray | memoryview, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The numbers that the bytes stand for."""
     if name == "bfloat16":
         wide = np.frombuffer(raw, "<u2").astype(np.uint32)

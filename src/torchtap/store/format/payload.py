@@ -63,7 +63,7 @@ def payload_of(value: Any) -> Payload:
     return _of_tensor(value)
 
 
-def _of_array(value: np.ndarray[Any, Any]) -> Payload:
+def _of_array(value: np.ndarray) -> Payload:
     stored = BY_NAME.get(value.dtype.name)
     if stored is None:
         raise TypeError(f"a run holds no arrays of dtype {value.dtype}")

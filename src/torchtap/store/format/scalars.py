@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from torchtap.store.files.layout import PartOf, SegmentName
 from torchtap.store.format.checksum import CHUNK, checksum, checksums
-from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.format.header import HeaderEntry, encode_header
 from torchtap.store.format.notes import segment_note
 from torchtap.store.record import ScalarBlock, StepRecord
 
@@ -136,12 +136,12 @@ class ScalarBuffer:
 def encode_scalars(
     name: SegmentName,
     part: PartOf,
-    clock: dict[str, npt.NDArray[Any]],
+    clock: dict[str, np.ndarray],
     phases: list[str],
     grids: Iterable[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_] | None]],
 ) -> list[bytes | memoryview]:
     """A whole scalar segment as buffers: the head, then each array."""
-    arrays: list[tuple[str, str, npt.NDArray[Any]]] = [
+    arrays: list[tuple[str, str, np.ndarray]] = [
         (f"clock.{column}", CLOCK[column][0], clock[column]) for column in CLOCK
     ]
     metadata: dict[str, str] = {"torchtap": segment_note(name, part, phases=phases)}
@@ -151,13 +151,13 @@ def encode_scalars(
         if present is not None:
             arrays.append((f"grid{number}.present", "BOOL", np.ascontiguousarray(present)))
         arrays.append((f"grid{number}.values", "F64", np.ascontiguousarray(values)))
-    entries: list[Entry] = []
+    entries: list[HeaderEntry] = []
     buffers: list[bytes | memoryview] = []
     offset = 0
     arrays.sort(key=lambda array: array[1] in ("U8", "BOOL"))  # bytes last, so that all numbers lie aligned
     for entry, code, array in arrays:
         buffer = array.reshape(-1).view(np.uint8).data
-        entries.append(Entry(entry, code, array.shape, offset, offset + len(buffer)))
+        entries.append(HeaderEntry(entry, code, array.shape, offset, offset + len(buffer)))
         if len(buffer) > CHUNK:
             facts: dict[str, Any] = {"crc32": checksums(buffer), "chunk": CHUNK}
         else:

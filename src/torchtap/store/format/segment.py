@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError, RunError, RunFormatError
 from torchtap.store.files.folder import Folder, OpenFile
 from torchtap.store.files.layout import FORMAT_VERSION, PartOf, SegmentName
 from torchtap.store.format.checksum import checksum, parse_checksums, verify
-from torchtap.store.format.header import Entry, Header, parse_header
+from torchtap.store.format.header import Header, HeaderEntry, parse_header
 from torchtap.store.format.notes import check_part, named_by
 
 __all__ = ["Segment"]
@@ -66,7 +65,7 @@ class Segment:
         """The file itself."""
         return self._folder.open(self.file)
 
-    def entry(self, name: str, code: str, shape: tuple[int, ...] | None = None) -> Entry:
+    def entry(self, name: str, code: str, shape: tuple[int, ...] | None = None) -> HeaderEntry:
         """An entry that must be there and be of this type and shape."""
         entry = self.header.entries.get(name)
         if entry is None or entry.code != code or (shape is not None and entry.shape != shape):
@@ -75,11 +74,11 @@ class Segment:
             )
         return entry
 
-    def read(self, entry: Entry) -> bytearray:
+    def read(self, entry: HeaderEntry) -> bytearray:
         """All bytes of an entry, verified."""
         return self.read_ranges(entry, [(0, entry.nbytes)])[0]
 
-    def pieces(self, entry: Entry, size: int) -> Iterator[memoryview]:
+    def pieces(self, entry: HeaderEntry, size: int) -> Iterator[memoryview]:
         """All bytes of an entry in order, ``size`` at a time, in two buffers that take turns: while one piece is looked
         at, the next can be read.
 
@@ -106,11 +105,11 @@ class Segment:
         if len(crcs) == 1 and f"{current:08x}" != crcs[0]:
             raise RunCorruptError("its bytes are not those that were written (the checksum differs)")
 
-    def array(self, entry: Entry, kind: str) -> npt.NDArray[Any]:
+    def array(self, entry: HeaderEntry, kind: str) -> np.ndarray:
         """An entry as a numpy array of dtype ``kind``."""
         return np.frombuffer(self.read(entry), dtype=kind).reshape(entry.shape)
 
-    def read_ranges(self, entry: Entry, ranges: Sequence[tuple[int, int]]) -> list[bytearray]:
+    def read_ranges(self, entry: HeaderEntry, ranges: Sequence[tuple[int, int]]) -> list[bytearray]:
         """Several stretches of an entry (from, to), verified; little more than them is read."""
         chunk, crcs = parse_checksums(self.header.facts(entry.name), entry.nbytes)
         results = []
@@ -131,7 +130,7 @@ class Segment:
         return results
 
     def _read_chunks(
-        self, file: OpenFile, entry: Entry, low: int, high: int, chunk: int, crcs: list[str]
+        self, file: OpenFile, entry: HeaderEntry, low: int, high: int, chunk: int, crcs: list[str]
     ) -> memoryview:
         if high - low > _VERIFIED_FIRST and chunk >= high - low:
             for _ in self.pieces(entry, _PIECE):

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.store.read.clock import Timeline
-from torchtap.store.read.grids import Grid
+from torchtap.store.read.grids import StoredGrid
 from torchtap.store.read.part import Part
 from torchtap.store.read.results import Matrix, Series, Table
 
 __all__ = ["matrix_of", "phases_of", "series_of", "steps_of", "table_of"]
 
 
-def _grids(parts: Sequence[Part], timeline: Timeline) -> Iterator[tuple[int, Grid]]:
+def _grids(parts: Sequence[Part], timeline: Timeline) -> Iterator[tuple[int, StoredGrid]]:
     """Every grid, with where its segment's rows begin on the timeline."""
     for number, part in enumerate(parts):
         for segment in part.scalars:
@@ -74,7 +74,7 @@ def phases_of(parts: Sequence[Part], timeline: Timeline) -> dict[str, set[str]]:
     return found
 
 
-def _arrived(grid: Grid, rows: npt.NDArray[np.bool_]) -> Sequence[str]:
+def _arrived(grid: StoredGrid, rows: npt.NDArray[np.bool_]) -> Sequence[str]:
     """The sites of a grid of which any number is in these rows."""
     if grid.present is None:
         return grid.axes.sites
@@ -135,7 +135,7 @@ class _Filling:
         # By axes and phase: thousands of grids have the same axes.
         self._shared: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
 
-    def take(self, grid: Grid, column: int, row: npt.NDArray[np.int64]) -> None:
+    def take(self, grid: StoredGrid, column: int, row: npt.NDArray[np.int64]) -> None:
         """Put in what a grid has of the wanted steps, phase by phase."""
         timeline = self._timeline
         step = timeline.clock.step[row]
@@ -150,7 +150,7 @@ class _Filling:
 
     def _put(
         self,
-        grid: Grid,
+        grid: StoredGrid,
         column: int,
         row: npt.NDArray[np.int64],
         target: npt.NDArray[np.int64],
@@ -171,7 +171,7 @@ class _Filling:
             self.values[at] = np.where(grid.presence(sources)[:, keep], found, self.values[at])
         self.seen[target[keep]] = True
 
-    def _places(self, grid: Grid, phase: str) -> tuple[list[int], list[int]]:
+    def _places(self, grid: StoredGrid, phase: str) -> tuple[list[int], list[int]]:
         """The rows of a grid whose sites are wanted in this phase, and their rows in the matrix."""
         here = self._shared.get((id(grid.axes), phase))
         if here is None:
@@ -234,7 +234,7 @@ _NO_CELLS: _Cells = (np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, n
 
 
 def _cells(
-    grid: Grid,
+    grid: StoredGrid,
     row: npt.NDArray[np.int64],
     timeline: Timeline,
     site_code: Mapping[str, int],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ def read_clock(segment: Segment) -> ClockRows:
     rows = segment.entry("clock.step", "I64").shape
     if len(rows) != 1:
         raise RunCorruptError("its clock is not a column")
-    columns: dict[str, npt.NDArray[Any]] = {
+    columns: dict[str, np.ndarray] = {
         name: segment.array(segment.entry(f"clock.{name}", code, rows), kind)
         for name, (code, kind) in CLOCK.items()
         if name not in _LATER or f"clock.{name}" in segment.header.entries

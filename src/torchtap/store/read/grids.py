@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError
-from torchtap.store.format.header import Entry
+from torchtap.store.format.header import HeaderEntry
 from torchtap.store.format.seal import load_json
 from torchtap.store.format.segment import Segment
 
-__all__ = ["Axes", "AxesCache", "Grid", "read_grids"]
+__all__ = ["Axes", "AxesCache", "StoredGrid", "read_grids"]
 
-Array = TypeVar("Array", bound=npt.NDArray[Any])
+Array = TypeVar("Array", bound=np.ndarray)
 
 
 @final
@@ -56,7 +56,7 @@ def _axes(note: str | None, cache: AxesCache) -> Axes:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Grid:
+class StoredGrid:
     """One grid of one segment. ``rows`` are positions in the segment's clock.
 
     Numbers that are damaged are an error that names the file; NaN where the caller wants what there is (``lenient``).
@@ -65,8 +65,8 @@ class Grid:
     segment: Segment
     axes: Axes
     rows: npt.NDArray[np.int64]
-    values: Entry
-    present: Entry | None
+    values: HeaderEntry
+    present: HeaderEntry | None
     lenient: bool = False
 
     def series(self, site: str, statistic: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
@@ -136,13 +136,13 @@ class Grid:
         if self.present is None or sites is not None:
             return self._taken(lambda: self._presence(asked), lambda: np.zeros(shape, bool))
         entry = self.present
-        whole: npt.NDArray[Any] = self._taken(
+        whole: np.ndarray = self._taken(
             lambda: self.segment.array(entry, "|u1") != 0, lambda: np.zeros(shape, bool)
         )
         return whole
 
 
-def read_grids(segment: Segment, clock_rows: int, cache: AxesCache) -> list[Grid]:
+def read_grids(segment: Segment, clock_rows: int, cache: AxesCache) -> list[StoredGrid]:
     """The grids of a scalar segment, checked; values are not read."""
     grids = []
     number = 0
@@ -157,6 +157,6 @@ def read_grids(segment: Segment, clock_rows: int, cache: AxesCache) -> list[Grid
         present = None
         if f"grid{number}.present" in segment.header.entries:
             present = segment.entry(f"grid{number}.present", "BOOL", (sites, len(rows)))
-        grids.append(Grid(segment, axes, rows, values, present))
+        grids.append(StoredGrid(segment, axes, rows, values, present))
         number += 1
     return grids

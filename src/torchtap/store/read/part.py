@@ -32,7 +32,7 @@ from torchtap.store.files.layout import (
 from torchtap.store.format.segment import Segment
 from torchtap.store.read.clock import ClockRows, join_clocks, read_clock
 from torchtap.store.read.documents import Documents
-from torchtap.store.read.grids import AxesCache, Grid, read_grids
+from torchtap.store.read.grids import AxesCache, StoredGrid, read_grids
 from torchtap.store.read.results import TensorRef
 from torchtap.store.read.stored_tensors import StoredTensor, read_stored_tensors
 
@@ -51,7 +51,7 @@ class ScalarSegment:
 
     start: int  # where its rows begin in the part's clock
     clock: ClockRows
-    grids: list[Grid]
+    grids: list[StoredGrid]
 
 
 @final
@@ -71,7 +71,7 @@ class Part:
         self._covering: set[SegmentName] = set()  # tensor segments that others lie behind
         self._examined: set[str] = set()
         self._documents = Documents(folder, (rank, attempt), self._bad)
-        self._read: dict[SegmentName, tuple[ClockRows, list[Grid]]] = {}
+        self._read: dict[SegmentName, tuple[ClockRows, list[StoredGrid]]] = {}
         self._tensor_heads: dict[SegmentName, list[StoredTensor]] = {}
         self._notes: list[str] = []
         self._last_flush = -1

@@ -35,8 +35,8 @@ from torchtap.store.read.lookup import (
 from torchtap.store.read.phases import in_order, no_such_phase, of_one_phase
 from torchtap.store.read.results import HistogramResult, Matrix, Series, Table, TensorRef
 from torchtap.store.read.show import run_text
-from torchtap.store.read.strand import Strand
-from torchtap.store.read.view import Found, Status, View
+from torchtap.store.read.strand import Strand, steady
+from torchtap.store.read.view import FoundTensor, Status, View
 from torchtap.store.read.world.missing import absent_ranks
 from torchtap.store.read.world.world import World
 
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-_TRIES = 5
 
 __all__ = ["Run", "is_run", "open", "open_run"]
 
@@ -140,13 +139,7 @@ class Run:
         return self._view.follow(poll)
 
     def _steady(self, read: Callable[[], T]) -> T:
-        """Read; again with a fresh look if merging has replaced a file in between."""
-        for _ in range(_TRIES):
-            try:
-                return read()
-            except FileNotFoundError:
-                self.refresh()
-        return read()
+        return steady(read, self.refresh)
 
     @property
     def closed(self) -> bool:
@@ -261,7 +254,7 @@ class Run:
             self._check(site)
         return self._view.steps(site)
 
-    def clock(self) -> np.recarray[Any, Any]:
+    def clock(self) -> np.recarray:
         """Columns step, epoch, batch, phase, time, passes, skipped (``clock.step``, ``clock["step"]``) of each record.
 
         An epoch or a batch that was not set is -1.
@@ -378,7 +371,7 @@ class Run:
         *,
         reduction: str | None = None,
         phase: str | None = None,
-    ) -> npt.NDArray[Any]:
+    ) -> np.ndarray:
         """The same as numpy, without importing torch; bfloat16 and narrower are widened to float32."""
         return self._steady(lambda: self._find(site, step, field, reduction, phase).array())
 
@@ -395,7 +388,7 @@ class Run:
 
     def _find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str | None = None
-    ) -> Found:
+    ) -> FoundTensor:
         site = spelled_out(site, self._view.site_names())
         for chosen in [phase] if phase is not None else in_order(self.phases):
             found = self._view.find(site, step, field, reduction, chosen)

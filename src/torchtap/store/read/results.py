@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap.display import drawn
-from torchtap.errors import MissingExtraError
+from torchtap.errors import MissingExtraError, needing
 from torchtap.foreign_text import storable
 from torchtap.store.format.dtypes import BY_NAME
 
@@ -44,8 +44,8 @@ class Matrix(NamedTuple):
 class HistogramResult(NamedTuple):
     """A stored histogram: ``counts[i]`` values lay between ``edges[i]`` and ``edges[i + 1]``."""
 
-    counts: npt.NDArray[Any]
-    edges: npt.NDArray[Any]
+    counts: np.ndarray
+    edges: np.ndarray
 
 
 class TensorRef(NamedTuple):
@@ -93,10 +93,10 @@ class Table:
     def __len__(self) -> int:
         return len(self.value)
 
-    def __getitem__(self, column: str) -> npt.NDArray[Any]:
+    def __getitem__(self, column: str) -> np.ndarray:
         match column:
             case "step" | "epoch" | "batch" | "value":
-                found: npt.NDArray[Any] = getattr(self, column)
+                found: np.ndarray = getattr(self, column)
                 return found
             case "phase":
                 return np.asarray(self.phase_names, dtype=np.str_)[self.phase_codes]
@@ -123,12 +123,8 @@ class Table:
 
     def to_arrow(self) -> pyarrow.Table:
         """An Arrow table; sites and statistics are dictionary-encoded."""
-        try:
+        with needing("pyarrow", "arrow", who="Table.to_arrow"):
             import pyarrow
-        except ImportError:
-            raise MissingExtraError(
-                "Table.to_arrow needs pyarrow: pip install 'torchtap[arrow]'", extra="arrow"
-            ) from None
         return pyarrow.table(
             {
                 "step": self.step,
@@ -151,12 +147,8 @@ class Table:
 
     def to_pandas(self) -> pandas.DataFrame:
         """A pandas frame; sites and statistics are categories, unset epochs and batches are missing."""
-        try:
+        with needing("pandas", "pandas", who="Table.to_pandas"):
             import pandas
-        except ImportError:
-            raise MissingExtraError(
-                "Table.to_pandas needs pandas: pip install 'torchtap[pandas]'", extra="pandas"
-            ) from None
         return pandas.DataFrame(
             {
                 "step": self.step,

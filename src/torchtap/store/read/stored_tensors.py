@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torchtap.errors import RunCorruptError, RunError
 from torchtap.store.format.compress import decompress
 from torchtap.store.format.dtypes import BY_CODE, BY_NAME, StoredType
-from torchtap.store.format.header import Entry
+from torchtap.store.format.header import HeaderEntry
 from torchtap.store.format.narrow import widen
 from torchtap.store.format.segment import Segment
 from torchtap.store.read.results import TensorRef
@@ -44,7 +44,7 @@ class StoredTensor:
 
     segment: Segment
     name: TensorName
-    entry: Entry
+    entry: HeaderEntry
 
     def in_phase(self, phase: str) -> StoredTensor:
         """The same tensor, known to be of a phase."""
@@ -95,7 +95,7 @@ class StoredTensor:
             raise RunCorruptError(f"the indices of the sparse tensor {name} lie outside of it")
         return indices
 
-    def array(self) -> npt.NDArray[Any]:
+    def array(self) -> np.ndarray:
         """The tensor as numpy: types that numpy lacks are widened to float32, a sparse one is spread out."""
         about = _described(self.segment, self.entry)
         raw = self._bytes(about)
@@ -150,7 +150,7 @@ def _lie_inside(indices: npt.NDArray[np.int64], shape: tuple[int, ...]) -> bool:
     return bool(indices.min() >= 0 and (indices.max(axis=1) < np.array(shape)).all())
 
 
-def _described(segment: Segment, entry: Entry) -> _Description:
+def _described(segment: Segment, entry: HeaderEntry) -> _Description:
     """Element type, shape, whether packed, and a sparse tensor's dense shape, checked against the entry."""
     note = segment.header.metadata.get(entry.name, "")
     if len(note) == len('{"crc32":"01234567"}') and note.startswith('{"crc32":"'):
@@ -163,7 +163,7 @@ def _described(segment: Segment, entry: Entry) -> _Description:
     )
 
 
-def _contents(entry: Entry, facts: Mapping[str, object]) -> tuple[StoredType, tuple[int, ...]]:
+def _contents(entry: HeaderEntry, facts: Mapping[str, object]) -> tuple[StoredType, tuple[int, ...]]:
     """Element type and shape of what an entry's bytes stand for."""
     which = f"entry {entry.name[:80]!r}"
     if "dtype" not in facts:

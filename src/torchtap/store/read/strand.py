@@ -33,11 +33,21 @@ from torchtap.store.read.results import Matrix, Series, Table, TensorRef
 from torchtap.store.read.stored_tensors import StoredTensor
 from torchtap.store.read.view import Status
 
-__all__ = ["Changes", "Strand", "at_step"]
+__all__ = ["Changes", "Strand", "at_step", "steady"]
 
 T = TypeVar("T")
 Changes = list[tuple[int, str, Placement]]  # from a step on, in a phase
-_TRIES = 5
+_TRIES = 5  # of a reading
+
+
+def steady(read: Callable[[], T], refresh: Callable[[], object]) -> T:
+    """Read; again with a fresh look if merging has replaced a file in between."""
+    for _ in range(_TRIES):
+        try:
+            return read()
+        except FileNotFoundError:
+            refresh()
+    return read()
 
 
 @final
@@ -117,13 +127,7 @@ class Strand:
             time.sleep(poll)
 
     def _steady(self, read: Callable[[], T]) -> T:
-        """Read; again with a fresh look if merging has replaced a file in between."""
-        for _ in range(_TRIES):
-            try:
-                return read()
-            except FileNotFoundError:
-                self.refresh()
-        return read()
+        return steady(read, self.refresh)
 
     def _line(self, partial: bool) -> Timeline:
         """The timeline, which gives NaN for values in doubt where the caller wants what there is."""
@@ -255,7 +259,7 @@ class Strand:
         of_tensors = np.array([ref.step for ref in self.tensors(site)], np.int64)
         return np.union1d(of_numbers, of_tensors)
 
-    def clock(self) -> np.recarray[Any, Any]:
+    def clock(self) -> np.recarray:
         timeline = self._timeline
         order = np.flatnonzero(timeline.visible)
         order = order[np.argsort(timeline.clock.step[order], kind="stable")]

@@ -18,18 +18,18 @@ from torchtap.store.read.results import Matrix, Series, Table, TensorRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Found", "Status", "View"]
+__all__ = ["FoundTensor", "Status", "View"]
 
 Status = Literal["closed", "recording", "interrupted"]
 
 
-class Found(Protocol):
+class FoundTensor(Protocol):
     """A tensor that was found and not read yet."""
 
     def ref(self) -> TensorRef:
         """What it is."""
 
-    def array(self) -> npt.NDArray[Any]:
+    def array(self) -> np.ndarray:
         """It as numpy."""
 
     def tensor(self) -> Tensor:
@@ -78,7 +78,7 @@ class View(Protocol):
 
     def steps(self, site: str | None) -> npt.NDArray[np.int64]: ...
 
-    def clock(self) -> np.recarray[Any, Any]: ...
+    def clock(self) -> np.recarray: ...
 
     def series(self, site: str, statistic: str, phase: str, *, partial: bool) -> Series: ...
 
@@ -98,4 +98,4 @@ class View(Protocol):
 
     def find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str
-    ) -> Found | None: ...
+    ) -> FoundTensor | None: ...

@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import final
 
 from torchtap.errors import RunError
+from torchtap.store.files.destination import Destination
 from torchtap.store.files.layout import Kind, SegmentName
-from torchtap.store.files.place import Place
 from torchtap.store.write.merge_scalars import merge_scalars
 from torchtap.store.write.merge_tensors import merge_tensors
 
@@ -34,7 +34,7 @@ _LARGEST_AT_THE_END = 32 << 20  # closing a run must not take long
 class Merger:
     """Knows the segments of one part and merges those that are due. Used by the writer's thread."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Destination) -> None:
         self._place = place
         # of each kind, the segments at the end of the sequence that may still be merged, with their sizes
         self._open: dict[Kind, list[tuple[SegmentName, int]]] = {"scalars": [], "tensors": [], "events": []}

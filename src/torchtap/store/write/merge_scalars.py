@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError
+from torchtap.store.files.destination import Destination
 from torchtap.store.files.folder import OpenFile
 from torchtap.store.files.layout import SegmentName
-from torchtap.store.files.place import Place
 from torchtap.store.format.checksum import CHUNK, ChunkedChecksum, parse_checksums
-from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.format.header import HeaderEntry, encode_header
 from torchtap.store.format.notes import segment_note
 from torchtap.store.format.scalars import CLOCK
 from torchtap.store.format.segment import Segment
@@ -39,7 +39,7 @@ class _Group:
     statistics: int
     rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
     present: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
-    values: list[tuple[Segment, Entry]] = field(default_factory=list)
+    values: list[tuple[Segment, HeaderEntry]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -59,7 +59,7 @@ class _Group:
 class _Forward:
     """An entry of an open file, read from its beginning to its end and verified on the way."""
 
-    def __init__(self, file: OpenFile, segment: Segment, entry: Entry) -> None:
+    def __init__(self, file: OpenFile, segment: Segment, entry: HeaderEntry) -> None:
         self._file = file
         self._offset = segment.header.data_start + entry.start
         chunk, self._expected = parse_checksums(segment.header.facts(entry.name), entry.nbytes)
@@ -76,10 +76,10 @@ class _Forward:
             raise RunCorruptError("its bytes are not those that were written (the checksum differs)")
 
 
-def merge_scalars(place: Place, sources: list[SegmentName], merged: SegmentName) -> int:
+def merge_scalars(place: Destination, sources: list[SegmentName], merged: SegmentName) -> int:
     """Write the segment that covers ``sources``. Returns its size."""
     phases: dict[str, int] = {}
-    clocks: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in CLOCK}
+    clocks: dict[str, list[np.ndarray]] = {name: [] for name in CLOCK}
     groups: dict[str, _Group] = {}
     start = 0
     for segment in [Segment(place.folder, name) for name in sources]:
@@ -95,7 +95,7 @@ def merge_scalars(place: Place, sources: list[SegmentName], merged: SegmentName)
     return _write(place, merged, [*clock, *_columns(groups.values())], list(groups.values()), notes)
 
 
-def _columns(groups: Iterable[_Group]) -> list[tuple[str, str, npt.NDArray[Any]]]:
+def _columns(groups: Iterable[_Group]) -> list[tuple[str, str, np.ndarray]]:
     """Each grid's rows, then the masks of those that do not have every value."""
     numbered = list(enumerate(groups))
     masks = [(number, group.presence()) for number, group in numbered]
@@ -119,18 +119,18 @@ def _gather(segment: Segment, start: int, groups: dict[str, _Group]) -> None:
 
 
 def _write(
-    place: Place,
+    place: Destination,
     merged: SegmentName,
-    small: list[tuple[str, str, npt.NDArray[Any]]],
+    small: list[tuple[str, str, np.ndarray]],
     groups: list[_Group],
     notes: dict[str, str],
 ) -> int:
-    entries: list[Entry] = []
+    entries: list[HeaderEntry] = []
     offset = 0
 
     def add(name: str, code: str, shape: tuple[int, ...], nbytes: int) -> None:
         nonlocal offset
-        entries.append(Entry(name, code, shape, offset, offset + nbytes))
+        entries.append(HeaderEntry(name, code, shape, offset, offset + nbytes))
         # checksums have one width, so the head's length is known before their values are
         notes[name] = _checksum_note(["00000000"] * max(1, -(-nbytes // CHUNK)))
         offset += nbytes

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torchtap.errors import RunCorruptError
+from torchtap.store.files.destination import Destination
 from torchtap.store.files.layout import SegmentName
-from torchtap.store.files.place import Place
 from torchtap.store.format.checksum import ChunkedChecksum, parse_checksums
-from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.format.header import HeaderEntry, encode_header
 from torchtap.store.format.notes import segment_note
 from torchtap.store.format.segment import Segment
 from torchtap.store.write.tensors import ENTRY_COST, TensorName
@@ -16,17 +16,17 @@ __all__ = ["merge_tensors"]
 _BUFFER = 1 << 20
 
 
-def merge_tensors(place: Place, sources: list[SegmentName], merged: SegmentName) -> int:
+def merge_tensors(place: Destination, sources: list[SegmentName], merged: SegmentName) -> int:
     """Write the segment that covers ``sources``. Returns its weight, as `Merger` counts it."""
     segments = [Segment(place.folder, name) for name in sources]
-    entries: list[Entry] = []
+    entries: list[HeaderEntry] = []
     notes = {"torchtap": segment_note(merged, place.part)}
     offset = 0
     for segment in segments:
         renamed: dict[TensorName, int] = {}
         for entry in segment.header.entries.values():
             name = _free_name(entry.name, notes, renamed)
-            entries.append(Entry(name, entry.code, entry.shape, offset, offset + entry.nbytes))
+            entries.append(HeaderEntry(name, entry.code, entry.shape, offset, offset + entry.nbytes))
             notes[name] = segment.header.metadata.get(entry.name, "{}")
             offset += entry.nbytes
     head = encode_header(entries, notes)

@@ -56,15 +56,12 @@ class HostPool:
         """A contiguous copy on the host, without gradient history."""
         if value.requires_grad:
             value = value.detach()
-        if is_sound(value) and value.nbytes < _SMALL:
+        sound = is_sound(value)
+        if sound and value.nbytes < _SMALL:
             return value.clone(memory_format=torch.contiguous_format)
-        if type(value) in PLAIN_TYPES and value.numel() and not has_memory(value):
-            raise ReductionError(
-                f"a tensor of shape {tuple(value.shape)} cannot be copied: its storage was freed or made too small"
-            )
-        if value.layout is not torch.strided or value.is_quantized or value.nbytes < _SMALL:
-            return _plain_copy(value)
-        buffer = self._take(_room(value.nbytes))
+        if not sound:
+            _check_memory(value)
+        buffer = self._take(_room(value.nbytes)) if sound or _is_large_and_strided(value) else None
         if buffer is None:
             return _plain_copy(value)
         lease = buffer[: value.nbytes]
@@ -77,14 +74,7 @@ class HostPool:
 
         self._lent[key] = weakref.ref(lease, give_back)
         copied = torch.frombuffer(lease, dtype=value.dtype).view(value.shape)
-        place = located(value) if checksum.copy_bytes is not None and value.is_contiguous() else None
-        if checksum.copy_bytes is not None and place is not None:
-            address, storage = place  # held while the interpreter is let go
-            crc = checksum.copy_bytes(copied.data_ptr(), address, value.nbytes)
-            checksum.keep_checksum(copied, crc)
-            del storage
-        else:
-            copied.copy_(value)
+        _copy_into(copied, value)
         return copied
 
     def _take(self, room: int) -> npt.NDArray[np.uint8] | None:
@@ -136,6 +126,28 @@ def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
     whole = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -whole.ctypes.data % _ALIGNMENT
     return whole[start : start + nbytes]
+
+
+def _check_memory(value: Tensor) -> None:
+    if type(value) in PLAIN_TYPES and value.numel() and not has_memory(value):
+        raise ReductionError(
+            f"a tensor of shape {tuple(value.shape)} cannot be copied: its storage was freed or made too small"
+        )
+
+
+def _is_large_and_strided(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_quantized and value.nbytes >= _SMALL
+
+
+def _copy_into(copied: Tensor, value: Tensor) -> None:
+    """Past the cache and with a checksum, where the value lies in one piece on the host."""
+    place = located(value) if checksum.copy_bytes is not None and value.is_contiguous() else None
+    if checksum.copy_bytes is None or place is None:
+        copied.copy_(value)
+        return
+    address, storage = place  # held while the interpreter is let go
+    checksum.keep_checksum(copied, checksum.copy_bytes(copied.data_ptr(), address, value.nbytes))
+    del storage
 
 
 def _plain_copy(value: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, final
 
+from torchtap.store.files.destination import Destination
 from torchtap.store.files.launch import launch_facts
 from torchtap.store.files.layout import (
     CLOSED,
@@ -25,7 +26,6 @@ from torchtap.store.files.layout import (
     MANIFEST,
     SegmentName,
 )
-from torchtap.store.files.place import Place
 from torchtap.store.format.compress import Compressor
 from torchtap.store.format.scalars import ScalarBuffer
 from torchtap.store.format.seal import UNSEALED, seal
@@ -35,7 +35,7 @@ from torchtap.store.write.merge import Merger
 from torchtap.store.write.pressure import Barrier, RecordQueue
 from torchtap.store.write.tensors import Loss, TensorSegments
 
-__all__ = ["FLUSH_SECONDS", "Recorder"]
+__all__ = ["FLUSH_SECONDS", "RunRecorder"]
 
 FLUSH_SECONDS = 1.0
 _FLUSH_BYTES = 8 << 20  # of numbers
@@ -44,7 +44,7 @@ _SYNC_SECONDS = 30.0  # the most of numbers that a power failure may cost; of te
 
 
 @final
-class Recorder:
+class RunRecorder:
     """Everything between the queue and the files. `work` is one thread's; `note` may be called by any."""
 
     def __init__(
@@ -80,9 +80,9 @@ class Recorder:
         self._synced = time.monotonic()
         self._unsynced: list[str] = []
         self._written_records = 0
-        self._place: Place | None = None
+        self._place: Destination | None = None
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: Destination) -> None:
         """Write the manifest into a fresh part; from then on the run exists."""
         self.attempt = self._manifest["attempt"] = place.part[1]
         if self._manifest["world"] > 1:
@@ -197,7 +197,7 @@ class Recorder:
                 self._unsynced = []
         self._put_events(place)
 
-    def _put_scalars(self, place: Place) -> None:
+    def _put_scalars(self, place: Destination) -> None:
         name = SegmentName("scalars", self._next_scalars, self._next_scalars, *self._scalars.steps)
         try:
             buffers = self._scalars.encode(name, place.part)
@@ -216,7 +216,7 @@ class Recorder:
         self._scalars.clear()
         self._merger.appeared(name, sum(map(len, buffers)))
 
-    def _put_events(self, place: Place) -> None:
+    def _put_events(self, place: Destination) -> None:
         with self._lock:
             lines, self._events = self._events, []
             changed, self._manifest_changed = self._manifest_changed, False
@@ -246,7 +246,7 @@ class Recorder:
             facts = {"reason": loss.reason, "tensors": loss.tensors, "rows": loss.rows, "bytes": loss.nbytes}
             self.note("lost", {**facts, "steps": [dropped.first, dropped.last]})
 
-    def _closing(self, place: Place) -> dict[str, object]:
+    def _closing(self, place: Destination) -> dict[str, object]:
         """What a reader can hold what it finds against."""
         return {
             "check": UNSEALED,

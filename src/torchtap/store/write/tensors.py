@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 from urllib.parse import unquote
 
+from torchtap.store.files.destination import Destination, Stream
 from torchtap.store.files.layout import SegmentName
-from torchtap.store.files.place import Place, Stream
 from torchtap.store.format.checksum import checksum
 from torchtap.store.format.compress import Compressor
-from torchtap.store.format.header import Entry, encode_header
+from torchtap.store.format.header import HeaderEntry, encode_header
 from torchtap.store.format.notes import segment_note
 from torchtap.store.format.payload import Payload, payload_of
 from torchtap.store.record import TensorItem
@@ -94,7 +94,7 @@ class TensorSegments:
 
     def __init__(
         self,
-        place: Place,
+        place: Destination,
         *,
         segment_bytes: int = 64 << 20,
         compressor: Compressor | None = None,
@@ -110,7 +110,7 @@ class TensorSegments:
         self._clear()
 
     def _clear(self) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[HeaderEntry] = []
         self._notes: dict[str, str] = {}
         self._held: list[memoryview] = []
         self._nbytes = 0
@@ -184,7 +184,7 @@ class TensorSegments:
             json.dumps(facts | {"crc32": text}, separators=(",", ":")) if facts else f'{{"crc32":"{text}"}}'
         )
         self._notes[name] = note
-        entry = Entry(name, code, shape, self._nbytes, self._nbytes + len(buffer))
+        entry = HeaderEntry(name, code, shape, self._nbytes, self._nbytes + len(buffer))
         self._entries.append(entry)
         self._nbytes += len(buffer)
         # the name twice, the note's quotes escaped, the entry's own JSON

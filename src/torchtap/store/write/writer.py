@@ -23,11 +23,11 @@ from types import TracebackType
 from typing import final
 
 from torchtap.errors import RecordingLostError, SessionError
-from torchtap.store.files.place import LocalPlace, Place
+from torchtap.store.files.destination import Destination, LocalDestination
 from torchtap.store.format.compress import make_compressor
 from torchtap.store.record import StepRecord
 from torchtap.store.write.pressure import Barrier, Pressure, RecordQueue
-from torchtap.store.write.recorder import FLUSH_SECONDS, Recorder
+from torchtap.store.write.recorder import FLUSH_SECONDS, RunRecorder
 from torchtap.store.write.tensors import Loss
 
 __all__ = ["RunWriter"]
@@ -57,7 +57,7 @@ class RunWriter:
         self._queue = RecordQueue(queue_bytes, on_pressure)
         self._closed = False
         self._process = os.getpid()
-        self._recorder = Recorder(
+        self._recorder = RunRecorder(
             manifest=manifest,
             rank=rank,
             world=world,
@@ -155,12 +155,12 @@ class RunWriter:
         self.close()
 
 
-def _place(folder: str, rank: int) -> Place:
+def _place(folder: str, rank: int) -> Destination:
     if "://" in folder:
-        from torchtap.store.files.remote import RemotePlace
+        from torchtap.store.files.remote import RemoteDestination
 
-        return RemotePlace(folder, rank)
-    return LocalPlace(folder, rank)
+        return RemoteDestination(folder, rank)
+    return LocalDestination(folder, rank)
 
 
 @atexit.register

@@ -13,15 +13,15 @@ from typing import final
 
 from torchtap.names import Name, read_name
 from torchtap.taps.alike.prints import Print, by_digest
-from torchtap.taps.alike.site_map import Found, How, SiteMap
+from torchtap.taps.alike.site_map import FoundValue, How, SiteMap
 from torchtap.taps.receive import reasons
 
-__all__ = ["Call", "FormValues", "choose"]
+__all__ = ["CallKeys", "FormValues", "choose"]
 
 
 @final
 @dataclass(frozen=True)
-class Call:
+class CallKeys:
     """One module call of a form: the keys of the values that go in, are made inside, and go out."""
 
     entering: tuple[str, ...] = ()
@@ -38,13 +38,13 @@ class FormValues:
 
     form: str  # a digest of its graph
     prints: Mapping[str, Print]
-    calls: Mapping[tuple[str, int], Call]  # by path and number of the call
+    calls: Mapping[tuple[str, int], CallKeys]  # by path and number of the call
 
 
 def choose(eager: Mapping[str, Print], values: FormValues, classes: Mapping[str, str]) -> SiteMap:
     """The map from eager sites, in the order of execution, to a form's values."""
     choice = _Choice(values)
-    sites: dict[str, Found] = {}
+    sites: dict[str, FoundValue] = {}
     missing: dict[str, str] = {}
     later: list[str] = []
     for site, print_ in eager.items():
@@ -75,7 +75,7 @@ class _Choice:
         self._given: dict[tuple[str, str, int], list[str]] = {}
         self.ambiguous: dict[str, tuple[str, ...]] = {}
 
-    def equal(self, site: str, wanted: Print) -> Found | None:
+    def equal(self, site: str, wanted: Print) -> FoundValue | None:
         """The value with the same bytes, if there is one."""
         candidates = self._equal.get(wanted.digest, [])
         if not candidates:
@@ -84,10 +84,10 @@ class _Choice:
         key = self._pick(site, name, candidates)
         self._given.setdefault((name.path, name.kind, name.call), []).append(key)
         self._clock = self._order[key]
-        return Found(key, "equal", self._clock)
+        return FoundValue(key, "equal", self._clock)
 
     def _pick(self, site: str, name: Name, candidates: Sequence[str]) -> str:
-        call = self._values.calls.get((name.path, name.call), Call())
+        call = self._values.calls.get((name.path, name.call), CallKeys())
         given = self._given.get((name.path, name.kind, name.call), ())
         edge, inside = (call.entering, ()) if name.kind == "input" else (call.leaving, call.inside)
         here = [key for key in candidates if key in edge]
@@ -103,16 +103,16 @@ class _Choice:
             self.ambiguous[site] = tuple(candidates)
         return min(candidates, key=lambda key: (abs(self._order[key] - self._clock), self._order[key]))
 
-    def near(self, site: str, wanted: Print) -> Found | None:
+    def near(self, site: str, wanted: Print) -> FoundValue | None:
         """The value at the edge of the same module call that differs by rounding."""
         found = [key for key in self._edge(site) if self._values.prints[key].is_near(wanted)]
         return self._take(site, found, "near")
 
-    def by_position(self, site: str, eager: Mapping[str, Print]) -> Found | None:
+    def by_position(self, site: str, eager: Mapping[str, Print]) -> FoundValue | None:
         """The only value of this shape that was certainly returned, if the site is the only one of its shape."""
         looks = eager[site].looks
         name = read_name(site)
-        call = self._values.calls.get((name.path, name.call), Call())
+        call = self._values.calls.get((name.path, name.call), CallKeys())
         certain = call.given if name.kind == "input" else call.returned
         alike = [each for each in _leaves_of(name, eager) if eager[each].looks == looks]
         found = [
@@ -122,17 +122,17 @@ class _Choice:
 
     def _edge(self, site: str) -> list[str]:
         name = read_name(site)
-        call = self._values.calls.get((name.path, name.call), Call())
+        call = self._values.calls.get((name.path, name.call), CallKeys())
         given = self._given.get((name.path, name.kind, name.call), ())
         edge = call.entering if name.kind == "input" else call.leaving
         return [key for key in edge if key not in given and key in self._values.prints]
 
-    def _take(self, site: str, found: Sequence[str], how: How) -> Found | None:
+    def _take(self, site: str, found: Sequence[str], how: How) -> FoundValue | None:
         if len(found) != 1:
             return None
         name = read_name(site)
         self._given.setdefault((name.path, name.kind, name.call), []).append(found[0])
-        return Found(found[0], how, self._order[found[0]])
+        return FoundValue(found[0], how, self._order[found[0]])
 
 
 def _leaves_of(name: Name, sites: Iterable[str]) -> list[str]:

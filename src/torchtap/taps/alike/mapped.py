@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from torchtap.names import last_part, parent_path, path_parts, read_name, site_name
-from torchtap.taps.alike.site_map import Found, SiteMap
+from torchtap.taps.alike.site_map import FoundValue, SiteMap
 from torchtap.taps.receive import reasons
 from torchtap.taps.walk.stand_ins import skeleton
 
@@ -32,7 +32,7 @@ def mapped_sites(
     kinds_of: dict[tuple[str, str], list[str]] = {}
     for path, asked_kind in asked:
         kinds_of.setdefault((path, _VALUE_OF.get(asked_kind, asked_kind)), []).append(asked_kind)
-    calls: dict[tuple[str, str, str], list[tuple[int, Found]]] = {}
+    calls: dict[tuple[str, str, str], list[tuple[int, FoundValue]]] = {}
     for site, found in site_map.sites.items():
         name = read_name(site)
         calls.setdefault((name.path, name.kind, name.leaf), []).append((name.call, found))
@@ -50,9 +50,9 @@ def mapped_sites(
     return chosen
 
 
-def _certain(numbered: list[tuple[int, Found]]) -> list[Found]:
+def _certain(numbered: list[tuple[int, FoundValue]]) -> list[FoundValue]:
     """The calls up to the first that is missing or comes out of order: calls are counted as their values come."""
-    certain: list[Found] = []
+    certain: list[FoundValue] = []
     for number, found in sorted(numbered, key=lambda each: each[0]):
         if number != len(certain) or (certain and found.order < certain[-1].order):
             break

@@ -15,11 +15,11 @@ from torchtap._torch import version_of
 from torchtap.taps.alike.prints import Print, print_of
 from torchtap.taps.carry.op import Channel
 
-__all__ = ["Recorder", "as_it_was"]
+__all__ = ["PrintRecorder", "as_it_was"]
 
 
 @final
-class Recorder:
+class PrintRecorder:
     """Stands where a receiver stands. Values come under keys that a form's own files make and read."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, final
 from torchtap.errors import FormError
 from torchtap.foreign_text import shown
 
-__all__ = ["Found", "How", "SiteMap"]
+__all__ = ["FoundValue", "How", "SiteMap"]
 
 How = Literal["equal", "near", "position"]
 _FORMAT, _VERSION = "torchtap sites", 1
@@ -24,7 +24,7 @@ _FORMAT, _VERSION = "torchtap sites", 1
 
 @final
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundValue:
     """Where in a form a site's value is, and what told it."""
 
     at: str
@@ -38,7 +38,7 @@ class SiteMap:
     """Made by `torchtap.match`."""
 
     form: str  # a digest of the graph that it is for
-    sites: dict[str, Found]
+    sites: dict[str, FoundValue]
     missing: dict[str, str] = field(default_factory=dict)  # site to the reason
     ambiguous: dict[str, tuple[str, ...]] = field(
         default_factory=dict
@@ -56,7 +56,7 @@ class SiteMap:
             read: Any = json.loads(Path(path).read_text())
             if read.pop("format") != _FORMAT or read.pop("version") != _VERSION:
                 raise ValueError("it is of another format or version")
-            sites = {site: Found(**found) for site, found in read.pop("sites").items()}
+            sites = {site: FoundValue(**found) for site, found in read.pop("sites").items()}
             ambiguous = {site: tuple(keys) for site, keys in read.pop("ambiguous").items()}
             return cls(sites=sites, ambiguous=ambiguous, **read)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

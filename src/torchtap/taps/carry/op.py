@@ -45,7 +45,7 @@ from torchtap._torch import (
 from torchtap.names import read_name
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive import reasons
-from torchtap.taps.receive.gradients import ask_while_traced
+from torchtap.taps.receive.gradients import ask_for_gradient, ask_while_traced
 from torchtap.taps.receive.receiver import Receiver
 
 __all__ = [
@@ -70,6 +70,8 @@ _named: Counter[str] = Counter()
 _tickets = itertools.count(int.from_bytes(os.urandom(6), "big"))
 # Channel -> site with a ticket -> the call that its gradient belongs to. Forgotten when nobody listens any more.
 _booked: dict[int | None, dict[str, int]] = {}
+# Channel -> the sites with tickets whose gradient has come since they were booked.
+_come: dict[int | None, set[str]] = {}
 _ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
 
 # What a graph emits when a pass begins: by whether the model trains, and whether gradients are on.
@@ -114,6 +116,7 @@ class Channel:
         """Nobody listens any more; the ops cost next to nothing."""
         _channels.pop(self.number, None)
         _booked.pop(self.number, None)
+        _come.pop(self.number, None)
 
 
 def _number_of(purpose: str) -> int:
@@ -161,6 +164,7 @@ def stop_listening(receiver: Receiver) -> None:
         _listeners = tuple(each for each in _listeners if each is not receiver)
         if not _listeners:
             _booked.pop(None, None)
+            _come.pop(None, None)
 
 
 def note(site: str, reason: str) -> None:
@@ -229,7 +233,7 @@ def _on_value(value: Tensor, site: str) -> None:
     receivers = _receivers(number)
     if not receivers or _is_repetition(kind):
         return
-    call = None if ticket is None else _booked.get(number, {}).get(site)
+    call = None if ticket is None else _booked_call(number, site)
     # A new tensor object each time: a compiler writes new values into memory, and so into tensors, that it has used
     # before, without a trace in their version.
     value = value.detach()
@@ -248,9 +252,15 @@ def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
     receivers = _receivers(number)
     if not receivers or _is_repetition(kind):
         return
-    call = None if ticket is None else _booked.get(number, {}).get(site)
+    call = None if ticket is None else _booked_call(number, site)
     for receiver in receivers:
         receiver.take_state(path, kind, leaf, state, shape, call)
+
+
+def _booked_call(number: int | None, site: str) -> int | None:
+    """The call that a gradient belongs to, which comes now."""
+    _come.setdefault(number, set()).add(site)
+    return _booked.get(number, {}).get(site)
 
 
 def _is_repetition(kind: str) -> bool:
@@ -265,6 +275,11 @@ def _on_awaited(value: Tensor, site: str) -> None:
     if ticket is not None:  # in the forward graph of a compiled model
         for receiver in _receivers(number):
             _booked.setdefault(number, {})[site] = receiver.next_call(path, kind, leaf)
+            _come.setdefault(number, set()).discard(site)
+            if (
+                value.requires_grad
+            ):  # it came into the graph, which may have no backward: that of a hook alone
+                ask_for_gradient(value, _note_unless_come, receiver, site)
         return
     wanted = value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, FunctionalTensor):
@@ -282,6 +297,12 @@ def _on_awaited(value: Tensor, site: str) -> None:
         return
     for receiver in _receivers(number):
         receiver.await_gradient(path, kind, leaf, value)
+
+
+def _note_unless_come(receiver: Receiver, site: str, gradient: Tensor) -> None:
+    number, path, kind, _, _ = address(site)
+    if site not in _come.get(number, ()):
+        receiver.note(path, kind, reasons.OUTSIDE_THE_GRAPH)
 
 
 def _emit_gradient(gradient: Tensor, site: str) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "editable_copy",
     "emit_all",
     "emit_before",
+    "emit_here",
     "readdress",
     "tap_graph",
 ]
@@ -72,16 +73,20 @@ def emit_before(graph: fx.Graph, before: fx.Node, value: fx.Node, prefix: str, b
     """Emit a value in front of a node."""
     site = f"{prefix}{bare}" + (f".{leaf}" if leaf else "")
     with graph.inserting_before(before):
-        if "val" in value.meta:
-            name = "emit_grad" if ":grad" in bare else "emit"
-            node = graph.call_function(getattr(torch.ops.torchtap, name).default, (value, site))
-            node.meta["val"] = None
-        else:
-            node = graph.call_function(emit_all, (value, site))
-        # Export wants to know where every node comes from.
-        for key in ("nn_module_stack", "stack_trace", "torch_fn"):
-            if key in value.meta:
-                node.meta[key] = value.meta[key]
+        emit_here(graph, value, site, "emit_grad" if ":grad" in bare else "emit")
+
+
+def emit_here(graph: fx.Graph, value: fx.Node, site: str, name: str) -> None:
+    """Emit a value where the graph is being added to."""
+    if "val" in value.meta:
+        node = graph.call_function(getattr(torch.ops.torchtap, name).default, (value, site))
+        node.meta["val"] = None
+    else:
+        node = graph.call_function(emit_all, (value, site))
+    # Export wants to know where every node comes from.
+    for key in ("nn_module_stack", "stack_trace", "torch_fn"):
+        if key in value.meta:
+            node.meta[key] = value.meta[key]
 
 
 @fx.node.has_side_effect

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from torchtap.names import join_path
-from torchtap.taps.alike.choose import Call, FormValues
-from torchtap.taps.alike.recorder import Recorder
+from torchtap.taps.alike.choose import CallKeys, FormValues
+from torchtap.taps.alike.recorder import PrintRecorder
 from torchtap.taps.carry import op
 from torchtap.taps.carry.forms import ForwardRoute
-from torchtap.taps.graph.edit import OWN, EditedGraphs, all_graphs, editable_copy, emit_all
+from torchtap.taps.graph.edit import OWN, EditedGraphs, all_graphs, editable_copy, emit_all, emit_here
 from torchtap.taps.graph.naming import certainly_returned, named_inputs
 from torchtap.taps.graph.regions import Region, graphs_inside, module_regions
 
@@ -41,7 +41,7 @@ def _keyed(owner: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.Gr
 def graph_values(model: fx.GraphModule, run: Callable[[], object]) -> FormValues:
     """Run a model once and take the print of each value in its graph."""
     op.register()
-    recorder = Recorder()
+    recorder = PrintRecorder()
     tapped = editable_copy(model)
     nodes = list(_keyed(tapped))
     key_of = {node: key for key, _, node in nodes}
@@ -49,7 +49,7 @@ def graph_values(model: fx.GraphModule, run: Callable[[], object]) -> FormValues
     for key, owner, node in nodes:
         _emit_after(owner.graph, node, recorder.address(key), "emit")
     _run(model, tapped, lambda: recorder.record(run))
-    numbered: dict[tuple[str, int], Call] = {}
+    numbered: dict[tuple[str, int], CallKeys] = {}
     numbers: dict[str, int] = {}
     for path, call in calls:
         if any(key in recorder.prints for key in call.inside):  # else it is in a branch that did not run
@@ -73,8 +73,8 @@ def _run(model: fx.GraphModule, tapped: fx.GraphModule, run: Callable[[], Any]) 
             route.switch_off()
 
 
-def _call(region: Region, key_of: Mapping[fx.Node, str]) -> Call:
-    return Call(
+def _call(region: Region, key_of: Mapping[fx.Node, str]) -> CallKeys:
+    return CallKeys(
         entering=_keys(region.entering(), key_of),
         inside=_keys(region.nodes, key_of),
         leaving=_keys(region.leaving(), key_of),
@@ -104,14 +104,7 @@ def _emit_after(graph: fx.Graph, node: fx.Node, site: str, name: str) -> None:
     after = node
     if node.op == "placeholder":
         after = [each for each in graph.nodes if each.op == "placeholder"][-1]
+    if "val" in node.meta and not isinstance(node.meta["val"], torch.Tensor):
+        return
     with graph.inserting_after(after):
-        if "val" in node.meta:
-            if not isinstance(node.meta["val"], torch.Tensor):
-                return
-            made = graph.call_function(getattr(torch.ops.torchtap, name).default, (node, site))
-            made.meta["val"] = None
-        else:
-            made = graph.call_function(emit_all, (node, site))
-    for key in ("nn_module_stack", "stack_trace", "torch_fn"):
-        if key in node.meta:
-            made.meta[key] = node.meta[key]
+        emit_here(graph, node, site, name)

@@ -29,10 +29,9 @@ _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _HELD = ("param", "buffer", "update", "optim_state", "lr")
 _FLATTENED = ("param", "param_grad", "param_grad_accumulated", "param_grad_unclipped", "update")
 _UNKNOWN, _REPLICATE = Share("unknown"), Share("replicate")
-_MISSING: object = object()
 
 
-class Seen(Protocol):
+class PlacedSite(Protocol):
     """A site that a value came from."""
 
     name: str
@@ -61,7 +60,7 @@ class Placing:
         self._fresh: dict[tuple[str, str], Placement] = {}  # by site and phase: not told yet
         self._told: dict[tuple[str, str], Placement] = {}
         self._settled = 0  # so many sites were looked at
-        self._waiting: list[Seen] = []  # of these nothing has come yet
+        self._waiting: list[PlacedSite] = []  # of these nothing has come yet
         for _, statements in layouts:
             for statement in statements:
                 if statement.axis is not None and statement.axis not in mesh.axes:
@@ -76,23 +75,26 @@ class Placing:
             found = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim())
             self._given = tuple(next((each.shape for each in found), ()))
 
-    def note(self, entry: Seen, value: Tensor, phase: str) -> None:
+    def note(self, entry: PlacedSite, value: Tensor, phase: str) -> None:
         """Look at a value that came."""
-        spec = None if type(value) in _PLAIN else spec_of(value)
-        known = self._specs.get(entry.name, _MISSING)
-        if spec is known or (known is not _MISSING and known is not None and spec == known):
+        plain = type(value) in _PLAIN
+        known = self._specs.get(entry.name)
+        if plain and known is None:
+            return
+        spec = None if plain else spec_of(value)
+        if spec is known or spec == known:
             return
         self._specs[entry.name] = spec
         if spec is not None:
             facts = placed(spec)
             if facts is not None:
                 self._fresh[entry.name, phase] = self._among_others(entry, *facts)
-        elif known is not _MISSING:  # it was spread over ranks before
+        else:  # it was spread over ranks before
             self._fresh[entry.name, phase] = self._of_plain(entry)
 
     # -- at the end of a step -----------------------------------------------------------------------------
 
-    def changes(self, entries: Sequence[Seen], phase: str) -> dict[str, Any] | None:
+    def changes(self, entries: Sequence[PlacedSite], phase: str) -> dict[str, Any] | None:
         """What was not told yet, as an event of a run; None where nothing is new."""
         news: dict[str, Placement] = {}
         if len(entries) < self._settled:  # the taps have gone over to another tree of modules
@@ -109,7 +111,7 @@ class Placing:
                 self._told[site, phase] = news[site] = placement
         return _event(news, phase) if news else None
 
-    def _among_others(self, entry: Seen, axes: Sequence[MeshAxis], facts: Placement) -> Placement:
+    def _among_others(self, entry: PlacedSite, axes: Sequence[MeshAxis], facts: Placement) -> Placement:
         """A DTensor's facts beside the axes that it is not on."""
         here = self._mesh
         rest = [
@@ -120,7 +122,7 @@ class Placing:
         root = here.root if rest else facts.root
         return replace(facts, axes=(*rest, *facts.axes), root=root, stage=self._stage(entry.site.kind))
 
-    def _of_plain(self, entry: Seen) -> Placement:
+    def _of_plain(self, entry: PlacedSite) -> Placement:
         here = self._mesh
         axes = tuple(axis.holding(self._share_of(entry, name)) for name, axis in here.axes.items())
         if not axes:
@@ -142,7 +144,7 @@ class Placing:
             return "local"
         return "reduced" if kind.startswith("param_grad") else None
 
-    def _share_of(self, entry: Seen, axis: str) -> Share:
+    def _share_of(self, entry: PlacedSite, axis: str) -> Share:
         """What a plain value of a site is along one axis."""
         stated = self._stated(entry, axis)
         if stated is not None:
@@ -165,7 +167,7 @@ class Placing:
         as_long_as_a_sample = shape[0] != samples and shape[0] in rest
         return Share("batch", 0) if whole_samples and not as_long_as_a_sample else _UNKNOWN
 
-    def _stated(self, entry: Seen, axis: str) -> Share | None:
+    def _stated(self, entry: PlacedSite, axis: str) -> Share | None:
         """What the user says of a site along an axis."""
         for selector, statements in reversed(self._layouts):
             if not selector.picks(entry.site):
@@ -179,7 +181,7 @@ class Placing:
         """Whether a statement without an axis is about this one: a batch is spread over data axes alone."""
         return share.kind != "batch" or not self._mesh.data or axis in self._mesh.data
 
-    def _planned(self, entry: Seen, axis: str) -> Share | None:
+    def _planned(self, entry: PlacedSite, axis: str) -> Share | None:
         """What the parallel plan says of a module's output, and so of its gradient."""
         site = entry.site
         layouts = self._mesh.plans.get(id(site.module), {}).get(axis)

@@ -1,7 +1,8 @@
 """At the end of a step: what a tally holds, as numbers and tensors on the host.
 
 All statistics of a device come over in one read, all other numbers of a device in one more. Nothing waits for these
-where the device can copy by itself: the blocks of numbers are there at once, and `Coming` says when they are filled.
+where the device can copy by itself: the blocks of numbers are there at once, and `PendingNumbers` says when they are
+filled.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,15 +23,15 @@ from torchtap.store.record import ScalarBlock, TensorItem
 from torchtap.taps.receive.entries import Entry, Fold, Tally
 from torchtap.taps.receive.folding import Folding
 
-__all__ = ["Collector", "Coming", "numbers_on_host", "result_of"]
+__all__ = ["Collector", "PendingNumbers", "numbers_on_host", "result_of"]
 
-Rows: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
-Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Rows: TypeAlias = npt.NDArray[np.intp]
+Numbers: TypeAlias = npt.NDArray[np.float64]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Coming:
+class PendingNumbers:
     """Numbers of a block that are still on their way from a device."""
 
     done: Callable[[], bool]
@@ -46,7 +48,9 @@ class Collector:
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._rows: dict[frozenset[int], tuple[int, Rows, tuple[str, ...]]] = {}
 
-    def collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
+    def collect(
+        self, tally: Tally
+    ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
         """Everything that a tally holds, and what of it is still to come; afterwards it holds nothing."""
         with self._folding.lock:
             return self._collect(tally)
@@ -62,8 +66,10 @@ class Collector:
                 sites, tally.block.statistics, tally.block.results(rows), self._present(tally, rows)
             )
 
-    def _collect(self, tally: Tally) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[Coming]]:
-        coming: list[Coming] = []
+    def _collect(
+        self, tally: Tally
+    ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
+        coming: list[PendingNumbers] = []
         statistics = self._statistics(tally, coming)
         scalars = [] if statistics is None else [statistics]
         tensors: list[TensorItem] = []
@@ -88,7 +94,7 @@ class Collector:
             scalars.append(ScalarBlock(self._same(tuple(sites)), self._same(names), values))
         return tuple(scalars), tuple(tensors), coming
 
-    def _statistics(self, tally: Tally, coming: list[Coming]) -> ScalarBlock | None:
+    def _statistics(self, tally: Tally, coming: list[PendingNumbers]) -> ScalarBlock | None:
         tally.reserve(len(self._folding.rows))
         if 1 not in tally.arrived:
             return None
@@ -99,7 +105,7 @@ class Collector:
             values = tally.block.results(rows)
         else:
             values = np.empty((len(rows), len(statistics)))
-            coming.append(Coming(arriving.done, partial(_fill_statistics, values, arriving, rows)))
+            coming.append(PendingNumbers(arriving.done, partial(_fill_statistics, values, arriving, rows)))
         return ScalarBlock(sites, statistics, values, self._present(tally, rows))
 
     def _rows_of(self, tally: Tally) -> tuple[Rows, tuple[str, ...]]:
@@ -113,7 +119,7 @@ class Collector:
             known = self._rows[live] = (len(folding.rows), rows, sites)
         return known[1:]
 
-    def _present(self, tally: Tally, rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+    def _present(self, tally: Tally, rows: Rows) -> npt.NDArray[np.bool_] | None:
         """Which of these rows have something in them; None where all have."""
         if tally.arrived.count(1) == len(rows) == len(self._folding.rows):
             return None
@@ -186,7 +192,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
-def numbers_on_host(rows: list[list[Any]], coming: list[Coming]) -> Numbers:
+def numbers_on_host(rows: list[list[Any]], coming: list[PendingNumbers]) -> Numbers:
     """Rows of floats and 0-dim tensors as one array, with one read for each device; some may be ``coming``."""
     values = np.empty((len(rows), len(rows[0])), dtype=np.float64)
     waiting: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
@@ -203,7 +209,7 @@ def numbers_on_host(rows: list[list[Any]], coming: list[Coming]) -> Numbers:
         if crossing.done():
             fill()
         else:
-            coming.append(Coming(crossing.done, fill))
+            coming.append(PendingNumbers(crossing.done, fill))
     return values
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtap._torch import version_of
 from torchtap.names import Kind
 from torchtap.plan import Port
-from torchtap.reduce.base import Reduction, RowBlock
+from torchtap.reduce.base import AnyReduction, RowBlock
 from torchtap.sites import Site, input_names
 from torchtap.taps.walk.counting import CallCounter
 
@@ -28,7 +28,7 @@ class Fold:
 
     __slots__ = ("key", "reduction", "seconds", "state")
 
-    def __init__(self, key: str, reduction: Reduction[Any]) -> None:
+    def __init__(self, key: str, reduction: AnyReduction) -> None:
         self.key = key
         self.reduction = reduction
         self.state: Any = None

@@ -172,7 +172,7 @@ class Folding:
         tally, generation = self.tally, self.generation
         arrived = tally.arrived
         positions: list[int] = []
-        rows: list[int] = []
+        entries: list[Entry] = []
         for position, port in enumerate(ports):
             entry = port.first
             if (
@@ -182,18 +182,21 @@ class Folding:
                 and not arrived[entry.row]  # a second value of one step takes the place of the first
             ):
                 positions.append(position)
-                rows.append(entry.row)
+                entries.append(entry)
         try:
-            if len(rows) < len(ports):
+            if len(entries) < len(ports):
                 tensors = [tensors[position] for position in positions]
+            rows = [entry.row for entry in entries]
             failed = {positions[index] for index in tally.block.take_all(rows, tensors)}
         except Exception as error:
             self.lose("parameters", error)
             return ()
         done = set(positions) - failed
-        for position, row in zip(positions, rows, strict=True):
+        for position, entry, tensor in zip(positions, entries, tensors, strict=True):
             if position not in failed:
-                arrived[row] = 1
+                arrived[entry.row] = 1
+                if self._placing is not None:
+                    self._placing.note(entry, tensor, tally.phase)
         return () if len(done) == len(ports) else [each for each in range(len(ports)) if each not in done]
 
     def _fold_with_care(self, entry: Entry, tensor: Tensor) -> None:

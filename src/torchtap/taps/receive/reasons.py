@@ -33,6 +33,7 @@ __all__ = [
     "NO_TENSOR_TYPE",
     "NO_VALUE",
     "OFF_SCHEDULE",
+    "OUTSIDE_THE_GRAPH",
     "REPLACED",
     "UNCERTAIN_CALL",
     "UNPLACED",
@@ -69,6 +70,10 @@ NO_VALUE = "no torchtap.emit() with this name ran inside these modules"
 IN_A_BRANCH = (
     "it is inside a branch or loop (torch.cond, while_loop, scan) of a compiled model, from which torch's compilers "
     "hand nothing out; the eager model has it, and tt.instrument before torch.export"
+)
+OUTSIDE_THE_GRAPH = (
+    "the compiler keeps the hooks of the outermost module out of its graph, and the graph may use the value further: "
+    "its whole gradient is not seen; give torchtap the compiled model"
 )
 # Graphs and traces.
 FOLDED = "folded into its parent when the model was frozen"

@@ -319,7 +319,7 @@ class Receiver:
             if port.apart:
                 port.next_call(self._pass_number)
             port.called = True  # of one that is read and not called, no more is counted
-        left = self.folding.fold_together(ports, tensors) if self.placing is None else range(len(ports))
+        left = self.folding.fold_together(ports, tensors)
         for position in left:
             port = ports[position]
             self.folding.take_back(port, port.port.site.leaf)
@@ -350,7 +350,13 @@ class Receiver:
     def next_call(self, path: str, kind: str, leaf: str) -> int:
         """The number of the call that a named value of which only the gradient will come belongs to."""
         port = self.ports.get((path, kind, ""))
-        return port.next_leaf_call(self._pass_number, leaf) if port is not None else 0
+        if port is None:
+            return 0
+        call = port.next_leaf_call(self._pass_number, leaf)
+        self._entry(
+            port, leaf, call
+        )  # sites are in the order of the forward; gradients come the other way round
+        return call
 
     def note(self, path: str, kind: str, reason: str) -> None:
         """Why a named place brings nothing."""

@@ -26,6 +26,7 @@ from torchtap.taps.receive import reasons, training
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.local_gradients import LocalGradients
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.receive.training import parameters_of
 
 __all__ = ["StateReader"]
 
@@ -73,32 +74,35 @@ class StateReader:
         if self._receiver.placing is not None:
             self._sharded = fsdp_sharded(self._receiver.plan.places[0].module)
         ports = [port for port in self._receiver.ports.values() if not live.isdisjoint(port.port.taps)]
-        self._parameters = self._by_parameter(ports)
-        self._gradients = {
-            key: tuple(id(port) for port in of_parameter if port.kind in _GRADIENTS)
-            for key, of_parameter in self._parameters.items()
-        }
-        kinds = [port.kind for of_parameter in self._parameters.values() for port in of_parameter]
-        self._before_update = sum(kind in _BEFORE_UPDATE for kind in kinds)
-        self._reads_updates, self._reads_state = "update" in kinds, "optim_state" in kinds
+        self._sort_by_parameter(ports)
         if self._local is not None:
             self._local.watch(self._averaged(ports))
-        self._rates = next((port for port in ports if port.kind == "lr"), None)
-        if self._rates is not None:
-            places = self._receiver.plan.places
-            self._known = {id(each) for place in places for each in place.module._parameters.values()}
+        self._find_rates(ports)
         self._buffers = tuple(port for port in ports if port.kind == "buffer")
         if self._parameters or self._rates is not None:
             training.listen(self)
             self._listens = True
 
-    def _by_parameter(self, ports: list[LivePort]) -> dict[int, tuple[LivePort, ...]]:
-        found: dict[int, tuple[LivePort, ...]] = {}
-        for port in ports:
-            if port.kind in _OF_PARAMETERS:
-                key = id(self._parameter_of(port))
-                found[key] = (*found.get(key, ()), port)
-        return found
+    def _sort_by_parameter(self, ports: list[LivePort]) -> None:
+        """Which live ports each parameter has, and what of them is read before and after an update."""
+        of_parameters = [port for port in ports if port.kind in _OF_PARAMETERS]
+        for port in of_parameters:
+            key = id(self._parameter_of(port))
+            self._parameters[key] = (*self._parameters.get(key, ()), port)
+        self._gradients = {
+            key: tuple(id(port) for port in ports_of_one if port.kind in _GRADIENTS)
+            for key, ports_of_one in self._parameters.items()
+        }
+        kinds = [port.kind for port in of_parameters]
+        self._before_update = sum(kind in _BEFORE_UPDATE for kind in kinds)
+        self._reads_updates, self._reads_state = "update" in kinds, "optim_state" in kinds
+
+    def _find_rates(self, ports: list[LivePort]) -> None:
+        """Where learning rates go, if anybody asks for them; and whose they may be."""
+        self._rates = next((port for port in ports if port.kind == "lr"), None)
+        if self._rates is not None:
+            places = self._receiver.plan.places
+            self._known = {id(each) for place in places for each in place.module._parameters.values()}
 
     def finish_step(self) -> None:
         """Read what no optimizer step has brought yet."""
@@ -137,7 +141,7 @@ class StateReader:
     def _others_come(self) -> None:
         """There is more to read in this step, after optimizers have stepped."""
         while self._stepped:
-            for parameter in _parameters_of(self._stepped.pop()):
+            for parameter in parameters_of(self._stepped.pop()):
                 self._passed.update(self._gradients.get(id(parameter), ()))
 
     def unscaling(self, optimizer: Optimizer) -> None:
@@ -162,7 +166,7 @@ class StateReader:
         self._read_of(optimizer, _BEFORE_UPDATE)
         if not self._reads_updates or not self._receiver.hears_this_thread():
             return
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_of(optimizer):
             ports = self._parameters.get(id(parameter), ())
             if any(port.kind == "update" for port in ports) and id(parameter) not in self._before:
                 self._before[id(parameter)] = parameter.detach().clone()
@@ -180,7 +184,7 @@ class StateReader:
 
     def _take_after(self, optimizer: Optimizer) -> None:
         """What the optimizer did to each parameter, and what it keeps for it."""
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_of(optimizer):
             for port in self._parameters.get(id(parameter), ()):
                 if port.kind == "update":
                     self._take_update(port, parameter)
@@ -207,7 +211,7 @@ class StateReader:
         self._receiver.turn_to_state()
         # A fused optimizer divides by the scale itself.
         scale = getattr(optimizer, "grad_scale", None)
-        ports = [self._parameters.get(id(parameter), ()) for parameter in _parameters_of(optimizer)]
+        ports = [self._parameters.get(id(parameter), ()) for parameter in parameters_of(optimizer)]
         self._read(ports, kinds, scale)
 
     def _read(
@@ -291,7 +295,7 @@ class StateReader:
     def _take_rates(self, port: LivePort, optimizer: Optimizer) -> None:
         first = self._groups.get(id(optimizer))
         if first is None:
-            if self._known.isdisjoint(map(id, _parameters_of(optimizer))):
+            if self._known.isdisjoint(map(id, parameters_of(optimizer))):
                 return  # another model's
             first = self._groups[id(optimizer)] = self._next_group
             self._next_group += len(optimizer.param_groups)
@@ -299,10 +303,6 @@ class StateReader:
             rate = group.get("lr")
             if rate is not None:
                 self._receiver.take_number(port, str(first + number), "value", rate)
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _tensor_of(port: LivePort) -> Tensor | None:

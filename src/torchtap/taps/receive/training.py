@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__ = ["TrainingListener", "innermost", "listen", "stop_listening"]
+__all__ = ["TrainingListener", "innermost", "listen", "parameters_of", "stop_listening"]
 
 
 class TrainingListener(Protocol):
@@ -98,6 +98,11 @@ def innermost(optimizer: object) -> list[Optimizer]:
     if inner is not None and inner is not optimizer and (found := innermost(inner)):
         return found
     return [optimizer] if isinstance(optimizer, Optimizer) else []
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters that an optimizer holds, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _all() -> tuple[TrainingListener, ...]:

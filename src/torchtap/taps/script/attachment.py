@@ -7,7 +7,7 @@ While a tap is live, calls of the model go to a tapped copy of it that has the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import final
 
 from torch import nn
 
@@ -27,21 +27,22 @@ from torchtap.taps.script.traced import TracedNames, forward_methods
 from torchtap.taps.script.types import can_hold_tensors
 from torchtap.taps.script.values import digest_of, tap_values
 from torchtap.taps.walk.stand_ins import skeleton
+from torchtap.torchscript import ScriptCore, ScriptMethod, ScriptType
 
 __all__ = ["attach_script", "script_tree"]
 
 _PASSED_ON = ("input", "output", "grad_input", "grad_output")
 
 
-def script_tree(model: Any) -> nn.Module:
+def script_tree(model: nn.Module) -> nn.Module:
     """The modules that a plan binds to: the model's own, and those that a frozen model still emits the values of."""
     register()
     modules = dict(model.named_modules())
     paths = [*modules, *(address(site)[1] for site in constant_sites(model))]
-    return skeleton(paths, modules, {path: module.original_name for path, module in modules.items()})
+    return skeleton(paths, modules, {path: str(module.original_name) for path, module in modules.items()})
 
 
-def attach_script(model: Any, receiver: Receiver, site_map: SiteMap | None = None) -> CarriedAttachment:
+def attach_script(model: nn.Module, receiver: Receiver, site_map: SiteMap | None = None) -> CarriedAttachment:
     """Put a plan on a scripted or traced model. A map says which values of a trace are which sites."""
     register()
     channel = Channel()
@@ -64,7 +65,7 @@ def attach_script(model: Any, receiver: Receiver, site_map: SiteMap | None = Non
     return CarriedAttachment(receiver, channel, list(_routes(model, copy, receiver)))
 
 
-def _routes(model: Any, copy: Any, receiver: Receiver) -> Iterator[ForwardRoute]:
+def _routes(model: nn.Module, copy: nn.Module, receiver: Receiver) -> Iterator[ForwardRoute]:
     """Each module's forward by way of the tapped copy's."""
     copies = dict(copy.named_modules())
     shared = _SharedState(model, copy)
@@ -76,7 +77,7 @@ def _routes(model: Any, copy: Any, receiver: Receiver) -> Iterator[ForwardRoute]
 
 def _mapped_copy(
     model: object, receiver: Receiver, site_map: SiteMap, prefix: str, kinds_of: dict[str, set[str]]
-) -> object:
+) -> nn.Module:
     """A copy of a trace that emits the sites of a map, beside those that it tells itself: put in, and outermost."""
     fresh = script_copy(model)
     site_map.check(digest_of(fresh))
@@ -85,7 +86,7 @@ def _mapped_copy(
     return tapped_copy(fresh, {"": kinds_of.get("", set())}, prefix)
 
 
-def _why_not_scripted(instance: Any, kind: str) -> str:
+def _why_not_scripted(instance: ScriptCore, kind: str) -> str:
     """Why a scripted module cannot bring this kind; empty if it can."""
     methods = forward_methods(instance).values()
     if not methods:
@@ -97,11 +98,11 @@ def _why_not_scripted(instance: Any, kind: str) -> str:
     return reasons.NO_TENSOR_TYPE.format(types=", ".join(each.annotation_str for each in types) or "nothing")
 
 
-def _types_given(method: object) -> list[Any]:
+def _types_given(method: ScriptMethod) -> list[ScriptType]:
     return [jit_type for _, jit_type in inputs_of(method)]
 
 
-def _types_returned(method: Any) -> list[Any]:
+def _types_returned(method: ScriptMethod) -> list[ScriptType]:
     return [each.type for each in method.schema.returns]
 
 
@@ -138,10 +139,10 @@ class _SharedState:
             if path in copies
         ]
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, forward: Callable[..., object]) -> Callable[..., object]:
         """A call of the copy that finds the model's attributes and leaves its own in the model."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             for original, copy, names in self._kept:
                 if original.hasattr("training"):
                     copy.setattr("training", original.getattr("training"))

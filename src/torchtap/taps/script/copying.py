@@ -9,16 +9,18 @@ import io
 from typing import Any
 
 import torch
+from torch import nn
 
-from torchtap._torch import script_core, script_methods, script_tensor_holders
+from torchtap._torch import script_core, script_methods, script_tensors
 from torchtap.errors import FormError
 from torchtap.names import WRAPPER_CLASSES, join_path
 from torchtap.taps.graph.regions import without
+from torchtap.torchscript import ScriptCore, ScriptNode
 
 __all__ = ["script_copy", "script_modules"]
 
 
-def script_copy(module: Any) -> Any:
+def script_copy(module: object) -> nn.Module:
     """A copy by way of a file. Names of values in it do not depend on whether the original was loaded itself."""
     buffer = io.BytesIO()
     try:
@@ -32,21 +34,21 @@ def script_copy(module: Any) -> Any:
             "be put into it; tap the eager model, or export it with torch.export"
         ) from error
     buffer.seek(0)
-    copy = torch.jit.load(buffer)
+    copy: nn.Module = torch.jit.load(buffer)
     originals = script_modules(module)
     for path, instance in script_modules(copy).items():
         _share_tensors(originals[path], instance)
     return copy
 
 
-def _python_calls(module: Any) -> list[Any]:
+def _python_calls(module: object) -> list[ScriptNode]:
     methods = [
         method for instance in script_modules(module).values() for method in script_methods(instance).values()
     ]
     return [node for method in methods for node in method.graph.findAllNodes("prim::PythonOp")]
 
 
-def script_modules(module: Any) -> dict[str, Any]:
+def script_modules(module: Any) -> dict[str, ScriptCore]:
     """Path to the C++ module, each instance under the first of its names. Wrappers leave no trace in a path."""
     modules = dict(module.named_modules())
     wrapped = [
@@ -57,7 +59,6 @@ def script_modules(module: Any) -> dict[str, Any]:
     }
 
 
-def _share_tensors(original: Any, copy: Any) -> None:
-    for each in script_tensor_holders():
-        for name, tensor in each(original).items():
-            copy.setattr(name, tensor)
+def _share_tensors(original: ScriptCore, copy: ScriptCore) -> None:
+    for name, tensor in script_tensors(original):
+        copy.setattr(name, tensor)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import product
-from typing import Any
 
 import torch
+from torch import nn
 
 from torchtap._torch import add_script_text, script_methods, script_string_type
 from torchtap.names import kind_of
@@ -24,6 +24,7 @@ from torchtap.taps.carry import op
 from torchtap.taps.script.copying import script_copy, script_modules
 from torchtap.taps.script.traced import TracedNames, forward_methods
 from torchtap.taps.script.types import can_hold_tensors, emit_lines, field_names
+from torchtap.torchscript import ScriptCore, ScriptGraph, ScriptMethod, ScriptNode, ScriptType, ScriptValue
 
 __all__ = [
     "PATH_ATTRIBUTE",
@@ -37,7 +38,7 @@ __all__ = [
 PATH_ATTRIBUTE = "_torchtap_path"
 
 
-def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str = "") -> Any:
+def tapped_copy(module: object, kinds_of: Mapping[str, Iterable[str]], prefix: str = "") -> nn.Module:
     """A copy of a scripted module that emits these kinds at these paths; ``prefix`` is a channel's."""
     op.register()
     copy = script_copy(module)
@@ -47,7 +48,7 @@ def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str 
         for node in nodes:  # the same constant may be there several times
             node.s_("value", prefix + site.rpartition("|")[2])
     # Instances of one class share its graph, so a class emits what any of its instances is asked for.
-    instances: dict[str, list[tuple[str, Any]]] = {}
+    instances: dict[str, list[tuple[str, ScriptCore]]] = {}
     for path, instance in script_modules(copy).items():
         instances.setdefault(instance.qualified_name, []).append((path, instance))
     names = TracedNames(script_modules(module))
@@ -57,7 +58,9 @@ def tapped_copy(module: Any, kinds_of: Mapping[str, Iterable[str]], prefix: str 
     return copy
 
 
-def _tap_class(members: list[tuple[str, Any]], kinds: set[str], names: TracedNames, prefix: str) -> None:
+def _tap_class(
+    members: list[tuple[str, ScriptCore]], kinds: set[str], names: TracedNames, prefix: str
+) -> None:
     """Tell the instances of one class their paths, and have their graph emit some kinds."""
     for path, instance in members:
         if instance.hasattr(PATH_ATTRIBUTE):
@@ -71,18 +74,18 @@ def _tap_class(members: list[tuple[str, Any]], kinds: set[str], names: TracedNam
         _edit(method, kinds, first_path, traced)
 
 
-def inputs_of(method: Any) -> list[tuple[str, Any]]:
+def inputs_of(method: ScriptMethod) -> list[tuple[str, ScriptType]]:
     """``(leaf, type)`` for each argument of a forward but ``self``: named, unless there is only one."""
     arguments = [(each.name, each.type) for each in method.schema.arguments[1:]]
     return [("", arguments[0][1])] if len(arguments) == 1 else arguments
 
 
-def constant_sites(module: Any) -> dict[str, list[Any]]:
+def constant_sites(module: object) -> dict[str, list[ScriptNode]]:
     """The sites whose names are constants of a graph, with the nodes that hold them.
 
     Those of a trace of a model with carriers, and those of a frozen module, whose paths became constants.
     """
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[ScriptNode]] = {}
     for instance in script_modules(module).values():
         for method in forward_methods(instance).values():
             for name in ("torchtap::emit", "torchtap::emit_grad"):
@@ -97,7 +100,7 @@ def constant_sites(module: Any) -> dict[str, list[Any]]:
     return found
 
 
-def assigned_attributes(instance: Any) -> tuple[str, ...]:
+def assigned_attributes(instance: ScriptCore) -> tuple[str, ...]:
     """The attributes that a module's own methods assign to."""
     found: dict[str, None] = {}
     for method in script_methods(instance).values():
@@ -109,7 +112,7 @@ def assigned_attributes(instance: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _kinds_in(instance: Any) -> set[str]:
+def _kinds_in(instance: ScriptCore) -> set[str]:
     """The kinds that a class emits already, because its file was saved with taps."""
     found = set()
     for method in forward_methods(instance).values():
@@ -121,7 +124,7 @@ def _kinds_in(instance: Any) -> set[str]:
     return found
 
 
-def _edit(method: Any, kinds: set[str], path: str, traced: TracedNames | None) -> None:
+def _edit(method: ScriptMethod, kinds: set[str], path: str, traced: TracedNames | None) -> None:
     graph = method.graph
     values = list(graph.inputs())
     first = next(iter(graph.nodes()), graph.return_node())
@@ -141,7 +144,9 @@ def _edit(method: Any, kinds: set[str], path: str, traced: TracedNames | None) -
     graph.lint()
 
 
-def _insert_traced(graph: Any, owner: Any, value: Any, kind: str, leaves: Mapping[int, str]) -> None:
+def _insert_traced(
+    graph: ScriptGraph, owner: ScriptValue, value: ScriptValue, kind: str, leaves: Mapping[int, str]
+) -> None:
     """Emit what a traced method returns, under the leaves that its tensors have by position."""
     parts = [value]
     if value.type().kind() == "TupleType":
@@ -158,15 +163,22 @@ def _insert_traced(graph: Any, owner: Any, value: Any, kind: str, leaves: Mappin
         _insert(graph, graph.return_node(), owner, part, part.type(), ending, kind)
 
 
-def _insert(graph: Any, before: Any, owner: Any, value: Any, jit_type: Any, ending: str, kind: str) -> None:
+def _insert(
+    graph: ScriptGraph,
+    before: ScriptNode,
+    owner: ScriptValue,
+    value: ScriptValue,
+    jit_type: ScriptType,
+    ending: str,
+    kind: str,
+) -> None:
     """Emit ``value`` in front of a node, under the owner's path and ``ending``."""
     if not can_hold_tensors(jit_type):
         return
     if jit_type.kind() == "TupleType":
         # Taken apart here: the source of a function cannot name the class of somebody's named tuple.
         unpack = graph.create("prim::TupleUnpack", [value], 0)
-        before_node = unpack
-        before_node.insertBefore(before)
+        unpack.insertBefore(before)
         for name, element in zip(field_names(jit_type), jit_type.elements(), strict=True):
             part = unpack.addOutput()
             part.setType(element)

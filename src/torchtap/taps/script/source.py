@@ -18,7 +18,7 @@ import linecache
 import re
 import textwrap
 import types
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torchtap.taps.script.copying import script_modules
 from torchtap.taps.script.graph import PATH_ATTRIBUTE, inputs_of
 from torchtap.taps.script.types import can_hold_tensors, emit_lines
 from torchtap.taps.walk.copying import copy_with_shared_tensors
+from torchtap.torchscript import ScriptMethod
 
 __all__ = ["scriptable"]
 
@@ -44,7 +45,7 @@ def scriptable(model: nn.Module) -> nn.Module:
     remove_carriers(clean)
     clean.__dict__.pop("__prepare_scriptable__", None)
     typed = script_modules(torch.jit.script(clean))
-    written: dict[tuple[Any, ...], type[nn.Module]] = {}
+    written: dict[Hashable, type[nn.Module]] = {}
     for path, module in clean.named_modules():
         kinds = kinds_of.get(path)
         instance = typed.get(path)
@@ -59,7 +60,7 @@ def scriptable(model: nn.Module) -> nn.Module:
     return clean
 
 
-def _subclass(base: type[nn.Module], kinds: tuple[str, ...], method: Any) -> type[nn.Module]:
+def _subclass(base: type[nn.Module], kinds: tuple[str, ...], method: ScriptMethod) -> type[nn.Module]:
     header, comment = _signature(base)
     original: Any = inspect.unwrap(base.forward)
     names = [argument.name for argument in method.schema.arguments[1:]]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from torchtap._torch import script_methods
 from torchtap.names import join_path, path_parts, paths_around, unplaced
 from torchtap.taps.graph.leaks import can_leak, is_torch_class, returns_structure, takes_one
+from torchtap.torchscript import ScriptCore, ScriptGraph, ScriptMethod, ScriptNode, ScriptValue
 
 __all__ = ["TracedNames", "forward_methods"]
 
@@ -41,7 +42,7 @@ class _Origin(NamedTuple):
     leaks: bool = False  # whether it may have left a module by another way than its return
 
 
-def forward_methods(instance: object) -> dict[str, Any]:
+def forward_methods(instance: ScriptCore) -> dict[str, ScriptMethod]:
     """The methods that are calls of a module, by name.
 
     A trace gives a module that is called again a further method: forward, forward1, forward2 … An overloaded forward,
@@ -55,7 +56,7 @@ def forward_methods(instance: object) -> dict[str, Any]:
 class TracedNames:
     """Asked about the methods of one traced model; knows nothing of scripted ones."""
 
-    def __init__(self, instances: Mapping[str, Any]) -> None:
+    def __init__(self, instances: Mapping[str, ScriptCore]) -> None:
         self._instances = instances
         self.is_traced = any(
             _is_traced_line(node.sourceRange()) or "argument_" in str(method.schema)
@@ -111,7 +112,7 @@ class TracedNames:
             return any(len(list(method.graph.inputs())) > 1 for method in methods)
         return any(each.type().kind() != "NoneType" for method in methods for each in method.graph.outputs())
 
-    def _method(self, path: str, method: str) -> Any:
+    def _method(self, path: str, method: str) -> ScriptMethod:
         return script_methods(self._instances[path])[method]
 
     def _class(self, path: str) -> str:
@@ -129,7 +130,7 @@ class TracedNames:
             return self._origin(path, node.inputsAt(position))
         return self._origin_of_call(path, node, position) if node.kind() == "prim::CallMethod" else _Origin()
 
-    def _origin(self, path: str, value: Any) -> _Origin:
+    def _origin(self, path: str, value: ScriptValue) -> _Origin:
         node = value.node()
         kind = node.kind()
         if kind == "prim::Param":
@@ -144,7 +145,7 @@ class TracedNames:
             return self._origin(path, node.inputsAt(0))._replace(changed=True)
         return _Origin()
 
-    def _origin_of_call(self, path: str, node: Any, position: int) -> _Origin:
+    def _origin_of_call(self, path: str, node: ScriptNode, position: int) -> _Origin:
         called = node.inputsAt(0).node()
         if called.kind() != "prim::GetAttr":
             return _Origin()
@@ -162,7 +163,7 @@ class TracedNames:
         return _Origin(leaks=inner.leaks or can_leak(self._class(child)))
 
 
-def _casts(node: Any) -> bool:
+def _casts(node: ScriptNode) -> bool:
     """Whether the types in the graph tell that an operation makes another tensor."""
     given, made = node.inputsAt(0).type(), node.output().type()
     if given.kind() != "TensorType" or made.kind() != "TensorType":
@@ -170,7 +171,7 @@ def _casts(node: Any) -> bool:
     return given.dtype() is not None and made.dtype() is not None and given.dtype() != made.dtype()
 
 
-def _count_out(graph: Any) -> int:
+def _count_out(graph: ScriptGraph) -> int:
     (value,) = graph.outputs()
     kind = value.type().kind()
     return len(value.type().elements()) if kind == "TupleType" else int(kind == "TensorType")
@@ -184,6 +185,6 @@ def _is_scripted_line(text: str) -> bool:
     return re.match(r'\s*File "', text) is not None
 
 
-def _place(node: Any, value: Any) -> int:
+def _place(node: ScriptNode, value: ScriptValue) -> int:
     """Which of a node's outputs a value is."""
     return [each.debugName() for each in node.outputs()].index(value.debugName())

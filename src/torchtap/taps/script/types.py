@@ -8,12 +8,13 @@ number keys, tuples and named tuples, in any nesting, and values of any type as 
 from __future__ import annotations
 
 import re
-from typing import Any
+
+from torchtap.torchscript import ScriptType
 
 __all__ = ["can_hold_tensors", "emit_lines", "field_names"]
 
 
-def can_hold_tensors(jit_type: Any) -> bool:
+def can_hold_tensors(jit_type: ScriptType) -> bool:
     """Whether a value of this type has tensors that `emit_lines` reaches."""
     kind = jit_type.kind()
     if kind in ("TensorType", "AnyType"):
@@ -26,7 +27,7 @@ def can_hold_tensors(jit_type: Any) -> bool:
     return False
 
 
-def field_names(jit_type: Any) -> list[str]:
+def field_names(jit_type: ScriptType) -> list[str]:
     """The names of a tuple's elements: its fields, or their numbers."""
     count = len(jit_type.elements())
     named = re.fullmatch(r"NamedTuple\((.*)\)", str(jit_type.str()), re.DOTALL)
@@ -48,7 +49,7 @@ def _flattened(fields: str) -> str:
     return "".join(kept)
 
 
-def emit_lines(jit_type: Any, value: str, address: str, kind: str, depth: int = 0) -> list[str]:
+def emit_lines(jit_type: ScriptType, value: str, address: str, kind: str, depth: int = 0) -> list[str]:
     """Lines that emit the tensors in the variable ``value``; ``address`` is an expression for path, kind and leaf."""
     here = f"_t{depth}"
     match jit_type.kind():

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
-from torchtap.taps.alike.choose import Call, FormValues
-from torchtap.taps.alike.recorder import Recorder
+from torch import nn
+
+from torchtap.taps.alike.choose import CallKeys, FormValues
+from torchtap.taps.alike.recorder import PrintRecorder
 from torchtap.taps.carry import op
 from torchtap.taps.script.copying import script_copy, script_modules
 from torchtap.taps.script.traced import TracedNames, forward_methods
+from torchtap.torchscript import ScriptGraph, ScriptMethod, ScriptValue
 
 __all__ = ["digest_of", "script_values", "tap_values"]
 
@@ -23,13 +25,13 @@ _SEPARATOR = "/"
 _NO_VALUES = ("prim::Constant", "prim::GetAttr")
 
 
-def digest_of(copy: Any) -> str:
+def digest_of(copy: object) -> str:
     """Tells models apart: the operations of each method, in order. To be asked of a `script_copy`."""
     text = "\n".join(f"{key} {value.node().kind()}" for key, _, value in _keyed(copy))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _keyed(copy: Any) -> Iterator[tuple[str, Any, Any]]:
+def _keyed(copy: object) -> Iterator[tuple[str, ScriptMethod, ScriptValue]]:
     """``(key, method, value)`` for every tensor in the methods of a copy."""
     instances = script_modules(copy)
     classes = Counter(instance.qualified_name for instance in instances.values())
@@ -46,10 +48,10 @@ def _keyed(copy: Any) -> Iterator[tuple[str, Any, Any]]:
                     number += 1
 
 
-def script_values(model: Any, run: Callable[[Any], Any]) -> FormValues:
+def script_values(model: object, run: Callable[[nn.Module], object]) -> FormValues:
     """Run a copy of a model once and take the print of each value in its methods."""
     op.register()
-    recorder = Recorder()
+    recorder = PrintRecorder()
     copy = script_copy(model)
     digest = digest_of(copy)
     values = list(_keyed(copy))
@@ -60,9 +62,11 @@ def script_values(model: Any, run: Callable[[Any], Any]) -> FormValues:
     return FormValues(digest, recorder.prints, calls)
 
 
-def _calls(copy: Any, values: list[tuple[str, Any, Any]]) -> dict[tuple[str, int], Call]:
+def _calls(
+    copy: object, values: list[tuple[str, ScriptMethod, ScriptValue]]
+) -> dict[tuple[str, int], CallKeys]:
     key_of = {(_name_of(method), value.debugName()): key for key, method, value in values}
-    found: dict[tuple[str, int], Call] = {}
+    found: dict[tuple[str, int], CallKeys] = {}
     instances = script_modules(copy)
     traced = TracedNames(instances)
     for path, instance in instances.items():
@@ -73,7 +77,7 @@ def _calls(copy: Any, values: list[tuple[str, Any, Any]]) -> dict[tuple[str, int
             returned = list(out.node().inputs()) if out.node().kind() == "prim::TupleConstruct" else [out]
             entering = _keys(graph.inputs(), names)
             certain = [returned[n] for n in traced.returned(path, name) if n < len(returned)]
-            found[path, number] = Call(
+            found[path, number] = CallKeys(
                 entering=entering,
                 inside=tuple(names.values()),
                 leaving=_keys(returned, names),
@@ -83,16 +87,16 @@ def _calls(copy: Any, values: list[tuple[str, Any, Any]]) -> dict[tuple[str, int
     return found
 
 
-def _keys(values: Iterable[Any], names: Mapping[str, str]) -> tuple[str, ...]:
+def _keys(values: Iterable[ScriptValue], names: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(names[value.debugName()] for value in values if value.debugName() in names)
 
 
-def _name_of(method: Any) -> str:
+def _name_of(method: ScriptMethod) -> str:
     """Tells methods apart."""
     return f"{method.owner.qualified_name}.{method.name}"
 
 
-def tap_values(copy: Any, sites: Iterable[tuple[str, str]], prefix: str) -> None:
+def tap_values(copy: object, sites: Iterable[tuple[str, str]], prefix: str) -> None:
     """Emit these sites, each from the value with its key."""
     by_key: dict[str, list[str]] = {}
     for site, key in sites:
@@ -102,7 +106,7 @@ def tap_values(copy: Any, sites: Iterable[tuple[str, str]], prefix: str) -> None
             _emit_after(method.graph, value, prefix + site, "emit_grad" if ":grad_" in site else "emit")
 
 
-def _emit_after(graph: Any, value: Any, site: str, name: str) -> None:
+def _emit_after(graph: ScriptGraph, value: ScriptValue, site: str, name: str) -> None:
     """Emit a value as soon as it is there, before anything can change it in place."""
     node = value.node()
     first = next(iter(graph.nodes()), graph.return_node())

@@ -26,6 +26,7 @@ from torchtap.plan import Plan, Tap, make_plan
 from torchtap.sites import Selectable
 from torchtap.taps.carry.emitting import EmittingModel
 from torchtap.taps.travel.program_gate import check_tree
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.copying import copy_with_shared_tensors
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call, Stop, Visiting
@@ -57,7 +58,7 @@ class _Flat(nn.Module):
         self._visiting = Visiting(self.model, self, stops)
         self._visiting.begin()
 
-    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         """A module is given these values."""
         self._keep(call, "input", input_leaves(call.input_names, args, kwargs))
 
@@ -93,7 +94,7 @@ class ExtraOutputs:
         """What the compiler made of ``module``, with the model's own signature; give it to `capture` or `watch`."""
         return _wrapped(call, self.sites, self._spec, self._constants)
 
-    def to_onnx(self, path: str | Path, args: tuple[Any, ...], **options: Any) -> EmittingModel:
+    def to_onnx(self, path: str | Path, args: Args, **options: Any) -> EmittingModel:
         """Write an ONNX file whose further outputs are called by their sites, and load it in onnxruntime.
 
         ``options`` go to ``torch.onnx.export``. `torchtap.load` reads the file in any other process.
@@ -119,7 +120,7 @@ class ExtraOutputs:
 def extra_outputs(
     model: nn.Module,
     *taps: Tap | Selectable,
-    args: tuple[Any, ...] = (),
+    args: Args = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> ExtraOutputs:
     """Add the values of some sites to a model's outputs. ``args`` and ``kwargs`` are inputs to run it once with."""

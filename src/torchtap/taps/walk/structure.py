@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtap._torch import pytree
 from torchtap.names import first_part, join_path
 from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import argument_name, is_object, keyword_name, leaves
+from torchtap.taps.walk.leaves import argument_name, children, is_object, keyword_name, leaves
 
 __all__ = ["fill", "from_names", "map_inputs", "map_leaves", "plain", "skeleton"]
 
@@ -143,12 +143,10 @@ def _has_tensors(tree: object) -> bool:
 
 def plain(tree: object) -> Any:
     """The structure in tuples, lists and dicts only, which any reader knows."""
-    if isinstance(tree, Mapping):
-        return {key: plain(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return (list if isinstance(tree, list) else tuple)(map(plain, tree))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {each.name: plain(getattr(tree, each.name, None)) for each in dataclasses.fields(tree)}
+    if isinstance(tree, Mapping) or dataclasses.is_dataclass(type(tree)):
+        return {key: plain(value) for key, value in children(tree)}
     if is_object(tree) and _has_tensors(tree):
         return from_names(dict(leaves(tree)))
     if not isinstance(tree, Tensor) and type(tree) in pytree.SUPPORTED_NODES:

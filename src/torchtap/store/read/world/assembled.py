@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtap.errors import RunError
 from torchtap.placement import Axis, Box, Placement
@@ -39,11 +38,21 @@ class Piece:
     passes: int = 1  # of the model, whose values lie in it one after the other
 
 
+_Value: TypeAlias = Any  # an array, a tensor, or a shape in the place of one: they are put together alike
+
+
 class _Part(NamedTuple):
     """A piece, and what gives its value."""
 
     piece: Piece
-    read: Callable[[], Any]
+    read: Callable[[], _Value]
+
+
+class _Way(NamedTuple):
+    """How values of one sort are put together."""
+
+    cat: Callable[[list[_Value], int], _Value]
+    empty: Callable[[tuple[int, ...], _Value], _Value]
 
 
 @final
@@ -59,18 +68,16 @@ class Assembled:
         shape = self._shape([ref.shape for ref in refs])
         return refs[0]._replace(shape=shape, nbytes=sum(ref.nbytes for ref in refs))
 
-    def array(self) -> npt.NDArray[Any]:
-        whole: npt.NDArray[Any] = self._build(lambda stored: stored.array(), np.concatenate, _empty_array)
+    def array(self) -> np.ndarray:
+        way = _Way(np.concatenate, lambda shape, like: np.zeros(shape, like.dtype))
+        whole: np.ndarray = self._build(StoredTensor.array, way)
         return whole
 
     def tensor(self) -> Tensor:
         import torch
 
-        whole: Tensor = self._build(
-            lambda stored: stored.tensor(),
-            torch.cat,
-            lambda shape, like: torch.zeros(shape, dtype=like.dtype),
-        )
+        way = _Way(torch.cat, lambda shape, like: torch.zeros(shape, dtype=like.dtype))
+        whole: Tensor = self._build(StoredTensor.tensor, way)
         return whole
 
     def pieces(self, size: int) -> Iterator[memoryview] | None:
@@ -86,44 +93,38 @@ class Assembled:
 
     def _in_a_row(self) -> bool:
         """Whether the parts follow one another along the first dimension, in the order in which they are here."""
-        axes = [axis for axis in self._pieces[0].placement.axes if axis.share.divides or _adds(axis)]
-        if any(_adds(axis) or axis.share.dim != 0 for axis in axes):
+        placement = self._pieces[0].placement
+        dims = _joined_dims(placement)
+        if dims.count(0) < len(dims):
             return False
-        if any(piece.passes > 1 for piece in self._pieces) and len(self._pieces) > 1:
+        if len(self._pieces) == 1:
+            return len(dims) <= 1 or placement.boxes is not None
+        if len(dims) > 1 or any(piece.passes > 1 for piece in self._pieces):
             return False
-        offsets = [piece.placement.boxes for piece in self._pieces]
-        if offsets[0] is None:
-            return len(axes) <= 1
-        if len(axes) > 1 or any(boxes is None or len(boxes) != 1 for boxes in offsets):
-            return len(self._pieces) == 1
-        starts = [boxes[0].offset[0] for boxes in offsets if boxes is not None]
-        return starts == sorted(starts)
+        return placement.boxes is None or _follow(self._pieces)
 
     def _shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """The shape of the whole, from placements and from the parts' own shapes; nothing is read."""
         parts = [
             _Part(piece, partial(_Shaped, shape)) for piece, shape in zip(self._pieces, shapes, strict=True)
         ]
-        found: _Shaped = self._join(parts, _join_shapes, lambda shape, like: _Shaped(shape))
+        found: _Shaped = self._join(parts, _Way(_join_shapes, lambda shape, like: _Shaped(shape)))
         return found.shape
 
     # -- values -------------------------------------------------------------------------------------------
 
-    def _build(
-        self, read: Callable[[StoredTensor], Any], cat: Callable[..., Any], empty: Callable[..., Any]
-    ) -> Any:
+    def _build(self, read: Callable[[StoredTensor], _Value], way: _Way) -> _Value:
         if len(self._pieces) == 1 and self._is_whole(self._pieces[0]):
             return read(self._pieces[0].stored)
         count = self._passes()
         of_passes = [
             self._join(
                 [_Part(piece, partial(_nth, read, piece.stored, count, number)) for piece in self._pieces],
-                cat,
-                empty,
+                way,
             )
             for number in range(count)
         ]
-        return of_passes[0] if count == 1 else cat(of_passes, 0)
+        return of_passes[0] if count == 1 else way.cat(of_passes, 0)
 
     def _passes(self) -> int:
         """How many passes lie one after the other in each part; one where that cannot be told."""
@@ -135,7 +136,7 @@ class Assembled:
     def _is_whole(self, piece: Piece) -> bool:
         return all(not axis.share.divides or axis.size == 1 for axis in piece.placement.axes)
 
-    def _join(self, parts: list[_Part], cat: Callable[..., Any], empty: Callable[..., Any]) -> Any:
+    def _join(self, parts: list[_Part], way: _Way) -> _Value:
         """One axis after the other, the outermost last; where boxes are known they take the place of shards."""
         first = parts[0].piece.placement
         numbers = [
@@ -144,62 +145,77 @@ class Assembled:
             if (axis.share.divides and not (first.boxes is not None and axis.share.kind == "shard"))
             or _adds(axis)
         ]
-        return self._join_axes(parts, numbers, cat, empty)
+        return self._join_axes(parts, numbers, way)
 
-    def _join_axes(
-        self, parts: list[_Part], numbers: list[int], cat: Callable[..., Any], empty: Callable[..., Any]
-    ) -> Any:
+    def _join_axes(self, parts: list[_Part], numbers: list[int], way: _Way) -> _Value:
         if not numbers:
-            return self._fill(parts, empty)
+            return self._fill(parts, way)
         number, rest = numbers[0], numbers[1:]
 
         def place(part: _Part) -> int:
             return part.piece.placement.axes[number].at
 
         ordered = sorted(parts, key=place)
-        joined = [self._join_axes(list(group), rest, cat, empty) for _, group in groupby(ordered, key=place)]
+        joined = [self._join_axes(list(group), rest, way) for _, group in groupby(ordered, key=place)]
         axis = parts[0].piece.placement.axes[number]
         if _adds(axis):
             return _add(joined, axis.share.op or "sum")
         dim = axis.share.dim or 0
-        return joined[0] if len(joined) == 1 else cat(joined, dim)
+        return joined[0] if len(joined) == 1 else way.cat(joined, dim)
 
-    def _fill(self, parts: list[_Part], empty: Callable[..., Any]) -> Any:
+    def _fill(self, parts: list[_Part], way: _Way) -> _Value:
         """The whole out of boxes; the part itself where it has none."""
         placement = parts[0].piece.placement
         shape = placement.shape
         own = parts[0].read()
         if placement.boxes is None or shape is None:
             return own
-        whole = empty((prod(shape),) if placement.flat else shape, own)
         if isinstance(own, _Shaped):
-            return empty(shape, own)
-        covered = 0
+            return way.empty(shape, own)
+        whole = way.empty((prod(shape),) if placement.flat else shape, own)
         for part in parts:
-            boxes = part.piece.placement.boxes or ()
-            _copy(whole, own if part is parts[0] else part.read(), boxes)
-            covered += sum(prod(box.size) for box in boxes)
-        if covered < prod(shape) and not self._gaps:
+            _copy(whole, own if part is parts[0] else part.read(), part.piece.placement.boxes or ())
+        if not self._gaps:
+            self._check_whole(parts, shape)
+        return whole.reshape(shape)
+
+    def _check_whole(self, parts: list[_Part], shape: tuple[int, ...]) -> None:
+        covered = sum(prod(box.size) for part in parts for box in part.piece.placement.boxes or ())
+        if covered < prod(shape):
             raise RunError(
                 f"{self._pieces[0].stored.name.site!r} of shape {list(shape)} is not whole: ranks "
                 f"{[part.piece.rank for part in parts]} recorded {covered} of its {prod(shape)} elements; "
                 "run.rank(k).tensor(...) gives one rank's part, tt.open(path, partial=True) what there is, and zeros"
             )
-        return whole.reshape(shape)
+
+
+def _joined_dims(placement: Placement) -> list[int | None]:
+    """The dimensions along which parts are joined, one for each axis of ranks; None where they are added."""
+    axes = [axis for axis in placement.axes if axis.share.divides or _adds(axis)]
+    return [None if _adds(axis) else axis.share.dim for axis in axes]
+
+
+def _follow(pieces: Sequence[Piece]) -> bool:
+    """Whether each part is one box, and begins where those before it have ended, or later."""
+    boxes = [piece.placement.boxes or () for piece in pieces]
+    if any(len(each) != 1 for each in boxes):
+        return False
+    starts = [each[0].offset[0] for each in boxes]
+    return starts == sorted(starts)
 
 
 def _adds(axis: Axis) -> bool:
     return axis.share.kind == "partial" and axis.size > 1
 
 
-def _add(parts: list[Any], op: str) -> Any:
+def _add(parts: list[_Value], op: str) -> _Value:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     return total / len(parts) if op == "avg" else total
 
 
-def _nth(read: Callable[[StoredTensor], Any], stored: StoredTensor, count: int, number: int) -> Any:
+def _nth(read: Callable[[StoredTensor], _Value], stored: StoredTensor, count: int, number: int) -> _Value:
     """What one of several passes left in a part."""
     value = read(stored)
     if count == 1:
@@ -208,11 +224,7 @@ def _nth(read: Callable[[StoredTensor], Any], stored: StoredTensor, count: int, 
     return value[number * size : (number + 1) * size]
 
 
-def _empty_array(shape: tuple[int, ...], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.zeros(shape, like.dtype)
-
-
-def _copy(whole: Any, own: Any, boxes: Sequence[Box]) -> None:
+def _copy(whole: _Value, own: _Value, boxes: Sequence[Box]) -> None:
     """Copy a part's boxes; those of a strided shard follow one another along the dimensions that it divides."""
     starts: list[dict[int, int]] = [{} for _ in own.shape]  # by dimension: where a stretch begins in the part
     ends = [0] * len(own.shape)
@@ -258,7 +270,7 @@ class Summed:
     def ref(self) -> TensorRef:
         return self._stored[0].ref()
 
-    def array(self) -> npt.NDArray[Any]:
+    def array(self) -> np.ndarray:
         total = self._stored[0].array()
         for each in self._stored[1:]:
             total = total + each.array()

@@ -12,7 +12,7 @@ from typing import Literal, final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SUMS", "Fold", "How", "needed", "way_of"]
+__all__ = ["SUMS", "How", "RankFold", "needed", "way_of"]
 
 How = Literal["moments", "sum", "min", "max", "mean", "quantile", "own"]
 Numbers = npt.NDArray[np.float64]
@@ -46,7 +46,7 @@ def needed(statistic: str) -> tuple[str, ...]:
 
 
 @final
-class Fold:
+class RankFold:
     """The fold of one statistic over parts; arrays are (sites, steps), NaN where a part has nothing."""
 
     def __init__(self, statistic: str, how: How, shape: tuple[int, int]) -> None:

@@ -8,8 +8,8 @@ It guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,9 @@ from torchtap.placement import Placement
 from torchtap.store.read.results import Matrix, Series, TensorRef
 from torchtap.store.read.stored_tensors import StoredTensor
 from torchtap.store.read.strand import Changes, Strand, at_step
-from torchtap.store.read.view import Found
+from torchtap.store.read.view import FoundTensor
 from torchtap.store.read.world.assembled import Assembled, Piece, Summed
-from torchtap.store.read.world.folding import Fold, How, needed, way_of
+from torchtap.store.read.world.folding import How, RankFold, needed, way_of
 from torchtap.store.read.world.launches import Launch
 from torchtap.store.read.world.sharing import Sharing, share_out
 from torchtap.store.read.world.sketch import quantile, share_of
@@ -42,9 +42,8 @@ class Launched:
         self._holders: dict[str, tuple[int, ...]] | None = None
         self._aggregates: dict[str, How] | None = None
         self._sharings: dict[tuple[str, str], list[tuple[int, Sharing]]] = {}
-        self._alike: dict[
-            object, list[tuple[int, Sharing]]
-        ] = {}  # by what ranks said: of sites that are placed alike
+        # By what ranks said: of sites that are placed alike.
+        self._alike: dict[Hashable, list[tuple[int, Sharing]]] = {}
         self._placed: dict[int, dict[str, Changes]] = {}
 
     def strand(self, rank: int) -> Strand:
@@ -88,14 +87,8 @@ class Launched:
         known = self._sharings.get((site, phase))
         if known is None:
             ranks = self.holders().get(site, ())
-            if len(ranks) == 1:
-                known = (
-                    [(0, Sharing((ranks,)))]
-                    if self.launch.world <= 1
-                    else self._sharings_of(site, phase, ranks)
-                )
-            else:
-                known = self._sharings_of(site, phase, ranks)
+            alone = len(ranks) == 1 and self.launch.world <= 1
+            known = [(0, Sharing((ranks,)))] if alone else self._sharings_of(site, phase, ranks)
             self._sharings[site, phase] = known
         return known
 
@@ -109,13 +102,7 @@ class Launched:
         known = self._alike.get(same)
         if known is not None:
             return known
-        begins = sorted({step for each in changes.values() for step, of, _ in each if of == phase}) or [0]
-        found: list[tuple[int, Sharing]] = []
-        for step in begins:
-            sharing = share_out({rank: at_step(changes[rank], step, phase) for rank in ranks})
-            if not found or found[-1][1] != sharing:
-                found.append((step, sharing))
-        self._alike[same] = found
+        found = self._alike[same] = _sharings_in_turn(changes, phase)
         return found
 
     def _placements(self, rank: int) -> dict[str, Changes]:
@@ -225,7 +212,7 @@ class Launched:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """Steps, folded numbers (sites, steps), and where every part had one."""
         steps = np.unique(np.concatenate([self.strand(part[0]).steps(None) for part in sharing.parts]))
-        fold = Fold(statistic, how, (len(sites), len(steps)))
+        fold = RankFold(statistic, how, (len(sites), len(steps)))
         for part in sharing.parts:
             fold.add(*self._columns(part, sites, statistic, phase, how, steps, partial=partial))
         values, whole = fold.result(1 if partial else len(sharing.parts))
@@ -244,22 +231,19 @@ class Launched:
     ) -> tuple[dict[str, npt.NDArray[np.float64]], npt.NDArray[np.float64] | None]:
         """One part's columns at these steps, from the lowest rank that has them."""
         names = (statistic,) if how == "mean" else needed(statistic)
+        blank = np.full((len(sites), len(steps)), np.nan)
         columns: dict[str, npt.NDArray[np.float64]] = {}
         for rank in part:
             strand = self.strand(rank)
-            known = strand.statistics(None)
-            for name in names:
-                if name in known:
-                    own = strand.matrix(name, sites, steps, lambda _: phase, partial=partial).values
-                    before = columns.get(name)
-                    columns[name] = own if before is None else np.where(np.isnan(before), own, before)
-            if names[0] in columns and not np.isnan(columns[names[0]]).any():
+            for name in set(names).intersection(strand.statistics(None)):
+                own = strand.matrix(name, sites, steps, lambda _: phase, partial=partial).values
+                before = columns.get(name, blank)
+                columns[name] = np.where(np.isnan(before), own, before)
+            if not np.isnan(columns.get(names[0], blank)).any():
                 break
-        blank = np.full((len(sites), len(steps)), np.nan)
         if names[0] not in columns:  # kept without a count: its own presence tells
             columns[names[0]] = columns.get(statistic, blank)
-        for name in names:
-            columns.setdefault(name, blank)
+        columns = {name: columns.get(name, blank) for name in names}
         weight = self._passes(part[0], steps, phase) if how == "mean" else None
         return columns, weight
 
@@ -281,34 +265,21 @@ class Launched:
     ) -> Matrix:
         """One statistic of many sites by steps; sites that are shared alike are folded together."""
         holders = self.holders()
-        here = [site for site in sites if site in holders]
-        groups: dict[tuple[Any, ...], list[str]] = {}
-        single: list[str] = []
-        for site in here:
+        found: dict[str, Series] = {}
+        groups: dict[tuple[Sharing, str], list[str]] = {}
+        for site in (each for each in sites if each in holders):
             phase = phase_of(site)
             known = self.sharings(site, phase)
             if len(known) > 1:
-                single.append(site)
+                found[site] = self.series(site, statistic, phase, partial=partial)
             else:
                 groups.setdefault((known[0][1], phase), []).append(site)
-        found: dict[str, Series] = {
-            site: self.series(site, statistic, phase_of(site), partial=partial) for site in single
-        }
         for (sharing, phase), members in groups.items():
             found |= self._together(members, statistic, phase, sharing, steps, partial=partial)
-        wanted = steps
-        if wanted is None:
+        if steps is None:
             every = [series.steps for series in found.values()]
-            wanted = np.unique(np.concatenate(every)) if every else np.zeros(0, np.int64)
-        values = np.full((len(sites), len(wanted)), np.nan)
-        for row, site in enumerate(sites):
-            if site in found:
-                own = found[site]
-                target = np.searchsorted(wanted, own.steps)
-                inside = target < len(wanted)
-                inside[inside] &= wanted[target[inside]] == own.steps[inside]
-                values[row, target[inside]] = own.values[inside]
-        return Matrix(list(sites), wanted, values)
+            steps = np.unique(np.concatenate(every)) if every else np.zeros(0, np.int64)
+        return Matrix(list(sites), steps, _in_rows(sites, found, steps))
 
     def _together(
         self,
@@ -342,7 +313,7 @@ class Launched:
 
     def tensors(self, site: str | None) -> list[TensorRef]:
         """Every stored tensor once, with the shape of the whole."""
-        found: dict[tuple[Any, ...], TensorRef] = {}
+        found: dict[Hashable, TensorRef] = {}
         for strand in self.strands():
             for ref in strand.tensors(site):
                 found.setdefault((ref.site, ref.field, ref.reduction, ref.step, ref.phase), ref)
@@ -354,40 +325,57 @@ class Launched:
 
     def find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str, *, gaps: bool
-    ) -> Found | None:
+    ) -> FoundTensor | None:
         """A tensor of the whole; without ``step``, of the last step that the first part has."""
-        if site not in self.holders():
-            return None
-        sharing = self.sharing(site, step, phase)
-        first = self._stored(sharing.parts[0], site, step, field, reduction, phase)
+        first = self._first_stored(site, step, field, reduction, phase)
         if first is None:
             return None
-        at, kind = first[1].name.step, first[1].name.reduction
-        sharing = self.sharing(site, at, phase)
-        if sharing.why_own == "partial":
-            ranks = self.holders()[site]
-            placed = {rank: self.strand(rank).placement(site, at, phase) for rank in ranks}
-            sharing = share_out(placed, summed=True)
-        held = [self._stored(part, site, at, field, reduction, phase) for part in sharing.parts]
+        at, kind = first.name.step, first.name.reduction
+        parts = self._parts_to_join(site, at, phase)
+        held = [self._stored(part, site, at, field, reduction, phase) for part in parts]
         stored = [each for each in held if each is not None]
         if (kind, field) in _SUMMED_FIELDS:
             return Summed([each for _, each in stored])
-        if field != "value" or kind != "full":
-            return first[1]
-        pieces = [
-            Piece(rank, placement, each, int(self._passes(rank, np.array([at]), phase)[0]))
-            for rank, each in stored
-            if (placement := self.strand(rank).placement(site, at, phase)) is not None
-        ]
-        if len(pieces) < len(stored):  # recorded before placements were
-            return first[1]
+        pieces = self._pieces(stored, site, at, phase) if (kind, field) == ("full", "value") else None
+        if pieces is None:
+            return first
         if len(stored) < len(held) and not gaps:
-            lacking = [part[0] for part, each in zip(sharing.parts, held, strict=True) if each is None]
+            lacking = [str(part[0]) for part, each in zip(parts, held, strict=True) if each is None]
             raise RunError(
-                f"{site!r} at step {at} is not whole: rank {', '.join(map(str, lacking))} has no part of it there; "
+                f"{site!r} at step {at} is not whole: rank {', '.join(lacking)} has no part of it there; "
                 "run.rank(k).tensor(...) gives one rank's part, tt.open(path, partial=True) joins what there is"
             )
         return Assembled(pieces, gaps=gaps)
+
+    def _first_stored(
+        self, site: str, step: int | None, field: str, reduction: str | None, phase: str
+    ) -> StoredTensor | None:
+        """What of a tensor the ranks of the first part have stored."""
+        if site not in self.holders():
+            return None
+        parts = self.sharing(site, step, phase).parts
+        found = self._stored(parts[0], site, step, field, reduction, phase)
+        return None if found is None else found[1]
+
+    def _parts_to_join(self, site: str, step: int, phase: str) -> Sequence[Sequence[int]]:
+        """The ranks of each part of a tensor; parts of a sum can be added, though their numbers cannot be folded."""
+        sharing = self.sharing(site, step, phase)
+        if sharing.why_own == "partial":
+            placed = {rank: self.strand(rank).placement(site, step, phase) for rank in self.holders()[site]}
+            sharing = share_out(placed, summed=True)
+        return sharing.parts
+
+    def _pieces(
+        self, stored: Sequence[tuple[int, StoredTensor]], site: str, step: int, phase: str
+    ) -> list[Piece] | None:
+        """What ranks stored, with where it lies; None where it was recorded before placements were."""
+        found = []
+        for rank, each in stored:
+            placement = self.strand(rank).placement(site, step, phase)
+            if placement is None:
+                return None
+            found.append(Piece(rank, placement, each, int(self._passes(rank, np.array([step]), phase)[0])))
+        return found
 
     def _stored(
         self, ranks: Sequence[int], site: str, step: int | None, field: str, reduction: str | None, phase: str
@@ -403,3 +391,29 @@ class Launched:
         """The placement of a site's values, as the lowest rank that has them knows it."""
         ranks = self.holders().get(site, ())
         return self.strand(ranks[0]).placement(site, step, phase) if ranks else None
+
+
+def _sharings_in_turn(changes: Mapping[int, Changes], phase: str) -> list[tuple[int, Sharing]]:
+    """From what ranks said of a site's place, and when: how its values belong together, each from a step on."""
+    begins = sorted({step for each in changes.values() for step, of, _ in each if of == phase}) or [0]
+    found: list[tuple[int, Sharing]] = []
+    for step in begins:
+        sharing = share_out({rank: at_step(said, step, phase) for rank, said in changes.items()})
+        if not found or found[-1][1] != sharing:
+            found.append((step, sharing))
+    return found
+
+
+def _in_rows(
+    sites: Sequence[str], found: Mapping[str, Series], steps: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Series as rows over the same steps, which are sorted; NaN where one has nothing."""
+    values = np.full((len(sites), len(steps)), np.nan)
+    for row, site in enumerate(sites):
+        own = found.get(site)
+        if own is not None:
+            target = np.searchsorted(steps, own.steps)
+            inside = target < len(steps)
+            inside[inside] &= steps[target[inside]] == own.steps[inside]
+            values[row, target[inside]] = own.values[inside]
+    return values

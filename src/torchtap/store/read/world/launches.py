@@ -86,13 +86,11 @@ def _grouped(parts: list[_Part]) -> list[Launch]:
 def _place(part: _Part, launches: list[Launch]) -> None:
     """Put an attempt of which nothing is noted behind its rank's earlier attempts and before its later ones: into the
     one launch there that lacks its rank, else into a launch of its own."""
-    after, before = -1, len(launches)
-    for at, launch in enumerate(launches):
-        own = launch.attempts.get(part.rank, [])
-        if any(attempt < part.attempt for attempt in own):
-            after = at
-        if any(attempt > part.attempt for attempt in own):
-            before = min(before, at)
+    own = {
+        at: launch.attempts[part.rank] for at, launch in enumerate(launches) if part.rank in launch.attempts
+    }
+    after = max((at for at, attempts in own.items() if min(attempts) < part.attempt), default=-1)
+    before = min((at for at, attempts in own.items() if max(attempts) > part.attempt), default=len(launches))
     room = [
         launch
         for launch in launches[after + 1 : before]

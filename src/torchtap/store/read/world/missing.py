@@ -76,11 +76,13 @@ def _parts(launched: Launched) -> list[str]:
 def _covered(launched: Launched, site: str, sharing: Sharing) -> bool:
     """Whether the boxes of the parts fill the whole: a rank may hold no element of a small parameter."""
     placed = [launched.strand(part[0]).placement(site, None, TRAINING) for part in sharing.parts]
-    if any(each is None or each.boxes is None or each.shape is None for each in placed):
+    boxed = [
+        each for each in placed if each is not None and each.boxes is not None and each.shape is not None
+    ]
+    if len(boxed) < len(placed):
         return False
-    boxes = [box for each in placed if each is not None for box in each.boxes or ()]
-    shape = placed[0].shape if placed[0] is not None else None
-    return sum(prod(box.size) for box in boxes) >= prod(shape or ())
+    held = sum(prod(box.size) for each in boxed for box in each.boxes or ())
+    return held >= prod(boxed[0].shape or ())
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ def share_of(statistic: str) -> float | None:
     return share if 0 <= share <= 1 else None
 
 
-def quantile(sketches: Sequence[npt.NDArray[Any]], share: float) -> float:
+def quantile(sketches: Sequence[np.ndarray], share: float) -> float:
     """The value below which so large a share of all values lies."""
     fine = {int(sketch[0, 1]) for sketch in sketches if sketch.ndim == 2 and sketch.shape[1] >= 2}
     if len(fine) != 1 or not 1 <= (per_octave := fine.pop()) <= 1 << 20:

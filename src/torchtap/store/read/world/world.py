@@ -20,7 +20,7 @@ from torchtap.store.read.grids import AxesCache
 from torchtap.store.read.phases import TRAINING, first_phase
 from torchtap.store.read.results import Matrix, Series, Table, TensorRef
 from torchtap.store.read.strand import Strand
-from torchtap.store.read.view import Found, Status
+from torchtap.store.read.view import FoundTensor, Status
 from torchtap.store.read.world.launched import Launched
 from torchtap.store.read.world.launches import find_launches
 from torchtap.store.read.world.missing import missing_parts
@@ -248,9 +248,9 @@ class World:
                 found.append(steps if own is None else np.intersect1d(steps, own))
         return np.unique(np.concatenate(found))
 
-    def clock(self) -> np.recarray[Any, Any]:
+    def clock(self) -> np.recarray:
         """The lowest rank's, and of steps that it does not have the next one's."""
-        rows: list[npt.NDArray[Any]] = []
+        rows: list[np.ndarray] = []
         for launched, own in self._in_turn():
             seen: set[tuple[int, str]] = set()
             for strand in launched.strands():
@@ -323,7 +323,7 @@ class World:
 
     def find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str
-    ) -> Found | None:
+    ) -> FoundTensor | None:
         searched = self.launches if step is None else [self._at(step)]
         for launched in reversed(searched):
             found = launched.find(site, step, field, reduction, phase, gaps=self._partial)

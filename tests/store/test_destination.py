@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchtap.store.files import allocate as allocate_module
-from torchtap.store.files import place as place_module
-from torchtap.store.files.place import LocalPlace
+from torchtap.store.files import destination as destination_module
+from torchtap.store.files.destination import LocalDestination
 
 _PIECES = [
     bytes([number]) * ((3 << 20) + number) for number in range(1, 8)
@@ -17,7 +17,7 @@ _PIECES = [
 
 
 def _grown(tmp_path: Path) -> Path:
-    place = LocalPlace(os.fspath(tmp_path), 0)
+    place = LocalDestination(os.fspath(tmp_path), 0)
     stream = place.stream(64)
     for piece in _PIECES:
         stream.append(memoryview(piece))
@@ -38,7 +38,7 @@ def test_a_file_system_that_sets_no_room_aside_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(place_module, "allocate", lambda *arguments: bool(asked.append(arguments)))
+    monkeypatch.setattr(destination_module, "allocate", lambda *arguments: bool(asked.append(arguments)))
     assert _grown(tmp_path).read_bytes() == b"h" * 64 + b"".join(_PIECES)
     assert len(asked) == 1
 

@@ -1,7 +1,7 @@
 """Writing files into one part of a run, so that a file is either whole or not there.
 
 Every file grows under a temporary name and appears by being renamed. That survives the death of the process at
-any moment. Against the loss of power only what was synced is safe: `LocalPlace.sync` syncs every file that
+any moment. Against the loss of power only what was synced is safe: `LocalDestination.sync` syncs every file that
 has appeared since the last call, and then their folder.
 
 Not here: what is in the files (`scalars`, `tensors`), object stores (`remote`).
@@ -20,7 +20,7 @@ from torchtap.store.files.allocate import allocate
 from torchtap.store.files.folder import Folder, LocalFolder
 from torchtap.store.files.layout import LOCK, TEMPORARY, PartOf, attempt_folder, parse_attempt, rank_folder
 
-__all__ = ["LocalPlace", "LocalStream", "Place", "Stream"]
+__all__ = ["Destination", "LocalDestination", "LocalStream", "Stream"]
 
 _ROOM = 16 << 20  # asked for at once by a growing file
 
@@ -38,7 +38,7 @@ class Stream(Protocol):
         """Leave no trace."""
 
 
-class Place(Protocol):
+class Destination(Protocol):
     """Where one part of a run is written."""
 
     part: PartOf
@@ -64,7 +64,7 @@ class Place(Protocol):
 class LocalStream:
     """A growing file on this machine."""
 
-    def __init__(self, place: LocalPlace, temporary: str, reserve: int) -> None:
+    def __init__(self, place: LocalDestination, temporary: str, reserve: int) -> None:
         self._place = place
         self._temporary = temporary
         self._reserve = reserve
@@ -105,7 +105,7 @@ class LocalStream:
 
 
 @final
-class LocalPlace:
+class LocalDestination:
     """One attempt of one rank, in a folder that no other writer has."""
 
     def __init__(self, run: str, rank: int) -> None:
