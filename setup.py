@@ -54,7 +54,10 @@ setup(
                     "look_avx512",
                     "isa",
                     "layout",
+                    "tensor",
                     "taking",
+                    "copying",
+                    "modules",
                 )
             ]
             + SHARED,

@@ -4,7 +4,11 @@ For each eager site:
 - clean: the form has this name, and the value is the eager one;
 - wrong: the form has this name on another value;
 - renamed: the form has the value, under another name;
-- missing: the form does not have the value; ``unexplained`` are those of which coverage says nothing.
+- missing: the form does not have the value.
+
+A site whose value is not under its module's own name has to be explained by the coverage; ``unexplained`` are those of
+which it says nothing, or something that a run of the eager model shows to be untrue (`benchmarks.explained`). A site of
+a module that the model does not have, or of a value that the module does not return, counts as wrong.
 
 `every_form` runs them all and prints the table of docs/forms.md.
 """
@@ -15,15 +19,31 @@ import dataclasses
 import io
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 import torchtap as tt
+from benchmarks.explained import Truth, is_explained
+from benchmarks.leaves import leaves_of
 from benchmarks.zoo import build
+from torchtap.names import Name, is_unplaced, read_name
 
-__all__ = ["FEW", "FORMS", "NAMELESS", "OTHER", "SLOW", "Count", "count", "judge", "reference"]
+__all__ = [
+    "FEW",
+    "FORMS",
+    "NAMELESS",
+    "OTHER",
+    "SLOW",
+    "Count",
+    "count",
+    "is_at_home",
+    "judge",
+    "other_names",
+    "reference",
+]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -41,6 +61,13 @@ class Count:
     verdict: str = ""
     details: list[str] = dataclasses.field(default_factory=list)
 
+    def others(self) -> Iterator[tuple[str, str]]:
+        """What is renamed or missing, each with its site."""
+        for line in self.details:
+            what, _, site = line.partition(" ")
+            if what in ("renamed", "missing"):
+                yield what, site
+
 
 def reference(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Every output by name, from forward hooks that know nothing of torchtap."""
@@ -52,7 +79,7 @@ def reference(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:
             call = calls.get(path, 0)
             calls[path] = call + 1
-            for leaf, tensor in _leaves(output):
+            for leaf, tensor in leaves_of(output):
                 name = f"{path}:output" + (f".{leaf}" if leaf else "") + (f"#{call}" if call else "")
                 found[name] = tensor.detach().clone()
 
@@ -65,25 +92,6 @@ def reference(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     for handle in handles:
         handle.remove()
     return found
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(tree, Tensor):
-        yield prefix, tree
-        return
-    parts: list[tuple[Any, Any]] = []
-    if isinstance(tree, Mapping):
-        parts = list(tree.items())
-    elif hasattr(tree, "_fields"):
-        parts = list(zip(tree._fields, tree, strict=True))
-    elif isinstance(tree, (list, tuple)):
-        parts = list(enumerate(tree))
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        parts = [(each.name, getattr(tree, each.name)) for each in dataclasses.fields(tree)]
-    elif tree is not None and type(tree).__module__.startswith("transformers."):
-        parts = [(name, value) for name, value in vars(tree).items()]
-    for key, value in parts:
-        yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _exported(model: nn.Module, given: Arguments) -> Any:
@@ -161,8 +169,15 @@ def count(name: str, form: str, compare: bool = True) -> dict[str, Count]:
         close = form in CLOSE or ("compile" in form and not _faithful(expected, returned, close=False))
         if not _faithful(expected, returned, close):
             return {label: Count(sites=len(expected), verdict=OTHER) for label in hints}
-        counts[label] = judge(expected, dict(seen.items()), close=close)
-        _explain(counts[label], {missing.site for missing in seen.coverage()})
+        found = dict(seen.items())
+        aliases = other_names(model)
+        counts[label] = judge(expected, found, close=close, aliases=aliases)
+        truth = Truth(model, args, kwargs, expected)
+        for what, site in list(counts[label].others()):
+            at_home = what == "renamed" and is_at_home(site, expected, found, close, aliases)
+            if not is_explained(site, at_home, seen.coverage(), truth):
+                counts[label].unexplained += 1
+                counts[label].details.append(f"unexplained {site}")
     if compare:
         comparison = tt.compare(model, made, inputs=given)
         last = counts[list(hints)[-1]]
@@ -171,29 +186,27 @@ def count(name: str, form: str, compare: bool = True) -> dict[str, Count]:
     return counts
 
 
-def _explain(result: Count, reasons: set[str]) -> None:
-    """Count the missing sites of which coverage says nothing."""
-    for line in list(result.details):
-        kind, _, site = line.partition(" ")
-        if kind == "missing" and not _is_explained(site, reasons):
-            result.unexplained += 1
-            result.details.append(f"unexplained {site}")
-
-
 def _faithful(expected: dict[str, Tensor], returned: Any, close: bool) -> bool:
     """Whether a form returns what the model returns. Some tracers drop an autocast block in silence."""
     own = [value for site, value in expected.items() if site.startswith(":output")]
-    found = [value for _, value in _leaves(returned)]
+    found = [value for _, value in leaves_of(returned)]
     return len(own) == len(found) and all(_same(a, b, close) for a, b in zip(own, found, strict=True))
 
 
-def _is_explained(site: str, reasons: set[str]) -> bool:
-    bare = site.partition("#")[0]
-    path, _, kind = bare.rpartition(":")
-    return site in reasons or bare in reasons or f"{path}:{kind.partition('.')[0]}" in reasons
+def other_names(model: nn.Module) -> dict[str, str]:
+    """The further names of modules that have several, each with the first: eager hooks know the first only."""
+    inner = model.module if isinstance(model, nn.DataParallel) else model
+    first = {id(module): path for path, module in inner.named_modules()}
+    every = inner.named_modules(remove_duplicate=False)
+    return {path: first[id(module)] for path, module in every if path != first[id(module)]}
 
 
-def judge(expected: dict[str, Tensor], found: dict[str, Tensor], close: bool = False) -> Count:
+def judge(
+    expected: dict[str, Tensor],
+    found: dict[str, Tensor],
+    close: bool = False,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> Count:
     """The eager sites beside what a form gave."""
     result = Count(sites=len(expected))
     for site, value in expected.items():
@@ -206,7 +219,55 @@ def judge(expected: dict[str, Tensor], found: dict[str, Tensor], close: bool = F
         setattr(result, what, getattr(result, what) + 1)
         if what != "clean":
             result.details.append(f"{what} {site}")
+    for site in _made_up(expected, found, close, aliases):
+        result.wrong += 1
+        result.details.append(f"wrong: there is no {site}")
     return result
+
+
+def _made_up(
+    expected: dict[str, Tensor], found: dict[str, Tensor], close: bool, aliases: Mapping[str, str]
+) -> Iterator[str]:
+    """Sites of modules that returned no tensor, and values that their modules did not return."""
+    paths = {read_name(site).path for site in expected}
+    for site, value in found.items():
+        name = read_name(site)
+        placed = name.leaf.replace(
+            ".", ""
+        ).isdecimal()  # in tuples and lists, of which hooks by hand miss none
+        if site in expected or (name.leaf and not placed and aliases.get(name.path, name.path) in paths):
+            continue  # a leaf that hooks by hand did not look for, or one that is only numbered
+        if placed:
+            yield site
+            continue
+        own = [other for each, other in expected.items() if _is_of(each, name, aliases)]
+        if not any(_same(value, other, close) for other in own):
+            yield site
+
+
+def _is_of(site: str, name: Name, aliases: Mapping[str, str]) -> bool:
+    """Whether an eager site is of the module call that a bare name is of."""
+    own = read_name(site)
+    if name.path in aliases:  # under a further name a form counts the calls by themselves
+        return (own.path, own.kind) == (aliases[name.path], name.kind)
+    return own._replace(leaf="") == name
+
+
+def is_at_home(
+    site: str,
+    expected: dict[str, Tensor],
+    found: dict[str, Tensor],
+    close: bool = False,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> bool:
+    """Whether a value came from its own module: under the bare name of its call or a further name, or numbered."""
+    path, kind, _, _ = read_name(site)
+    own = []
+    for each, name in ((each, read_name(each)) for each in found):
+        numbered = is_unplaced(name.leaf) and (aliases.get(name.path, name.path), name.kind) == (path, kind)
+        if numbered or _is_of(site, name, aliases):
+            own.append(each)
+    return any(_same(found[each], expected[site], close) for each in own)
 
 
 def _same(one: Tensor, other: Tensor, close: bool) -> bool:

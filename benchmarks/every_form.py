@@ -84,7 +84,8 @@ class _Results:
 def _digest_of_sources() -> str:
     digest = hashlib.blake2b(digest_size=8)
     files = [*(_ROOT / "src/torchtap").rglob("*.py"), *Path(__file__).parent.glob("zoo*.py")]
-    for file in (*sorted(files), Path(__file__).parent / "architectures.py"):
+    counting = [Path(__file__).parent / f"{name}.py" for name in ("architectures", "explained", "leaves")]
+    for file in (*sorted(files), *counting):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

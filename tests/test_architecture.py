@@ -59,6 +59,7 @@ LAYERS = [
         "logged",
         "steps",
         "following",
+        "evaluations",
         "gaps",
         "seen",
         "summary",

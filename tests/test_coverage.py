@@ -128,8 +128,17 @@ def not_put_in() -> list[Missing]:
     return in_form(extra.wrap(extra.module), "0:output", "0:input")
 
 
+def tap_for_another_phase() -> list[Missing]:
+    model = Two()
+    watch = tt.watch(model, None, ["used:output", tt.tap("used:output", keep=tt.Full(), phase="valid")])
+    with watch, watch.step():
+        model(X)
+    return watch.coverage()
+
+
 PROVOKED: dict[str, Any] = {
     "OFF_SCHEDULE": off_schedule,
+    "IDLE_TAP": tap_for_another_phase,
     "NOT_CALLED": lambda: eager(Two(), "never:output"),
     "NO_FORWARD": lambda: eager(Two(), "list:output"),
     "REPLACED": replaced,
@@ -146,6 +155,8 @@ PROVOKED: dict[str, Any] = {
     "NO_TENSOR_TYPE": scripted_without_tensors,
     "NO_OPERATION": lambda: in_form(torch.jit.trace(Pair(), X), "passed:output"),
     "UNPLACED": lambda: in_form(exported(Pair()), "made:output"),
+    "UNMARKED": lambda: in_form(exported(exported(Two())), "*:output"),
+    "FORGOTTEN": lambda: in_form(exported(Two()), "*:output"),
     "NO_EQUAL": lambda: like(Pair(shows_second=False)),
     "UNCERTAIN_CALL": lambda: like(Again()),
     "NOT_PUT_IN": not_put_in,

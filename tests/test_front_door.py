@@ -67,6 +67,13 @@ def test_every_listed_name_stands_on_a_page() -> None:
     assert listed - words == set()
 
 
+def test_the_page_of_names_has_every_name() -> None:
+    page = (SOURCE.parents[2] / "docs" / "names.md").read_text()
+    assert [name for name in torchtap.__all__ if name != "__version__" and f"`tt.{name}`" not in page] == []
+    for module in torchtap._MODULES:
+        assert [name for name in getattr(torchtap, module).__all__ if f"`{name}`" not in page] == [], module
+
+
 def test_no_public_name_is_also_a_submodule() -> None:
     submodules = {path.stem for path in SOURCE.parent.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert submodules & set(torchtap.__all__) == set(torchtap._MODULES)

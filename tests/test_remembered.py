@@ -27,6 +27,15 @@ class Net(nn.Module):
         return self.again(self.blocks(x))
 
 
+@pytest.fixture(autouse=True, params=["native", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look whether a model is the same is taken by native code, or without."""
+    if request.param == "python":
+        monkeypatch.setattr(remembered, "_same_modules", None)
+    elif remembered._same_modules is None:
+        pytest.skip("no native code")
+
+
 @pytest.fixture
 def bindings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each time that a plan is made anew."""
@@ -95,7 +104,21 @@ def change_class(model: Net) -> None:
     model.blocks[1].__class__ = nn.Tanh
 
 
-@pytest.mark.parametrize("change", [add, replace, rename, remove, empty, change_class])
+def swap(model: Net) -> None:
+    model.blocks[0], model.blocks[2] = model.blocks[2], model.blocks[0]
+
+
+def name_twice(model: Net) -> None:
+    model.blocks[1].inner = nn.Identity()
+
+
+def share(model: Net) -> None:
+    model.blocks[2] = model.blocks[0]
+
+
+@pytest.mark.parametrize(
+    "change", [add, replace, rename, remove, empty, change_class, swap, name_twice, share]
+)
 def test_a_model_that_has_changed_is_bound_anew(change: Callable[[Net], None], bindings: list[int]) -> None:
     model = Net()
     names(model, "**:output")
@@ -180,4 +203,54 @@ def test_memories_of_one_model_have_a_bound() -> None:
     model = Net()
     for number in range(40):
         names(model, f"re:blocks:output|nothing{number}")
-    assert len(remembered._OF_MODELS[model]) <= 8
+    assert len(remembered._OF_MODELS[model].plans) <= 8
+
+
+def test_what_does_not_change_a_models_modules_does_not_matter(bindings: list[int]) -> None:
+    """Only names, modules and their classes are remembered: all else is found when it passes."""
+    model = Net()
+    names(model, "**:output")
+    model.blocks[0].weight = nn.Parameter(torch.zeros(4, 4))  # type: ignore[union-attr]
+    model.register_buffer("more", torch.ones(1))
+    model.eval().double()
+    hook = model.blocks[1].register_forward_hook(lambda module, args, output: output + 1)
+    with tt.capture(model, "**:output") as seen:
+        result = model(torch.ones(2, 4, dtype=torch.float64))
+    hook.remove()
+    assert len(bindings) == 1
+    assert torch.equal(seen[":output"], result)
+    assert seen["blocks.1:output"].dtype == torch.float64
+    assert torch.equal(seen["blocks.1:output"], seen["blocks.0:output"].relu() + 1)
+
+
+def test_a_child_that_is_none_is_known_again(bindings: list[int]) -> None:
+    model = Net()
+    model.register_module("nothing", None)
+    for _ in range(3):
+        names(model, "**:output")
+    assert len(bindings) == 1
+    model.nothing = nn.Identity()
+    names(model, "blocks:output")
+    names(model, "blocks:output")
+    assert len(bindings) == 2
+
+
+def test_what_was_seen_outlives_the_model() -> None:
+    model = Net()
+    names(model, "**:output")
+    with tt.capture(model, "**:output", "blocks.1:output") as seen:
+        model.blocks(torch.ones(2, 4))
+    del model
+    gc.collect()
+    assert "blocks.2:output" in seen
+    assert {missing.site for missing in seen.coverage()} == {":output"}
+
+
+def test_a_module_that_was_replaced_inside_the_look_is_told() -> None:
+    model = Net()
+    names(model, "**:output")
+    with tt.capture(model, "**:output") as seen:
+        model.blocks[1] = nn.Tanh()
+        gc.collect()
+        model(torch.ones(2, 4))
+    assert "blocks.1:output" in {missing.site for missing in seen.coverage()}

@@ -82,3 +82,30 @@ def test_a_number_that_makes_no_schedule_is_refused_by_its_name(wrong: dict[str,
     (name, value), *_ = wrong.items()
     with pytest.raises(PlanError, match=f"{name}={value!r}"):
         schedule_of(**wrong)
+
+
+def test_a_schedule_says_whether_the_phase_matters() -> None:
+    quiet = (
+        Always(),
+        Never(),
+        Every(3),
+        Steps([1]),
+        Epochs([1]),
+        First(2),
+        ~Every(2),
+        Every(2) & First(9),
+        First(1) | Every(4),
+    )
+    asking = (
+        Phase("eval"),
+        When(lambda moment: True),
+        ~Phase("train"),
+        Every(2) & Phase("eval"),
+        Phase("a") | Every(4),
+    )
+    assert not any(each.by_phase for each in quiet)
+    assert all(each.by_phase for each in asking)
+    for each in quiet:
+        for step in range(12):
+            answers = {each.live(Moment(step, 1, 1, phase)) for phase in ("train", "eval", "mine")}
+            assert len(answers) == 1

@@ -67,6 +67,12 @@ def much_dropout(kit: Kit) -> None:
     kit.fit(model, torch.optim.Adam(model.parameters(), lr=3e-3), points(kit.seed), 80)
 
 
+def plain_stack(kit: Kit) -> None:
+    """Eight layers as torch makes them: deep inside, units are on or off for all samples alike."""
+    model = MLP(depth=8)
+    kit.fit(model, torch.optim.SGD(model.parameters(), lr=0.05), points(kit.seed), 40)
+
+
 class SquaredReLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x).square()
@@ -327,6 +333,7 @@ ODD_MODELS: list[tuple[str, Callable[[Kit], None]]] = [
     for work in (
         proximal_policy,
         much_dropout,
+        plain_stack,
         squared_relu,
         wasserstein_gan,
         mean_teacher,

@@ -161,6 +161,15 @@ def tiny_init(kit: Kit) -> None:
     kit.fit(model, torch.optim.SGD(model.parameters(), lr=0.05), points(kit.seed), 40)
 
 
+def half_dead(kit: Kit) -> None:
+    """Half of one layer's units fire for nobody, the other half for some."""
+    model = MLP(depth=4)
+    if kit.sick:
+        with torch.no_grad():
+            model.layers[1].bias[::2] = -10.0
+    kit.fit(model, torch.optim.SGD(model.parameters(), lr=0.05), points(kit.seed), 12)
+
+
 def target_not_a_number(kit: Kit) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
 
@@ -333,4 +342,5 @@ UNLISTED = [
     Case("U22", "one layer many times", one_layer_many_times, ("one-for-many",), ("0:", "param"), 0),
     Case("U23", "stays in eval mode", stays_in_eval, ("trains-in-eval",), ("bn", "drop"), 9),
     Case("U24", "thawed, not optimized", thawed_too_late, ("not-in-optimizer",), ("layers",), 10),
+    Case("U25", "half of a layer is dead", half_dead, ("dead-units",), ("layers.1",), 0),
 ]

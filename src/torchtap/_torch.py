@@ -71,6 +71,7 @@ __all__ = [
     "saved_by",
     "script_string_type",
     "script_tensors",
+    "script_tracer",
     "sequence_number",
     "shape_from",
     "skip_alone",
@@ -241,10 +242,13 @@ def foreach_norm(values: Sequence[Tensor], order: float, dtype: torch.dtype | No
 # ---- Tracers.
 
 
+# What ``torch.jit.trace`` has of this code so far; None where it does not run it, or torch cannot say.
+script_tracer: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", lambda: None)
+
+
 def is_traced_by_script() -> bool:
-    """Whether ``torch.jit.trace`` runs this code. Where torch cannot say, it does not."""
-    asked = getattr(torch._C, "_get_tracing_state", None)
-    return asked is not None and asked() is not None
+    """Whether ``torch.jit.trace`` runs this code."""
+    return script_tracer() is not None
 
 
 def is_traced_by_fx() -> bool:

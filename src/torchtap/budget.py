@@ -7,7 +7,7 @@ accounts while the model runs and decides which of them is live.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from torchtap.errors import PlanError
 from torchtap.reduce import AnyReduction, Sample, Stats
@@ -37,7 +37,7 @@ class Budget:
                 f"Budget(share={self.share!r}): a share of a step's time lies between 0 and 1, e.g. 0.05"
             )
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """The budget as JSON."""
         return {"bytes": self.bytes, "share": self.share}
 

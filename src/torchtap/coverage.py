@@ -10,7 +10,7 @@ from typing import final
 from torch import nn
 
 from torchtap._torch import something_was_compiled
-from torchtap.names import KINDS, belongs_to, is_unplaced, path_parts
+from torchtap.names import KINDS, OF_CALLS, belongs_to, is_unplaced, path_parts
 from torchtap.sites import unwrap
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import LivePort
@@ -35,7 +35,13 @@ class Missing:
 def missing_sites(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing]:
     """Every place of the plan from which no value arrived, in the plan's order."""
     told = [Missing(site, reason) for site, reason in receiver.missing.items()]
-    return [*told, *_silent_ports(receiver, ever_live), *_silent_insides(receiver, ever_live)]
+    return [
+        *told,
+        *_silent_ports(receiver, ever_live),
+        *_silent_insides(receiver, ever_live),
+        *_forgotten(receiver, ever_live),
+        *_idle_taps(receiver, ever_live),
+    ]
 
 
 def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
@@ -114,6 +120,14 @@ def _silent_insides(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[M
         yield Missing(name, note if index in ever_live else reasons.OFF_SCHEDULE)
 
 
+def _idle_taps(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missing]:
+    """Taps that were never live, though other taps brought something from each of their sites."""
+    for index, tap in enumerate(receiver.plan.asked):
+        ports = [port for port in receiver.ports.values() if index in port.port.taps]
+        if index not in ever_live and ports and all(port.arrived for port in ports):
+            yield Missing(", ".join(selector.text for selector in tap.selectors), reasons.IDLE_TAP)
+
+
 def _asked_by(receiver: Receiver, tap: int, kind: str) -> list[LivePort]:
     return [port for port in receiver.ports.values() if tap in port.port.taps and port.kind == kind]
 
@@ -127,3 +141,16 @@ def _only_numbered(port: LivePort) -> list[str]:
     """The sites of a port from which only numbered tensors came."""
     found = [entry for entry in port.entries.values() if entry is not None and entry.shape is not None]
     return [entry.name for entry in found] if all(is_unplaced(entry.site.leaf) for entry in found) else []
+
+
+def _forgotten(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing]:
+    """One entry for all that a form may have forgotten, if a selector may mean more than the form knows."""
+    if not receiver.forgets:
+        return []
+    known = {place.path for place in receiver.plan.places}
+    for index, tap in enumerate(receiver.plan.asked):
+        asked = any(index in port.port.taps and port.kind in OF_CALLS for port in receiver.ports.values())
+        open_ended = [each.text for each in tap.selectors if each.plain_path not in known]
+        if asked and open_ended and index in ever_live:
+            return [Missing(open_ended[0], receiver.forgets)]
+    return []

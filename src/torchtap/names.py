@@ -18,6 +18,7 @@ from torchtap.errors import SelectionError
 
 __all__ = [
     "KINDS",
+    "OF_CALLS",
     "WRAPPED_ATTRIBUTES",
     "WRAPPER_CLASSES",
     "Kind",
@@ -70,6 +71,8 @@ Kind = Literal[
     "lr",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+# What goes in and out of a module's call, with its gradients.
+OF_CALLS: tuple[Kind, ...] = ("input", "output", "grad_input", "grad_output")
 
 # What wrappers call the module inside. These names are theirs alone.
 WRAPPED_ATTRIBUTES = (

@@ -6,16 +6,20 @@ the run and in one warning.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 from typing import Any, final
 
 from torchtap.errors import RecordingLostError
 from torchtap.store.record import Consumer, StepRecord
 
 __all__ = ["Outlets", "warn"]
+
+_NOT_THE_USERS = ("torchtap.", "torch.", "contextlib.")
 
 
 @final
@@ -104,6 +108,18 @@ class Outlets:
 
 
 def warn(message: str) -> None:
-    """One warning; where warnings are errors, it must still not end a training."""
+    """One warning, at the user's line; where warnings are errors, it must still not end a training."""
     with suppress(RuntimeWarning):
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        warnings.warn(message, RuntimeWarning, stacklevel=_frames_of_ours() + 2)
+
+
+def _frames_of_ours() -> int:
+    """How many frames above the caller are torchtap's own or torch's, which calls the hooks."""
+    frame, count = sys._getframe(2), 0
+    while frame.f_back is not None and _module_of(frame).startswith(_NOT_THE_USERS):
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+def _module_of(frame: FrameType) -> str:
+    return f"{frame.f_globals.get('__name__', '')}."

@@ -107,7 +107,7 @@ class Placement:
         return replace(self, axes=axes, shape=None, boxes=None)
 
     def to_json(self) -> dict[str, object]:
-        found: dict[str, Any] = {"axes": [[a.name, a.size, a.at, str(a.share)] for a in self.axes]}
+        found: dict[str, object] = {"axes": [[a.name, a.size, a.at, str(a.share)] for a in self.axes]}
         if self.shape is not None:
             found["shape"] = list(self.shape)
         if self.boxes is not None:

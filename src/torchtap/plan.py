@@ -98,7 +98,7 @@ class Tap:
             per_consumer=bool(spec.get("per_consumer", False)),
         )
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """The tap as JSON."""
         return {
             "selectors": [s.text for s in self.selectors],
@@ -243,6 +243,26 @@ class Plan:
         return frozenset(index for index, each in enumerate(self.taps) if each.schedule.live(moment))
 
     @cached_property
+    def by_phase(self) -> bool:
+        """Whether other taps may be live in one phase of a step than in another."""
+        return any(each.schedule.by_phase for each in self.taps)
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds that the taps ask for, as far as the model has them."""
+        return frozenset(port.site.kind for port in self.ports)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """What each tap keeps, in words: equal reductions have equal keys."""
+        return [repr(each.keep) for each in self.taps]
+
+    @cached_property
+    def keeps_outputs(self) -> bool:
+        """Whether all that is asked for are modules' outputs, each whole and as it is."""
+        return self.kinds == {"output"} and all(each.whole and each.keep == Full() for each in self.taps)
+
+    @cached_property
     def aliases(self) -> dict[str, str]:
         """Alias to the bare name of the site that it stands for."""
         return {
@@ -274,7 +294,7 @@ class Plan:
         """The plan as JSON text: taps with their schedules and reductions, and the places they are bound to."""
         return json.dumps(self.spec(), indent=2)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """The plan as plain data."""
         return {
             "taps": [each.spec() for each in self.asked],

@@ -3,7 +3,8 @@
 Small models are looked into thousands of times with the same words. It guarantees:
 - a memory is used only while the model has the same modules of the same classes under the same names, and no part of
   it was compiled;
-- a memory holds no module: names and weak references, so that a model goes when its last user lets go of it.
+- a memory holds no module: names and weak references, so that a model goes when its last user lets go of it. Whoever
+  is given a remembered plan is given the modules, too, and holds them for as long as it asks the plan.
 
 Only text is remembered: a selector that is a function may answer otherwise next time. Parameters and buffers are bound
 anew each time, since they are known by their identity.
@@ -11,20 +12,25 @@ anew each time, since they are known by their identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any, final, overload
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
-from torchtap.plan import LISTED_KINDS, Plan, Port, Tap
+from torchtap.plan import LISTED_KINDS, Plan, Port
+from torchtap.reduce.kernel import native
 from torchtap.sites import Place, Site
 
 __all__ = ["remember", "remembered"]
 
 _MOST = 8  # different captures of one model
+
+
+# What ``module.compile()`` or another forward leaves among a module's own attributes.
+_FOREIGN = ("_compiled_call_impl", "forward")
+# A checkout may still hold the build of an older source, without it.
+_same_modules = getattr(native, "same_modules", None)
 
 
 @final
@@ -33,134 +39,110 @@ class _Shape:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
+        numbers = {id(module): number for number, module in enumerate(modules)}
+        tables = [module._modules for module in modules]
         self._modules = [ref(module) for module in modules]
         self._types = list(map(type, modules))
-        self._names, children = _children(modules)
-        self._children = [None if child is None else ref(child) for child in children]
+        self._counts = list(map(len, tables))
+        self._names = [name for table in tables for name in table]
+        self._children = [numbers.get(id(child), -1) for table in tables for child in table.values()]
 
     def modules_of(self) -> list[nn.Module] | None:
-        """The modules, if they are what they were."""
+        """The modules, if they are what they were. Asked by each capture, so that native code looks where it can."""
+        if _same_modules is not None:
+            known = self._modules, self._types, self._counts, self._names, self._children
+            same: list[nn.Module] | None = _same_modules(*known)
+            return same
         modules: list[Any] = [each() for each in self._modules]
         if list(map(type, modules)) != self._types:  # also where one is gone
             return None
-        names, children = _children(modules)
-        if names != self._names or children != [each and each() for each in self._children]:
+        tables = [module._modules for module in modules]
+        if (
+            list(map(len, tables)) != self._counts
+            or [name for each in tables for name in each] != self._names
+        ):
             return None
-        return None if any(map(_may_be_compiled, modules)) else modules
-
-
-def _children(modules: Sequence[nn.Module]) -> tuple[list[str], list[nn.Module | None]]:
-    tables = [module._modules for module in modules]
-    return list(chain.from_iterable(tables)), list(chain.from_iterable(map(_values, tables)))
-
-
-_values: Callable[[dict[str, nn.Module | None]], Iterable[nn.Module | None]] = dict.values
-
-
-def _may_be_compiled(module: nn.Module) -> bool:
-    """Whether a module has what ``module.compile()`` or another forward leaves among its own attributes."""
-    own = module.__dict__
-    return "_compiled_call_impl" in own or "forward" in own
+        children = [child for table in tables for child in table.values()]
+        if children != [None if number < 0 else modules[number] for number in self._children]:
+            return None
+        return None if any(name in module.__dict__ for module in modules for name in _FOREIGN) else modules
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    shape: _Shape
-    taps: tuple[Tap, ...]
-    ports: tuple[tuple[int, tuple[Site, ...], tuple[int, ...]], ...]  # a module's number, names, taps
-    places: tuple[tuple[int, str, tuple[str, ...]], ...]  # a module's number, path, other paths
+class _WeakPlaces(Sequence[Place]):
+    """The places of a model, made for whoever asks: they hold their modules, this does not."""
 
-    def plan(self) -> Plan | None:
-        modules = self.shape.modules_of()
-        if modules is None:
-            return None
-        ports = []
-        for number, names, taps in self.ports:
-            module = modules[number]
-            sites = tuple(Site(name.path, name.kind, name.leaf, 0, module) for name in names)
-            ports.append(Port(sites, taps))
-        return Plan(self.taps, tuple(ports), _LatePlaces(modules, self.places))
-
-
-@final
-class _LatePlaces(Sequence[Place]):
-    """The places of a model at the time of a capture, made when somebody asks for one."""
-
-    def __init__(
-        self, modules: list[nn.Module], listed: tuple[tuple[int, str, tuple[str, ...]], ...]
-    ) -> None:
-        self._modules, self._listed = modules, listed
-        self._made: list[Place] | None = None
-
-    def _all(self) -> list[Place]:
-        if self._made is None:
-            modules = self._modules
-            self._made = [Place(path, modules[number], others) for number, path, others in self._listed]
-        return self._made
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._listed = [(place.path, ref(place.module), place.other_paths) for place in places]
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._listed)
 
     @overload
     def __getitem__(self, index: int) -> Place: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Place]: ...
     def __getitem__(self, index: int | slice) -> Place | Sequence[Place]:
-        return self._all()[index]
+        if isinstance(index, slice):
+            return [_place(*each) for each in self._listed[index]]
+        return _place(*self._listed[index])
 
     def __iter__(self) -> Iterator[Place]:
-        return iter(self._all())
+        return (_place(*each) for each in self._listed)
 
 
-_OF_MODELS: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Memory]] = WeakKeyDictionary()
+def _place(path: str, held: ref[nn.Module], others: tuple[str, ...]) -> Place:
+    module = held()
+    assert module is not None, "whoever uses a plan that was remembered holds the model's modules"
+    return Place(path, module, others)
 
 
-def remembered(model: object, taps: tuple[object, ...], keep: object) -> Plan | None:
-    """The plan of an earlier capture with the same words, for the model as it is; None where there is none."""
-    if not isinstance(model, nn.Module) or (known := _OF_MODELS.get(model)) is None:
+@final
+class _Memory:
+    """All plans of one model as it was when the first of them was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shape = _Shape(model)
+        self.plans: dict[tuple[object, ...] | None, Plan] = {}
+
+
+_OF_MODELS: WeakKeyDictionary[nn.Module, _Memory] = WeakKeyDictionary()
+
+
+def remembered(model: object, taps: tuple[object, ...], keep: object) -> tuple[Plan, list[nn.Module]] | None:
+    """The plan of an earlier capture with the same words, for the model as it is; None where there is none.
+
+    The plan does not hold the model's modules. Whoever uses it does: here they are.
+    """
+    if not isinstance(model, nn.Module) or (memory := _OF_MODELS.get(model)) is None:
         return None
-    key = _key(taps, keep)
-    memory = None if key is None else known.get(key)
-    if memory is None:
-        return None
-    plan = memory.plan()
+    plan = memory.plans.get(_key(taps, keep))
     if plan is None:
-        del _OF_MODELS[model]
-    return plan
+        return None
+    modules = memory.shape.modules_of()
+    if modules is None:
+        _OF_MODELS.pop(model, None)
+        return None
+    return plan, modules
 
 
 def remember(model: object, taps: tuple[object, ...], keep: object, plan: Plan) -> None:
     """Keep what was found, where it can be told again from the model alone."""
     key = _key(taps, keep)
-    if key is None or not isinstance(model, nn.Module):
+    if key is None or not isinstance(model, nn.Module) or not plan.kinds.isdisjoint(LISTED_KINDS):
         return
-    memory = _memory_of(model, plan)
-    if memory is None:
+    if not {id(place.module) for place in plan.places} <= set(map(id, model.modules())):
         return
-    known = _OF_MODELS.setdefault(model, {})
-    if len(known) >= _MOST:
-        known.clear()
-    known[key] = memory
+    memory = _OF_MODELS.get(model)
+    if memory is None or memory.shape.modules_of() is None or len(memory.plans) >= _MOST:
+        memory = _OF_MODELS[model] = _Memory(model)
+    ports = tuple(Port(tuple(map(_held_weakly, port.names)), port.taps) for port in plan.ports)
+    memory.plans[key] = Plan(plan.taps, ports, _WeakPlaces(plan.places))
 
 
-def _memory_of(model: nn.Module, plan: Plan) -> _Memory | None:
-    """A plan by the numbers of the model's modules; None where it holds more than these tell."""
-    numbers = {id(module): number for number, module in enumerate(model.modules())}
-    if any(id(place.module) not in numbers for place in plan.places):
-        return None
-    if any(port.site.kind in LISTED_KINDS for port in plan.ports):
-        return None
-    ports = tuple(
-        (
-            numbers[id(port.site.module)],
-            tuple(Site(name.path, name.kind, name.leaf) for name in port.names),
-            port.taps,
-        )
-        for port in plan.ports
-    )
-    listed = tuple((numbers[id(place.module)], place.path, place.other_paths) for place in plan.places)
-    return _Memory(_Shape(model), plan.taps, ports, listed)
+def _held_weakly(site: Site) -> Site:
+    assert site.module is not None
+    return Site(site.path, site.kind, site.leaf, 0, ref(site.module))
 
 
 def _key(taps: tuple[object, ...], keep: object) -> tuple[object, ...] | None:

@@ -51,8 +51,13 @@ class Schedule(ABC):
         """Whether the tap is live at this moment."""
 
     @abstractmethod
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """The schedule as JSON."""
+
+    @property
+    def by_phase(self) -> bool:
+        """Whether a step's phases may have different answers. Where not, one serves them all."""
+        return True
 
     def __and__(self, other: Schedule) -> Schedule:
         if isinstance(self, Always):
@@ -66,33 +71,43 @@ class Schedule(ABC):
         return Not(self)
 
 
+class _OfSteps(Schedule):
+    """One that asks for no phase."""
+
+    __slots__ = ()
+
+    @property
+    def by_phase(self) -> bool:
+        return False
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class Always(Schedule):
+class Always(_OfSteps):
     """Every step."""
 
     def live(self, moment: Moment) -> bool:
         return True
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"always": True}
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Never(Schedule):
+class Never(_OfSteps):
     """No step."""
 
     def live(self, moment: Moment) -> bool:
         return False
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"never": True}
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Every(Schedule):
+class Every(_OfSteps):
     """Steps ``offset``, ``offset + n``, ``offset + 2n`` …"""
 
     n: int
@@ -105,13 +120,13 @@ class Every(Schedule):
     def live(self, moment: Moment) -> bool:
         return moment.step >= self.offset and (moment.step - self.offset) % self.n == 0
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"every": self.n, "offset": self.offset}
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Steps(Schedule):
+class Steps(_OfSteps):
     """The listed steps; a ``range`` stays a range."""
 
     steps: range | frozenset[int]
@@ -124,7 +139,7 @@ class Steps(Schedule):
     def live(self, moment: Moment) -> bool:
         return moment.step in self.steps
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         if isinstance(self.steps, range):
             return {"steps": {"start": self.steps.start, "stop": self.steps.stop, "step": self.steps.step}}
         return {"steps": sorted(self.steps)}
@@ -132,7 +147,7 @@ class Steps(Schedule):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Epochs(Schedule):
+class Epochs(_OfSteps):
     """The listed epochs, and in them the listed batches (all, where none are listed)."""
 
     epochs: frozenset[int] | None
@@ -150,7 +165,7 @@ class Epochs(Schedule):
             self.batches is None or moment.batch in self.batches
         )
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {
             "epochs": None if self.epochs is None else sorted(self.epochs),
             "batches": None if self.batches is None else sorted(self.batches),
@@ -159,7 +174,7 @@ class Epochs(Schedule):
 
 @final
 @dataclass(frozen=True, slots=True)
-class First(Schedule):
+class First(_OfSteps):
     """The first ``n`` steps, counted from step 0."""
 
     n: int
@@ -171,7 +186,7 @@ class First(Schedule):
     def live(self, moment: Moment) -> bool:
         return moment.step < self.n
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"first": self.n}
 
 
@@ -189,7 +204,7 @@ class Phase(Schedule):
     def live(self, moment: Moment) -> bool:
         return moment.phase == self.phase
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"phase": self.phase}
 
 
@@ -203,7 +218,7 @@ class When(Schedule):
     def live(self, moment: Moment) -> bool:
         return bool(self.predicate(moment))
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"when": getattr(self.predicate, "__qualname__", repr(self.predicate))}
 
 
@@ -215,10 +230,14 @@ class Both(Schedule):
     left: Schedule
     right: Schedule
 
+    @property
+    def by_phase(self) -> bool:
+        return self.left.by_phase or self.right.by_phase
+
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) and self.right.live(moment)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"both": [self.left.spec(), self.right.spec()]}
 
 
@@ -230,10 +249,14 @@ class Either(Schedule):
     left: Schedule
     right: Schedule
 
+    @property
+    def by_phase(self) -> bool:
+        return self.left.by_phase or self.right.by_phase
+
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) or self.right.live(moment)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"either": [self.left.spec(), self.right.spec()]}
 
 
@@ -244,10 +267,14 @@ class Not(Schedule):
 
     other: Schedule
 
+    @property
+    def by_phase(self) -> bool:
+        return self.other.by_phase
+
     def live(self, moment: Moment) -> bool:
         return not self.other.live(moment)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"not": self.other.spec()}
 
 

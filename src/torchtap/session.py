@@ -8,17 +8,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from types import TracebackType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
 from torchtap.compiled_parts import warn_of_missing_parts
 from torchtap.errors import PlanError, SessionError
-from torchtap.manifest import run_manifest
-from torchtap.matching import site_map_of
-from torchtap.model_tree import environment
 from torchtap.names import Kind
 from torchtap.outlets import warn
 from torchtap.plan import Plan, Tap, candidates, make_plan, tap
@@ -29,18 +25,17 @@ from torchtap.schedule import Moment
 from torchtap.seen import Seen
 from torchtap.sites import Selectable, places
 from torchtap.staged import joined
-from torchtap.store.read.earlier import recorded_steps
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
-from torchtap.store.write.writer import RunWriter
 from torchtap.tapping import Tapping
-from torchtap.taps.alike.mapped import with_paths
-from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import tree_of
 from torchtap.taps.place.mesh import process_mesh
-from torchtap.taps.place.placing import Placing, layouts_of
 from torchtap.taps.walk.ways import WayName
 from torchtap.watching import Watch
+
+if TYPE_CHECKING:
+    from torchtap.taps.alike.site_map import SiteMap
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]
 
@@ -61,6 +56,7 @@ class Capture:
         way: WayName = "hook",
         site_map: SiteMap | None = None,
         form: str | None = None,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.plan = plan
         lost: list[str] = []
@@ -75,7 +71,7 @@ class Capture:
             site_map=site_map,
             form=form,
         )
-        self.seen = Seen(self._taps.receiver, lost)
+        self.seen = Seen(self._taps.receiver, lost, modules)
         self._any_thread = all_threads
 
     def __enter__(self) -> Seen:
@@ -89,9 +85,11 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._taps.read_state()
+        except Exception:
             # Where the block raised, its own error is the one to see, not one of the values that are still to be read.
-            with nullcontext() if error is None else suppress(Exception):
-                self._taps.read_state()
+            if error is None:
+                raise
         finally:
             self._taps.receiver.end_step()
             self._taps.detach()
@@ -105,11 +103,7 @@ class Capture:
 
     def _warn_of_silence(self) -> None:
         """One warning for the selectors that brought nothing at all."""
-        came: set[int] = set()
-        for entry in self._taps.receiver.entries:
-            if entry.shape is not None:
-                came.update(entry.taps, entry.also.taps if entry.also is not None else ())
-        silent = [index for index in range(len(self.plan.asked)) if index not in came]
+        silent = self._taps.receiver.silent_taps()
         if silent:
             asked = ", ".join(repr(s.text) for index in silent for s in self.plan.asked[index].selectors)
             reason = self._why_silent(silent)
@@ -117,8 +111,10 @@ class Capture:
 
     def _why_silent(self, taps: list[int]) -> str:
         reasons = {missing.site: missing.reason for missing in self.seen.coverage()}
+        # Attention maps and named values are missed by the selector: they come from somewhere inside.
+        asked = [selector.text for index in taps for selector in self.plan.asked[index].selectors]
         ports = [port.site.name for port in self.plan.ports if port.taps[0] in taps]
-        return next((reasons[name] for name in ports if name in reasons), "")
+        return next((reasons[name] for name in (*asked, *ports) if name in reasons), "")
 
     def __getitem__(self, name: object) -> Any:
         raise SessionError(
@@ -150,14 +146,16 @@ def capture(
     value the name that it has there; ``like`` also takes what `match` made, or its file.
     """
     taps = taps or ("*:output",)
-    bound = remembered(model, taps, keep) if like is None else None
-    form = None if bound is None else "eager"
+    known = remembered(model, taps, keep) if like is None else None
     tree: Any = model
     site_map = None
-    if bound is None:
+    modules: Sequence[nn.Module] = ()
+    if known is not None:
+        bound, modules = known
+    else:
         tree = tree_of(model)
-        if like is not None and (site_map := site_map_of(model, like, inputs)) is not None:
-            tree = with_paths(tree, site_map)
+        if like is not None:
+            tree, site_map = _named_like(tree, model, like, inputs)
         bound = make_plan(tree, taps, keep)
         if tree is model:
             remember(model, taps, keep, bound)
@@ -173,7 +171,8 @@ def capture(
         copy=pool_of(tree).copy,
         way=way,
         site_map=site_map,
-        form=form,
+        form=None if known is None else "eager",
+        modules=modules,
     )
 
 
@@ -225,6 +224,12 @@ def watch(
     consumers = list(sinks)
     recorded = range(0)
     if run is not None:
+        # Loaded here, as whatever a session may do without: starting is felt.
+        from torchtap.manifest import run_manifest
+        from torchtap.model_tree import environment
+        from torchtap.store.read.earlier import recorded_steps
+        from torchtap.store.write.writer import RunWriter
+
         here = identity()
         recorded = recorded_steps(run, here.rank)
         writer = RunWriter(
@@ -263,10 +268,25 @@ def _check_destinations(run: object, sinks: object) -> None:
         )
 
 
+def _named_like(
+    tree: Any, model: object, like: nn.Module | SiteMap | str | os.PathLike[str], inputs: object
+) -> tuple[Any, SiteMap | None]:
+    """The tree with the names that the values have in another model, and which value is which."""
+    from torchtap.matching import site_map_of
+    from torchtap.taps.alike.mapped import with_paths
+
+    site_map = site_map_of(model, like, inputs)
+    return (tree, None) if site_map is None else (with_paths(tree, site_map), site_map)
+
+
 def _placing(model: object, layout: Mapping[Selectable, str]) -> Placing | None:
     """What knows the placements of values; None where this process is alone."""
-    layouts = layouts_of(layout)
     mesh = process_mesh(model) if isinstance(model, nn.Module) else None
+    if mesh is None and layout == {}:
+        return None
+    from torchtap.taps.place.placing import Placing, layouts_of
+
+    layouts = layouts_of(layout)
     return None if mesh is None else Placing(mesh, layouts)
 
 

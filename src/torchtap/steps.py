@@ -33,6 +33,7 @@ from torchtap.taps.receive.entries import Tally
 __all__ = ["StepMaker"]
 
 _When: TypeAlias = tuple[int, int | None, int | None, str]
+_MOMENTS = 16  # of which the live taps are remembered, before those of old steps are forgotten
 
 
 @final
@@ -162,14 +163,21 @@ class StepMaker:
 
     def live_at(self, moment: Moment, phase: str) -> frozenset[int]:
         """The taps that are live at a step in a phase."""
+        if not self._plan.by_phase:
+            phase = moment.phase
         when = (moment.step, moment.epoch, moment.batch, phase)
         live = self._live.get(when)
         if live is None:
-            live = self._plan.live(Moment(*when))
+            live = self._plan.live(moment if moment.phase == phase else Moment(*when))
             if self._spending is not None:
                 live = self._spending.replaced(live)
             self._live[when] = live
         return live
+
+    def live_after_last(self, phase: str) -> bool:
+        """Whether any tap is live in a pass of this phase that belongs to the step that ended last."""
+        moment = self.last or self.open or self._coming_first()
+        return bool(self.live_at(moment, phase))
 
     def wanted_next(self, step: int | None) -> frozenset[int]:
         """The taps that may be live in the step that comes next, or in the one with this number."""
@@ -223,7 +231,9 @@ class StepMaker:
             self.taps.arm(wanted)
 
     def _forget_others_than(self, *moments: Moment) -> None:
-        """Which taps are live is remembered for the open step and the last one."""
+        """Forget which taps are live at other moments, once these are many."""
+        if len(self._live) <= _MOMENTS:
+            return
         kept = [moment.step for moment in moments]
         self._live = {when: live for when, live in self._live.items() if when[0] in kept}
 
@@ -354,9 +364,12 @@ class StepMaker:
 
     def _wanted(self, moment: Moment) -> frozenset[int]:
         """The taps that any pass of this step may want."""
+        wanted = self.live_at(moment, "train")
+        if not self._plan.by_phase:
+            return wanted
         named = self.taps.receiver.phase
-        wanted = self.live_at(moment, "train") | self.live_at(moment, "eval")
-        return wanted | self.live_at(moment, named) if named is not None else wanted
+        wanted |= self.live_at(moment, "eval")
+        return wanted if named is None else wanted | self.live_at(moment, named)
 
     def rearm(self, *, evaluation: bool = True) -> None:
         """The phases that may come have changed: an evaluation may still belong to the last step."""

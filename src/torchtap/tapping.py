@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
 from torchtap.coverage import replaced_paths
+from torchtap.names import OF_CALLS
 from torchtap.plan import Plan
 from torchtap.store.record import ScalarBlock, TensorItem
-from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.eager import EagerAttachment
-from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.collect import Collector, PendingNumbers
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.receiver import PassClock, Receiver
 from torchtap.taps.walk.ways import WayName
 
-__all__ = ["Tapping"]
+if TYPE_CHECKING:
+    from torchtap.taps.alike.site_map import SiteMap
+    from torchtap.taps.place.placing import Placing
 
-_OF_PASSES = ("input", "output", "grad_input", "grad_output")
+__all__ = ["Tapping"]
 
 
 @final
@@ -88,7 +89,7 @@ class Tapping:
     def listens_to_passes(self) -> bool:
         """Whether any live tap wants what only a pass brings."""
         ports = (port for port in self.plan.ports if not self.armed.isdisjoint(port.taps))
-        return any(port.site.kind in _OF_PASSES for port in ports)
+        return any(port.site.kind in OF_CALLS for port in ports)
 
     @property
     def tallies(self) -> Mapping[str, Tally]:

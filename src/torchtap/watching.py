@@ -14,13 +14,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import IO, Any, Self, final
+from typing import IO, TYPE_CHECKING, Any, Self, final
 
 from torch import Tensor
 
 from torchtap.coverage import Missing, missing_sites
 from torchtap.errors import SessionError
+from torchtap.evaluations import Evaluations
 from torchtap.following import Following, Sentry
 from torchtap.gaps import Gaps
 from torchtap.outlets import Outlets
@@ -29,9 +29,11 @@ from torchtap.steps import StepMaker
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.tapping import Tapping
-from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
+
+if TYPE_CHECKING:
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["Watch"]
 
@@ -90,6 +92,7 @@ class Watch:
         self._described: dict[str, dict[str, Any]] = {}  # sites of modules that the model had before
         self._in_block = False
         self._skipped = False
+        self._evaluations = Evaluations(plan)
         self._closed = False
         self._tap = tap
         retap = self._go_over_to if follow_model else None
@@ -123,7 +126,7 @@ class Watch:
         self, step: int | None = None, *, epoch: int | None = None, batch: int | None = None
     ) -> AbstractContextManager[Self]:
         """One training step: forward, backward and update are inside. Passes of one phase fold together."""
-        return _Block(self, partial(self._enter_block, step, epoch, batch), self._leave_block)
+        return _Block(self, self._enter_block, (step, epoch, batch), self._leave_block)
 
     def _enter_block(self, step: int | None, epoch: int | None, batch: int | None) -> None:
         if self._in_block:
@@ -175,6 +178,7 @@ class Watch:
         self._check_open()
         before, self._receiver.phase = self._receiver.phase, name
         self._steps.rearm()
+        self._evaluations.begins(name, self._steps.live_after_last(name))
         try:
             yield self
         finally:
@@ -239,6 +243,8 @@ class Watch:
     def _mode_changed(self, training: bool) -> None:
         if self._steps.fresh and not self._closed:
             self._steps.rearm(evaluation=not training)
+            if not training and self._receiver.phase is None:
+                self._evaluations.begins("eval", self._steps.live_after_last("eval"))
 
     def _hint_no_clock(self) -> None:
         self._outlets.hint(
@@ -255,7 +261,8 @@ class Watch:
             self._steps.clock.set_epoch(epoch)
         if batch is not None:
             self._steps.clock.set_batch(batch)
-        self._tell_what_is_hidden(step)
+        if self._recorded:
+            self._tell_what_is_hidden(step)
         wanted: frozenset[int] | None = self._steps.wanted_next(step)
         if wanted or self._steps.taps.armed:  # where no tap is live, nobody need know yet
             self._gaps.look()
@@ -277,7 +284,8 @@ class Watch:
             self._outlets.hint(
                 "hidden",
                 f"the folder holds steps up to {recorded[-1]} of an earlier attempt; this one begins at step "
-                f"{following} and hides what it records again. To go on after them, leave the number out",
+                f"{following} and hides what it records again. To keep both, use another folder; to go on after "
+                "them, leave start= out",
             )
         else:
             self._outlets.tell("continued", after=recorded[-1])
@@ -427,6 +435,8 @@ class Watch:
             self._outlets.hint(
                 "empty", "this watch recorded nothing; watch.coverage() says why for each site"
             )
+        if told := self._evaluations.told():
+            self._outlets.hint("evaluations", told)
         if self._receiver.late:
             self._outlets.hint(
                 "late",
@@ -463,13 +473,19 @@ class Watch:
 class _Block:
     """The block of one step; a generator would take longer to get in and out."""
 
-    __slots__ = ("_enter", "_leave", "_watch")
+    __slots__ = ("_enter", "_leave", "_watch", "_when")
 
-    def __init__(self, watch: Watch, enter: Callable[[], None], leave: Callable[[], None]) -> None:
-        self._watch, self._enter, self._leave = watch, enter, leave
+    def __init__(
+        self,
+        watch: Watch,
+        enter: Callable[[int | None, int | None, int | None], None],
+        when: tuple[int | None, int | None, int | None],
+        leave: Callable[[], None],
+    ) -> None:
+        self._watch, self._enter, self._when, self._leave = watch, enter, when, leave
 
     def __enter__(self) -> Watch:
-        self._enter()
+        self._enter(*self._when)
         return self._watch
 
     def __exit__(self, *_: object) -> None:

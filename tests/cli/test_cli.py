@@ -75,6 +75,40 @@ def test_show_lists_tensors_coverage_and_json(torchtap: Command, run: Path) -> N
     assert facts["tensors"] == 3
 
 
+def test_show_of_a_phase_has_the_sites_of_that_phase_alone(torchtap: Command, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    taps = [
+        "*:output",
+        "*:param_grad",
+        tt.tap("0:output", tt.Full(), phase="eval"),
+        tt.tap("1:input", tt.Full()),
+    ]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tt.watch(model, tmp_path / "run", taps).follow(optimizer) as watch:
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+            watch.log(loss=1.0)
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(3, 4))
+    training = torchtap("show", tmp_path / "run").stdout
+    assert "loss" in training
+    assert "param_grad.weight" in training
+    assert "kept as tensors alone: 1; --tensors lists them" in training
+    evaluation = torchtap("show", tmp_path / "run", "--phase", "eval").stdout
+    assert "0:output" in evaluation
+    assert "param_grad" not in evaluation
+    assert "│ loss" not in evaluation
+
+
+def test_a_long_name_keeps_its_end() -> None:
+    from torchtap.viewer.terminal import cut_in_the_middle
+
+    assert cut_in_the_middle("blocks.0.attn:param_grad.weight", 16) == "blocks.…d.weight"
+    assert cut_in_the_middle("0:output", 8) == "0:output"
+
+
 @pytest.mark.parametrize("target", ["parquet", "hdf5", "pt", "npz", "csv", "jsonl"])
 def test_export_writes_what_it_says(torchtap: Command, run: Path, target: str, tmp_path: Path) -> None:
     done = torchtap("export", run, "--to", target, "-o", tmp_path / f"out.{target}")

@@ -97,6 +97,30 @@ def test_a_capture_warns_of_what_never_came() -> None:
             model[0](torch.ones(1, 3))  # type: ignore[index]
 
 
+def test_a_warning_stands_at_the_users_line() -> None:
+    model = nested()
+    with pytest.warns(RuntimeWarning) as told, tt.capture(model, "0:grad_output"):
+        model(torch.ones(1, 3))
+    watch = tt.watch(model, None, tt.tap("0:output", every=5, offset=3))
+    with pytest.warns(RuntimeWarning, match="recorded nothing") as closing:
+        watch.close()
+    with pytest.warns(RuntimeWarning, match="nothing moves the clock") as passing:
+        with tt.watch(model, None, "0:output"):
+            model(torch.ones(1, 3))
+            model(torch.ones(1, 3))  # told by a hook that torch calls
+    assert {warning.filename for warning in (*told, *closing, *passing)} == {__file__}
+
+
+def test_a_capture_says_why_no_named_value_and_no_attention_came() -> None:
+    model = nested()
+    with pytest.warns(RuntimeWarning, match=r"nothing came from '\*:value.router': no torchtap.emit\(\)"):
+        with tt.capture(model, "*:value.router"):
+            model(torch.ones(1, 3))
+    with pytest.warns(RuntimeWarning, match=r"nothing came from '\*:attention': no "):
+        with tt.capture(model, "*:attention"):
+            model(torch.ones(1, 3))
+
+
 def test_a_watch_without_a_clock_hints_at_the_second_pass_and_once() -> None:
     model = nested()
     with tt.watch(model, None, "*:output") as watch:

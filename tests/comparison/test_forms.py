@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_every_form_has_a_line(model: nn.Module, tmp_path: Path) -> None:
     assert "int8" in str(found)
     assert "FormRow(" not in str(found)
     assert "0:output" in str(rounded.table())
+
+
+def test_a_lower_precision_says_what_it_costs(model: nn.Module) -> None:
+    x = torch.randn(3, 16)
+    row = tt.compare_forms(model, (x,), ["bf16"])["bf16"]
+    assert row.comparison is not None
+    assert "in bfloat16, in which the reference was run too" in row.comparison.verdict
+    narrow = copy.deepcopy(model).bfloat16()
+    with torch.no_grad():
+        first = (narrow[0](x.bfloat16()).float() - model[0](x)).norm() / model[0](x).norm()
+        last = (narrow(x.bfloat16()).float() - model(x)).norm() / model(x).norm()
+    assert row.output_error == pytest.approx(last.item(), rel=1e-3)
+    assert row.comparison.facts["precision"] == "bfloat16"
+    assert row.comparison.facts["from_full_precision"]["0:output"] == pytest.approx(first.item(), rel=1e-3)
 
 
 def test_a_form_that_cannot_be_made_says_why() -> None:

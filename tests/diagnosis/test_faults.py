@@ -49,6 +49,7 @@ SOME_CONTROLS = (
     "skipping_scaler",
     "experts",
     "head_only",
+    "plain_stack",
 )
 
 

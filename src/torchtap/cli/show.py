@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from itertools import islice
 
 import click
 from rich.table import Table
@@ -15,6 +14,7 @@ from torchtap.store.read.phases import in_order
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.read.show import compact
 from torchtap.viewer.terminal import (
+    cut_in_the_middle,
     is_logged,
     logged_first,
     newest,
@@ -124,28 +124,32 @@ def _facts(run: Run) -> dict[str, object]:
 
 
 def _print_statistics(console: Terminal, run: Run, pattern: str, statistic: str, rows: int) -> None:
-    chosen = logged_first(
-        [site for site in run.sites() if fnmatch.fnmatchcase(site, pattern) or pattern in site]
-    )
+    asked = [site for site in run.sites() if fnmatch.fnmatchcase(site, pattern) or pattern in site]
+    chosen = logged_first([site for site in asked if _has_numbers(run, site)])
     table = Table(title=f"newest statistics, and {statistic} over time", title_justify="left")
     columns = _COLUMNS if console.width >= 100 else _NARROW_COLUMNS
     # What the other columns leave; rich would rather cut off the last one.
     names_width = max([len(site_word(site)) for site in chosen[:rows]], default=4)
     room = spark_width(console.width, names_width, len(columns) + 1)
-    table.add_column(
-        "site", no_wrap=True, overflow="ellipsis", max_width=console.width - 10 * len(columns) - room - 6
-    )
+    site_width = max(8, console.width - 10 * len(columns) - room - 6)
+    table.add_column("site", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True, min_width=5 if name == "zeros" else 7)
     table.add_column(statistic, no_wrap=True, min_width=room)
-    shown = list(islice((site for site in chosen if run.statistics(site)), rows))
-    for site in shown:
-        table.add_row(*_row(run, site, columns, statistic, room))
+    for site in chosen[:rows]:
+        name, *cells = _row(run, site, columns, statistic, room)
+        table.add_row(cut_in_the_middle(name, site_width), *cells)
     console.print(table)
-    if len(chosen) > len(shown):
-        console.print(
-            f"{len(chosen) - len(shown)} further sites; --rows and --site choose among them", style="dim"
-        )
+    if len(chosen) > rows:
+        console.print(f"{len(chosen) - rows} further sites; --rows and --site choose among them", style="dim")
+    only_tensors = {ref.site for ref in run.tensors()}.intersection(asked).difference(chosen)
+    if only_tensors:
+        console.print(f"kept as tensors alone: {len(only_tensors)}; --tensors lists them", style="dim")
+
+
+def _has_numbers(run: Run, site: str) -> bool:
+    """Whether there is a number of this site in what is shown; a phase need not have what the run has."""
+    return any(len(run.series(site, name).steps) for name in run.statistics(site))
 
 
 def _row(run: Run, site: str, columns: Sequence[str], statistic: str, room: int) -> list[str]:

@@ -32,10 +32,15 @@ class FormRow:
 
     @property
     def output_error(self) -> float | None:
-        """The relative error of the model's own output."""
+        """The relative error of the model's own output; of a lower precision, from the model in its own."""
         if self.comparison is None:
             return None
-        errors = [row.error for row in self.comparison.rows if row.module == "" and row.kind == "output"]
+        full = self.comparison.facts.get("from_full_precision", {})
+        errors = [
+            full.get(row.site, row.error)
+            for row in self.comparison.rows
+            if row.module == "" and row.kind == "output"
+        ]
         return max(errors) if errors else None
 
 

@@ -104,6 +104,8 @@ def _live(
 def _judged(found: PassEvidence, batches: int) -> Comparison:
     rows, first = judge_live(found)
     also = f" in each of {batches} batches" if batches > 1 else ""
+    if found.lowered_to:
+        also += f" in {found.lowered_to}, in which the reference was run too"
     outcome, verdict = decide(first, rows, found.alignment.unaligned, live=True, also=also)
     return Comparison(
         reference=describe(found.reference),
@@ -117,6 +119,9 @@ def _judged(found: PassEvidence, batches: int) -> Comparison:
         forwards=found.forwards,
         outcome=outcome,
         pairing=found.alignment.pairs,
+        facts={"precision": found.lowered_to, "from_full_precision": found.from_full}
+        if found.from_full
+        else {},
     )
 
 

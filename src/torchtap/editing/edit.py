@@ -53,7 +53,7 @@ def edit(model: object, changes: Mapping[Selectable, Change]) -> Edit:
 class Edit:
     """Made by `edit`. ``applied`` counts, for each site, how many values were changed."""
 
-    def __init__(self, model: Any, changes: Mapping[Selectable, Change]) -> None:
+    def __init__(self, model: object, changes: Mapping[Selectable, Change]) -> None:
         if not changes:
             raise PlanError(
                 "an edit needs at least one change, e.g. {'blocks.3:output': lambda value: value * 0}"
@@ -100,7 +100,7 @@ class Edit:
         """A module is given these values."""
         return map_inputs(call.input_names, args, kwargs, partial(self._change, call.key, call.number))
 
-    def after(self, call: Call, output: Any) -> Any:
+    def after(self, call: Call, output: object) -> object:
         """A module returned this."""
         return map_leaves(output, partial(self._change, call.key, call.number))
 

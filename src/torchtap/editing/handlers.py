@@ -68,7 +68,7 @@ class HandedOver:
                     "path in named_modules()"
                 )
             stops.append(Stop(place.path, place.module, key=_told(handler)))
-        self._inputs: dict[str, list[Any]] = {}
+        self._inputs: dict[str, list[object]] = {}
         self._telling = False  # a handler may call its layer itself
         self._visiting = Visiting(root, self, stops)
         self._visiting.begin()
@@ -91,7 +91,7 @@ class HandedOver:
             first = next((tensor for _, tensor in input_leaves(call.input_names, args, kwargs)), None)
             self._inputs.setdefault(call.path, []).append(None if first is None else first.detach())
 
-    def after(self, call: Call, output: Any) -> None:
+    def after(self, call: Call, output: object) -> None:
         """A visitor's."""
         if call.repeated or self._telling or not self._inputs.get(call.path):
             return
@@ -103,7 +103,7 @@ class HandedOver:
             self._telling = False
 
 
-def _told(handler: Any) -> Callable[[Any, Any], Any]:
+def _told(handler: object) -> Callable[[Any, Any], Any]:
     """How a handler is called."""
     add: Any = getattr(handler, "add_batch", handler)
     if not callable(add):

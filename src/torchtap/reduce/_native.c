@@ -286,7 +286,10 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
     Py_RETURN_NONE;
 }
 
+#include "_native_tensor.h"
 #include "_native_taking.h"
+#include "_native_copying.h"
+#include "_native_modules.h"
 
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
@@ -298,6 +301,7 @@ static PyMethodDef methods[] = {
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
     {"use_pool", py_use_pool, METH_O, NULL},
     {"is_sound", py_is_sound, METH_O, NULL},
+    {"same_modules", (PyCFunction)(void (*)(void))py_same_modules, METH_FASTCALL, NULL},
     {"use_tensors", (PyCFunction)(void (*)(void))py_use_tensors, METH_FASTCALL, NULL},
     {"use_instructions", py_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},
@@ -306,7 +310,7 @@ static PyMethodDef methods[] = {
 static int start(PyObject *module)
 {
     choose_instructions();
-    if (add_taker(module) < 0)
+    if (!name_questions() || !name_attributes() || add_taker(module) < 0 || add_copier(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "FIELDS", sizeof(State) / sizeof(double));
 }

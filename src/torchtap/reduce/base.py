@@ -133,7 +133,7 @@ class Reduction(ABC, Generic[State]):
         return {}
 
     @abstractmethod
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """The reduction as JSON: ``{"reduction": name, ...its parameters}``."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Entropy(Reduction[tuple[Tensor, int]]):
         mean = state[0] / state[1]
         return {"entropy": mean.mean(), **{f"head_{head}": value for head, value in enumerate(mean)}}
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"reduction": self.name}
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class Fingerprint(Reduction[_Prints]):
     def result(self, state: _Prints) -> Result:
         return {"fingerprint": (state.bits >> _DROPPED).double(), "projection": state.projection}
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"reduction": self.name}
 
 

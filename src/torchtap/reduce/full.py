@@ -124,8 +124,13 @@ class Full(Reduction[list["Tensor | _Reference"]]):
         placed = [self._placed(each) for each in kept]
         return {"value": torch.cat(placed) if first.dim() else torch.stack(placed)}
 
-    def spec(self) -> dict[str, Any]:
-        spec = {"reduction": self.name, "dtype": self.dtype, "slice": self.slice, "device": self.device}
+    def spec(self) -> dict[str, object]:
+        spec: dict[str, object] = {
+            "reduction": self.name,
+            "dtype": self.dtype,
+            "slice": self.slice,
+            "device": self.device,
+        }
         return spec if self.copy else {**spec, "copy": False}
 
     def _placed(self, kept: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ It is what covariance, whitening, CKA and probes start from, and it adds up over
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -62,5 +62,5 @@ class Gram(Reduction[tuple[Tensor, int]]):
     def result(self, state: tuple[Tensor, int]) -> Result:
         return {"gram": state[0].to("cpu"), "rows": float(state[1])}
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"reduction": self.name, "dtype": self.dtype}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class Histogram(Reduction[Tensor]):
         outside = {"underflow": under, "overflow": over, "nans": nans, "infs": infs}
         return {"counts": counts[1:-3].clone(), "edges": self.edges.clone(), **outside}
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         if self.range is not None:
             return {"reduction": self.name, "bins": self.bins, "range": list(self.range)}
         return {"reduction": self.name, "octaves": list(self.octaves), "per_octave": self.per_octave}

@@ -9,16 +9,29 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import partial
+from operator import methodcaller
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtap._torch import innermost_transform, script_tracer
 from torchtap.reduce.memory import PLAIN_TYPES, located
 from torchtap.reduce.moments import WIDTH
 
-__all__ = ["DTYPE_CODES", "MANY", "count", "is_sound", "make_taker", "measure", "native", "share_threads"]
+__all__ = [
+    "DTYPE_CODES",
+    "MANY",
+    "SMALL",
+    "count",
+    "is_sound",
+    "make_copier",
+    "make_taker",
+    "measure",
+    "native",
+    "share_threads",
+]
 
 
 _FUNCTIONS = ("count", "fold", "measure", "measure_fold", "measure_strided", "use_pool")
@@ -67,6 +80,19 @@ _has_takers = _takes_tensors()
 def make_taker() -> Any:
     """What takes tensors as they are into rows (`_native_taking.h`); None where there is no such thing."""
     return native.Taker(MANY) if native is not None and _has_takers else None
+
+
+def make_copier() -> Any:
+    """What copies small values (`_native_copying.h`); None where there is no such thing."""
+    return native.Copier(_clone, _OTHERS, SMALL) if _has_copiers else None  # type: ignore[union-attr]
+
+
+_has_copiers = _has_takers and hasattr(native, "Copier")
+# A copy that is made where one of these runs would be a part of it.
+_OTHERS = (innermost_transform, script_tracer)
+_clone = methodcaller("clone", memory_format=torch.contiguous_format)
+# Below so many bytes torch's allocator itself uses memory again: an ordinary copy costs least.
+SMALL = 64 << 10
 
 
 def is_sound(value: Tensor) -> bool:

@@ -115,11 +115,16 @@ class Metric(Reduction[_Fold]):
             return {self.label: combined if combined.dim() == 0 else combined.to("cpu")}
         return {self.label: combined}
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         place = getattr(self.fn, "__module__", "?")
         function = f"{place}:{getattr(self.fn, '__qualname__', type(self.fn).__name__)}"
         way = self.aggregate if isinstance(self.aggregate, str) else "function"
-        spec = {"reduction": self.name, "name": self.label, "function": function, "aggregate": way}
+        spec: dict[str, object] = {
+            "reduction": self.name,
+            "name": self.label,
+            "function": function,
+            "aggregate": way,
+        }
         return {**spec, "whole": True} if self.of_whole else spec
 
     @classmethod

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -112,5 +112,5 @@ class Quantiles(Reduction[tuple[Tensor, Tensor]]):
         beyond = edges.new_tensor([math.inf])
         return torch.cat([-beyond, (edges[:-1] + edges[1:]) / 2, beyond])
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"reduction": self.name, "at": list(self.at), "accuracy": self.accuracy}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class Sample(Reduction[tuple[list[Tensor], list[Tensor]]]):
             "positions": torch.cat(state[1]),
         }
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"reduction": self.name, "n": self.n, "seed": self.seed}
 
 

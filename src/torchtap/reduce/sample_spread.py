@@ -7,7 +7,7 @@ samples are the indices of dimension 0. Of large values some features are looked
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -56,5 +56,5 @@ class SampleSpread(Reduction[Tensor]):
         few = count.max() < 4 if count.numel() else torch.tensor(True)
         return {"between": torch.where(few, torch.full_like(share, torch.nan), share).cpu()}
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"reduction": self.name, "features": self.features}

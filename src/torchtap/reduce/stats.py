@@ -7,7 +7,7 @@ their magnitude. Merging is exact up to float64 rounding.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -45,5 +45,5 @@ class Stats(Reduction[Tensor]):
         numbers = finish(state.to("cpu").to(torch.float64).reshape(1, WIDTH).numpy())[0]
         return dict(zip(STATISTICS, numbers.tolist(), strict=True))
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"reduction": self.name}

@@ -8,7 +8,7 @@ among them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class TopK(Reduction[_Top]):
         numbers = ~values.isnan()
         return {"values": values[numbers], "indices": indices[numbers]}
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"reduction": self.name, "k": self.k, "by": self.by}
 
     def _first(self, flat: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ half of the units dead, and every unit zero half of the time, look the same ther
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -65,7 +65,7 @@ class Units(Reduction[Tensor]):
             **({"fired": state} if self.which else {}),
         }
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"reduction": self.name, "dim": self.dim, "which": self.which}
 
 

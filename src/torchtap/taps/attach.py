@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from torchtap._torch import compiled_function, runs_compiled
 from torchtap.errors import FormError
-from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.eager.eager import Attachment, EagerAttachment
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
+
+if TYPE_CHECKING:
+    from torchtap.taps.alike.site_map import SiteMap
 
 __all__ = ["attach", "form_of", "tree_of"]
 

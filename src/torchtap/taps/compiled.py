@@ -90,6 +90,10 @@ class CompiledRegion:
         self._slot = "forward" if by_forward else "_compiled_call_impl"
         self._plain: Any = None
 
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether this is the region of a module, not of one that it is a copy of."""
+        return self._reference() is module
+
     @property
     def _module(self) -> nn.Module:
         module = self._reference()
@@ -130,6 +134,7 @@ class CompiledRegion:
             dynamic=dynamic_setting(settings),
             fullgraph=settings.fullgraph,
         )
+        setattr(compiled, _REGION, self)  # while it stands in the module, it is what further sessions find
         return compiled
 
 
@@ -183,12 +188,24 @@ class CompiledRoute:
 
 
 _regions: WeakKeyDictionary[nn.Module, CompiledRegion] = WeakKeyDictionary()
+_REGION = "_torchtap_region"  # in the attributes of a compiled function
 
 
 def _region_of(module: nn.Module) -> CompiledRegion:
-    region = _regions.get(module)
-    if region is None:
-        region = _regions[module] = CompiledRegion(module)
+    """The region of a compiled module. What ``torch.compile(module)`` returns is not held by its compilations.
+
+    Those of a module that is compiled in place hold the module: the function that it was compiled into keeps its
+    region, so that only the module holds them. A module that is compiled anew has a new region.
+    """
+    if is_compiled_module(module):
+        if module not in _regions:
+            _regions[module] = CompiledRegion(module)
+        return _regions[module]
+    function: Any = _compiled_forward(module) or compiled_in_place(module)
+    region: CompiledRegion | None = getattr(function, _REGION, None)
+    if region is None or not region.is_of(module):
+        region = CompiledRegion(module)
+        setattr(function, _REGION, region)
     return region
 
 

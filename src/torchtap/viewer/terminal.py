@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
 __all__ = [
+    "cut_in_the_middle",
     "findings_text",
     "is_logged",
     "live_view",
@@ -70,6 +71,14 @@ def site_word(site: str) -> str:
     if is_logged(site):
         return site.removeprefix(LOGGED)
     return f"(model) {site[1:]}" if site.startswith(":") else site
+
+
+def cut_in_the_middle(text: str, width: int) -> str:
+    """``text`` in at most ``width`` characters; the end of a site's name tells as much as its start."""
+    if len(text) <= width:
+        return text
+    tail = width // 2
+    return f"{text[: width - tail - 1]}…{text[-tail:]}"
 
 
 def is_logged(site: str) -> bool:

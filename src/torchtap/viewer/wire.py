@@ -43,16 +43,16 @@ def _plain(value: object) -> object:
     return browser_text(str(value))
 
 
-def encode_json(value: Any) -> bytes:
+def encode_json(value: object) -> bytes:
     """``value`` as JSON that every browser reads: a NaN or an infinity is null."""
     return json.dumps(_plain(value), ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode(
         "ascii"
     )
 
 
-def pack(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+def pack(facts: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes:
     """``facts`` and ``arrays`` as one body."""
-    entries: list[dict[str, Any]] = []
+    entries: list[dict[str, object]] = []
     parts: list[bytes] = []
     offset = 0
     for name, array in arrays.items():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -383,17 +380,3 @@ def test_a_view_that_nothing_used_has_no_gradient_though_its_base_has() -> None:
         "l:grad_output",
         ":grad_output.1",
     }
-
-
-def test_a_compiled_model_that_was_tapped_is_let_go() -> None:
-    def tapped_once() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
-        plain, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
-        model: Any = torch.compile(plain, backend="eager")
-        with tt.capture(model, "*:output", "*:value") as seen:
-            model(x)
-        assert len(dict(seen.items())) == 3
-        return weakref.ref(plain), weakref.ref(model)
-
-    held = tapped_once()
-    gc.collect()
-    assert [each() for each in held] == [None, None]

@@ -45,6 +45,7 @@ FAST = {
 def assert_holds(form: str, found: Count) -> None:
     assert found.sites > 2
     assert found.wrong == 0, found.details
+    assert found.unexplained == 0, found.details
     assert found.verdict in ("", "same"), found.details
     if form in GRAPHS:  # without the model at hand
         assert found.clean + found.renamed >= 0.8 * found.sites, found.details
@@ -76,7 +77,11 @@ def test_a_name_on_another_value_is_counted_as_wrong() -> None:
     }
     assert judge(expected, moved).wrong == 2
     assert judge(expected, {":output": expected[":output"]}).missing == 2
-    assert judge(expected, {**{f"other.{site}": value for site, value in expected.items()}}).renamed == 3
+    elsewhere = judge(expected, {**{f"other.{site}": value for site, value in expected.items()}})
+    assert elsewhere.renamed == 3
+    assert elsewhere.wrong == 3  # there is no such module
+    invented = judge(expected, {**expected, "inner:output": expected[":output"]})
+    assert invented.wrong == 1  # there is such a module, but it does not return this
 
 
 def test_a_count_that_was_interrupted_goes_on_where_it_stopped(

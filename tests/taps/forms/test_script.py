@@ -188,7 +188,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         y = self.linear(x)
-        return {"made": y, "count": 3, "all": [y, y + 1], "named": {"sum": y.sum()}}
+        return {"made": y, "count": 3, "all": [y, y + 1], "named": {"sum": y.sum()}, "pair": (y * 2, y * 3)}
 
 
 def test_a_scripted_dictionary_of_mixed_values_gives_its_tensors() -> None:
@@ -199,6 +199,7 @@ def test_a_scripted_dictionary_of_mixed_values_gives_its_tensors() -> None:
     assert torch.equal(seen[":output.made"], output["made"])
     assert torch.equal(seen[":output.all.1"], output["all"][1])
     assert torch.equal(seen[":output.named.sum"], output["named"]["sum"])
+    assert torch.equal(seen[":output.pair.1"], output["pair"][1])
 
 
 def test_a_trace_that_calls_python_says_that_it_cannot_be_tapped() -> None:

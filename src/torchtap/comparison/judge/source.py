@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchtap.comparison.judge.result import Comparison
+from torchtap.comparison.judge.words import in_target
 from torchtap.names import parent_path
 from torchtap.sites import places, unwrap
 
@@ -22,7 +23,7 @@ def located(result: Comparison, target: object) -> Comparison:
         return result
     if isinstance(target, torch.jit.ScriptModule):
         return result  # its classes are TorchScript's own
-    source = source_of(unwrap(target), result.first.module)
+    source = source_of(unwrap(target), in_target(result.first, result.rows))
     if not source:
         return result
     verdict = f"{result.verdict} Its code is {source}."

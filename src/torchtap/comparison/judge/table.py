@@ -136,6 +136,12 @@ def _add(table: Table, row: Row, result: Comparison) -> None:
 
 def explained(result: Comparison) -> str:
     """Which site was taken for which, one line each, with what that rests on; then what is left over."""
-    lines = [f"{pair.reference} = {pair.target}: {pair.how}" for pair in result.pairing]
+    absent = {row.site for row in result.rows if row.status == "missing"}
+    lines = [
+        f"{pair.reference} = {pair.target}: {pair.how}"
+        for pair in result.pairing
+        if pair.reference not in absent
+    ]
+    lines += [f"{row.site}: {row.note}" for row in result.rows if row.status == "missing"]
     lines += [f"{each.site} ({each.side}): {each.why}" for each in result.unaligned]
     return "\n".join(lines)

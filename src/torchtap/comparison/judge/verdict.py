@@ -37,7 +37,7 @@ from torchtap.comparison.measure.floor import Floor
 from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.measure.profile import Profile, locate
 from torchtap.errors import CompareError
-from torchtap.names import is_inside, path_of, read_name
+from torchtap.names import is_inside, path_of
 
 __all__ = ["judge_live"]
 
@@ -84,17 +84,16 @@ def _rows(found: PassEvidence) -> Iterator[Row]:
     """One row for each site of the reference, whatever became of it; further ones for what only the target has."""
     odd = {oddity.site: oddity for oddity in reversed(found.free_oddities)}
     unpaired = {each.site for each in found.alignment.unaligned if each.side == "reference"}
-    seen = set()
+    theirs = {} if found.names is None else {pair.reference: pair.target for pair in found.alignment.pairs}
     for index, event in enumerate(found.trace.events):
-        seen.add(event.site)
         measures = found.free.get(event.site)
         if measures is not None:
-            yield _measured(found, index, event, measures)
+            yield _measured(found, index, event, measures, theirs.get(event.site, event.site))
         elif event.site not in unpaired:
             yield _unmeasured(index, event, odd.get(event.site), found.names is not None)
 
 
-def _measured(found: PassEvidence, index: int, event: TracedValue, measures: Measures) -> Row:
+def _measured(found: PassEvidence, index: int, event: TracedValue, measures: Measures, theirs: str) -> Row:
     floor = found.floors.free.get(event.site, Floor(0.0, 0.0, ()))
     status, excess = status_of(measures, floor)
     alone, alone_floor = found.forced.get(event.site), found.floors.forced.get(event.site)
@@ -103,7 +102,7 @@ def _measured(found: PassEvidence, index: int, event: TracedValue, measures: Mea
     return Row(
         index=index,
         site=event.site,
-        target_site=_target_site(found, event),
+        target_site=theirs,
         module=event.module,
         kind=event.kind,
         status=status,
@@ -133,13 +132,6 @@ def _unmeasured(index: int, event: TracedValue, oddity: Oddity | None, ported: b
         if oddity is not None
         else ("no such argument" if ported else "the target did not pass here"),
     )
-
-
-def _target_site(found: PassEvidence, event: TracedValue) -> str:
-    if found.names is None:
-        return event.site
-    theirs = next((mine for mine, name in found.names.items() if name == event.module), event.module)
-    return str(read_name(event.site)._replace(path=theirs))
 
 
 def _faults(found: PassEvidence, events: dict[str, TracedValue]) -> Iterator[_Fault]:

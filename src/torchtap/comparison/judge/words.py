@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from torchtap.comparison.judge.result import AGREES, COMPARED, FirstDifference, Row
 from torchtap.comparison.measure.profile import Profile
-from torchtap.names import read_name
+from torchtap.names import parent_path, path_of, read_name
 
-__all__ = ["cannot_tell", "counted", "covered", "differs", "named", "same"]
+__all__ = ["cannot_tell", "counted", "covered", "differs", "in_target", "named", "same"]
 
 
 def counted(number: int, word: str) -> str:
@@ -20,6 +20,19 @@ def counted(number: int, word: str) -> str:
 def named(module: str) -> str:
     """A module in a sentence."""
     return f"`{module}`" if module else "the model's own forward"
+
+
+def in_target(first: FirstDifference, rows: Sequence[Row]) -> str:
+    """What the target calls the module of the first divergence: the same, unless the two have names of their own."""
+    for row in rows:
+        if row.module == first.module and row.target_site != row.site:
+            return path_of(row.target_site)
+    seen = next((row for row in rows if row.site == first.site), None)
+    if seen is None or seen.target_site == seen.site:
+        return first.module
+    theirs = path_of(seen.target_site)
+    called = seen.kind == "input" and seen.module.partition("[")[0] != first.module
+    return parent_path(theirs) if called else theirs  # of an input: whoever made the call
 
 
 def covered(compared: int, total: int) -> str:
@@ -65,7 +78,7 @@ def differs(first: FirstDifference, rows: Sequence[Row], total: int, profile: Pr
         return f"From step {first.step} on {first.what}. This is {first.sure}."
     at = "" if first.step is None else f"at step {first.step}, "
     told = [
-        at + _where(first, profile, _unfinite(first, rows)),
+        at + _where(first, profile, _unfinite(first, rows), in_target(first, rows)),
         ", ".join(first.parameters[:3]),
         *_reach(first),
     ]
@@ -93,9 +106,11 @@ def _unfinite(first: FirstDifference, rows: Sequence[Row]) -> str:
     return row.note if row is not None and row.measures is not None and row.measures.masks_differ else ""
 
 
-def _where(first: FirstDifference, profile: Profile | None, unfinite: str) -> str:
+def _where(first: FirstDifference, profile: Profile | None, unfinite: str, theirs: str) -> str:
     site = read_name(first.site)
     name = f"the logged {site.leaf}" if site.kind == "value" else named(first.module)
+    if theirs != first.module and site.kind != "value":
+        name += f" (in the target {named(theirs)})"
     where = f", {profile}" if profile is not None else ""
     if first.origin == "structure":
         return f"{name} does something else: at {first.site} {first.what}"

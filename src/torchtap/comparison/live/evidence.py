@@ -56,6 +56,10 @@ class PassEvidence:
     ran_forced: bool = False
     replaced: dict[str, Tensor] = field(default_factory=dict)  # the target's own values where others stood in
     forwards: int = 0
+    lowered_to: str = ""  # the target's lower precision, where the reference was run in that too
+    from_full: dict[str, float] = field(
+        default_factory=dict
+    )  # relative L2 from the reference in its own precision
 
     @property
     def identical(self) -> bool:
@@ -77,7 +81,7 @@ def gather(
 ) -> PassEvidence:
     """Run both models as often as it takes to know what each module of the target does."""
     target_feed = target_feed or feed
-    original = reference
+    original, full_feed = reference, feed
     trace, reference, feed, lowered = _record_reference(
         reference, _lowered(reference, target), feed, target_feed, keep
     )
@@ -92,11 +96,13 @@ def gather(
             "no value of the target could be paired with one of the reference; "
             "a rule such as 'model.*=*' says which names belong together"
         )
+    if lowered:
+        found.lowered_to = str(usual_dtype(target)[0]).removeprefix("torch.")
+        found.from_full = _distances(found, full_feed)
+        found.basis.append(f"the reference in {found.lowered_to}")
     if found.identical:
         found.basis.append("none needed: every value is the same")
         return found
-    if lowered:
-        found.basis.append(f"the reference in {str(usual_dtype(target)[0]).removeprefix('torch.')}")
     floors = learn(reference, original, target, trace, feed, beside.dtypes, forced=forced, names=names)
     found.floors = floors
     found.basis += floors.sources
@@ -105,6 +111,19 @@ def gather(
     if forced:
         _force(found)
     return found
+
+
+def _distances(found: PassEvidence, feed: Feed) -> dict[str, float]:
+    """How far a target of lower precision is from the reference as it is: what the precision itself costs."""
+    if found.names is not None:
+        return {}
+    try:
+        probe = TraceProbe(record(found.reference, feed), None, brief=False)
+        probe.free(found.target, found.target_feed)
+    except Exception:  # it is told beside the verdict, which does not need it
+        return {}
+    found.forwards += 2
+    return {site: measures.rel_l2 for site, measures in probe.measures.items()}
 
 
 def _force(found: PassEvidence) -> None:

@@ -131,13 +131,18 @@ def _by_names(left: list[Node], right: list[Node]) -> dict[str, str]:
 def _alignment(trace: Trace, listed: Trace, pairs: list[Paired], unused: list[PairingRule]) -> Alignment:
     """The pairs of modules as pairs of sites, and every site that has no partner."""
     by_module = {pair.reference: pair for pair in pairs}
-    theirs = {(e.module, e.kind) for e in listed.events}
+    theirs: dict[tuple[str, str], list[str]] = {}
+    for event in listed.events:
+        theirs.setdefault((event.module, event.kind), []).append(event.site)
     sites = []
     left = []
     for at, event in enumerate(trace.events):
         pair = by_module.get(event.module)
         if pair is not None and (pair.target, event.kind) in theirs:
-            sites.append(Pair(at, event.site, _moved(event.site, pair.target), pair.why))
+            there = theirs[pair.target, event.kind]
+            name = _moved(event.site, pair.target)
+            # A single value has its own name there, whatever the reference calls the argument.
+            sites.append(Pair(at, event.site, there[0] if len(there) == 1 else name, pair.why))
         else:
             why = "no module of the target was found to be this one"
             left.append(Unaligned(event.site, "reference", why))

@@ -26,17 +26,42 @@ def differing_parameters(
         left, right = own_tensors(reference, module), own_tensors(target, theirs)
     except AttributeError:
         return ()
+    turned = names is not None and _held_transposed(reference, target, (module, theirs), names)
     notes = (
-        _note(name, left.get(name), right.get(name), ported=names is not None)
+        _note(name, left.get(name), right.get(name), ported=names is not None, turned=turned)
         for name in dict.fromkeys([*left, *right])
     )
     return tuple(note for note in notes if note)
 
 
-def _note(name: str, mine: Tensor | None, theirs: Tensor | None, *, ported: bool) -> str:
+def _held_transposed(
+    reference: nn.Module, target: nn.Module, pair: tuple[str, str], names: Mapping[str, str]
+) -> bool:
+    """Whether modules of these two types hold their weights transposed to each other (GPT-2's Conv1D and a Linear).
+
+    A square weight does not show it; the others of the same two types do.
+    """
+    mine = {place.path: place.module for place in places(reference)}
+    theirs = {place.path: place.module for place in places(target)}
+    types = type(mine.get(pair[0])), type(theirs.get(pair[1]))
+    for target_path, path in names.items():
+        left, right = mine.get(path), theirs.get(target_path)
+        if (type(left), type(right)) == types and types[0] is not types[1]:
+            a, b = getattr(left, "weight", None), getattr(right, "weight", None)
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape == a.shape[::-1]:
+                return True
+    return False
+
+
+def _note(name: str, mine: Tensor | None, theirs: Tensor | None, *, ported: bool, turned: bool) -> str:
     """How one tensor differs; empty when it does not. A port may hold a tensor with its axes in another order."""
     if mine is None or theirs is None:
         return f"{name} is only in the {'target' if mine is None else 'reference'}"
+    if turned and mine.dim() == 2 and mine.shape[::-1] == theirs.shape:
+        square = mine.shape == theirs.shape and not torch.equal(mine, mine.T)
+        if square and torch.equal(*_at_one_precision(mine, theirs)):
+            return f"{name} is not transposed, as it is in other layers of these types"
+        mine = mine.T
     if mine.shape != theirs.shape:
         if ported and sorted(mine.shape) == sorted(theirs.shape):
             return ""

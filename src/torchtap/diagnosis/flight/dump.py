@@ -9,7 +9,7 @@ The models are left exactly as they were, whatever happens here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -22,6 +22,7 @@ from torchtap.diagnosis.flight.judge import Incident
 from torchtap.diagnosis.flight.moment import StepSnapshot
 from torchtap.diagnosis.flight.passes import copied
 from torchtap.diagnosis.flight.replay import Replayed, replay
+from torchtap.diagnosis.op_trail import Event
 from torchtap.manifest import run_manifest
 from torchtap.model_tree import environment
 from torchtap.plan import make_plan, tap
@@ -161,7 +162,9 @@ def reproduce(
     return result
 
 
-def explain(models: Mapping[str, nn.Module], moment: StepSnapshot, on_birth: Any = None) -> Birth | None:
+def explain(
+    models: Mapping[str, nn.Module], moment: StepSnapshot, on_birth: Callable[[Event], None] | None = None
+) -> Birth | None:
     """Where the first bad value of a moment's step was born."""
     inner = {name: unwrap(model) for name, model in models.items()}
     search = Search(inner, on_birth)

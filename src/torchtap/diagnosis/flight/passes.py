@@ -97,7 +97,7 @@ class PassKeeper:
     """Keeps the passes of the last steps. ``where`` tells the number of the step that is open."""
 
     def __init__(
-        self, models: Mapping[str, Any], where: Callable[[], int], *, steps: int, limit: int
+        self, models: Mapping[str, nn.Module], where: Callable[[], int], *, steps: int, limit: int
     ) -> None:
         self._where = where
         self._limit = limit
@@ -118,9 +118,9 @@ class PassKeeper:
         while self._held > self._limit:
             self._drop_oldest()
 
-    def take_seed(self, of: Pass, leaf: str, gradient: Tensor) -> None:
+    def take_seed(self, of: Pass, leaf: str, gradient: Tensor | None) -> None:
         """A backward pass has reached an output."""
-        if not self._paused:
+        if not self._paused and gradient is not None:
             of.seeds.setdefault(graph_task(), {})[leaf] = gradient.detach()
 
     def next_step(self) -> None:

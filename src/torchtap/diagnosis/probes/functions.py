@@ -36,7 +36,7 @@ class FunctionProbe:
         self._patient = patient
         self._tell = tell
         self._modes = modes
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._originals: list[tuple[object, str, object]] = []
         self._attended: dict[str, int] = {}  # module to the step at which it was measured last
         self._measured = (-1, 0)  # how many were in this step
 
@@ -58,7 +58,7 @@ class FunctionProbe:
 
     def _replace(
         self,
-        owner: Any,
+        owner: object,
         name: str,
         before: Callable[..., None] | None,
         after: Callable[..., None] | None = None,
@@ -67,7 +67,7 @@ class FunctionProbe:
         tell = self
 
         @functools.wraps(original)
-        def looked_at(*args: Any, **kwargs: Any) -> Any:
+        def looked_at(*args: object, **kwargs: object) -> object:
             if torch.compiler.is_compiling() or not tell._wanted():
                 return original(*args, **kwargs)
             if before is not None:
@@ -83,7 +83,7 @@ class FunctionProbe:
     def _wanted(self) -> bool:
         return self._tell.live or self._modes.in_evaluation
 
-    def _quietly(self, look: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _quietly(self, look: Callable[..., None], *args: object, **kwargs: object) -> None:
         """Whatever is odd about the arguments is the function's own business."""
         try:
             with torch.no_grad():
@@ -145,7 +145,7 @@ class FunctionProbe:
     # -- dropout ------------------------------------------------------------------------------------------
 
     def _on_dropout(
-        self, given: Tensor, p: float = 0.5, training: bool = True, *args: Any, **kwargs: Any
+        self, given: Tensor, p: float = 0.5, training: bool = True, *args: object, **kwargs: object
     ) -> None:
         if not (self._modes.in_evaluation and training and p > 0):
             return

@@ -58,7 +58,9 @@ class PaddingProbe:
         if padded is not None and isinstance(output, Tensor) and output.requires_grad:
             ask_for_gradient(output, partial(self._on_gradient, path, padded))
 
-    def _on_gradient(self, path: str, padded: Tensor, gradient: Tensor) -> None:
+    def _on_gradient(self, path: str, padded: Tensor, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
         if gradient.shape[:2] == padded.shape and bool((gradient[padded] != 0).any()):
             share = float(padded.float().mean())
             self._tell.fact(

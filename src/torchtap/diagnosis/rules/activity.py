@@ -41,12 +41,17 @@ class DeadUnits(Rule):
     share: float = 0.4  # of a layer's units
     length: int = 3  # records in a row
     samples: int = 32  # values of a unit in a step; with fewer, silence is chance
+    most: float = 0.75  # beyond this share nothing speaks for the layer
+    often: float = 0.6  # of the samples fire the others; more, and what they see hardly changes
 
     name: ClassVar[str] = "dead-units"
     concludes: ClassVar[str] = "A large part of a layer's units fires for no sample and gets no gradient."
     trust: ClassVar[Trust] = "invariant"
     needs: ClassVar[tuple[Need, ...]] = (Need("param_grad", "dead_share", or_kind="output"),)
-    wrong_if: ClassVar[str] = "The units are for inputs that have not come yet."
+    wrong_if: ClassVar[str] = (
+        "The units are for inputs that have not come yet. Where the others fire for most samples, as deep in a "
+        "plain stack of fresh layers, it is not told: they are off by the sign of a value that hardly changes."
+    )
     causes: ClassVar[tuple[str, ...]] = (
         "a bias far below zero, or one huge step that pushed it there",
         "a learning rate that is too large",
@@ -66,13 +71,21 @@ class DeadUnits(Rule):
         if not (found.values >= self.share).any():
             return []
         samples = _samples(chart)
+        off = _shares_off(chart)
         hits: list[Hit] = []
         for row in np.flatnonzero((found.values >= self.share).any(axis=1)):
             place = found.places[row]
             column = first_run(found.values[row] >= self.share, self.length)
-            if column is not None and samples.get(place.module, self.samples) >= self.samples:
-                hits.append(hit_at(place, found.step(column), found.values[row, column]))
+            if column is None or samples.get(place.module, self.samples) < self.samples:
+                continue
+            dead = found.values[row, column]
+            if not self._others_are_constant(dead, off.get(place.module, 1.0)):
+                hits.append(hit_at(place, found.step(column), dead))
         return hits
+
+    def _others_are_constant(self, dead: float, off: float) -> bool:
+        """Whether the units that are not dead fire for most samples, given the share of values that are off."""
+        return dead < self.most and 1 - (off - dead) / (1 - dead) > self.often
 
 
 def _samples(chart: Chart) -> dict[str, float]:
@@ -83,6 +96,16 @@ def _samples(chart: Chart) -> dict[str, float]:
             units = place.shape[1] if "Conv" in place.module_class else place.shape[-1]
             found[place.module] = float(np.prod(place.shape)) / max(1, units)
     return found
+
+
+def _shares_off(chart: Chart) -> dict[str, float]:
+    """The share of each layer's values through which no gradient comes: those that its activation cuts off."""
+    found = chart.grid("zeros", "grad_output", last=LAST, where=is_layer)
+    return {
+        place.module: float(np.median(seen))
+        for place, row in zip(found.places, found.values, strict=True)
+        if len(seen := row[~np.isnan(row)])
+    }
 
 
 @final

@@ -123,7 +123,7 @@ class Replay:
             calm = self._calm[part] = _is_calm(part)
         return calm
 
-    def output_of(self, part: nn.Module, args: Args, kwargs: Kwargs, *, remember: bool) -> Any:
+    def output_of(self, part: nn.Module, args: Args, kwargs: Kwargs, *, remember: bool) -> object:
         """What a part answers to a call. ``remember`` it where a container gets the same arguments."""
         if self.is_calm(part):
             output = self._run_calm(part, args, kwargs)
@@ -137,7 +137,7 @@ class Replay:
         """Let go of all answers."""
         self._answers.clear()
 
-    def _run_calm(self, part: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def _run_calm(self, part: nn.Module, args: Args, kwargs: Kwargs) -> object:
         """Run a part whose code is known past the monitor's hooks, which would hear nothing now."""
         is_sequence = bool(part._modules)
         if self.has_other_hook(part) or (is_sequence and (kwargs or len(args) != 1)):
@@ -151,7 +151,7 @@ class Replay:
             value = self._run_calm(each, (value,), {}) if known is None else known
         return value
 
-    def _run(self, part: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def _run(self, part: nn.Module, args: Args, kwargs: Kwargs) -> object:
         shadowed = [(each, each.__dict__.get("forward")) for each in self._answers if each is not part]
         for each, _ in shadowed:
             # Put beside nn.Module.__setattr__, which would look for parameters and buffers.
@@ -210,6 +210,6 @@ def _version(value: Any) -> int:
     return version_of(value) if isinstance(value, Tensor) else -1
 
 
-def _is_ageless(values: tuple[Any, ...]) -> bool:
+def _is_ageless(values: Args) -> bool:
     """Whether one of these keeps no version, so that nothing would prove it unchanged."""
     return any(isinstance(each, Tensor) and each.is_inference() for each in values)

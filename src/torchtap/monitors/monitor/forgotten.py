@@ -47,7 +47,7 @@ class ForgottenClock:
                 "of each epoch and monitor.set_batch_idx(index) at the start of each batch"
             )
 
-    def _on_pass(self, *_: Any) -> None:
+    def _on_pass(self, *_: object) -> None:
         self._passes += 1
         if self._model.training:
             self.tell()

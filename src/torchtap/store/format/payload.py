@@ -13,7 +13,7 @@ Takes numpy arrays as well, so that a run can be written by a process that never
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
@@ -34,13 +34,15 @@ class Payload:
     type: StoredType
     shape: tuple[int, ...]
     buffer: memoryview
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, object] = field(default_factory=dict)
     indices: Payload | None = None  # of a sparse tensor, whose ``buffer`` then holds the values
     checksum: int | None = None  # of ``buffer``, where it is known already
 
 
-def nbytes_of(value: Any) -> int:
+def nbytes_of(value: np.ndarray | Tensor) -> int:
     """How much memory a tensor or an array holds on to, for the queue's accounts."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
     try:
         return int(value.nbytes)
     except (
@@ -56,7 +58,7 @@ def nbytes_of(value: Any) -> int:
             return int(value.numel()) * int(value.element_size())
 
 
-def payload_of(value: Any) -> Payload:
+def payload_of(value: np.ndarray | Tensor) -> Payload:
     """The bytes of a tensor or a numpy array."""
     if isinstance(value, np.ndarray):
         return _of_array(value)
@@ -68,7 +70,7 @@ def _of_array(value: np.ndarray) -> Payload:
     if stored is None:
         raise TypeError(f"a run holds no arrays of dtype {value.dtype}")
     shape = value.shape
-    notes: dict[str, Any] = {}
+    notes: dict[str, object] = {}
     if not value.flags.c_contiguous:
         notes["strides"] = [stride // value.itemsize for stride in value.strides]
     little = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"), copy=False))
@@ -78,7 +80,7 @@ def _of_array(value: np.ndarray) -> Payload:
 def _of_tensor(value: Tensor) -> Payload:
     import torch
 
-    notes: dict[str, Any] = {}
+    notes: dict[str, object] = {}
     if value.is_quantized:
         notes["quantized"] = str(value.dtype).removeprefix("torch.")
         value = value.dequantize()

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.errors import ReductionError
-from torchtap.reduce.kernel import is_sound
+from torchtap.reduce.kernel import SMALL, is_sound
 from torchtap.reduce.memory import PLAIN_TYPES, has_memory, located
 from torchtap.store.format import checksum
 
 __all__ = ["HostPool", "pool_of"]
 
-_SMALL = 64 << 10  # below this, the allocator itself uses memory again
 _SLAB = 16 << 20
 _AT_ONCE = 16
 _ALIGNMENT = 64
@@ -57,7 +56,7 @@ class HostPool:
         if value.requires_grad:
             value = value.detach()
         sound = is_sound(value)
-        if sound and value.nbytes < _SMALL:
+        if sound and value.nbytes < SMALL:
             return value.clone(memory_format=torch.contiguous_format)
         if not sound:
             _check_memory(value)
@@ -136,7 +135,7 @@ def _check_memory(value: Tensor) -> None:
 
 
 def _is_large_and_strided(value: Tensor) -> bool:
-    return value.layout is torch.strided and not value.is_quantized and value.nbytes >= _SMALL
+    return value.layout is torch.strided and not value.is_quantized and value.nbytes >= SMALL
 
 
 def _copy_into(copied: Tensor, value: Tensor) -> None:

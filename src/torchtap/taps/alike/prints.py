@@ -88,7 +88,7 @@ class Prints(Reduction[list[Print]]):
     def result(self, state: list[Print]) -> Any:
         return {"prints": state}
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {"reduction": self.name}
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, final
 from torchtap.errors import SessionError
 from torchtap.taps.carry.op import Channel
 from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.receive.state import StateReader
+from torchtap.taps.receive.state import reader_of
 
 # In the attributes of a module whose calls go elsewhere.
 _MARK = "_torchtap_rerouted"
@@ -66,11 +66,12 @@ class CarriedAttachment:
         self._receiver = receiver
         self._channel = channel
         self._routes: list[Route] = routes
-        self._state = StateReader(receiver)
+        self._state = reader_of(receiver)
         self._on: list[Route] | None = None
 
     def arm(self, live: frozenset[int]) -> None:
-        self._state.arm(live)
+        if self._state is not None:
+            self._state.arm(live)
         if not live:
             self.disarm()
             return
@@ -88,11 +89,13 @@ class CarriedAttachment:
             raise
 
     def finish_step(self) -> None:
-        self._state.finish_step()
+        if self._state is not None:
+            self._state.finish_step()
         self._receiver.end_pass()
 
     def disarm(self) -> None:
-        self._state.disarm()
+        if self._state is not None:
+            self._state.disarm()
         routes, self._on = self._on, None
         for route in reversed(routes or []):
             route.switch_off()

@@ -299,9 +299,9 @@ def _on_awaited(value: Tensor, site: str) -> None:
         receiver.await_gradient(path, kind, leaf, value)
 
 
-def _note_unless_come(receiver: Receiver, site: str, gradient: Tensor) -> None:
+def _note_unless_come(receiver: Receiver, site: str, gradient: Tensor | None) -> None:
     number, path, kind, _, _ = address(site)
-    if site not in _come.get(number, ()):
+    if gradient is not None and site not in _come.get(number, ()):
         receiver.note(path, kind, reasons.OUTSIDE_THE_GRAPH)
 
 

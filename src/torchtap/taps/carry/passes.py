@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch import nn
 
-from torchtap.taps.place.placing import Placing
 from torchtap.taps.walk.walker import Walker
+
+if TYPE_CHECKING:
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["PassHooks", "PassListener", "in_pass"]
 

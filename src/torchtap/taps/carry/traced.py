@@ -10,23 +10,34 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from torchtap.names import site_name
+from torchtap.names import Kind, site_name
 from torchtap.taps.carry import op
 from torchtap.taps.carry.carrier import emit_leaves
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 
-__all__ = ["emitting_inputs", "emitting_output", "emitting_pass"]
+__all__ = ["emitting_inputs", "emitting_output", "emitting_outputs", "emitting_pass"]
 
 
-def emitting_output(channel: op.Channel, port: LivePort) -> Callable[[object], None]:
+def emitting_output(channel: op.Channel, path: str, kind: Kind) -> Callable[[object], None]:
     """A function that emits the tensors that a module returned."""
-    address, kinds = channel.prefix + port.port.site.path, (port.kind,)
+    address, kinds = channel.prefix + path, (kind,)
 
     def emit(output: object) -> None:
         if op.registered():
             emit_leaves(address, kinds, leaves(output))
+
+    return emit
+
+
+def emitting_outputs(channel: op.Channel) -> Callable[[tuple[int, str], object], None]:
+    """The same for the outputs of many modules: a stop is a port's number and the module's path."""
+    prefix = channel.prefix
+
+    def emit(stop: tuple[int, str], output: object) -> None:
+        if op.registered():
+            emit_leaves(prefix + stop[1], ("output",), leaves(output))
 
     return emit
 

@@ -18,15 +18,15 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, nn
 
+from torchtap.names import Kind
 from torchtap.sites import unwrap
 from torchtap.taps.carry.op import Channel
-from torchtap.taps.carry.traced import emitting_inputs, emitting_output, emitting_pass
-from torchtap.taps.eager.attention import report_attention
+from torchtap.taps.carry.traced import emitting_inputs, emitting_output, emitting_outputs, emitting_pass
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.gradients import ask_at_its_node
 from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.receive.state import StateReader
+from torchtap.taps.receive.state import reader_of
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves
 from torchtap.taps.walk.structure import map_leaves
@@ -61,11 +61,12 @@ class EagerAttachment:
         self._receiver = receiver
         self._walker = Walker(self._root, way, receiver)
         self._armed: frozenset[int] = frozenset()
-        self._state = StateReader(receiver)
+        self._state = reader_of(receiver)
         self._channel = Channel()
 
     def arm(self, live: frozenset[int]) -> None:
-        self._state.arm(live)
+        if self._state is not None:
+            self._state.arm(live)
         if live == self._armed:
             return
         self._take_off()
@@ -81,17 +82,37 @@ class EagerAttachment:
     def _install(self, live: frozenset[int]) -> None:
         receiver = self._receiver
         self._channel.open(receiver)
-        ports = [port for port in receiver.ports.values() if not live.isdisjoint(port.port.taps)]
-        for port in ports:
-            self._put_on(port)
+        if receiver.keeps:
+            self._keep_outputs(live)
+        else:
+            for port in receiver.ports.values():
+                if not live.isdisjoint(port.port.taps):
+                    self._put_on(port)
         self._walker.passes(self._begin_pass, receiver.end_pass, emitting_pass(self._channel, self._root))
         if receiver.placing is not None:
             self._walker.before(self._root, None, receiver.placing.see_inputs, _nothing)
-        kinds = {port.kind for port in ports}
-        if "value" in kinds:
+        if self._is_asked("value", live):
             activate(receiver)
-        if "attention" in kinds:
+        if self._is_asked("attention", live):
+            from torchtap.taps.eager.attention import report_attention
+
             self._walker.keep(report_attention(receiver))
+
+    def _is_asked(self, kind: Kind, live: frozenset[int]) -> bool:
+        plan = self._receiver.plan
+        return kind in plan.kinds and any(
+            port.site.kind == kind and not live.isdisjoint(port.taps) for port in plan.ports
+        )
+
+    def _keep_outputs(self, live: frozenset[int]) -> None:
+        """Stop where outputs are kept whole, and where nothing else is."""
+        ports = self._receiver.plan.ports
+        stops = [
+            (module, (number, site.path))
+            for number, port in enumerate(ports)
+            if not live.isdisjoint(port.taps) and (module := (site := port.site).module) is not None
+        ]
+        self._walker.after_each(stops, self._receiver.keep, emitting_outputs(self._channel))
 
     def _put_on(self, port: LivePort) -> None:
         """Stop at a port's module. Kinds that do not pass there are read elsewhere.
@@ -103,17 +124,18 @@ class EagerAttachment:
         assert module is not None
         match port.kind:
             case "output":
-                first = port, receiver.take, emitting_output(self._channel, port)
-                gradient = self._live_port(port.port.site.path, "grad_output")
+                path = port.port.site.path
+                first = port, receiver.take, emitting_output(self._channel, path, "output")
+                gradient = self._live_port(path, "grad_output")
                 if gradient is None:
                     self._walker.after(module, *first)
                 else:
-                    emit = emitting_output(self._channel, gradient)
+                    emit = emitting_output(self._channel, path, "grad_output")
                     self._walker.after_twice(module, first, (gradient, receiver.take_gradient_of, emit))
             case "input":
                 self._walker.before(module, port, receiver.take_inputs, emitting_inputs(self._channel, port))
             case "grad_output" if self._live_port(port.port.site.path, "output") is None:
-                emit = emitting_output(self._channel, port)
+                emit = emitting_output(self._channel, port.port.site.path, "grad_output")
                 self._walker.after_and_again(module, port, receiver.take_gradient_of, emit)
             case "grad_input":
                 emit_given = emitting_inputs(self._channel, port)
@@ -131,7 +153,8 @@ class EagerAttachment:
         return self._walker.gone()
 
     def disarm(self) -> None:
-        self._state.disarm()
+        if self._state is not None:
+            self._state.disarm()
         self._take_off()
 
     def _take_off(self) -> None:
@@ -144,7 +167,8 @@ class EagerAttachment:
         self.disarm()
 
     def finish_step(self) -> None:
-        self._state.finish_step()
+        if self._state is not None:
+            self._state.finish_step()
         self._receiver.end_pass()
 
     def _begin_pass(self) -> None:

@@ -22,12 +22,18 @@ from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
 from torchtap.taps.carry.op import address
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.graph.edit import EditedGraphs, carried_sites, editable_copy, readdress, tap_graph
+from torchtap.taps.graph.forgotten import (
+    module_of,
+    tell_modules,
+    told_modules,
+    unmarked_paths,
+    what_is_forgotten,
+)
 from torchtap.taps.graph.regions import (
     graphs_inside,
     module_regions,
     outermost_class,
     without,
-    without_call,
     wrapped_paths,
 )
 from torchtap.taps.graph.values import digest_of, tap_values
@@ -39,11 +45,8 @@ from torchtap.taps.walk.stand_ins import skeleton
 __all__ = ["attach_exported", "attach_graph", "called_modules", "exported_tree", "graph_tree"]
 
 
-def graph_tree(model: fx.GraphModule, told: Iterable[str] = ()) -> nn.Module:
-    """The modules that a plan binds to: real ones where the graph calls them, stand-ins elsewhere.
-
-    ``told`` are paths of modules of which the graph itself may know nothing.
-    """
+def graph_tree(model: fx.GraphModule) -> nn.Module:
+    """The modules that a plan binds to: real ones where the graph calls them, stand-ins elsewhere."""
     real = called_modules(model)
     classes: dict[str, Any] = {"": outermost_class(model.graph)}
     inside = graph_paths(model)
@@ -53,7 +56,8 @@ def graph_tree(model: fx.GraphModule, told: Iterable[str] = ()) -> nn.Module:
         for path, module in model.named_modules()
         if path not in wrapped and path not in inside and not any(is_inside(path, each) for each in inside)
     }
-    paths: dict[str, None] = dict.fromkeys((*known, *(without(path, wrapped) for path in told)))
+    told = (without(path, wrapped) for path in told_modules(model) or ())
+    paths: dict[str, None] = dict.fromkeys((*known, *told))
     for region in module_regions(model):
         paths[region.path] = None
         classes.setdefault(region.path, region.mark.described)
@@ -69,7 +73,7 @@ def graph_tree(model: fx.GraphModule, told: Iterable[str] = ()) -> nn.Module:
 
 def exported_tree(program: ExportedProgram) -> nn.Module:
     """The modules of an exported program, which still lists those that left no operation in its graph."""
-    return graph_tree(program.module(), (without_call(entry.fqn) for entry in program.module_call_graph))
+    return graph_tree(module_of(program))
 
 
 def graph_paths(model: fx.GraphModule) -> set[str]:
@@ -103,13 +107,15 @@ def attach_graph(
     carriers = Carriers((path, real[path], kind) for path, kind in called if (path, kind) not in carried)
     prefix = carriers.channel.prefix
     tapped = editable_copy(model)
+    readdress(tapped, prefix)
     if site_map is not None:
         site_map.check(digest_of(model))
         known = carried | {(path, kind) for path in real for kind in KINDS}
         tap_values(tapped, mapped_sites(site_map, receiver, without=known), prefix)
-    readdress(tapped, prefix)
-    inlined = [] if site_map is not None else [port for port in ports if port.port.site.path not in real]
-    _tap_inlined(tapped, inlined, prefix, {path for path, _ in carried})
+    else:
+        inlined = [port for port in ports if port.port.site.path not in real]
+        if _tap_inlined(tapped, inlined, prefix, carried, receiver.missing):
+            receiver.forgets = what_is_forgotten(model)
     _note_insides(ports)
     # The tapped code runs on the model itself, so that it always has the model's present attributes.
     forward = types.MethodType(type(tapped).forward, model)
@@ -117,15 +123,29 @@ def attach_graph(
     return CarriedAttachment(receiver, carriers.channel, [*routes, carriers, PassHooks(model, receiver)])
 
 
-def _tap_inlined(tapped: fx.GraphModule, ports: list[LivePort], prefix: str, carried: set[str]) -> None:
-    """Tap modules that a graph no longer calls; one of which it has no operation either says so."""
+def _tap_inlined(
+    tapped: fx.GraphModule,
+    ports: list[LivePort],
+    prefix: str,
+    carried: set[tuple[str, str]],
+    told: dict[str, str],
+) -> bool:
+    """Tap modules that a graph no longer calls; one of which it has no operation either says so, and so has ``told``.
+
+    Returns whether the graph may have forgotten modules: sites that were put in before it was made are there for
+    every module that was called.
+    """
     kinds: dict[str, list[str]] = {}
     for port in ports:
         kinds.setdefault(port.port.site.path, []).append(port.kind)
-    found = tap_graph(tapped, kinds, prefix) | carried
+    put_in = set(carried_sites(tapped))
+    found = tap_graph(tapped, kinds, prefix, tell=told.__setitem__) | {path for path, _ in carried}
+    unmarked = unmarked_paths(tapped, found | called_modules(tapped).keys())
     for port in ports:
-        if port.port.site.path not in found:
-            port.note = reasons.NO_OPERATION
+        path = port.port.site.path
+        if path not in found:
+            port.note = reasons.UNMARKED if path in unmarked else reasons.NO_OPERATION
+    return not put_in or put_in != set(carried_sites(tapped))
 
 
 @final
@@ -143,6 +163,7 @@ class _ModuleRoute:
 
         def module(*args: Any, **kwargs: Any) -> Any:
             given = make(*args, **kwargs)
+            tell_modules(given, self._program)
             attachment = attach_graph(given, self._receiver, self._site_map)
             attachment.arm(frozenset(range(len(self._receiver.plan.taps))))
             self._given.append(attachment)

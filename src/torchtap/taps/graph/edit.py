@@ -7,17 +7,19 @@ is taken before a later module can change it in place. Sites that came with the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import final
 
 import torch
 from torch import fx
 
-from torchtap.names import site_name, unplaced
+from torchtap.names import OF_CALLS, site_name, unplaced
 from torchtap.taps.carry import op
+from torchtap.taps.graph.forgotten import CallsInOrder
 from torchtap.taps.graph.lookalikes import Lookalikes, lookalike_paths
 from torchtap.taps.graph.naming import named_inputs, named_outputs
 from torchtap.taps.graph.regions import Region, graphs_inside, module_regions
+from torchtap.taps.receive import reasons
 from torchtap.taps.walk.leaves import leaves
 
 __all__ = [
@@ -39,34 +41,46 @@ def tap_graph(
     kinds_of: Mapping[str, Iterable[str]],
     prefix: str = "",
     lifted: frozenset[str] = frozenset(),
+    tell: Callable[[str, str], None] = lambda site, reason: None,
 ) -> set[str]:
-    """Emit these kinds of these module paths, also from the graphs inside. Returns the paths that are known."""
+    """Emit these kinds of these module paths, also from the graphs inside. Returns the paths that are known.
+
+    ``tell`` is given the calls that have no value under their name, each with the reason.
+    """
     op.register()
     carried = {op.address(site)[1:3] for site in carried_sites(owner)}
     uncertain = Lookalikes(lookalike_paths(owner) if is_exported(owner) else [])
+    calls = CallsInOrder()
     known = set()
     for region in module_regions(owner, lifted):
         known.add(region.path)
-        certain = uncertain.is_certain(region.path)
+        gone = calls.begin(region)
+        alone = uncertain.is_certain(region.path)
         for kind in kinds_of.get(region.path, ()):
-            if (region.path, kind) not in carried:
-                _tap_region(region, kind, prefix, certain)
+            if (region.path, kind) in carried or kind not in OF_CALLS:
+                continue
+            for number in gone:
+                tell(site_name(region.path, kind, "", number), reasons.NO_OPERATION)
+            found = _passing(region, kind)
+            counted = calls.is_certain(region.path, kind)
+            if alone and not counted and any(leaf == "" for leaf, _, _ in found):
+                tell(site_name(region.path, kind, "", gone.stop), reasons.UNCERTAIN_CALL)
+            if not (alone and counted):
+                found = [(unplaced(place), value, before) for place, (_, value, before) in enumerate(found)]
+            calls.named(region.path, kind, [leaf for leaf, _, _ in found])
+            for leaf, value, before in found:
+                emit_before(region.graph, before, value, prefix, site_name(region.path, kind), leaf)
     for inner in all_graphs(owner):
         inner.recompile()
     return known
 
 
-def _tap_region(region: Region, kind: str, prefix: str, certain: bool) -> None:
-    graph = region.graph
-    bare = site_name(region.path, kind)
+def _passing(region: Region, kind: str) -> list[tuple[str, fx.Node, fx.Node]]:
+    """What goes in or out of a module call: each leaf, its value, and the node that it is to be emitted before."""
     if kind in ("input", "grad_input"):
         first = next(iter(region.nodes))
-        for position, (leaf, value) in enumerate(named_inputs(region)):
-            emit_before(graph, first, value, prefix, bare, leaf if certain else unplaced(position))
-    elif kind in ("output", "grad_output"):
-        for position, (leaf, value) in enumerate(named_outputs(region)):
-            before = region.first_use_outside(value)
-            emit_before(graph, before, value, prefix, bare, leaf if certain else unplaced(position))
+        return [(leaf, value, first) for leaf, value in named_inputs(region)]
+    return [(leaf, value, region.first_use_outside(value)) for leaf, value in named_outputs(region)]
 
 
 def emit_before(graph: fx.Graph, before: fx.Node, value: fx.Node, prefix: str, bare: str, leaf: str) -> None:

@@ -49,6 +49,7 @@ class Mark(NamedTuple):
     call: str  # tells calls of one module apart
     path: str
     described: Any  # the class, or its dotted name
+    number: int = 0  # of the call among those of its module
 
 
 @final
@@ -163,6 +164,8 @@ def _marks(owner: fx.GraphModule) -> dict[fx.Node, tuple[Mark, ...]]:
     says; so were the nodes that take its results apart.
     """
     found: dict[fx.Node, tuple[Mark, ...]] = {}
+    if _is_of_several_models(owner.graph):
+        return dict.fromkeys(owner.graph.nodes, ())
     for node in owner.graph.nodes:
         shared = [_shared_marks(inner) for inner in graphs_inside(owner, node).values()]
         known = [marks for marks in shared if marks is not None]
@@ -173,6 +176,16 @@ def _marks(owner: fx.GraphModule) -> dict[fx.Node, tuple[Mark, ...]]:
         else:
             found[node] = tuple(_own_marks(node))
     return found
+
+
+def _is_of_several_models(graph: fx.Graph) -> bool:
+    """Whether paths begin at different models: a strict export of a model around an exported one leaves such marks."""
+    outermost = set()
+    for node in graph.nodes:
+        first = next(_own_marks(node), None)
+        if first is not None and not first.path:
+            outermost.add(str(first.described))
+    return len(outermost) > 1
 
 
 def _runs_a_graph(owner: fx.GraphModule, node: object) -> bool:
@@ -209,7 +222,14 @@ def _own_marks(node: fx.Node) -> Iterator[Mark]:
                 continue
             if class_name(described) in WRAPPER_CLASSES:
                 wrapped.append(join_path(path, "module"))
-            yield Mark(str(call), without(path, wrapped), described)
+            number = max(map(_call_number, (str(call), str(entry[0]))))
+            yield Mark(str(call), without(path, wrapped), described, number)
+
+
+def _call_number(text: str) -> int:
+    """The number of a call, as tracers write it: ``layer@2``."""
+    number = text.rpartition("@")[2]
+    return int(number) if "@" in text and number.isdigit() else 0
 
 
 def wrapped_paths(owner: fx.GraphModule) -> list[str]:

@@ -16,6 +16,7 @@ from torchtap.taps.alike.recorder import PrintRecorder
 from torchtap.taps.carry import op
 from torchtap.taps.carry.forms import ForwardRoute
 from torchtap.taps.graph.edit import OWN, EditedGraphs, all_graphs, editable_copy, emit_all, emit_here
+from torchtap.taps.graph.forgotten import CallsInOrder
 from torchtap.taps.graph.naming import certainly_returned, named_inputs
 from torchtap.taps.graph.regions import Region, graphs_inside, module_regions
 
@@ -45,16 +46,19 @@ def graph_values(model: fx.GraphModule, run: Callable[[], object]) -> FormValues
     tapped = editable_copy(model)
     nodes = list(_keyed(tapped))
     key_of = {node: key for key, _, node in nodes}
-    calls = [(region.path, _call(region, key_of)) for region in module_regions(tapped)]
+    order = CallsInOrder()
+    calls = [(region.path, order.begin(region), _call(region, key_of)) for region in module_regions(tapped)]
     for key, owner, node in nodes:
         _emit_after(owner.graph, node, recorder.address(key), "emit")
     _run(model, tapped, lambda: recorder.record(run))
     numbered: dict[tuple[str, int], CallKeys] = {}
     numbers: dict[str, int] = {}
-    for path, call in calls:
+    for path, gone, call in calls:
+        number = numbers.get(path, 0) + len(gone)
         if any(key in recorder.prints for key in call.inside):  # else it is in a branch that did not run
-            numbered[path, numbers.get(path, 0)] = call
-            numbers[path] = numbers.get(path, 0) + 1
+            numbered[path, number] = call
+            number += 1
+        numbers[path] = number
     return FormValues(digest_of(model), recorder.prints, numbered)
 
 

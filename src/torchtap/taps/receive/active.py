@@ -40,6 +40,8 @@ def activate(receiver: Receiver) -> None:
 def deactivate(receiver: Receiver) -> None:
     """The opposite of `activate`; harmless when it was not active."""
     global _active
+    if receiver not in _active:  # nobody else makes it so
+        return
     with _lock:
         _active = tuple(each for each in _active if each is not receiver)
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from torchtap.taps.walk.arguments import Function
 
 __all__ = ["BackwardListener", "listen", "stop_listening"]
 
@@ -29,7 +32,7 @@ class BackwardListener(Protocol):
 _UNSCALED = "_torchtap_unscaled"  # an attribute of a scaled loss
 _lock = threading.Lock()
 _listeners: tuple[BackwardListener, ...] = ()
-_originals: list[tuple[Any, str, Any]] = []
+_originals: list[tuple[object, str, Function]] = []
 
 
 def listen(listener: BackwardListener) -> None:
@@ -52,15 +55,15 @@ def stop_listening(listener: BackwardListener) -> None:
                 setattr(*_originals.pop())
 
 
-def _replace(owner: Any, name: str, wrapped: Any) -> None:
-    original = getattr(owner, name)
+def _replace(owner: object, name: str, wrapped: Callable[[Function], Function]) -> None:
+    original: Function = getattr(owner, name)
     _originals.append((owner, name, original))
     setattr(owner, name, wrapped(original))
 
 
-def _telling(original: Any) -> Any:
+def _telling(original: Function) -> Function:
     @functools.wraps(original)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(tensors: Tensor | Sequence[Tensor], *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
             return original(tensors, *args, **kwargs)
         root = tensors if isinstance(tensors, Tensor) else (tensors[0] if len(tensors) == 1 else None)
@@ -77,9 +80,9 @@ def _telling(original: Any) -> Any:
     return backward
 
 
-def _remembering(original: Any) -> Any:
+def _remembering(original: Function) -> Function:
     @functools.wraps(original)
-    def scale(scaler: Any, outputs: Any) -> Any:
+    def scale(scaler: object, outputs: object) -> object:
         scaled = original(scaler, outputs)
         if isinstance(outputs, Tensor) and scaled is not outputs:
             setattr(scaled, _UNSCALED, outputs.detach())

@@ -79,8 +79,9 @@ class Tally:
     """
 
     __slots__ = (
+        "_block",
+        "_make_block",
         "arrived",
-        "block",
         "generation",
         "live",
         "numbers",
@@ -91,7 +92,7 @@ class Tally:
         "touched",
     )
 
-    def __init__(self, phase: str, block: RowBlock, rows: int) -> None:
+    def __init__(self, phase: str, make_block: Callable[[int], RowBlock], rows: int) -> None:
         self.phase = phase
         self.live: frozenset[int] = frozenset()
         self.generation = 0  # of the live taps
@@ -101,15 +102,30 @@ class Tally:
         self.numbers: dict[
             str, dict[str, float | Tensor]
         ] = {}  # that came as such: statistic -> site -> number
-        self.block = block
-        self.take = block.take  # bound once: it is called for every value
+        self._make_block = make_block
+        self._block: RowBlock | None = None  # made for the first value: many a look keeps no statistics
+        self.take: Callable[[int, Tensor], bool] = _not_taken
         self.arrived = bytearray(rows)
+
+    @property
+    def block(self) -> RowBlock:
+        """The rows of all sites."""
+        if self._block is None:
+            self._block = self._make_block(len(self.arrived))
+            self.take = self._block.take  # bound once: it is called for every value
+        return self._block
+
+    def forget(self) -> None:
+        """Recognise none of the values that came."""
+        if self._block is not None:
+            self._block.forget()
 
     def reserve(self, rows: int) -> None:
         """Have room for so many sites."""
         if rows > len(self.arrived):
             more = max(rows, 2 * len(self.arrived))
-            self.block.grow(more)
+            if self._block is not None:
+                self._block.grow(more)
             self.arrived.extend(bytes(more - len(self.arrived)))
 
     def clear(self) -> None:
@@ -130,7 +146,18 @@ class LivePort(CallCounter):
     ``apart`` are the taps that keep each pass by itself: their calls are counted on from pass to pass.
     """
 
-    __slots__ = ("apart", "earlier", "entries", "first", "input_names", "kind", "note", "port", "structure")
+    __slots__ = (
+        "apart",
+        "earlier",
+        "entries",
+        "first",
+        "input_names",
+        "kind",
+        "module",
+        "note",
+        "port",
+        "structure",
+    )
 
     def __init__(self, port: Port, apart: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -144,16 +171,18 @@ class LivePort(CallCounter):
         )
         self.structure: Any = None  # of an output that is not one tensor, from the first call
         self.note = ""  # why a call brought nothing
-        module = port.site.module
+        self.module = module = port.site.module  # asked for at every step
         takes_arguments = self.kind in ("input", "grad_input") and module is not None
         self.input_names = input_names(module) if takes_arguments and module is not None else None
 
     def start_pass(self, pass_number: int) -> None:
+        self.pass_number, self.called = pass_number, True
         if self.apart:
-            self.pass_number, self.called = pass_number, True
             self.earlier = self.calls, dict(self.leaf_calls)
-        else:
-            CallCounter.start_pass(self, pass_number)
+            return
+        self.calls = self.recalls = 0
+        if self.leaf_calls:
+            self.leaf_calls.clear()
 
     @property
     def arrived(self) -> bool:
@@ -179,9 +208,13 @@ class RecentValues:
 
     def __init__(self) -> None:
         self.next_slot = 0
-        self.forget()
+        self._empty()
 
     def forget(self) -> None:
+        if self.slots:
+            self._empty()
+
+    def _empty(self) -> None:
         self.slots: dict[int, int] = {}  # id of a tensor, which may be gone by now -> its slot
         self.keys = [0] * self.SLOTS
         self.tensors: list[Callable[[], Tensor | None]] = [gone] * self.SLOTS
@@ -212,3 +245,8 @@ class RecentValues:
 
 def gone() -> None:
     """A reference to no value."""
+
+
+def _not_taken(row: int, value: Tensor) -> bool:
+    """There is no row yet."""
+    return False

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from time import perf_counter
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from torch import Tensor
 
@@ -24,8 +25,10 @@ from torchtap.plan import Plan
 from torchtap.reduce import StatsBlock
 from torchtap.reduce.base import RowBlock
 from torchtap.sites import Site
-from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
+
+if TYPE_CHECKING:
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["Folding"]
 
@@ -50,11 +53,12 @@ class Folding:
         self._strict = strict
         self._copy = copy  # of whole tensors on the host
         self._on_lost = on_lost
-        self.keys = [repr(each.keep) for each in plan.taps]
+        self.keys = plan.keys
         self._whole = [each.whole for each in plan.taps]
         blocks = [each.keep.block for each in plan.taps if each.keep.block is not None]
-        self._block_type: type[RowBlock] = blocks[0] if blocks else StatsBlock
-        self._in_rows = [each.keep.block is self._block_type for each in plan.taps]
+        block_type: type[RowBlock] = blocks[0] if blocks else StatsBlock
+        self._make_block = partial(block_type, scratch=RecentValues.SLOTS)
+        self._in_rows = [each.keep.block is block_type for each in plan.taps]
         self.entries: list[Entry] = []  # in the order of first arrival, which is the order of execution
         self.over_passes: dict[
             str, Entry
@@ -68,7 +72,7 @@ class Folding:
         self._recent = RecentValues()
         self._generations = 0
         self.tallies: dict[str, Tally] = {}
-        self.tally = Tally("", self._block_type(1, scratch=1), 1)  # nobody's, until one is turned to
+        self.tally = Tally("", self._make_block, 1)  # nobody's, until one is turned to
         self.generation = 0
 
     # -- phases -------------------------------------------------------------------------------------------
@@ -77,9 +81,7 @@ class Folding:
         """The tally of a phase, in which these taps are live."""
         tally = self.tallies.get(phase)
         if tally is None:
-            tally = self.tallies[phase] = Tally(
-                phase, self._block_type(_ROWS, scratch=RecentValues.SLOTS), _ROWS
-            )
+            tally = self.tallies[phase] = Tally(phase, self._make_block, _ROWS)
         if tally.live != live or not tally.generation:
             tally.live = live
             self._generations += 1
@@ -131,7 +133,7 @@ class Folding:
         with self.lock:
             self._recent.forget()
             for tally in self.tallies.values():
-                tally.block.forget()
+                tally.forget()
 
     # -- the hot path -------------------------------------------------------------------------------------
 
@@ -183,6 +185,8 @@ class Folding:
             ):
                 positions.append(position)
                 entries.append(entry)
+        if not entries:
+            return range(len(ports))
         try:
             if len(entries) < len(ports):
                 tensors = [tensors[position] for position in positions]
@@ -248,6 +252,13 @@ class Folding:
         if state is None:
             state = copies[fold.key] = reduction.first(tensor.detach(), self._copy)
         fold.state = list(state) if fold.state is None else reduction.merge(fold.state, state)
+
+    def fold_copy(self, entry: Entry, copy: Tensor) -> None:
+        """Keep a whole value that was copied already, as `_update` does."""
+        if entry.shape is None:
+            entry.shape, entry.dtype = tuple(copy.shape), copy.dtype
+        for fold in entry.live_folds:
+            fold.state = [copy] if fold.state is None else fold.reduction.merge(fold.state, [copy])
 
     def fold_pieces(
         self, entry: Entry, shape: tuple[int, ...], pieces: Callable[[], Iterable[Tensor]]

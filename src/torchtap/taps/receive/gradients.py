@@ -20,7 +20,7 @@ __all__ = ["Ask", "ask_at_its_node", "ask_for_gradient", "ask_while_traced"]
 
 
 class Ask(Protocol):
-    """Calls ``take(*bound, gradient)`` once autograd has the gradient of ``value``."""
+    """Calls ``take(*bound, gradient)`` once autograd has the gradient of ``value``; None where nothing flows back."""
 
     def __call__(self, value: Tensor, take: Callable[..., None], *bound: Any) -> None: ...
 
@@ -30,12 +30,7 @@ def ask_at_its_node(value: Tensor, take: Callable[..., None], *bound: Any) -> No
     if value.grad_fn is None:
         value.register_hook(partial(take, *bound))
     else:
-        hear_gradient(value, partial(_take_if_any, take, *bound))
-
-
-def _take_if_any(take: Callable[..., None], *bound: Any) -> None:
-    if bound[-1] is not None:
-        take(*bound)
+        hear_gradient(value, partial(take, *bound))
 
 
 def ask_for_gradient(value: Tensor, take: Callable[..., None], *bound: Any) -> None:

@@ -9,6 +9,8 @@ import re
 
 __all__ = [
     "FOLDED",
+    "FORGOTTEN",
+    "IDLE_TAP",
     "IN_A_BRANCH",
     "NESTED_ATTENTION",
     "NOT_CALLED",
@@ -36,12 +38,14 @@ __all__ = [
     "OUTSIDE_THE_GRAPH",
     "REPLACED",
     "UNCERTAIN_CALL",
+    "UNMARKED",
     "UNPLACED",
     "is_known",
 ]
 
 # Every form.
 OFF_SCHEDULE = "off schedule: no step was live for its taps"
+IDLE_TAP = "off schedule: no pass was live for this tap; what there is of these sites came by other taps"
 NOT_CALLED = "module not called"
 NOT_CALLED_OR_COMPILED = (
     "module not called, or called in code that torch.compile made before these taps were on: "
@@ -61,8 +65,9 @@ NO_LEAF = "none of its leaves is one that the selector picks"
 NO_TENSOR = "{kind} is not a tensor but {name}"
 NO_ARGUMENT = "no argument is a tensor"
 NO_ATTENTION = (
-    "no call of a fused attention function was seen inside these modules; attention that is "
-    "written out in Python is not (transformers has attn_implementation='sdpa')"
+    "no call of a fused attention function was seen inside these modules; attention that is written out in Python is "
+    "not (transformers has attn_implementation='sdpa'; with 'eager' the map is the second output of its attention "
+    "modules, such as 'attn:output.1')"
 )
 NESTED_ATTENTION = "attention over nested tensors is not taken apart"
 NO_VALUE = "no torchtap.emit() with this name ran inside these modules"
@@ -80,13 +85,18 @@ FOLDED = "folded into its parent when the model was frozen"
 NOT_IN_A_GRAPH = "a graph gives no {kind}: capture it before the model is traced"
 NO_TENSOR_TYPE = "its types in TorchScript hold no tensor that can be handed over: {types}"
 NO_OPERATION = (
-    "no operation of its own is left in the graph: it handed on what it was given, was not called, or nothing used "
-    "what it made; `like=` the eager model tells"
+    "no operation in the graph is marked as its own: it handed on what it was given, was not called, is inside a "
+    "branch (torch.cond), or nothing used what it made; `like=` the eager model tells"
 )
 UNPLACED = (
     "it came, numbered ({names}): this form does not tell where in the module's return these tensors stand; "
     "`like=` the eager model tells"
 )
+UNMARKED = (
+    "what it holds is used in the graph, but nothing is marked as its own: it was not called itself, is inside a "
+    "branch (torch.cond), or the model had been exported or traced before; `like=` the eager model tells"
+)
+FORGOTTEN = "if the model has more, this form does not know it: {what} left no sure mark; `like=` the eager model tells"
 # Forms whose sites are chosen before.
 NOT_PUT_IN = "not among the sites that were put into this model before it was compiled"
 # With the model at hand.
@@ -94,7 +104,7 @@ NO_EQUAL = (
     "no value of this form is equal to it, or near: nothing used it, or the form computes something else"
 )
 UNCERTAIN_CALL = (
-    "an earlier call of the module has no value in this form, so the number of this one is not certain"
+    "an earlier call of the module has no value under its name, so the number of this one is not certain"
 )
 
 

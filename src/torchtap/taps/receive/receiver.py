@@ -17,23 +17,26 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from torchtap._torch import is_traced_by_script
 from torchtap._torch_distributed import infers_shapes
-from torchtap.names import paths_around
+from torchtap.names import paths_around, site_name
 from torchtap.plan import Plan
-from torchtap.taps.place.placing import Placing
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.gradients import Ask, ask_for_gradient
+from torchtap.taps.receive.keeping import make_kept
 from torchtap.taps.walk.arguments import Args
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.structure import skeleton
+
+if TYPE_CHECKING:
+    from torchtap.taps.place.placing import Placing
 
 __all__ = ["PassClock", "Receiver"]
 
@@ -69,9 +72,9 @@ class Receiver:
         placing: Placing | None = None,
     ) -> None:
         self.plan = plan
-        self.ports: dict[tuple[str, str, str], LivePort] = {}
-        for port in plan.ports:
-            self.ports[port.site.path, port.site.kind, port.site.leaf] = LivePort(port, apart)
+        self._apart = apart
+        alone = clock is None and placing is None
+        self._kept = make_kept() if alone and plan.keeps_outputs else None
         self.placing = placing  # None where this process is alone
         self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing)
         # Bound once: they are called for every value.
@@ -84,7 +87,6 @@ class Receiver:
         self._passed_over: tuple[int | None] | None = (
             None  # whom to hear again after a pass that is not taken
         )
-        self._kinds = {port.site.kind for port in plan.ports}
         self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
         self._pass_number = 0
         self._between_passes = True  # a value that comes now is of a part that was called without the model
@@ -94,15 +96,42 @@ class Receiver:
         self.arrived_before: frozenset[str] = frozenset()  # bare names of what came to those that it follows
         self.knows_positions = True  # whether the form tells where in a structure a tensor stands
         self.missing: dict[str, str] = {}  # sites that a form is known not to have, with the reason
+        self.forgets = ""  # what a form cannot name any more; empty where it knows all that there was
 
     @cached_property
     def _paths(self) -> dict[int, str]:
         return {id(place.module): place.path for place in self.plan.places}
 
+    @cached_property
+    def _ports(self) -> dict[tuple[str, str, str], LivePort]:
+        sites = [(port, port.site) for port in self.plan.ports]
+        return {(site.path, site.kind, site.leaf): LivePort(port, self._apart) for port, site in sites}
+
+    @property
+    def ports(self) -> dict[tuple[str, str, str], LivePort]:
+        """The places of the plan."""
+        self._book()
+        return self._ports
+
     @property
     def entries(self) -> list[Entry]:
         """The sites that were seen, in the order of execution."""
+        self._book()
         return self.folding.entries
+
+    def _book(self) -> None:
+        if self._kept is not None and self._kept.waiting:
+            self._kept.book(self.folding, list(self._ports.values()))
+
+    def silent_taps(self) -> list[int]:
+        """The taps that were asked for and have brought nothing at all."""
+        silent = set(range(len(self.plan.asked)))
+        if self._kept is not None:
+            self._kept.strike_off(silent, self.plan.ports)
+        for entry in self.entries if silent else ():
+            if entry.shape is not None:
+                silent.difference_update(entry.taps, entry.also.taps if entry.also is not None else ())
+        return sorted(silent)
 
     # -- what a carrier asks ------------------------------------------------------------------------------
 
@@ -112,7 +141,7 @@ class Receiver:
 
     def listens_to(self, kind: str) -> bool:
         """Whether any tap of the plan asks for this kind."""
-        return kind in self._kinds
+        return kind in self.plan.kinds
 
     def path_of(self, module: nn.Module) -> str | None:
         """The path of a module of this model, or None for a stranger."""
@@ -214,6 +243,8 @@ class Receiver:
             (self.thread,), self._passed_over = self._passed_over, None
         self._between_passes = True
         self.folding.forget_values()
+        if self._kept is not None:
+            self._kept.forget()
 
     # -- values -------------------------------------------------------------------------------------------
 
@@ -221,7 +252,11 @@ class Receiver:
         """A module's output, or any other structure of tensors, of the port's next call."""
         if self._between_passes and not self._begin_part(port):
             return
-        call = port.next_call(self._pass_number)
+        # `next_call`, spelled out: this is where most values come.
+        if port.pass_number != self._pass_number:
+            port.start_pass(self._pass_number)
+        call = port.calls
+        port.calls = call + 1
         if isinstance(tree, Tensor):
             entry = None if call else port.first
             if entry is None or not entry.quick or entry.generation != self.folding.generation:
@@ -233,6 +268,27 @@ class Receiver:
             port.structure = skeleton(tree)
         if not self._take_leaves(port, call, leaves(tree)):
             port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether outputs are to be given to `keep`."""
+        return self._kept is not None
+
+    def keep(self, stop: tuple[int, str], tree: object) -> None:
+        """`take` where whole outputs are all that is asked for. A stop is a port's number and the module's path."""
+        kept = self._kept
+        assert kept is not None
+        if not self._between_passes:
+            try:
+                copy = kept.copy(tree)
+            except Exception as error:
+                self.folding.lose(site_name(stop[1], "output"), error)
+                return
+            if copy is not None:
+                kept.waiting.append((stop[0], self._pass_number, copy))
+                return
+        site = self.plan.ports[stop[0]].site
+        self.take(self.ports[site.path, site.kind, site.leaf], tree)
 
     def take_inputs(self, port: LivePort, args: Args, kwargs: Mapping[str, Any]) -> None:
         """A module's arguments."""
@@ -270,7 +326,13 @@ class Receiver:
             return
         if self._between_passes and not recomputed and not self._begin_part(port):
             return
-        call = port.next_recall() if recomputed else port.next_call(self._pass_number)
+        if recomputed:
+            call = port.next_recall()
+        else:
+            if port.pass_number != self._pass_number:
+                port.start_pass(self._pass_number)
+            call = port.calls
+            port.calls = call + 1
         try:
             self._await(port, "", call, tree, recomputed, ask_for_gradient)
         except Exception as error:
@@ -282,10 +344,13 @@ class Receiver:
         if not tensor.requires_grad:
             self._note_no_gradient(port, leaf, call)
             return
-        entry = self._entry(port, leaf, call)
+        folding = self.folding
+        entry = None if call or leaf else port.first
+        if entry is None or not entry.quick or entry.generation != folding.generation:
+            entry = self._entry(port, leaf, call)
         if entry is not None and not (recomputed and entry.asked):
             entry.asked = not recomputed
-            tally = self.folding.tally
+            tally = folding.tally
             ask(tensor, self._take_gradient, entry, tally, tally.serial)
 
     @staticmethod
@@ -295,7 +360,9 @@ class Receiver:
         if known is not None:
             known.asked = False
 
-    def _take_gradient(self, entry: Entry, tally: Tally, serial: int, gradient: Tensor) -> None:
+    def _take_gradient(self, entry: Entry, tally: Tally, serial: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
         # A backward that comes after its step has ended has nowhere to put its values.
         if not self._open or tally.serial != serial:
             self.late += 1

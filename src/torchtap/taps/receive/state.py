@@ -15,7 +15,7 @@ what it left, and ``update`` is what all of them did together. None of these is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -24,15 +24,23 @@ from torch.optim.optimizer import Optimizer
 from torchtap._torch_distributed import fsdp_sharded, local_part, spec_of
 from torchtap.taps.receive import reasons, training
 from torchtap.taps.receive.entries import LivePort
-from torchtap.taps.receive.local_gradients import LocalGradients
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.receive.training import parameters_of
 
-__all__ = ["StateReader"]
+if TYPE_CHECKING:
+    from torchtap.taps.receive.local_gradients import LocalGradients
+
+__all__ = ["StateReader", "reader_of"]
 
 _GRADIENTS = ("param_grad", "param_grad_unclipped", "param_grad_accumulated", "param_grad_local")
 _BEFORE_UPDATE = ("param", *_GRADIENTS)
 _OF_PARAMETERS = (*_BEFORE_UPDATE, "update", "optim_state")
+_READ = frozenset((*_OF_PARAMETERS, "lr", "buffer"))
+
+
+def reader_of(receiver: Receiver) -> StateReader | None:
+    """What reads the model's state for a receiver; None where its plan asks for none."""
+    return None if receiver.plan.kinds.isdisjoint(_READ) else StateReader(receiver)
 
 
 @final
@@ -57,7 +65,11 @@ class StateReader:
         self._before: dict[int, Tensor] = {}  # id of a parameter -> a copy of it before the update
         self._listens = False
         self._sharded: dict[tuple[int, str], Any] = {}  # what manages parameters that are gathered at times
-        self._local = LocalGradients() if receiver.placing is not None else None  # None: nobody averages them
+        self._local: LocalGradients | None = None  # None: nobody averages them
+        if receiver.placing is not None:
+            from torchtap.taps.receive.local_gradients import LocalGradients
+
+            self._local = LocalGradients()
 
     def arm(self, live: frozenset[int]) -> None:
         """A step begins in which these taps are live."""
@@ -242,10 +254,10 @@ class StateReader:
     def _value_of(self, port: LivePort) -> Tensor | None:
         """What a port shows now; where it is nothing, the port says why."""
         site = port.port.site
-        if self._sharded or site.module is None:
+        if self._sharded or port.module is None:
             parameter = self._parameter_of(port)
         else:
-            parameter = site.module._parameters.get(site.leaf)
+            parameter = port.module._parameters.get(site.leaf)
         if parameter is None or port.kind == "param":
             return parameter
         if self._local is not None and port.kind == "param_grad_local":
@@ -307,7 +319,7 @@ class StateReader:
 
 def _tensor_of(port: LivePort) -> Tensor | None:
     site = port.port.site
-    if site.module is None:
+    if port.module is None:
         return None
-    held = site.module._buffers if port.kind == "buffer" else site.module._parameters
+    held = port.module._buffers if port.kind == "buffer" else port.module._parameters
     return held.get(site.leaf)

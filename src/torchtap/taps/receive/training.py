@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from torchtap.taps.walk.arguments import Args, Function, Kwargs
 
 __all__ = ["TrainingListener", "innermost", "listen", "parameters_of", "stop_listening"]
 
@@ -120,7 +122,7 @@ def _install() -> None:
         _replace(clip_grad, "_group_tensors_by_device_and_dtype", _telling_clip)
 
 
-def _replace(owner: object, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(owner: object, name: str, wrapped: Callable[[Function], Function]) -> None:
     original = getattr(owner, name)
     setattr(owner, name, wrapped(original))
     _installed.append(lambda: setattr(owner, name, original))
@@ -153,7 +155,7 @@ def _leave(optimizer: Optimizer) -> bool:
     return all(key != id(optimizer) for key, _ in calls)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """Tell that gradients are ready; where a closure computes them, once it has."""
     caller = sys._getframe().f_back
     if caller is not None and not _enter(optimizer, caller):
@@ -166,7 +168,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
     evaluated = False
 
-    def closure_then_tell(*arguments: object, **keywords: Any) -> Any:
+    def closure_then_tell(*arguments: object, **keywords: object) -> object:
         nonlocal evaluated
         if evaluated:
             for listener in _all():
@@ -195,8 +197,8 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         listener.updated(optimizer)
 
 
-def _telling_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
-    def unscale_(scaler: Any, optimizer: Any) -> Any:
+def _telling_unscale(original: Function) -> Function:
+    def unscale_(scaler: torch.amp.GradScaler, optimizer: object) -> object:
         if scaler.is_enabled():
             for each in innermost(optimizer):
                 for listener in _all():
@@ -206,8 +208,8 @@ def _telling_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     return unscale_
 
 
-def _telling_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(scaler: object, optimizer: object, *args: object, **kwargs: Any) -> Any:
+def _telling_scaled_step(original: Function) -> Function:
+    def step(scaler: object, optimizer: object, *args: object, **kwargs: object) -> object:
         stepped: list[int] = []
         _in_scaler.stack = (*getattr(_in_scaler, "stack", ()), stepped)
         try:
@@ -223,8 +225,8 @@ def _telling_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _telling_clip(original: Callable[..., Any]) -> Callable[..., Any]:
-    def group(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def _telling_clip(original: Function) -> Function:
+    def group(tensors: Sequence[Sequence[Tensor]], *args: object, **kwargs: object) -> object:
         for listener in _all():
             listener.clipping(tensors[0])
         return original(tensors, *args, **kwargs)

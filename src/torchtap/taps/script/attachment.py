@@ -12,7 +12,7 @@ from typing import final
 from torch import nn
 
 from torchtap._torch import script_core, script_methods
-from torchtap.names import KINDS, last_part
+from torchtap.names import KINDS, OF_CALLS, last_part, site_name
 from torchtap.taps.alike.mapped import mapped_sites
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
@@ -31,7 +31,7 @@ from torchtap.torchscript import ScriptCore, ScriptMethod, ScriptType
 
 __all__ = ["attach_script", "script_tree"]
 
-_PASSED_ON = ("input", "output", "grad_input", "grad_output")
+_LEFT_NOTHING = "calls that hand on what they are given, and tensors that nothing uses,"
 
 
 def script_tree(model: nn.Module) -> nn.Module:
@@ -48,7 +48,7 @@ def attach_script(model: nn.Module, receiver: Receiver, site_map: SiteMap | None
     channel = Channel()
     kinds_of: dict[str, set[str]] = {}
     for port in receiver.ports.values():
-        if port.kind in _PASSED_ON:
+        if port.kind in OF_CALLS:
             kinds_of.setdefault(port.port.site.path, set()).add(port.kind)
         elif port.kind in ("attention", "value"):
             port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)
@@ -114,7 +114,7 @@ def _note_reasons(
     receiver.knows_positions = not traced.is_traced
     for port in receiver.ports.values():
         path = port.port.site.path
-        if (path, port.kind) in constant or port.kind not in _PASSED_ON:
+        if (path, port.kind) in constant or port.kind not in OF_CALLS:
             continue
         if path not in instances:
             port.note = reasons.FOLDED
@@ -122,6 +122,10 @@ def _note_reasons(
             port.note = reasons.NO_OPERATION
         elif not traced.is_traced:
             port.note = _why_not_scripted(instances[path], port.kind)
+        elif path or not constant:  # what was put in before tracing is there for every call
+            receiver.forgets = reasons.FORGOTTEN.format(what=_LEFT_NOTHING)
+            for number, reason in traced.calls_without_name(path, port.kind) if path else ():
+                receiver.missing[site_name(path, port.kind, "", number)] = reason
 
 
 @final

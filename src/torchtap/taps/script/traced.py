@@ -8,12 +8,13 @@ eager gives it only if nothing else is possible; any other is numbered. The oute
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
 from torchtap._torch import script_methods
 from torchtap.names import join_path, path_parts, paths_around, unplaced
 from torchtap.taps.graph.leaks import can_leak, is_torch_class, returns_structure, takes_one
+from torchtap.taps.receive import reasons
 from torchtap.torchscript import ScriptCore, ScriptGraph, ScriptMethod, ScriptNode, ScriptValue
 
 __all__ = ["TracedNames", "forward_methods"]
@@ -73,7 +74,12 @@ class TracedNames:
         return not any(_is_scripted_line(node.sourceRange()) for node in nodes)
 
     def inputs(self, path: str, method: str) -> list[str]:
-        """The leaf of each argument."""
+        """The leaf of each argument. Behind a call that has no such value, later ones cannot be counted."""
+        leaves = self._inputs_of_call(path, method)
+        before = (self._inputs_of_call(path, each) for each in self._before(path, method))
+        return leaves if all("" in each for each in before) else list(map(unplaced, range(len(leaves))))
+
+    def _inputs_of_call(self, path: str, method: str) -> list[str]:
         count = len(list(self._method(path, method).graph.inputs())) - 1
         described = self._class(path)
         around = [self._class(each) for each in (path, *paths_around(path))]
@@ -84,6 +90,13 @@ class TracedNames:
 
     def outputs(self, path: str, method: str) -> dict[int, str]:
         """The leaf of each tensor that comes out, by its position; those that were only handed on are left out."""
+        leaves = self._outputs_of_call(path, method)
+        before = (self._outputs_of_call(path, each) for each in self._before(path, method))
+        if all("" in each.values() for each in before):
+            return leaves
+        return {position: unplaced(number) for number, position in enumerate(leaves)}
+
+    def _outputs_of_call(self, path: str, method: str) -> dict[int, str]:
         origins = self._origins(path, method)
         made = [n for n, origin in origins.items() if origin.given is None or origin.changed]
         returned = self.returned(path, method)
@@ -111,6 +124,31 @@ class TracedNames:
         if kind.endswith("input"):
             return any(len(list(method.graph.inputs())) > 1 for method in methods)
         return any(each.type().kind() != "NoneType" for method in methods for each in method.graph.outputs())
+
+    def calls_without_name(self, path: str, kind: str) -> Iterator[tuple[int, str]]:
+        """The calls of a module that cannot have their eager name, by number, each with the reason."""
+        if not all(self.knows(path, method) for method in self._calls(path)):
+            return
+        broken = False
+        for number, method in enumerate(self._calls(path)):
+            if kind.endswith("input"):
+                leaves = self._inputs_of_call(path, method)
+            else:
+                leaves = list(self._outputs_of_call(path, method).values())
+            if not leaves:
+                yield number, reasons.NO_OPERATION
+            elif broken and "" in leaves:
+                yield number, reasons.UNCERTAIN_CALL
+            broken |= "" not in leaves
+
+    def _calls(self, path: str) -> list[str]:
+        """The methods of a module's calls, in their order: forward, forward1, forward2 …"""
+        return sorted(forward_methods(self._instances[path]), key=lambda name: (len(name), name))
+
+    def _before(self, path: str, method: str) -> list[str]:
+        """The methods of the calls before."""
+        methods = self._calls(path)
+        return methods[: methods.index(method)]
 
     def _method(self, path: str, method: str) -> ScriptMethod:
         return script_methods(self._instances[path])[method]
@@ -182,7 +220,8 @@ def _is_traced_line(text: str) -> bool:
 
 
 def _is_scripted_line(text: str) -> bool:
-    return re.match(r'\s*File "', text) is not None
+    """Whether a line of Python source was compiled. What a loaded trace's own code adds is of no file."""
+    return re.match(r'\s*File "(?!"|code/__torch__)', text) is not None
 
 
 def _place(node: ScriptNode, value: ScriptValue) -> int:

@@ -13,6 +13,8 @@ from torchtap.torchscript import ScriptType
 
 __all__ = ["can_hold_tensors", "emit_lines", "field_names"]
 
+_LONGEST_TUPLE = 4  # among values of any type
+
 
 def can_hold_tensors(jit_type: ScriptType) -> bool:
     """Whether a value of this type has tensors that `emit_lines` reaches."""
@@ -83,14 +85,19 @@ def emit_lines(jit_type: ScriptType, value: str, address: str, kind: str, depth:
 
 
 def _lines_of_any(value: str, address: str, kind: str, here: str, depth: int) -> list[str]:
-    """A value of any type, as in a dictionary of mixed values: a tensor, or a list or dictionary of tensors."""
+    """A value of any type, as in a dictionary of mixed values: a tensor, or a list, tuple or dictionary of tensors."""
     name = "emit_grad" if kind.startswith("grad") else "emit"
     number, key = f"_i{depth}", f"_k{depth}"
     call = f"torch.ops.torchtap.{name}"
+    tuples = []
+    for count in range(1, _LONGEST_TUPLE + 1):  # TorchScript asks for one length at a time
+        tuples.append(f"elif isinstance({here}, Tuple[{', '.join(['torch.Tensor'] * count)}]):")
+        tuples += [f'    {call}({here}[{at}], {address} + ".{at}")' for at in range(count)]
     return [
         f"{here} = {value}",
         f"if isinstance({here}, torch.Tensor):",
         f"    {call}({here}, {address})",
+        *tuples,
         f"elif isinstance({here}, List[torch.Tensor]):",
         f"    for {number}, {here}_item in enumerate({here}):",
         f'        {call}({here}_item, {address} + "." + str({number}))',

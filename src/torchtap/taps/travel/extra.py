@@ -26,7 +26,7 @@ from torchtap.plan import Plan, Tap, make_plan
 from torchtap.sites import Selectable
 from torchtap.taps.carry.emitting import EmittingModel
 from torchtap.taps.travel.program_gate import check_tree
-from torchtap.taps.walk.arguments import Args, Kwargs
+from torchtap.taps.walk.arguments import Args, Function, Kwargs
 from torchtap.taps.walk.copying import copy_with_shared_tensors
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call, Stop, Visiting
@@ -44,7 +44,7 @@ class _Flat(nn.Module):
         self.model = copy_with_shared_tensors(model)
         self._found: list[tuple[str, Tensor]] = []
         self.spec: pytree.TreeSpec | None = None
-        self.constants: dict[int, Any] = {}  # leaves of the result that are no tensors, by position
+        self.constants: dict[int, object] = {}  # leaves of the result that are no tensors, by position
         self.names: tuple[str, ...] = ()
         stops = [
             Stop(
@@ -62,7 +62,7 @@ class _Flat(nn.Module):
         """A module is given these values."""
         self._keep(call, "input", input_leaves(call.input_names, args, kwargs))
 
-    def after(self, call: Call, output: Any) -> None:
+    def after(self, call: Call, output: object) -> None:
         """A module returned this."""
         self._keep(call, "output", leaves(output))
 
@@ -71,7 +71,7 @@ class _Flat(nn.Module):
             # A copy, so that a later in-place operation does not reach it.
             self._found.append((site_name(call.path, kind, leaf, call.number), tensor.detach().clone()))
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         self._found = []
         self._visiting.start_pass()
         flat, self.spec = pytree.tree_flatten(self.model(*args, **kwargs))
@@ -90,7 +90,7 @@ class ExtraOutputs:
         self.sites = module.names
         self._spec, self._constants = module.spec, dict(module.constants)
 
-    def wrap(self, call: Callable[..., Any]) -> EmittingModel:
+    def wrap(self, call: Function) -> EmittingModel:
         """What the compiler made of ``module``, with the model's own signature; give it to `capture` or `watch`."""
         return _wrapped(call, self.sites, self._spec, self._constants)
 
@@ -138,10 +138,10 @@ def extra_outputs(
 
 
 def _wrapped(
-    call: Callable[..., Any],
+    call: Function,
     sites: tuple[str, ...],
     spec: pytree.TreeSpec | None,
-    constants: Mapping[int, Any],
+    constants: Mapping[int, object],
     about: str = "",
 ) -> EmittingModel:
     def run(bring: Callable[[Any], None], *args: Any, **kwargs: Any) -> Any:

@@ -32,6 +32,7 @@ from torchtap.taps.carry import op
 from torchtap.taps.carry.carrier import put_on_root
 from torchtap.taps.carry.emitting import EmittingModel
 from torchtap.taps.carry.travelling import names_left
+from torchtap.taps.graph.forgotten import module_of
 from torchtap.taps.travel.program_gate import check_payloads, check_program
 
 __all__ = ["load"]
@@ -59,7 +60,7 @@ def load(path: str | Path, *, unsafe: bool = False) -> Any:
         names = _members(opened, file)
         kind = _kind_of(names)
         if kind == "program":
-            return torch.export.load(file).module() if unsafe else _read_program(opened, names, file)
+            return module_of(torch.export.load(file)) if unsafe else _read_program(opened, names, file)
         if kind == "script":
             if not unsafe:
                 _check_script(opened, names, file)
@@ -130,7 +131,7 @@ def _read_program(opened: IO[bytes], names: list[str], file: Path) -> Any:
     try:
         with _tensors_only():
             programs = load_program_archive(opened).exported_programs
-            return programs["model"].module()
+            return module_of(programs["model"])
     except Exception as error:  # torch asserts, looks up and unpacks what the file says, with any error
         raise FormError(
             f"{str(file)!r} cannot be read as an exported program without running code: {type(error).__name__}: "

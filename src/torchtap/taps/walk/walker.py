@@ -11,7 +11,7 @@ is not hot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import contains
 from threading import get_ident
 from typing import Any, Protocol, TypeVar, final
@@ -21,7 +21,7 @@ from torch import nn
 
 from torchtap._torch import graph_task, in_backward
 from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.untraced import HookHandle
+from torchtap.taps.walk.untraced import HookHandle, HookHandles, Table
 from torchtap.taps.walk.ways import Handle, WayName, way_for
 
 __all__ = ["EVERY_THREAD", "Heard", "Walker", "is_compiling", "shown_call", "shown_output"]
@@ -92,7 +92,8 @@ class Walker:
         self._way = way_for(root, way)
         self._heard = heard
         self._handles: list[Handle] = []
-        self._put_on: tuple[list[Any], list[int]] = [], []  # torch's tables of hooks, and our numbers in them
+        # Torch's tables of hooks and our numbers in them, of so many handles.
+        self._put_on: tuple[list[Table], list[int], int] = [], [], 0
 
     def passes(
         self,
@@ -131,6 +132,25 @@ class Walker:
     ) -> None:
         """Show what the module returns. Repetitions are left out."""
         self.keep(self._way.after(module, shown_output(stop, visit, traced, self._heard)))
+
+    def after_each(
+        self,
+        stops: Iterable[tuple[nn.Module, Stop]],
+        visit: Callable[[Stop, Any], object],
+        traced: Callable[[Stop, Any], object],
+    ) -> None:
+        """`after` for many modules, each once: one function serves them all, so that less is made and let go of."""
+        heard = self._heard
+
+        def hook(stop: Stop, module: nn.Module, args: object, output: object) -> Any:
+            if is_compiling():
+                return traced(stop, output)
+            if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
+                return visit(stop, output)
+            return None
+
+        for handle in self._way.after_each(stops, hook):
+            self.keep(handle)
 
     def before(
         self,
@@ -219,23 +239,25 @@ class Walker:
     def keep(self, handle: Handle) -> None:
         """Have `leave` remove this too."""
         self._handles.append(handle)
-        if isinstance(handle, HookHandle):
-            table, number = handle.place
-            self._put_on[0].append(table)
-            self._put_on[1].append(number)
 
     def gone(self) -> list[nn.Module]:
         """The modules whose hooks somebody else has taken off."""
-        tables, numbers = self._put_on
+        tables, numbers, known = self._put_on
+        if known != len(self._handles):
+            places = [place for handle in self._hooks() for place in handle.places]
+            tables, numbers = [table for table, _ in places], [number for _, number in places]
+            self._put_on = tables, numbers, len(self._handles)
         if all(map(contains, tables, numbers)):  # asked at every step
             return []
-        found = (handle.gone for handle in self._handles if isinstance(handle, HookHandle))
-        return list({id(module): module for module in found if module is not None}.values())
+        return list({id(module): module for handle in self._hooks() for module in handle.gone}.values())
+
+    def _hooks(self) -> list[HookHandle | HookHandles]:
+        return [handle for handle in self._handles if isinstance(handle, (HookHandle, HookHandles))]
 
     def leave(self) -> None:
         """Take everything off; the walker can be used again."""
         handles, self._handles = self._handles, []
-        self._put_on = [], []
+        self._put_on = [], [], 0
         failed: BaseException | None = None
         for handle in reversed(handles):
             try:

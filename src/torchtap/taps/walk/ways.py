@@ -9,19 +9,22 @@ No other file registers forward hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, TypeAlias, final, get_args
 
 from torch import nn
 
 from torchtap.errors import PlanError
-from torchtap.taps.walk.untraced import Hook, HookHandle
+from torchtap.taps.walk.untraced import Hook, HookHandle, HookHandles
 
 __all__ = ["Action", "Handle", "Hook", "HookWay", "Way", "WayName", "way_for"]
 
 WayName = Literal["hook", "wrap", "forward"]
 # Before a call it gets (module, args, kwargs), after it (module, args, output), with the keywords if asked for.
 Action: TypeAlias = Callable[..., Any]
+# A class may have its own way to take hooks.
+_REGISTER_BEFORE = nn.Module.register_forward_pre_hook
+_REGISTER_AFTER = nn.Module.register_forward_hook
 
 
 class Handle(Protocol):
@@ -39,6 +42,12 @@ class Way(Protocol):
 
     def after(self, module: nn.Module, action: Action, *, always: bool = False) -> Handle:
         """Run ``action`` after each call; ``always`` runs it also when the call raised, with output None."""
+
+    def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
+        """Run ``action`` after each call of these modules, with what stands beside the module as its first argument.
+
+        No module is named twice.
+        """
 
 
 def way_for(root: nn.Module, name: str) -> Way:
@@ -61,12 +70,29 @@ class HookWay:
 
     def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
         hook = action if self._travelling else Hook(action)
-        return HookHandle(module, module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True))
+        if type(module).register_forward_pre_hook is _REGISTER_BEFORE:
+            table = module._forward_pre_hooks
+            return HookHandle(module, table, hook, (module._forward_pre_hooks_with_kwargs,), first=first)
+        return HookHandle.of(module, module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True))
 
     def after(
         self, module: nn.Module, action: Action, *, always: bool = False, with_kwargs: bool = False
     ) -> Handle:
         hook = action if self._travelling else Hook(action)
-        return HookHandle(
+        if not with_kwargs and type(module).register_forward_hook is _REGISTER_AFTER:
+            notes = (module._forward_hooks_always_called,) if always else ()
+            return HookHandle(module, module._forward_hooks, hook, notes)
+        return HookHandle.of(
             module, module.register_forward_hook(hook, always_call=always, with_kwargs=with_kwargs)
         )
+
+    def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
+        handles: list[Handle] = []
+        many: list[tuple[nn.Module, Hook]] = []
+        for module, stop in stops:
+            hook = Hook(action, stop)
+            if type(module).register_forward_hook is _REGISTER_AFTER:
+                many.append((module, hook))
+            else:
+                handles.append(HookHandle.of(module, module.register_forward_hook(hook)))
+        return [*handles, HookHandles(many)]

@@ -19,7 +19,7 @@ import copy
 import functools
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -27,7 +27,8 @@ import torch
 from torch import nn
 
 from torchtap.errors import FormError
-from torchtap.taps.walk.untraced import StandIn, conceal, is_wrapper, reveal
+from torchtap.taps.walk.arguments import Args, Function, Kwargs
+from torchtap.taps.walk.untraced import StandIn, Wrapper, conceal, is_wrapper, reveal
 from torchtap.taps.walk.ways import Action, Handle
 
 __all__ = ["ForwardWay", "WrapWay", "replace_forward"]
@@ -43,7 +44,7 @@ class _Around:
     always: list[Action] = field(default_factory=list)
     take_off: Callable[[], None] = lambda: None  # once nothing is left to run
 
-    def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, module: nn.Module, call: Function, args: Args, kwargs: Kwargs) -> object:
         output = None
         try:
             for action in tuple(self.before):
@@ -99,6 +100,9 @@ class _Replacing(ABC):
         around = self._around(module)
         return around.put(around.always if always else around.after, action)
 
+    def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
+        return [self.after(module, functools.partial(action, stop)) for module, stop in stops]
+
     def _around(self, module: nn.Module) -> _Around:
         around = self._arounds.get(id(module))
         if around is None or around.empty:
@@ -119,27 +123,27 @@ class _Replacing(ABC):
 class _Forward(StandIn):
     """Stands in for a module's forward; in a copy of the module it is the plain forward again."""
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, run: Function) -> None:
         self.module, self.run = module, run
-        self.plain: Callable[..., Any] = module.forward
+        self.plain: Function = module.forward
         self.was_own = "forward" in vars(module)
         functools.update_wrapper(self, self.plain, updated=())
 
-    def __call__(self, *args: object, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.run(self.plain, args, kwargs)
 
-    def own(self) -> Any:
-        inner: Any = self.plain
+    def own(self) -> object:
+        inner: object = self.plain
         if isinstance(inner, StandIn):
             return inner.own()
         return inner if self.was_own else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         if self.was_own:
             return copy.deepcopy(self.plain, memo)
         return _forward_of_class(copy.deepcopy(self.module, memo))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         if self.was_own:
             return _itself, (self.plain,)
         return _forward_of_class, (self.module,)
@@ -161,15 +165,15 @@ class _Forward(StandIn):
             current = current.plain
 
 
-def _forward_of_class(module: nn.Module) -> Any:
+def _forward_of_class(module: nn.Module) -> object:
     return types.MethodType(type(module).forward, module)
 
 
-def _itself(value: object) -> Any:
+def _itself(value: object) -> object:
     return value
 
 
-def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+def replace_forward(module: nn.Module, run: Function) -> Callable[[], None]:
     """Let ``run(plain_forward, args, kwargs)`` answer calls of a module's forward; returns what undoes it."""
     if isinstance(module, torch.jit.ScriptModule):
         raise FormError(
@@ -201,24 +205,23 @@ class ForwardWay(_Replacing):
 # -- way="wrap" ------------------------------------------------------------------------------------------------
 
 
-class _Wrapper:
+class _Wrapper(Wrapper):
     """What a wrapper's class adds to the class of the module it holds."""
 
     __slots__ = ()
-    _torchtap_held: nn.Module
     _torchtap_around: _Around
 
-    def __call__(self, *args: object, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         held = self._torchtap_held
         return self._torchtap_around.run(held, held, args, kwargs)
 
     # A property, since it has to win over a forward among the instance's own attributes.
     @property
-    def forward(self) -> Callable[..., Any]:
+    def forward(self) -> Function:
         held, around = self._torchtap_held, self._torchtap_around
 
         @functools.wraps(held.forward)
-        def forward(*args: object, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             return around.run(held, held.forward, args, kwargs)
 
         return forward
@@ -227,10 +230,10 @@ class _Wrapper:
     def __class__(self) -> type:
         return self._torchtap_held.__class__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         return copy.deepcopy(self._torchtap_held, memo)
 
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return _itself, (self._torchtap_held,)
 
 

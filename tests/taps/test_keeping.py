@@ -1,0 +1,228 @@
+"""Whole outputs that are copied when they come and booked when somebody looks: what is seen is the same as without."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchtap as tt
+from torchtap.errors import ReductionError
+from torchtap.reduce import kernel
+from torchtap.taps.receive import keeping
+
+WIDE = 32 << 10  # floats: more than is copied by native code
+
+
+class Twins(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x + 2
+
+
+class Odd(nn.Module):
+    """Shared and repeated modules, tuples, in-place changes, large values between small ones, another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+        self.twins = Twins()
+        self.wide = nn.Linear(4, WIDE)
+        self.turned = nn.Identity()
+        self.last = nn.Linear(4, 2)
+        self.again = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.inner(self.first(x)))
+        one, two = self.twins(x)
+        self.wide(one)
+        self.turned(two.t())
+        return self.last(x + one + two)
+
+
+@pytest.fixture(params=["native", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "python":
+        monkeypatch.setattr(keeping, "make_copier", lambda: None)
+    elif kernel.make_copier() is None:
+        pytest.skip("no native code")
+    return str(request.param)
+
+
+def _look(model: nn.Module, passes: int = 1, **options: bool) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    with tt.capture(model, "**:output", **options) as seen:  # type: ignore[arg-type]
+        for _ in range(passes):
+            model(torch.randn(3, 4))
+    return dict(seen)
+
+
+@pytest.mark.parametrize("options", [{}, {"merge": True}, {"all_threads": True}])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_what_is_seen_is_the_same_with_and_without(
+    monkeypatch: pytest.MonkeyPatch, passes: int, options: dict[str, bool]
+) -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    found = [_look(model, passes, **options) for _ in range(2)]
+    monkeypatch.setattr(keeping, "make_copier", lambda: None)
+    found.append(_look(model, passes, **options))
+    for other in found[1:]:
+        assert list(other) == list(found[0])
+        assert all(torch.equal(other[name], value) for name, value in found[0].items())
+    assert {"first:output#1", "twins:output.1", "inner.1:output"} <= set(found[0])
+
+
+def test_a_change_in_place_does_not_reach_what_was_kept(way: str) -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    x = torch.randn(3, 4)
+    with tt.capture(model, "**:output") as seen:
+        model(x)
+    linear = torch.nn.functional.linear(seen["first:output"], model.inner[0].weight, model.inner[0].bias)  # type: ignore[arg-type]
+    assert (linear < 0).any()
+    assert torch.equal(seen["inner.0:output"], linear)
+    assert torch.equal(seen["inner.1:output"], linear.relu())
+    assert torch.equal(seen["inner:output"], linear.relu())
+
+
+def test_one_copy_serves_a_value_that_is_shown_twice(way: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    with tt.capture(model, "**:output") as seen:
+        model(torch.ones(1, 4))
+    assert seen[":output"] is seen["0:output"] is seen["0.0:output"]
+
+
+def test_looking_in_between_changes_nothing(way: str) -> None:
+    model = Odd()
+    with tt.capture(model, "**:output") as seen:
+        assert list(seen) == []
+        model(torch.ones(3, 4))
+        once = list(seen)
+        model(torch.zeros(3, 4))
+    assert list(seen)[: len(once)] == once
+    assert len(seen) == 2 * len(once)
+    assert not seen.coverage()
+
+
+def test_parts_that_are_called_without_the_model(way: str) -> None:
+    model = Odd()
+    with tt.capture(model, "**:output") as seen:
+        model.first(torch.ones(1, 4))
+        model.last(torch.ones(1, 4))
+    assert list(seen) == ["first:output", "last:output"]
+    assert "inner:output" in {missing.site for missing in seen.coverage()}
+
+
+def test_copies_have_no_gradient_history_and_leave_the_training_as_it_is(way: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    with tt.capture(model, "**:output") as seen:
+        model(x).sum().backward()
+    assert not any(value.requires_grad for value in seen.values())
+    assert all(
+        torch.equal(mine, parameter.grad)  # type: ignore[arg-type]
+        for mine, parameter in zip(plain, model.parameters(), strict=True)
+    )
+
+
+def test_values_without_a_version_are_copied(way: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    with torch.inference_mode(), tt.capture(model, "**:output") as seen:
+        model(-torch.ones(1, 4))
+        seen_before = seen["0:output"].clone()
+        assert torch.equal(seen["1:output"], seen_before.relu())
+
+
+def test_values_inside_of_a_transform_are_plain(way: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(3, 4)
+    with tt.capture(model, "**:output") as seen:
+        torch.func.grad(lambda value: model(value).sum())(x)
+        torch.func.vmap(model)(x)
+    expected = model(x).detach()
+    for name in (":output", ":output#1"):
+        assert torch.allclose(seen[name], expected)
+        assert type(seen[name]) is Tensor
+        assert seen[name].numpy().shape == (3, 4)
+
+
+def test_memory_that_is_not_there_is_an_error_with_the_sites_name(way: str) -> None:
+    class Freed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            gone = x.clone()
+            gone.untyped_storage().resize_(0)
+            return gone
+
+    model = nn.Sequential(nn.Identity(), Freed())
+    with pytest.raises(ReductionError, match="memory"), tt.capture(model, "**:output"):
+        model(torch.ones(2, 2))
+    with tt.capture(model, "**:output", strict=False) as seen:
+        model(torch.ones(2, 2))
+    assert "1:output" in seen.lost[0]
+    assert torch.equal(seen["0:output"], torch.ones(2, 2))
+
+
+def test_other_threads_are_heard_if_they_are_asked_for(way: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def call() -> None:
+        for _ in range(20):
+            model(torch.ones(1, 4))
+
+    for all_threads, passes in ((True, 40), (False, 0)):
+        with tt.capture(model, "0:output", all_threads=all_threads) as seen:
+            threads = [threading.Thread(target=call) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if not all_threads:
+                model(torch.ones(1, 4))
+        expected = model[0](torch.ones(1, 4)).detach()
+        assert len(seen) == (passes or 1)
+        assert all(torch.equal(value, expected) for value in seen.values())
+
+
+def test_what_nobody_looked_at_goes_at_once(way: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    gc.collect()
+    gc.disable()
+    try:
+        with tt.capture(model, "**:output") as seen:
+            model(torch.ones(1, 4))
+        gone = weakref.ref(seen["0:output"])
+        del seen
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_selector_from_which_nothing_came_is_told(way: str) -> None:
+    model = Odd()
+    with pytest.warns(RuntimeWarning, match="nothing came from 'last:output'"):
+        with tt.capture(model, "first:output", "last:output"):
+            model.first(torch.ones(1, 4))
+
+
+def test_sessions_inside_of_each_other_and_no_residue(way: str) -> None:
+    model = Odd()
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        with tt.capture(model, "**:output") as outer:
+            with tt.capture(model, "**:output") as inner:
+                model(x)
+            model(x)
+        assert len(outer) == 2 * len(inner)
+        assert all(torch.equal(outer[name], value) for name, value in inner.items())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "__getstate__" not in vars(module)
