@@ -24,8 +24,10 @@ class Twice(nn.Module):
 
 
 def marked(model: nn.Module, x: Tensor, *marks: Marks) -> Any:
-    """An export whose operations have these marks, in turn."""
+    """An export whose operations have these marks, in turn, and nothing else has any."""
     made = torch.export.export(model, (x,)).module()
+    for node in made.graph.nodes:
+        node.meta.pop("nn_module_stack", None)
     operations = [node for node in made.graph.nodes if node.op == "call_function"]
     for node, mark in zip(operations, marks, strict=True):
         node.meta["nn_module_stack"] = mark
