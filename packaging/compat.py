@@ -2,7 +2,8 @@
 
     python3.13 packaging/compat.py 2.15.0 [--keep] [tests/taps tests/clock …]
 
-The Python that runs this is the one that is tested. Everything but torch comes in the versions of constraints.txt.
+The Python that runs this is the one that is tested. Everything but torch and setuptools comes in the versions of
+constraints.txt.
 Prints a line for each folder of tests, each failure and each kind of skip, and a row for the table of docs/install.md.
 Exit code 1 where a test failed.
 """
@@ -70,16 +71,23 @@ def outcome_of(report: Path) -> Outcome:
     return outcome
 
 
+def pins_for(torch: str, pinned: str) -> str:
+    """The pins of this repository with another torch, which may want another setuptools: 2.11 takes none from 82 on."""
+    other = re.sub(r"^torch==.*$", f"torch=={torch}", pinned, flags=re.MULTILINE)
+    return re.sub(r"^setuptools==.*\n", "", other, flags=re.MULTILINE)
+
+
 def environment_with(torch: str, folder: Path) -> Path:
     """Make an environment with that torch and everything that the tests need; its Python."""
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if python.exists():
         return python
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    pinned = (ROOT / "constraints.txt").read_text()
     others = folder / "constraints.txt"
-    others.write_text(re.sub(r"^torch==.*$", f"torch=={torch}", pinned, flags=re.MULTILINE))
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
+    others.write_text(pins_for(torch, (ROOT / "constraints.txt").read_text()))
+    # Python compiles what the tests import; all of it would take longer than the tests.
+    options = ["--quiet", "--no-cache-dir", "--no-compile", "--disable-pip-version-check"]
+    pip = [str(python), "-m", "pip", "install", *options]
     # The build runs the same torch-free setup.py as every other installation's.
     subprocess.run([*pip, "-c", str(others), f"torch=={torch}", "-e", f"{ROOT}[dev]"], check=True, cwd=ROOT)
     return python

@@ -11,7 +11,7 @@ Importing this file imports nothing that ``import torch`` has not imported alrea
 
 from __future__ import annotations
 
-import inspect
+import copy
 import sys
 import threading
 import zipfile
@@ -301,22 +301,25 @@ def graphs_being_traced() -> list[str]:
     return found
 
 
-def kept_by_inductor(backend: Any) -> dict[str, Any]:
-    """What to call Inductor's backend with, so that it keeps graphs with effects on disk as it does all others.
+def kept_by_inductor(backend: Any) -> Any:
+    """Inductor's backend, so that it keeps graphs with effects on disk as it does all others.
 
     Inductor does not know of ``with_effects`` that nothing but its arguments tells what it does; it does not for our
-    ops, whose arguments are a tensor and a name. Other backends, and a torch that does not take the setting, get
-    nothing: the graph is compiled in each process.
+    ops, whose arguments are a tensor and a name. Other backends, and that of a torch without the setting, are as they
+    were: the graph is compiled in each process.
     """
-    if type(backend).__name__ != "_TorchCompileInductorWrapper":
-        return {}
-    if "config_patches" not in inspect.signature(backend).parameters:
-        return {}
-    known = getattr(torch._inductor.config, "unsafe_marked_cacheable_functions", None)
+    if type(backend).__name__ != "_TorchCompileInductorWrapper" or not isinstance(backend.config, dict):
+        return backend
+    setting = "unsafe_marked_cacheable_functions"
+    known = backend.config.get(setting, getattr(torch._inductor.config, setting, None))
     if known is None:
-        return {}
-    marked = {**known, "torch.ops.higher_order.with_effects": torch.__version__}
-    return {"config_patches": {"unsafe_marked_cacheable_functions": marked}}
+        return backend
+    keeping = copy.copy(backend)
+    keeping.config = {
+        **backend.config,
+        setting: {**known, "torch.ops.higher_order.with_effects": torch.__version__},
+    }
+    return keeping
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:

@@ -40,6 +40,7 @@ __all__ = [
     "passes_modules",
     "path_and_rest",
     "path_of",
+    "path_of_source",
     "path_parts",
     "paths_around",
     "read_name",
@@ -249,6 +250,19 @@ def without_wrappers(path: str) -> str:
 def without_compiler(path: str) -> str:
     """A path without what ``torch.compile`` puts into it."""
     return ".".join(part for part in path_parts(path) if part != "_orig_mod")
+
+
+# How Dynamo writes where it found a module: ``L['self']._modules['layers'][0]``.
+_SOURCE = re.compile(r"L\['(?:self|fn)'\]((?:\.\w+|\['[^']*'\]|\[\d+\])*)")
+_STEP = re.compile(r"[^\[\]'.]+")
+
+
+def path_of_source(text: str) -> str | None:
+    """The path that Dynamo's own writing means; None for a module that is not found on the model. A path is itself."""
+    if re.match(r"[A-Z]\[|\w+\(", text) is None:
+        return text
+    found = _SOURCE.fullmatch(text)
+    return None if found is None else ".".join(step for step in _STEP.findall(found[1]) if step != "_modules")
 
 
 # -- order ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.reduce.test_stats import measured
+from tests.torch_limits import INTERPRETED_TRITON
 
 from torchtap.reduce import device_kernel, kernel, measuring
 from torchtap.reduce.moments import measure_with_torch
@@ -42,6 +43,7 @@ def run(*arguments: str, **environment: str) -> str:
 
 
 @needs_triton
+@INTERPRETED_TRITON.skip
 def test_the_kernel_gives_the_statistics_of_the_definition_in_the_interpreter() -> None:
     out = run(
         *("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"),

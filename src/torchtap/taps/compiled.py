@@ -150,7 +150,7 @@ class _OwnBackend:
         self._backend = backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._backend(*args, **kept_by_inductor(self._backend), **kwargs)
+        return kept_by_inductor(self._backend)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_backend":  # asked for before it is set: by copying

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch_limits import EXPORT_OF_KEPT_TENSORS
 from torch import Tensor, nn
 from torch.package import PackageExporter, PackageImporter
 
@@ -162,6 +163,7 @@ class Keeping(nn.Module):
         return self.last.relu()  # type: ignore[no-any-return, attr-defined]
 
 
+@EXPORT_OF_KEPT_TENSORS.skip
 def test_a_model_that_keeps_values_on_itself_is_instrumented_after_a_call() -> None:
     torch.manual_seed(0)
     model, x = Keeping(), torch.randn(3, 4)

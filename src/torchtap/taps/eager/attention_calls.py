@@ -319,7 +319,9 @@ def _binder(names: list[str], defaults: dict[str, Any]) -> Callable[[Args, Kwarg
     """Builtins have no signature that Python can read, so theirs is written down here."""
 
     def bind(args: Args, kwargs: Kwargs) -> Bound:
-        return {**dict.fromkeys(names), **defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        # Dynamo follows this, and that of torch 2.9 takes a ``strict=False`` for a true one: the ends are cut by hand.
+        given = zip(names[: len(args)], args[: len(names)], strict=True)
+        return {**dict.fromkeys(names), **defaults, **dict(given), **kwargs}
 
     return bind
 

@@ -26,6 +26,7 @@ from torchtap.names import (
     join_path,
     last_part,
     parent_path,
+    path_of_source,
     path_parts,
     without_compiler,
 )
@@ -122,14 +123,12 @@ def module_regions(owner: fx.GraphModule, lifted: frozenset[str] = frozenset()) 
     names = frozenset(node for node in owner.graph.nodes if node.op == "placeholder" and node.name in lifted)
     regions: list[Region] = []
     _collect(owner, names, 0, regions)
+    # Export by Dynamo tells a module by its number, or by the name that it met it under first: further names of it are
+    # one module. Other marks say the path once more.
     first_paths: dict[str, str] = {}
-    for (
-        region
-    ) in regions:  # export by Dynamo tells a module by its number: further names of it are one module
-        number = region.mark.call.partition("@")[0]
-        if number.isdigit():
-            first = first_paths.setdefault(number, region.mark.path)
-            region.mark = region.mark._replace(path=first)
+    for region in regions:
+        module = region.mark.call.partition("@")[0]
+        region.mark = region.mark._replace(path=first_paths.setdefault(module, region.mark.path))
     return regions
 
 
@@ -215,7 +214,10 @@ def _own_marks(node: fx.Node) -> Iterator[Mark]:
     wrapped: list[str] = []  # paths of what wrappers hold
     for call, entry in (node.meta.get("nn_module_stack") or {}).items():
         if isinstance(entry, tuple) and len(entry) == 2 and "_empty_nn_module_stack" not in str(entry[0]):
-            path, described = without_call(str(entry[0])), entry[1]
+            source, described = path_of_source(str(entry[0])), entry[1]
+            if source is None:  # no module of the model
+                continue
+            path = without_call(source)
             if path == "_export_root" or path in wrapped:  # the model once more
                 continue
             if class_name(described) in WRAPPER_CLASSES:
