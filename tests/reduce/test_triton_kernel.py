@@ -47,6 +47,7 @@ def run(*arguments: str, **environment: str) -> str:
 def test_the_kernel_gives_the_statistics_of_the_definition_in_the_interpreter() -> None:
     out = run(
         *("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"),
+        *("-W", "ignore::RuntimeWarning"),  # numpy stands in for the device, and tells of each overflow
         *("tests/reduce/triton_in_its_interpreter.py", "tests/reduce/test_stats.py"),
         "tests/reduce/test_stats_block.py",
         # Left out is what takes the interpreter long: many values, long ones, and what is asked at the real block size.

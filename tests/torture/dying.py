@@ -27,7 +27,7 @@ _LAUNCHER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 from tests.store.records import record
-from torchtap.store.files import place
+from torchtap.store.files import destination
 from torchtap.store.write.merge import Merger
 from torchtap.store.write.writer import RunWriter
 
@@ -55,7 +55,7 @@ class DeadlyOS:
         return one_of_the_last
 
 def record_until_killed(folder, rank, told, way, calls):
-    place.os = deadly = DeadlyOS()
+    destination.os = deadly = DeadlyOS()
     merge = Merger._merge
     def merging(self, *args):
         deadly.left = calls

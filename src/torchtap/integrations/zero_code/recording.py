@@ -65,6 +65,9 @@ class TrainingRecording:
             self._start(models, optimizers)
         except Exception as error:
             self._give_up(error)
+        # Who registers last is called first: the run's writer, which is loaded now, ends itself when the process does.
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
 
     def _start(self, models: dict[str, nn.Module], optimizers: list[Optimizer]) -> None:
         settings = self._settings
