@@ -254,3 +254,47 @@ def test_a_module_that_was_replaced_inside_the_look_is_told() -> None:
         gc.collect()
         model(torch.ones(2, 4))
     assert "blocks.1:output" in {missing.site for missing in seen.coverage()}
+
+
+class Plus:
+    """A function that says of itself what another one says, too."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value.sum() * 0 + self.number
+
+    def __repr__(self) -> str:
+        return "Plus"
+
+
+def test_metrics_are_told_apart_by_what_they_are_and_not_by_what_they_say() -> None:
+    model, found = Net(), []
+    for number in (1.0, 2.0):
+        with tt.capture(model, ":output", keep=tt.Metric(Plus(number), name="plus")) as seen:
+            model(torch.ones(2, 4))
+        found.append(seen[":output"]["plus"])
+    assert found == [1.0, 2.0]
+
+
+def test_a_metric_that_holds_the_model_does_not_keep_it() -> None:
+    model = Net()
+    for _ in range(2):
+        metric = tt.Metric(lambda value, model=model: value.sum() * len(model.blocks), name="held")
+        with tt.capture(model, ":output", keep=metric):
+            model(torch.ones(2, 4))
+    gone = weakref.ref(model)
+    del model, metric
+    gc.collect()
+    assert gone() is None
+
+
+def test_reductions_with_other_settings_are_other_captures() -> None:
+    model = Net()
+    kept: list[set[str]] = []
+    for bins in (4, 8, 4):
+        with tt.capture(model, ":output", keep=[tt.Stats(), tt.Histogram(bins=bins, range=(-1, 1))]) as seen:
+            model(torch.ones(2, 4))
+        kept.append({str(len(seen[":output"]["histogram"]["counts"]))})
+    assert kept[0] == kept[2] != kept[1]

@@ -6,13 +6,14 @@ Small models are looked into thousands of times with the same words. It guarante
 - a memory holds no module: names and weak references, so that a model goes when its last user lets go of it. Whoever
   is given a remembered plan is given the modules, too, and holds them for as long as it asks the plan.
 
-Only text is remembered: a selector that is a function may answer otherwise next time. Parameters and buffers are bound
-anew each time, since they are known by their identity.
+Only text and plain data are remembered: a function may answer otherwise next time, or hold the model. Parameters and
+buffers are bound anew each time, since they are known by their identity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, final, overload
 from weakref import WeakKeyDictionary, ref
 
@@ -146,5 +147,17 @@ def _held_weakly(site: Site) -> Site:
 
 
 def _key(taps: tuple[object, ...], keep: object) -> tuple[object, ...] | None:
-    """What was asked for, if it is nothing but words."""
-    return (taps, repr(keep)) if all(isinstance(each, str) for each in taps) else None
+    """What was asked for, if it is words and plain data: a function may hold the model, or answer otherwise later."""
+    if not all(isinstance(each, str) for each in taps):
+        return None
+    kept = tuple(keep) if isinstance(keep, (list, tuple)) else (keep,)
+    return (taps, kept) if all(map(_is_plain, kept)) else None
+
+
+def _is_plain(keep: object) -> bool:
+    if keep is None:
+        return True
+    if not is_dataclass(keep):
+        return False
+    held = [getattr(keep, each.name) for each in fields(keep)]
+    return all(isinstance(each, Hashable) and not callable(each) for each in held)
