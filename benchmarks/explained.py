@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.leaves import leaves_of, with_leaf
-from torchtap.coverage import Missing
+from torchtap.sessions.coverage import Missing
 from torchtap.names import read_name, site_name
 from torchtap.taps.receive import reasons
 

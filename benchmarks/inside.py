@@ -24,7 +24,7 @@ from torchtap.taps.receive import training
 from torchtap.taps.receive.losses import LossCatcher
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.untraced import Hook
-from torchtap.watching import Watch
+from torchtap.sessions.watching import Watch
 
 __all__ = ["Spent", "row_of_share", "timed_inside"]
 

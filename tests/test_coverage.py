@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.coverage import Missing
+from torchtap.sessions.coverage import Missing
 from torchtap.taps.receive import reasons
 
 X = torch.randn(3, 4)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap import remembered, session
+from torchtap.sessions import remembered, session
 from torchtap.errors import SelectionError
 
 

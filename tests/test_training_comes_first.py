@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torchtap as tt
 from torchtap.store.record import StepRecord
-from torchtap.watching import Watch
+from torchtap.sessions.watching import Watch
 
 
 def train(watch_it: Any = None, steps: int = 12) -> tuple[list[float], Watch | None]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchtap.comparison.forms import compare_forms as compare_forms
     from torchtap.comparison.front import compare as compare
     from torchtap.comparison.judge.result import Comparison as Comparison
-    from torchtap.coverage import Missing as Missing
+    from torchtap.sessions.coverage import Missing as Missing
     from torchtap.diagnosis.birth import Birth as Birth
     from torchtap.diagnosis.birth import find_nan as find_nan
     from torchtap.diagnosis.doctor import Doctor as Doctor
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from torchtap.errors import TrainingStoppedError as TrainingStoppedError
     from torchtap.errors import VerificationError as VerificationError
     from torchtap.integrations.captum import attribute as attribute
-    from torchtap.matching import match as match
+    from torchtap.sessions.matching import match as match
     from torchtap.monitors.layers.files import open_layers as open_layers
     from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
     from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
@@ -101,10 +101,10 @@ if TYPE_CHECKING:
     from torchtap.schedule import Schedule as Schedule
     from torchtap.schedule import Steps as Steps
     from torchtap.schedule import When as When
-    from torchtap.seen import Seen as Seen
-    from torchtap.session import capture as capture
-    from torchtap.session import list_sites as list_sites
-    from torchtap.session import watch as watch
+    from torchtap.sessions.seen import Seen as Seen
+    from torchtap.sessions.front import capture as capture
+    from torchtap.sessions.front import list_sites as list_sites
+    from torchtap.sessions.front import watch as watch
     from torchtap.sinks import CallbackSink as CallbackSink
     from torchtap.sinks import JsonLinesSink as JsonLinesSink
     from torchtap.sinks import MemorySink as MemorySink
@@ -120,10 +120,10 @@ if TYPE_CHECKING:
     from torchtap.taps.travel.extra import extra_outputs as extra_outputs
     from torchtap.taps.travel.instrument import instrument as instrument
     from torchtap.taps.travel.load import load as load
-    from torchtap.verification import Verification as Verification
-    from torchtap.verification import verify as verify
+    from torchtap.sessions.verification import Verification as Verification
+    from torchtap.sessions.verification import verify as verify
     from torchtap.viewer.plot import plot as plot
-    from torchtap.watching import Watch as Watch
+    from torchtap.sessions.watching import Watch as Watch
 
 __version__ = "0.1.0"
 
@@ -160,7 +160,7 @@ _HOME = {
     "MemorySink": "torchtap.sinks",
     "Metric": "torchtap.reduce",
     "MetricError": "torchtap.errors",
-    "Missing": "torchtap.coverage",
+    "Missing": "torchtap.sessions.coverage",
     "MissingExtraError": "torchtap.errors",
     "ModuleMonitor": "torchtap.monitors.module_monitor",
     "Moment": "torchtap.schedule",
@@ -186,7 +186,7 @@ _HOME = {
     "RunNotFoundError": "torchtap.errors",
     "Sample": "torchtap.reduce",
     "Schedule": "torchtap.schedule",
-    "Seen": "torchtap.seen",
+    "Seen": "torchtap.sessions.seen",
     "SelectionError": "torchtap.errors",
     "Selector": "torchtap.sites",
     "SessionError": "torchtap.errors",
@@ -201,15 +201,15 @@ _HOME = {
     "TorchtapError": "torchtap.errors",
     "TrainingStoppedError": "torchtap.errors",
     "TrainingReport": "torchtap.monitors.monitor.trainer",
-    "Verification": "torchtap.verification",
+    "Verification": "torchtap.sessions.verification",
     "VerificationError": "torchtap.errors",
     "WandbSink": "torchtap.sinks",
-    "Watch": "torchtap.watching",
+    "Watch": "torchtap.sessions.watching",
     "When": "torchtap.schedule",
     "attribute": "torchtap.integrations.captum",
     "make_plan": "torchtap.plan",
     "bisect": "torchtap.comparison.bisection",
-    "capture": "torchtap.session",
+    "capture": "torchtap.sessions.front",
     "compare": "torchtap.comparison.front",
     "compare_forms": "torchtap.comparison.forms",
     "diagnose": "torchtap.diagnosis.run",
@@ -225,9 +225,9 @@ _HOME = {
     "instrument": "torchtap.taps.travel.instrument",
     "layer_changes": "torchtap.comparison.adjacent",
     "learn": "torchtap.diagnosis.learned.learning",
-    "list_sites": "torchtap.session",
+    "list_sites": "torchtap.sessions.front",
     "load": "torchtap.taps.travel.load",
-    "match": "torchtap.matching",
+    "match": "torchtap.sessions.matching",
     "make_sink": "torchtap.sinks",
     "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
     "open": "torchtap.store.read.reader",
@@ -235,8 +235,8 @@ _HOME = {
     "plot": "torchtap.viewer.plot",
     "record_layers": "torchtap.monitors.layers.recorder",
     "tap": "torchtap.plan",
-    "verify": "torchtap.verification",
-    "watch": "torchtap.session",
+    "verify": "torchtap.sessions.verification",
+    "watch": "torchtap.sessions.front",
 }
 
 # What a user types. Errors, schedules, sinks and monitors are listed in modules of their own; the types of results

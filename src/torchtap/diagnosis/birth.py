@@ -21,7 +21,7 @@ from torchtap.sites import input_names, places, unwrap
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call, Stop, Visiting
-from torchtap.untouched import untouched
+from torchtap.sessions.untouched import untouched
 
 __all__ = ["Birth", "Search", "find_nan"]
 

@@ -45,13 +45,13 @@ from torchtap.errors import PlanError, TrainingStoppedError
 from torchtap.names import kind_of
 from torchtap.pace import Pace
 from torchtap.ranks import identity
-from torchtap.session import watch
-from torchtap.step_loss import StepLoss
+from torchtap.sessions.front import watch
+from torchtap.sessions.step_loss import StepLoss
 from torchtap.store.record import Consumer, StepRecord
 from torchtap.taps.attach import tree_of
 from torchtap.taps.receive import backward, training
 from torchtap.taps.receive.ears import Ears
-from torchtap.watching import Watch
+from torchtap.sessions.watching import Watch
 
 __all__ = ["Doctor", "doctor"]
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torchtap.integrations.first_call import FirstCall
 from torchtap.integrations.models import called_models
 from torchtap.plan import Tap
-from torchtap.session import watch
+from torchtap.sessions.front import watch
 from torchtap.sites import Selectable
-from torchtap.watching import Watch
+from torchtap.sessions.watching import Watch
 
 __all__ = ["DEFAULT_TAPS", "Accompanied", "Taps"]
 

@@ -20,7 +20,7 @@ from torchtap.plan import Tap, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site
 from torchtap.taps.walk.leaves import leaves
-from torchtap.watching import Watch
+from torchtap.sessions.watching import Watch
 
 __all__ = ["METHODS", "attribute"]
 

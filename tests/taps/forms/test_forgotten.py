@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 import torchtap as tt
-from torchtap.coverage import Missing
+from torchtap.sessions.coverage import Missing
 from torchtap.taps.receive import reasons
 
 Args = tuple[Any, ...]

@@ -21,7 +21,7 @@ from torchtap.names import last_part, parent_path, site_name
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call
-from torchtap.untouched import untouched
+from torchtap.sessions.untouched import untouched
 
 __all__ = ["broken_flow", "harmless_copies"]
 

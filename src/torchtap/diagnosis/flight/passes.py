@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import graph_task, version_of
-from torchtap.random_state import RandomState
+from torchtap.sessions.random_state import RandomState
 from torchtap.sites import unwrap
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.receive.gradients import ask_for_gradient

@@ -28,11 +28,11 @@ from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
 from torchtap.pace import Pace
 from torchtap.plan import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
-from torchtap.session import watch
+from torchtap.sessions.front import watch
 from torchtap.sinks.registry import make_sink
-from torchtap.step_loss import StepLoss
+from torchtap.sessions.step_loss import StepLoss
 from torchtap.taps.receive.losses import LossCatcher
-from torchtap.watching import Watch
+from torchtap.sessions.watching import Watch
 
 __all__ = ["TrainingRecording", "begin", "taps_of"]
 

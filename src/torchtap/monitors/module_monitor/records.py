@@ -16,10 +16,10 @@ from typing import Any, final
 
 import numpy as np
 
-from torchtap.model_tree import environment
+from torchtap.sessions.model_tree import environment
 from torchtap.monitors.module_monitor.naming import ROOT
 from torchtap.names import last_part, parent_path, read_name, site_name
-from torchtap.outlets import Outlets
+from torchtap.sessions.outlets import Outlets
 from torchtap.ranks import identity
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter

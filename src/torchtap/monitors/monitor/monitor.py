@@ -39,7 +39,7 @@ from torchtap.names import site_name
 from torchtap.plan import Tap
 from torchtap.reduce import Full
 from torchtap.schedule import Epochs
-from torchtap.session import watch
+from torchtap.sessions.front import watch
 from torchtap.sites import Selector, Site
 from torchtap.store.record import StepRecord
 from torchtap.taps.attach import tree_of

@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from torchtap.watching import Watch
+from torchtap.sessions.watching import Watch
 
 __all__ = ["StepLoss"]
 

@@ -8,7 +8,7 @@ from typing import IO
 from rich.console import Console
 from rich.table import Table
 
-from torchtap.coverage import Missing
+from torchtap.sessions.coverage import Missing
 from torchtap.store.read.show import compact
 from torchtap.store.record import ScalarBlock
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchtap._torch import pytree
 from torchtap.errors import PlanError, VerificationError
 from torchtap.plan import Tap
-from torchtap.session import capture
+from torchtap.sessions.front import capture
 from torchtap.sites import Selectable
 from torchtap.taps.walk.arguments import Args, Kwargs
 

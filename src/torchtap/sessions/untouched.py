@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtap.random_state import RandomState
+from torchtap.sessions.random_state import RandomState
 
 __all__ = ["untouched"]
 

@@ -18,17 +18,17 @@ from typing import IO, TYPE_CHECKING, Any, Self, final
 
 from torch import Tensor
 
-from torchtap.coverage import Missing, missing_sites
+from torchtap.sessions.coverage import Missing, missing_sites
 from torchtap.errors import SessionError
-from torchtap.evaluations import Evaluations
-from torchtap.following import Following, Sentry
-from torchtap.gaps import Gaps
-from torchtap.outlets import Outlets
+from torchtap.sessions.evaluations import Evaluations
+from torchtap.sessions.following import Following, Sentry
+from torchtap.sessions.gaps import Gaps
+from torchtap.sessions.outlets import Outlets
 from torchtap.plan import Plan
-from torchtap.steps import StepMaker
+from torchtap.sessions.steps import StepMaker
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
-from torchtap.tapping import Tapping
+from torchtap.sessions.tapping import Tapping
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
 
@@ -382,7 +382,7 @@ class Watch:
 
     def summary(self, file: IO[str] | None = None) -> None:
         """Print the newest statistics of each site as a table."""
-        from torchtap.summary import print_summary
+        from torchtap.sessions.summary import print_summary
 
         self._steps.settle()
         print_summary(self._latest.values(), self.coverage(), self.lost, file)

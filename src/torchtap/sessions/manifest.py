@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from torchtap.model_tree import model_tree
+from torchtap.sessions.model_tree import model_tree
 from torchtap.plan import Plan
 from torchtap.sites import source_of
 

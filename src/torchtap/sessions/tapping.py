@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from torchtap.coverage import replaced_paths
+from torchtap.sessions.coverage import replaced_paths
 from torchtap.names import OF_CALLS
 from torchtap.plan import Plan
 from torchtap.store.record import ScalarBlock, TensorItem

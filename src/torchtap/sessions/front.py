@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from torchtap.compiled_parts import warn_of_missing_parts
+from torchtap.sessions.compiled_parts import warn_of_missing_parts
 from torchtap.errors import PlanError, SessionError
 from torchtap.names import Kind
-from torchtap.outlets import warn
+from torchtap.sessions.outlets import warn
 from torchtap.plan import Plan, Tap, candidates, make_plan, tap
 from torchtap.ranks import identity
 from torchtap.reduce import AnyReduction
-from torchtap.remembered import remember, remembered
+from torchtap.sessions.remembered import remember, remembered
 from torchtap.schedule import Moment
-from torchtap.seen import Seen
+from torchtap.sessions.seen import Seen
 from torchtap.sites import Selectable, places
-from torchtap.staged import joined
+from torchtap.sessions.staged import joined
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
-from torchtap.tapping import Tapping
+from torchtap.sessions.tapping import Tapping
 from torchtap.taps.attach import tree_of
 from torchtap.taps.place.mesh import process_mesh
 from torchtap.taps.walk.ways import WayName
-from torchtap.watching import Watch
+from torchtap.sessions.watching import Watch
 
 if TYPE_CHECKING:
     from torchtap.taps.alike.site_map import SiteMap
@@ -225,8 +225,8 @@ def watch(
     recorded = range(0)
     if run is not None:
         # Loaded here, as whatever a session may do without: starting is felt.
-        from torchtap.manifest import run_manifest
-        from torchtap.model_tree import environment
+        from torchtap.sessions.manifest import run_manifest
+        from torchtap.sessions.model_tree import environment
         from torchtap.store.read.earlier import recorded_steps
         from torchtap.store.write.writer import RunWriter
 
@@ -272,7 +272,7 @@ def _named_like(
     tree: Any, model: object, like: nn.Module | SiteMap | str | os.PathLike[str], inputs: object
 ) -> tuple[Any, SiteMap | None]:
     """The tree with the names that the values have in another model, and which value is which."""
-    from torchtap.matching import site_map_of
+    from torchtap.sessions.matching import site_map_of
     from torchtap.taps.alike.mapped import with_paths
 
     site_map = site_map_of(model, like, inputs)

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from torchtap.coverage import Missing, missing_sites
+from torchtap.sessions.coverage import Missing, missing_sites
 from torchtap.display import drawn
 from torchtap.errors import ReductionError, SelectionError
 from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name

@@ -9,7 +9,7 @@ import platform
 import sys
 from importlib.util import find_spec
 
-from torchtap.outlets import warn
+from torchtap.sessions.outlets import warn
 from torchtap.reduce import kernel
 from torchtap.store.format import checksum
 
