@@ -20,7 +20,9 @@ BRANCHES = (
 HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook"}
 
 # The way from a hook to a record: what one step of a watch loads of these, so without arithmetic and without files.
-CORE = re.compile(r"(sessions/)?(taps/|names|sites|plan|clock|steps|tapping|watching|store/record|record\.py)")
+CORE = re.compile(
+    r"(sessions/)?(taps/|names|sites|plan|clock|steps|tapping|watching|store/record|record\.py)"
+)
 WATCH = """
 import sys, torch, torchtap
 model = torch.nn.Linear(2, 2)

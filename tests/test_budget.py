@@ -79,7 +79,10 @@ def test_a_share_of_the_step_is_judged_from_the_third_step_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()  # each look at the clock is a second later
-    for module in ("torchtap.sessions.spending.time.perf_counter", "torchtap.taps.receive.folding.perf_counter"):
+    for module in (
+        "torchtap.sessions.spending.time.perf_counter",
+        "torchtap.taps.receive.folding.perf_counter",
+    ):
         monkeypatch.setattr(module, lambda: float(next(ticks)))
     # A step: begin, two looks around the one fold, end: a third of it is the tap's.
     dear, cheap = (tt.tap("0:output", tt.Full(), budget=tt.Budget(share=share)) for share in (0.3, 0.4))

@@ -3,8 +3,26 @@ module, `LayerRecorder` for a model's layers pass by pass. Each is imported when
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+from torchtap.lazy import names_from
+
+if TYPE_CHECKING:
+    from torchtap.monitors.layers.files import open_layers as open_layers
+    from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
+    from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
+    from torchtap.monitors.layers.recorder import record_layers as record_layers
+    from torchtap.monitors.module_monitor import HooksManager as HooksManager
+    from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
+    from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
+    from torchtap.monitors.module_monitor import RefinedCoordinateCheck as RefinedCoordinateCheck
+    from torchtap.monitors.module_monitor import StorageManager as StorageManager
+    from torchtap.monitors.module_monitor import (
+        monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
+    )
+    from torchtap.monitors.monitor.monitor import Monitor as Monitor
+    from torchtap.monitors.monitor.trainer import MonitoredTrainer as MonitoredTrainer
+    from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
 
 _HOME = {
     "HooksManager": "module_monitor",
@@ -22,13 +40,7 @@ _HOME = {
     "record_layers": "layers.recorder",
 }
 __all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'torchtap.monitors' has no attribute {name!r}")
-    return getattr(import_module(f"torchtap.monitors.{home}"), name)
+__getattr__ = names_from(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

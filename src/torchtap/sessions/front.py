@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from torchtap.sessions.compiled_parts import warn_of_missing_parts
 from torchtap.errors import PlanError, SessionError
 from torchtap.names import Kind
-from torchtap.sessions.outlets import warn
 from torchtap.plan import Plan, Tap, candidates, make_plan, tap
 from torchtap.ranks import identity
 from torchtap.reduce import AnyReduction
-from torchtap.sessions.remembered import remember, remembered
 from torchtap.schedule import Moment
+from torchtap.sessions.compiled_parts import warn_of_missing_parts
+from torchtap.sessions.outlets import warn
+from torchtap.sessions.remembered import remember, remembered
 from torchtap.sessions.seen import Seen
-from torchtap.sites import Selectable, places
 from torchtap.sessions.staged import joined
+from torchtap.sessions.tapping import Tapping
+from torchtap.sessions.watching import Watch
+from torchtap.sites import Selectable, places
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
-from torchtap.sessions.tapping import Tapping
 from torchtap.taps.attach import tree_of
 from torchtap.taps.place.mesh import process_mesh
 from torchtap.taps.walk.ways import WayName
-from torchtap.sessions.watching import Watch
 
 if TYPE_CHECKING:
     from torchtap.taps.alike.site_map import SiteMap

@@ -7,10 +7,10 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from torchtap.sessions.coverage import Missing, missing_sites
 from torchtap.display import drawn
 from torchtap.errors import ReductionError, SelectionError
 from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
+from torchtap.sessions.coverage import Missing, missing_sites
 from torchtap.sites import input_names, unwrap
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.entries import Entry

@@ -19,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias, final
 
+from torchtap.plan import Plan
+from torchtap.schedule import Moment
 from torchtap.sessions.clock import Clock
 from torchtap.sessions.logged import Logged
 from torchtap.sessions.outlets import Outlets
-from torchtap.plan import Plan
-from torchtap.schedule import Moment
 from torchtap.sessions.spending import Spending
-from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.sessions.tapping import Tapping
+from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.taps.receive.collect import PendingNumbers
 from torchtap.taps.receive.entries import Tally
 

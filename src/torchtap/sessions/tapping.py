@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from torchtap.sessions.coverage import replaced_paths
 from torchtap.names import OF_CALLS
 from torchtap.plan import Plan
+from torchtap.sessions.coverage import replaced_paths
 from torchtap.store.record import ScalarBlock, TensorItem
 from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks

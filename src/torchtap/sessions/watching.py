@@ -18,17 +18,17 @@ from typing import IO, TYPE_CHECKING, Any, Self, final
 
 from torch import Tensor
 
-from torchtap.sessions.coverage import Missing, missing_sites
 from torchtap.errors import SessionError
+from torchtap.plan import Plan
+from torchtap.sessions.coverage import Missing, missing_sites
 from torchtap.sessions.evaluations import Evaluations
 from torchtap.sessions.following import Following, Sentry
 from torchtap.sessions.gaps import Gaps
 from torchtap.sessions.outlets import Outlets
-from torchtap.plan import Plan
 from torchtap.sessions.steps import StepMaker
+from torchtap.sessions.tapping import Tapping
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
-from torchtap.sessions.tapping import Tapping
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
 
