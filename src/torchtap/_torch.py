@@ -260,7 +260,7 @@ def is_traced_by_fx() -> bool:
 def patch_script_compiler(around: Callable[[Any], AbstractContextManager[None]]) -> None:
     """Have TorchScript make script modules inside of ``around(module)``: it compiles every hook that it finds.
 
-    Where the function is gone, a module with hooks of ours cannot be scripted.
+    Where the function is gone, a module with torchtap's hooks cannot be scripted.
     """
     compiler = torch.jit._recursive
     create = getattr(compiler, "create_script_module", None)

@@ -92,7 +92,7 @@ def replaced_paths(receiver: Receiver) -> set[str]:
 
 
 def _now_at(root: nn.Module, path: str) -> dict[str, object] | None:
-    """The state of the module that is now at a path: a wrapper of ours is a second face with the same."""
+    """The state of the module that is now at a path. A wrapper shares the ``__dict__`` of the module inside it."""
     module: nn.Module | None = root
     for name in path_parts(path):
         module = unwrap(module)._modules.get(name) if module is not None else None

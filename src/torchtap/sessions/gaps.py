@@ -154,7 +154,7 @@ def _values(tables: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _faces(modules: Sequence[nn.Module | None]) -> list[int]:
-    """Modules by their state: a wrapper of ours is a second face of the same module."""
+    """Modules by their state: a wrapper shares the ``__dict__`` of the module inside it."""
     return [id(unwrap(module).__dict__) if module is not None else 0 for module in modules]
 
 

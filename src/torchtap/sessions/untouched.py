@@ -1,6 +1,6 @@
 """Run models forwards and backwards, and leave no trace in them.
 
-Inside the block the models have no gradients, and copies of their buffers. At its end they have the very tensors that
+Inside the block the models have no gradients, and copies of their buffers. At its end they have the same tensors that
 they had: nothing was written into them, so that a graph which waits for its backward is not disturbed. Modes, plain
 attributes of modules and random numbers are put back too. What hooks of the training's own do elsewhere is not undone.
 

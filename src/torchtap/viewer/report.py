@@ -209,7 +209,7 @@ def _slices(shown: OpenRun, site: str) -> Iterator[dict[str, str | int]]:
 
 
 def _page(archive: str, title: str) -> bytes:
-    # A script or style inside HTML ends at its closing tag; neither of ours holds one, and a build that did
+    # A script or style inside HTML ends at its closing tag; torchtap's own hold none, and a build that did
     # would be noticed here and not by a reader.
     script, style = asset("app.js").decode(), asset("app.css").decode()
     if "</script" in script.lower() or "</style" in style.lower():

@@ -31,7 +31,7 @@ def is_model_input(place: ChartedSite) -> bool:
 @final
 @dataclass(frozen=True)
 class SameBatch(Rule):
-    """The model's input is the very same in each of several steps."""
+    """The model's input is the same in each of several steps, bit by bit."""
 
     length: int = 3
 

@@ -1,7 +1,7 @@
 """The import names of the ``torch-module-monitor`` package, for programs that keep them.
 
 ``stand_in()`` makes ``import torch_module_monitor`` and ``from torch_module_monitor.storage import ...`` find
-torchtap, in this process. Every name here is the very object that ``torchtap`` exports.
+torchtap, in this process. Every name here is the object that ``torchtap`` exports.
 """
 
 from __future__ import annotations

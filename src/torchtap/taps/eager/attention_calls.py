@@ -2,7 +2,7 @@
 
 Four entry points cover what torch offers: ``F.scaled_dot_product_attention``, ``F.multi_head_attention_forward``
 (``nn.MultiheadAttention``), and the two inference fast paths. It guarantees:
-- the model's own call goes through with the very arguments it came with;
+- the model's own call goes through with the arguments it came with;
 - the wrappers are gone as soon as nobody listens;
 - an attention that one entry point hands to another is told once, and a checkpoint's repetition is not told.
 """

@@ -1,4 +1,4 @@
-"""A copy of a model with modules of its own and the very parameters and buffers of the original."""
+"""A copy of a model: its modules are new, its parameters and buffers are those of the original."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Keep our hooks out of copies and pickles of a model.
+"""Keep torchtap's hooks out of copies and pickles of a model.
 
-While a module carries anything of ours, it has a ``__getstate__`` of its own that leaves it out. So ``torch.save``,
-``pickle`` and ``copy.deepcopy`` of a watched model give what they would give without us, at any moment.
+While torchtap has anything on a module, the module has a ``__getstate__`` that leaves it out. So ``torch.save``,
+``pickle`` and ``copy.deepcopy`` of a watched model give what they would give without torchtap, at any moment.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _STATE = "__getstate__"
 
 @final
 class Hook(partial[Any]):
-    """A function of ours on a module. A ``partial`` without arguments adds next to nothing to the call."""
+    """A function that torchtap put on a module. A ``partial`` without arguments adds next to nothing to the call."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _nothing, ()
@@ -58,7 +58,7 @@ class Hook(partial[Any]):
 
 
 def _inert(*_: object) -> None:
-    """What a hook of ours becomes where a module's own way of copying takes it along."""
+    """What a hook becomes where a module's own way of copying takes it along."""
 
 
 def _nothing() -> Callable[..., None]:
@@ -66,7 +66,7 @@ def _nothing() -> Callable[..., None]:
 
 
 class Traveller:
-    """Something of ours on a module that its copies take along. A pickle has plain names in its place."""
+    """Something on a module that its copies take along. A pickle has plain names in its place."""
 
     def left(self) -> dict[str, Any]:
         """The attributes that a pickle of the module has instead."""
@@ -82,14 +82,14 @@ class StandIn(ABC):
 
 
 class Wrapper:
-    """One of ours around a module: a second face of it, with the module's own ``__dict__``."""
+    """Stands around a module and shares its ``__dict__``: the same dict means the same module."""
 
     __slots__ = ()
     _torchtap_held: nn.Module
 
 
 def is_wrapper(module: object) -> bool:
-    """Whether a module is one of ours around another."""
+    """Whether a module is torchtap's wrapper around another."""
     return issubclass(type(module), Wrapper)  # it says that it is of the module's class
 
 
@@ -138,7 +138,7 @@ def _cleaned(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tables_without_ours(state: dict[str, Any]) -> dict[str, Any]:
-    """The tables of hooks that have one of ours in them, without it."""
+    """The tables that hold torchtap's hooks, without these."""
     ours = {
         key
         for table in _HOOK_TABLES
@@ -153,7 +153,7 @@ def _tables_without_ours(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def conceal(module: nn.Module) -> None:
-    """Something of ours is put on a module."""
+    """Torchtap puts something on a module: keep it out of copies."""
     attributes = module.__dict__
     known = attributes.get(_STATE)
     if not isinstance(known, _CleanState):
@@ -166,7 +166,7 @@ def conceal(module: nn.Module) -> None:
 
 
 def reveal(module: nn.Module) -> None:
-    """Something of ours is taken off a module."""
+    """Torchtap takes something off a module."""
     known = module.__dict__.get(_STATE)
     if isinstance(known, _CleanState):
         known.count -= 1
@@ -182,7 +182,7 @@ def hide_from_script() -> None:
 
 @contextmanager
 def _ours_off(model: nn.Module) -> Iterator[None]:
-    """The modules of a model without hooks of ours, for as long as it lasts."""
+    """A block in which the model's modules do not have torchtap's hooks."""
     taken: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
         attributes = module.__dict__
@@ -217,7 +217,7 @@ def _new_number() -> int:
 
 @final
 class HookHandle:
-    """A hook of ours on a module, and what takes it off again.
+    """A hook on a module, and what takes it off again.
 
     It puts a hook on as torch's own functions do, in a third of the time: a look inside a small model is mostly hooks
     that come and go. ``notes`` are the tables in which torch notes how a hook is to be called.
@@ -274,7 +274,7 @@ class HookHandle:
 
 @final
 class HookHandles:
-    """Hooks of ours on many modules, one on each, and what takes them off again. They have the same number."""
+    """Hooks on many modules, one on each, and what takes them off again. They have the same number."""
 
     __slots__ = ("_modules", "_number")
 
