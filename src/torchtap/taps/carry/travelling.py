@@ -1,6 +1,6 @@
 """How carriers go along with a model: copies have them, pickles have their names, packages have a file about them.
 
-A pickle that names a class of torchtap would not load where torchtap is not installed, and one that runs code to find out
+A pickle that names a class of torchtap would not load where it is not installed, and one that runs code to find out
 is refused by scanners. So a pickle has only the names of the sites, as plain text and tuples in one attribute. What is
 loaded runs as it did; ``capture`` takes it like any model, and `torchtap.instrument` puts the same sites on again.
 
