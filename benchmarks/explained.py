@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.leaves import leaves_of, with_leaf
-from torchtap.sessions.coverage import Missing
 from torchtap.names import read_name, site_name
+from torchtap.sessions.coverage import Missing
 from torchtap.taps.receive import reasons
 
 __all__ = ["Truth", "is_explained"]

@@ -20,11 +20,11 @@ from torchtap.diagnosis.probes.gradients import GradientProbe
 from torchtap.diagnosis.probes.hidden import HiddenProbe
 from torchtap.diagnosis.probes.losses import LossProbe
 from torchtap.diagnosis.probes.padded import PaddingProbe
+from torchtap.sessions.watching import Watch
 from torchtap.taps.receive import training
 from torchtap.taps.receive.losses import LossCatcher
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.untraced import Hook
-from torchtap.sessions.watching import Watch
 
 __all__ = ["Spent", "row_of_share", "timed_inside"]
 

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 
 # From the ground up. A file may import from its own layer and from those before it.
 LAYERS = [
-    ["foreign_text"],
+    ["foreign_text", "lazy"],
     ["errors", "torchscript"],
     ["_torch"],
     ["placement"],

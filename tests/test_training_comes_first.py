@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.store.record import StepRecord
 from torchtap.sessions.watching import Watch
+from torchtap.store.record import StepRecord
 
 
 def train(watch_it: Any = None, steps: int = 12) -> tuple[list[float], Watch | None]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torchtap.comparison.forms import compare_forms as compare_forms
     from torchtap.comparison.front import compare as compare
     from torchtap.comparison.judge.result import Comparison as Comparison
-    from torchtap.sessions.coverage import Missing as Missing
     from torchtap.diagnosis.birth import Birth as Birth
     from torchtap.diagnosis.birth import find_nan as find_nan
     from torchtap.diagnosis.doctor import Doctor as Doctor
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from torchtap.errors import TrainingStoppedError as TrainingStoppedError
     from torchtap.errors import VerificationError as VerificationError
     from torchtap.integrations.captum import attribute as attribute
-    from torchtap.sessions.matching import match as match
     from torchtap.monitors.layers.files import open_layers as open_layers
     from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
     from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
@@ -101,10 +99,15 @@ if TYPE_CHECKING:
     from torchtap.schedule import Schedule as Schedule
     from torchtap.schedule import Steps as Steps
     from torchtap.schedule import When as When
-    from torchtap.sessions.seen import Seen as Seen
+    from torchtap.sessions.coverage import Missing as Missing
     from torchtap.sessions.front import capture as capture
     from torchtap.sessions.front import list_sites as list_sites
     from torchtap.sessions.front import watch as watch
+    from torchtap.sessions.matching import match as match
+    from torchtap.sessions.seen import Seen as Seen
+    from torchtap.sessions.verification import Verification as Verification
+    from torchtap.sessions.verification import verify as verify
+    from torchtap.sessions.watching import Watch as Watch
     from torchtap.sinks import CallbackSink as CallbackSink
     from torchtap.sinks import JsonLinesSink as JsonLinesSink
     from torchtap.sinks import MemorySink as MemorySink
@@ -120,10 +123,7 @@ if TYPE_CHECKING:
     from torchtap.taps.travel.extra import extra_outputs as extra_outputs
     from torchtap.taps.travel.instrument import instrument as instrument
     from torchtap.taps.travel.load import load as load
-    from torchtap.sessions.verification import Verification as Verification
-    from torchtap.sessions.verification import verify as verify
     from torchtap.viewer.plot import plot as plot
-    from torchtap.sessions.watching import Watch as Watch
 
 __version__ = "0.1.0"
 

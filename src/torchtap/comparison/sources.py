@@ -15,12 +15,12 @@ from torchtap._torch import runs_compiled
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
 from torchtap.comparison.recorded.recordings import MemoryRecording
 from torchtap.errors import CompareError
-from torchtap.sessions.matching import has_names, match
 from torchtap.names import in_passing_order, site_name
+from torchtap.sessions.matching import has_names, match
+from torchtap.sessions.untouched import untouched
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import map_leaves
-from torchtap.sessions.untouched import untouched
 
 __all__ = ["captured", "is_eager", "perturbed"]
 

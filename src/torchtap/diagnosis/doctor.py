@@ -47,11 +47,11 @@ from torchtap.pace import Pace
 from torchtap.ranks import identity
 from torchtap.sessions.front import watch
 from torchtap.sessions.step_loss import StepLoss
+from torchtap.sessions.watching import Watch
 from torchtap.store.record import Consumer, StepRecord
 from torchtap.taps.attach import tree_of
 from torchtap.taps.receive import backward, training
 from torchtap.taps.receive.ears import Ears
-from torchtap.sessions.watching import Watch
 
 __all__ = ["Doctor", "doctor"]
 

@@ -16,8 +16,8 @@ from torchtap.integrations.first_call import FirstCall
 from torchtap.integrations.models import called_models
 from torchtap.plan import Tap
 from torchtap.sessions.front import watch
-from torchtap.sites import Selectable
 from torchtap.sessions.watching import Watch
+from torchtap.sites import Selectable
 
 __all__ = ["DEFAULT_TAPS", "Accompanied", "Taps"]
 

@@ -18,9 +18,9 @@ from torchtap.errors import PlanError, SelectionError, needing
 from torchtap.names import read_name, site_name
 from torchtap.plan import Tap, make_plan
 from torchtap.reduce import Stats
+from torchtap.sessions.watching import Watch
 from torchtap.sites import Selectable, Selector, Site
 from torchtap.taps.walk.leaves import leaves
-from torchtap.sessions.watching import Watch
 
 __all__ = ["METHODS", "attribute"]
 

@@ -9,8 +9,8 @@ import platform
 import sys
 from importlib.util import find_spec
 
-from torchtap.sessions.outlets import warn
 from torchtap.reduce import kernel
+from torchtap.sessions.outlets import warn
 from torchtap.store.format import checksum
 
 __all__ = ["missing_parts", "warn_of_missing_parts"]

@@ -26,9 +26,15 @@ _PATIENCE = 128  # updates of one optimizer that wait for another's
 
 @final
 class Following(Ears):
-    """Tells when each of the followed optimizers has stepped. A `TrainingListener`."""
+    """Tells when each of the followed optimizers has stepped. A `TrainingListener`.
 
-    def __init__(self, step_is_over: Callable[[bool], None], hears: Callable[[], bool]) -> None:
+    ``sentry`` is at work for as long as anybody is followed.
+    """
+
+    def __init__(
+        self, step_is_over: Callable[[bool], None], hears: Callable[[], bool], sentry: Sentry
+    ) -> None:
+        self.sentry = sentry
         self._step_is_over = step_is_over
         self._hears = hears
         self._followed: dict[int, Optimizer] = {}
@@ -59,6 +65,7 @@ class Following(Ears):
         """Follow nobody any more."""
         stop_listening(self)
         self._followed.clear()
+        self.sentry.stop()
 
     def updated(self, optimizer: Optimizer) -> None:
         self._count(optimizer)

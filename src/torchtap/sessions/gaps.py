@@ -18,8 +18,8 @@ from torch import nn
 from torchtap.errors import PlanError
 from torchtap.foreign_text import shown
 from torchtap.plan import Plan, make_plan
-from torchtap.sites import unwrap
 from torchtap.sessions.tapping import Tapping
+from torchtap.sites import unwrap
 from torchtap.taps.attach import tree_of
 
 __all__ = ["Gaps"]

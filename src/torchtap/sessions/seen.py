@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from torchtap.sessions.coverage import Missing, missing_sites
 from torchtap.display import drawn
 from torchtap.errors import ReductionError, SelectionError
 from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
@@ -15,6 +14,9 @@ from torchtap.sites import input_names, unwrap
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.entries import Entry
 from torchtap.taps.receive.receiver import Receiver
+
+if TYPE_CHECKING:
+    from torchtap.sessions.coverage import Missing
 
 __all__ = ["Seen"]
 
@@ -79,6 +81,8 @@ class Seen(Mapping[str, Any]):
 
     def coverage(self) -> list[Missing]:
         """What was asked for and did not come, and why."""
+        from torchtap.sessions.coverage import missing_sites
+
         return missing_sites(self._receiver, frozenset(range(len(self._receiver.plan.taps))))
 
     def _repr_html_(self) -> str:

@@ -18,21 +18,21 @@ from typing import IO, TYPE_CHECKING, Any, Self, final
 
 from torch import Tensor
 
-from torchtap.sessions.coverage import Missing, missing_sites
 from torchtap.errors import SessionError
+from torchtap.plan import Plan
 from torchtap.sessions.evaluations import Evaluations
-from torchtap.sessions.following import Following, Sentry
 from torchtap.sessions.gaps import Gaps
 from torchtap.sessions.outlets import Outlets
-from torchtap.plan import Plan
 from torchtap.sessions.steps import StepMaker
+from torchtap.sessions.tapping import Tapping
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.pool import HostPool
-from torchtap.sessions.tapping import Tapping
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
 
 if TYPE_CHECKING:
+    from torchtap.sessions.coverage import Missing
+    from torchtap.sessions.following import Following
     from torchtap.taps.place.placing import Placing
 
 __all__ = ["Watch"]
@@ -83,8 +83,7 @@ class Watch:
             first=recorded.stop,
         )
         self._members = [model] if models is None else list(models.values())
-        self._following = Following(self._update_is_done, lambda: self._receiver.hears_this_thread())
-        self._sentry = Sentry(self._members, self._steps.pass_begins, self._mode_changed)
+        self._following: Following | None = None  # until an optimizer is followed
         self._logs = False  # whether the training logs numbers of its own
         self._latest: dict[tuple[str, tuple[str, ...]], ScalarBlock] = {}
         self._handed_on = 0
@@ -203,7 +202,7 @@ class Watch:
             raise SessionError(
                 f"follow(start={start}): step {steps.clock.step} has begun already; give start= with the first follow"
             )
-        self._following.add(optimizers)
+        self._follow(optimizers)
         if start is not None:
             steps.clock.start_at(start)
         if fresh and steps.passes_before and any(map(_has_gradient, self._members)):
@@ -214,6 +213,16 @@ class Watch:
             steps.begin(None, threading.get_ident(), fresh=True)
         self._look_out()
         return self
+
+    def _follow(self, optimizers: Sequence[object]) -> None:
+        if self._following is None:  # loaded here: where steps are blocks, nobody is followed
+            from torchtap.sessions.following import Following, Sentry
+
+            sentry = Sentry(self._members, self._steps.pass_begins, self._mode_changed)
+            self._following = Following(
+                self._update_is_done, lambda: self._receiver.hears_this_thread(), sentry
+            )
+        self._following.add(optimizers)
 
     def _update_is_done(self, skipped: bool) -> None:
         """Every followed optimizer has stepped."""
@@ -233,10 +242,11 @@ class Watch:
 
     def _look_out(self) -> None:
         """Nothing of ours may be on the model in this step; what comes must still find its place."""
-        steps = self._steps
-        self._sentry.look_for_passes(self._logs and not steps.taps.armed)
+        steps, following = self._steps, self._following
+        assert following is not None
+        following.sentry.look_for_passes(self._logs and not steps.taps.armed)
         if steps.last is not None and not steps.live_at(steps.last, "eval") <= steps.taps.armed:
-            self._sentry.look_for_modes()
+            following.sentry.look_for_modes()
             if not self._is_training():
                 steps.rearm()
 
@@ -378,6 +388,8 @@ class Watch:
 
     def coverage(self) -> list[Missing]:
         """Each site that the plan expects and that did not arrive so far, with the reason."""
+        from torchtap.sessions.coverage import missing_sites
+
         return missing_sites(self._receiver, self._steps.ever_live)
 
     def summary(self, file: IO[str] | None = None) -> None:
@@ -420,12 +432,13 @@ class Watch:
         finally:
             self._closed = True
             self._steps.stop_hearing()
-            self._following.stop()
-            self._sentry.stop()
+            if self._following is not None:
+                self._following.stop()
             self._steps.taps.detach()
-            self._outlets.tell("sites", sites=self.described_sites())
-            missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
-            self._outlets.tell("coverage", missing=missing)
+            if self._outlets.keep_events:
+                self._outlets.tell("sites", sites=self.described_sites())
+                missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
+                self._outlets.tell("coverage", missing=missing)
             self._outlets.close()
 
     def _tell_what_is_odd(self, clockless: bool) -> None:

@@ -18,10 +18,10 @@ from torchtap.comparison.judge.result import FirstDifference
 from torchtap.comparison.live.hooked import visiting
 from torchtap.comparison.live.tracing import Feed, golden_copy, jitter
 from torchtap.names import last_part, parent_path, site_name
+from torchtap.sessions.untouched import untouched
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.visit import Call
-from torchtap.sessions.untouched import untouched
 
 __all__ = ["broken_flow", "harmless_copies"]
 

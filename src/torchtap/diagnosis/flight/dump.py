@@ -23,17 +23,17 @@ from torchtap.diagnosis.flight.moment import StepSnapshot
 from torchtap.diagnosis.flight.passes import copied
 from torchtap.diagnosis.flight.replay import Replayed, replay
 from torchtap.diagnosis.op_trail import Event
-from torchtap.sessions.manifest import run_manifest
-from torchtap.sessions.model_tree import environment
 from torchtap.plan import make_plan, tap
 from torchtap.reduce import Full, Sample, Stats
 from torchtap.sessions.front import watch
+from torchtap.sessions.manifest import run_manifest
+from torchtap.sessions.model_tree import environment
+from torchtap.sessions.untouched import untouched
 from torchtap.sinks.memory import MemorySink
 from torchtap.sites import unwrap
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 from torchtap.taps.attach import tree_of
-from torchtap.sessions.untouched import untouched
 
 __all__ = ["Outcome", "explain", "reproduce", "write_dump"]
 

@@ -31,9 +31,9 @@ from torchtap.diagnosis.flight.norms import norm_of
 from torchtap.diagnosis.flight.passes import PassKeeper
 from torchtap.diagnosis.flight.signals import Asked, Uncaught
 from torchtap.errors import PlanError
-from torchtap.sessions.outlets import warn
 from torchtap.plan import Plan, Tap
 from torchtap.sessions.front import watch
+from torchtap.sessions.outlets import warn
 from torchtap.sites import Selectable, unwrap
 from torchtap.store.record import StepRecord
 from torchtap.taps.receive.ears import Ears

@@ -29,10 +29,10 @@ from torchtap.pace import Pace
 from torchtap.plan import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.sessions.front import watch
-from torchtap.sinks.registry import make_sink
 from torchtap.sessions.step_loss import StepLoss
-from torchtap.taps.receive.losses import LossCatcher
 from torchtap.sessions.watching import Watch
+from torchtap.sinks.registry import make_sink
+from torchtap.taps.receive.losses import LossCatcher
 
 __all__ = ["TrainingRecording", "begin", "taps_of"]
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol, final
 from torchtap.errors import SessionError
 from torchtap.taps.carry.op import Channel
 from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.receive.state import reader_of
 
 # In the attributes of a module whose calls go elsewhere.
 _MARK = "_torchtap_rerouted"
@@ -66,7 +65,7 @@ class CarriedAttachment:
         self._receiver = receiver
         self._channel = channel
         self._routes: list[Route] = routes
-        self._state = reader_of(receiver)
+        self._state = receiver.state_reader()
         self._on: list[Route] | None = None
 
     def arm(self, live: frozenset[int]) -> None:

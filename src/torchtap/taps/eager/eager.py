@@ -26,7 +26,6 @@ from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.gradients import ask_at_its_node
 from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.receive.state import reader_of
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves
 from torchtap.taps.walk.structure import map_leaves
@@ -61,7 +60,7 @@ class EagerAttachment:
         self._receiver = receiver
         self._walker = Walker(self._root, way, receiver)
         self._armed: frozenset[int] = frozenset()
-        self._state = reader_of(receiver)
+        self._state = receiver.state_reader()
         self._channel = Channel()
 
     def arm(self, live: frozenset[int]) -> None:
