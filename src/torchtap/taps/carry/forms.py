@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, final
 
 from torchtap.errors import SessionError
-from torchtap.taps.carry.op import Channel
+from torchtap.taps.carry.channel import Channel
 from torchtap.taps.receive.receiver import Receiver
 
 # In the attributes of a module whose calls go elsewhere.

@@ -30,7 +30,6 @@ from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.gradients import Ask, ask_for_gradient
 from torchtap.taps.walk.leaves import input_leaves, leaves
-from torchtap.taps.walk.structure import skeleton
 
 if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
@@ -264,7 +263,7 @@ class Receiver:
                 self._fold(entry, tree)
             return
         if port.structure is None:
-            port.structure = skeleton(tree)
+            port.structure = _structure_of(tree)
         if not self._take_leaves(port, call, leaves(tree)):
             port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)
 
@@ -500,3 +499,10 @@ class Receiver:
         entry = self._entry(port, leaf, call)
         if entry is not None:
             self._fold(entry, tensor)
+
+
+def _structure_of(tree: object) -> object:
+    """A structure without its values. Loaded here: most modules return one tensor."""
+    from torchtap.taps.walk.structure import skeleton
+
+    return skeleton(tree)
