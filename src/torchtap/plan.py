@@ -267,6 +267,11 @@ class Plan:
         return frozenset(port.site.kind for port in self.ports)
 
     @cached_property
+    def reads_state(self) -> bool:
+        """Whether anything is asked for that the model or its optimizer holds, and that no call passes on."""
+        return not self.kinds.isdisjoint((*_LISTED, "lr"))
+
+    @cached_property
     def keys(self) -> list[str]:
         """What each tap keeps, in words: equal reductions have equal keys."""
         return [repr(each.keep) for each in self.taps]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from torchtap.display import drawn
 from torchtap.errors import ReductionError, SelectionError
 from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
 from torchtap.sites import input_names, unwrap
@@ -86,6 +85,8 @@ class Seen(Mapping[str, Any]):
         return missing_sites(self._receiver, frozenset(range(len(self._receiver.plan.taps))))
 
     def _repr_html_(self) -> str:
+        from torchtap.display import drawn
+
         return str(drawn("captured values", self))
 
     def __repr__(self) -> str:

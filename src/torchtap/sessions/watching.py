@@ -202,10 +202,10 @@ class Watch:
             raise SessionError(
                 f"follow(start={start}): step {steps.clock.step} has begun already; give start= with the first follow"
             )
-        self._follow(optimizers)
+        self._followed().add(optimizers)
         if start is not None:
             steps.clock.start_at(start)
-        if fresh and steps.passes_before and any(map(_has_gradient, self._members)):
+        if fresh and steps.passes_before and self._followed().sentry.sees_gradients():
             self._tell_what_is_hidden(None)
             steps.adopt_early(threading.get_ident())
         elif steps.open is None:
@@ -214,15 +214,16 @@ class Watch:
         self._look_out()
         return self
 
-    def _follow(self, optimizers: Sequence[object]) -> None:
-        if self._following is None:  # loaded here: where steps are blocks, nobody is followed
+    def _followed(self) -> Following:
+        """Who is followed, perhaps nobody yet. Loaded here: where steps are blocks, nobody ever is."""
+        if self._following is None:
             from torchtap.sessions.following import Following, Sentry
 
             sentry = Sentry(self._members, self._steps.pass_begins, self._mode_changed)
             self._following = Following(
                 self._update_is_done, lambda: self._receiver.hears_this_thread(), sentry
             )
-        self._following.add(optimizers)
+        return self._following
 
     def _update_is_done(self, skipped: bool) -> None:
         """Every followed optimizer has stepped."""
@@ -242,8 +243,7 @@ class Watch:
 
     def _look_out(self) -> None:
         """Nothing of ours may be on the model in this step; what comes must still find its place."""
-        steps, following = self._steps, self._following
-        assert following is not None
+        steps, following = self._steps, self._followed()
         following.sentry.look_for_passes(self._logs and not steps.taps.armed)
         if steps.last is not None and not steps.live_at(steps.last, "eval") <= steps.taps.armed:
             following.sentry.look_for_modes()
@@ -286,19 +286,12 @@ class Watch:
 
     def _tell_what_is_hidden(self, step: int | None) -> None:
         """Before a step is recorded a second time: what earlier attempts have of it will not be shown any more."""
-        if not self._recorded:
-            return
-        following = self._steps.clock.following if step is None else step
-        recorded, self._recorded = self._recorded, range(0)
-        if isinstance(following, int) and following < recorded.stop:
-            self._outlets.hint(
-                "hidden",
-                f"the folder holds steps up to {recorded[-1]} of an earlier attempt; this one begins at step "
-                f"{following} and hides what it records again. To keep both, use another folder; to go on after "
-                "them, leave start= out",
-            )
-        else:
-            self._outlets.tell("continued", after=recorded[-1])
+        if self._recorded:
+            from torchtap.sessions.resumed import tell_what_is_hidden
+
+            recorded, self._recorded = self._recorded, range(0)
+            first = self._steps.clock.following if step is None else step
+            tell_what_is_hidden(self._outlets, recorded, first)
 
     # -- what comes out -----------------------------------------------------------------------------------
 
@@ -503,8 +496,3 @@ class _Block:
 
     def __exit__(self, *_: object) -> None:
         self._leave()
-
-
-def _has_gradient(model: object) -> bool:
-    parameters: Callable[[], Any] = getattr(model, "parameters", lambda: ())
-    return any(parameter.grad is not None for parameter in parameters())

@@ -12,6 +12,7 @@ from typing import Any, Protocol, final
 from torchtap.errors import SessionError
 from torchtap.taps.carry.channel import Channel
 from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.receive.state import StateReader
 
 # In the attributes of a module whose calls go elsewhere.
 _MARK = "_torchtap_rerouted"
@@ -65,7 +66,7 @@ class CarriedAttachment:
         self._receiver = receiver
         self._channel = channel
         self._routes: list[Route] = routes
-        self._state = receiver.state_reader()
+        self._state = StateReader(receiver) if receiver.plan.reads_state else None
         self._on: list[Route] | None = None
 
     def arm(self, live: frozenset[int]) -> None:

@@ -29,6 +29,7 @@ from torchtap.taps.walk.walker import Walker
 from torchtap.taps.walk.ways import WayName
 
 if TYPE_CHECKING:
+    from torchtap.taps.receive.state import StateReader
     from torchtap.taps.walk.arguments import Args, Kwargs
 
 __all__ = ["Attachment", "EagerAttachment"]
@@ -59,7 +60,11 @@ class EagerAttachment:
         self._receiver = receiver
         self._walker = Walker(self._root, way, receiver)
         self._armed: frozenset[int] = frozenset()
-        self._state = receiver.state_reader()
+        self._state: StateReader | None = None
+        if receiver.plan.reads_state:
+            from torchtap.taps.receive.state import StateReader
+
+            self._state = StateReader(receiver)
         self._channel = Channel()
 
     def arm(self, live: frozenset[int]) -> None:

@@ -14,6 +14,7 @@ from torchtap.names import Kind
 from torchtap.plan import Port
 from torchtap.reduce.base import AnyReduction, RowBlock
 from torchtap.sites import Site, input_names
+from torchtap.taps.walk.counting import CallCounter
 
 __all__ = ["Entry", "Fold", "LivePort", "RecentValues", "Tally", "gone"]
 
@@ -139,7 +140,7 @@ class Tally:
 
 
 @final
-class LivePort:
+class LivePort(CallCounter):
     """A plan's port at run time: counts calls in a pass and keeps the entries of its leaves.
 
     ``apart`` are the taps that keep each pass by itself: their calls are counted on from pass to pass.
@@ -147,28 +148,19 @@ class LivePort:
 
     __slots__ = (
         "apart",
-        "called",
-        "calls",
         "earlier",
         "entries",
         "first",
         "input_names",
         "kind",
-        "leaf_calls",
         "module",
         "note",
-        "pass_number",
         "port",
-        "recalls",
         "structure",
     )
 
     def __init__(self, port: Port, apart: frozenset[int] = frozenset()) -> None:
-        self.pass_number = -1
-        self.calls = 0
-        self.recalls = 0
-        self.leaf_calls: dict[str, int] = {}
-        self.called = False  # in any pass
+        super().__init__()
         self.port = port
         self.apart = apart.intersection(port.taps)
         self.earlier: tuple[int, dict[str, int]] = (0, {})  # calls, and calls of each leaf, in earlier passes
@@ -183,30 +175,7 @@ class LivePort:
         takes_arguments = self.kind in ("input", "grad_input") and module is not None
         self.input_names = input_names(module) if takes_arguments and module is not None else None
 
-    def next_call(self, pass_number: int) -> int:
-        """The number of this call in the pass."""
-        if self.pass_number != pass_number:
-            self.start_pass(pass_number)
-        call = self.calls
-        self.calls = call + 1
-        return call
-
-    def next_recall(self) -> int:
-        """The number of a call that activation checkpointing repeats: that of the call it repeats."""
-        call = self.recalls
-        self.recalls = call + 1
-        return call
-
-    def next_leaf_call(self, pass_number: int, leaf: str) -> int:
-        """The same for values that arrive one by one, not as one structure a call."""
-        if self.pass_number != pass_number:
-            self.start_pass(pass_number)
-        call = self.leaf_calls.get(leaf, 0)
-        self.leaf_calls[leaf] = call + 1
-        return call
-
     def start_pass(self, pass_number: int) -> None:
-        """Count from 0, or on where passes are kept apart."""
         self.pass_number, self.called = pass_number, True
         if self.apart:
             self.earlier = self.calls, dict(self.leaf_calls)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torchtap._torch import is_traced_by_script
 from torchtap.names import paths_around, site_name
-from torchtap.plan import LISTED_KINDS, Plan
+from torchtap.plan import Plan
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
     from torchtap.taps.receive.keeping import Kept
     from torchtap.taps.receive.pass_clock import PassClock
-    from torchtap.taps.receive.state import StateReader
     from torchtap.taps.walk.arguments import Args
 
 __all__ = ["Receiver"]
@@ -122,14 +121,6 @@ class Receiver:
             if entry.shape is not None:
                 silent.difference_update(entry.taps, entry.also.taps if entry.also is not None else ())
         return sorted(silent)
-
-    def state_reader(self) -> StateReader | None:
-        """What reads the model's state for this receiver; None where the plan asks for none."""
-        if self.plan.kinds.isdisjoint((*LISTED_KINDS, "lr")):
-            return None
-        from torchtap.taps.receive.state import StateReader
-
-        return StateReader(self)
 
     # -- what a carrier asks ------------------------------------------------------------------------------
 
@@ -263,7 +254,9 @@ class Receiver:
                 self._fold(entry, tree)
             return
         if port.structure is None:
-            port.structure = _structure_of(tree)
+            from torchtap.taps.walk.structure import skeleton  # here: most modules return one tensor
+
+            port.structure = skeleton(tree)
         if not self._take_leaves(port, call, leaves(tree)):
             port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)
 
@@ -499,10 +492,3 @@ class Receiver:
         entry = self._entry(port, leaf, call)
         if entry is not None:
             self._fold(entry, tensor)
-
-
-def _structure_of(tree: object) -> object:
-    """A structure without its values. Loaded here: most modules return one tensor."""
-    from torchtap.taps.walk.structure import skeleton
-
-    return skeleton(tree)
