@@ -10,13 +10,13 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, final, overload
 
 from torch import nn
 
 from torchtap.errors import PlanError, SelectionError, TorchtapError
 from torchtap.foreign_text import shown
-from torchtap.names import KINDS, Kind, no_such_site
+from torchtap.names import KINDS, Kind
 from torchtap.reduce.base import AnyReduction, Reduction
 from torchtap.reduce.stats import Stats
 from torchtap.schedule.base import Always, Moment, Schedule, schedule_of
@@ -218,8 +218,7 @@ def _check_budget(budget: object) -> None:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Port:
+class Port(NamedTuple):
     """A site as far as it is known before the model runs, and the taps that may want what passes there.
 
     ``names`` has the site first and then the further names that a shared module or tied parameter goes by.
@@ -427,6 +426,8 @@ def _picks_nothing(selector: Selector, found: Sequence[Place]) -> SelectionError
         deeper = f"**.{asked}"
         if any(map(Selector.of(deeper, kind).picks_port, sites)):
             advice = f"A path with a dot in it begins at the model: {deeper!r} picks it at any depth."
+    from torchtap.unmatched import no_such_site
+
     return no_such_site(selector.text, [site.name for site in sites], "this model's", advice)
 
 

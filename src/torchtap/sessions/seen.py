@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 
 from torchtap.errors import ReductionError, SelectionError
-from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
+from torchtap.names import belongs_to, first_part, is_unplaced, read_name, site_name
 from torchtap.sites import input_names, unwrap
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.entries import Entry
@@ -37,6 +37,8 @@ class Seen(Mapping[str, Any]):
         name = self._named(name)
         entry = self._find(name)
         if entry is None:
+            from torchtap.unmatched import no_such_site
+
             reason = self._why_not(name)
             raise no_such_site(name, list(self), "the captured", reason)
         result = self._result(entry)
