@@ -20,6 +20,7 @@ LAYERS = [
     ["placement"],
     ["_torch_distributed", "ranks"],
     ["names"],
+    ["site_order", "unmatched"],
     ["registry"],
     ["display"],
     ["sites"],

@@ -28,7 +28,6 @@ __all__ = [
     "meshes_of",
     "output_plan",
     "placed",
-    "process_group",
     "spec_of",
     "wrapper_group",
 ]
@@ -52,14 +51,6 @@ class MeshAxis(NamedTuple):
     def runs_along(self, other: MeshAxis) -> bool:
         """Whether two axes have more in common than this process: they are one, or one contains the other."""
         return len(set(self.ranks).intersection(other.ranks)) > 1
-
-
-def process_group() -> tuple[int, int] | None:
-    """This process' rank and how many there are, from the default process group; None where there is none."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    return distributed.get_rank(), distributed.get_world_size()
 
 
 def group_axis(group: Any, name: str) -> MeshAxis:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from torchtap.errors import PlanError
-from torchtap.reduce import AnyReduction, Sample, Stats
+from torchtap.reduce.base import AnyReduction
 
 __all__ = ["Budget", "lesser"]
 
@@ -48,4 +48,7 @@ def lesser(keep: AnyReduction) -> tuple[AnyReduction, ...]:
         raise PlanError(
             "statistics are the least that a tap keeps: a budget needs another keep=, e.g. Full()"
         )
+    from torchtap.reduce.sample import Sample
+    from torchtap.reduce.stats import Stats
+
     return (Sample(), Stats()) if keep.whole else (Stats(),)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from html import escape
+from functools import cache
 from urllib.parse import quote
 
 __all__ = ["browser_text", "file_component", "in_html", "shortened", "shown", "storable"]
@@ -26,11 +26,10 @@ _LONGEST_COMPONENT = 400
 _LONGEST_IN_A_PAGE = 1000
 # Controls (C0, DEL, C1), marks that change direction or take no room, line separators, tags, surrogates,
 # non-characters and private use: none of them is a letter of a name.
-_UNSEEN = re.compile(
+_UNSEEN = (
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164"
     "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\uffff\ud800-\udfff\ue000-\uf8ff\U0001fffe\U0001ffff\U000e0000-\U0010ffff]"
 )
-_UNSEEN_IN_LINES = re.compile(rf"(?![\n\t]){_UNSEEN.pattern}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 # What every object of JavaScript has: as a key it would be found, or swallowed.
 _OF_OBJECTS = frozenset(
@@ -40,6 +39,12 @@ _OF_OBJECTS = frozenset(
         "__lookupSetter__",
     }
 )  # fmt: skip
+
+
+@cache
+def _unseen(in_lines: bool) -> re.Pattern[str]:
+    """Compiled for the first text that needs it: a large set takes a millisecond, and most names need none."""
+    return re.compile(rf"(?![\n\t]){_UNSEEN}" if in_lines else _UNSEEN)
 
 
 def _spell(found: re.Match[str]) -> str:
@@ -55,12 +60,14 @@ def shown(text: str, most: int = _LONGEST_SHOWN, *, lines: bool = False) -> str:
     if cut > 0:
         text = text[:most]
     if not text.isascii() or not text.isprintable():
-        text = (_UNSEEN_IN_LINES if lines else _UNSEEN).sub(_spell, text)
+        text = _unseen(lines).sub(_spell, text)
     return f"{text}… ({cut} more)" if cut > 0 else text
 
 
 def in_html(text: str, most: int = 5000) -> str:
     """The same as part of an HTML page, also within quotes."""
+    from html import escape  # with a table of two thousand names that only pages need
+
     return escape(shown(text, most))
 
 

@@ -1,4 +1,4 @@
-"""The grammar of a site's name, ``<module path>:<kind>[.<leaf>][#<call>]``: parsing, printing, order, wrappers.
+"""The grammar of a site's name, ``<module path>:<kind>[.<leaf>][#<call>]``: parsing, printing, wrappers.
 
 No other file cuts a site's name or a module's path. This one knows text only: it imports no torch, so that runs
 are read without it. It guarantees:
@@ -9,9 +9,8 @@ are read without it. It guarantees:
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, final, get_args
 
 from torchtap.errors import SelectionError
@@ -25,19 +24,14 @@ __all__ = [
     "Name",
     "belongs_to",
     "call_of",
-    "execution_order",
     "first_part",
-    "in_passing_order",
     "is_inside",
     "is_unplaced",
     "join_path",
     "kind_of",
     "last_part",
-    "nearest_names",
-    "no_such_site",
     "parent_path",
     "parse_name",
-    "passes_modules",
     "path_and_rest",
     "path_of",
     "path_of_source",
@@ -253,103 +247,17 @@ def without_compiler(path: str) -> str:
 
 
 # How Dynamo writes where it found a module: ``L['self']._modules['layers'][0]``.
-_SOURCE = re.compile(r"L\['(?:self|fn)'\]((?:\.\w+|\['[^']*'\]|\[\d+\])*)")
-_STEP = re.compile(r"[^\[\]'.]+")
+_SOURCE = r"L\['(?:self|fn)'\]((?:\.\w+|\['[^']*'\]|\[\d+\])*)"
+_STEP = r"[^\[\]'.]+"
 
 
 def path_of_source(text: str) -> str | None:
     """The path that Dynamo's own writing means; None for a module that is not found on the model. A path is itself."""
     if re.match(r"[A-Z]\[|\w+\(", text) is None:
         return text
-    found = _SOURCE.fullmatch(text)
-    return None if found is None else ".".join(step for step in _STEP.findall(found[1]) if step != "_modules")
-
-
-# -- order ----------------------------------------------------------------------------------------------------
-
-# A step's causes before its effects: parameters as the forward uses them; forward values, as they pass; the numbers
-# that the program logs of them, a loss above all; gradients, which pass the other way; then what the step ends with.
-_FORWARD, _BACKWARD = 0, 2
-_PHASE = {
-    "param": -1,
-    "value": 1,
-    "grad_output": _BACKWARD,
-    "grad_input": _BACKWARD,
-    "param_grad_local": 3,
-    "param_grad_accumulated": 3,
-    "param_grad_unclipped": 4,
-    "param_grad": 5,
-    "buffer": 6,
-    "update": 6,
-    "optim_state": 6,
-    "lr": 6,
-}
-
-
-def in_passing_order(names: Iterable[str]) -> list[str]:
-    """Sites in the order in which their values come about, given in the order in which forward passes them.
-
-    Parameters are there before the forward; gradients pass in reverse; what a step leaves behind comes last.
-    """
-    groups: dict[int, list[str]] = {}
-    for name in names:
-        groups.setdefault(_PHASE.get(kind_of(name), _FORWARD), []).append(name)
-    groups.get(_BACKWARD, []).reverse()
-    return [name for phase in sorted(groups) for name in groups[phase]]
-
-
-def passes_modules(name: str) -> bool:
-    """Whether the place of a value follows from the module that it passes, not from its kind alone."""
-    return _PHASE.get(kind_of(name), _FORWARD) in (_FORWARD, _BACKWARD)
-
-
-class OrderKey(NamedTuple):
-    """Sorts sites by execution."""
-
-    phase: int
-    call: int
-    trail: tuple[float, ...]
-    listed: int
-
-
-def execution_order(sites: Sequence[str]) -> dict[str, OrderKey]:
-    """A sorting key for each site: modules as they are listed, a module's input before and its output after
-    everything inside it, further calls after the first, gradients in reverse."""
-    place: dict[str, int] = {}
-    names = [read_name(site) for site in sites]
-    for name in names:
-        for path in (*reversed(tuple(paths_around(name.path))), name.path):
-            place.setdefault(path, len(place))
-    keys: dict[str, OrderKey] = {}
-    for listed, (site, name) in enumerate(zip(sites, names, strict=True)):
-        way = [name.path, *paths_around(name.path)][:-1] if name.path else []
-        trail: tuple[float, ...] = tuple(place[path] for path in reversed(way))
-        phase = _PHASE.get(name.kind, _FORWARD)
-        if phase == _BACKWARD:
-            trail = tuple(-each for each in trail)
-        late = name.kind in ("output", "grad_input")
-        edge = float("inf") if late else float("-inf")
-        keys[site] = OrderKey(phase, name.call, (*trail, edge), listed)
-    return keys
-
-
-# -- names that are not there ---------------------------------------------------------------------------------
-
-
-def nearest_names(asked: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
-    """The names most like what was asked for."""
-    return tuple(difflib.get_close_matches(asked, list(names), n=count, cutoff=0.4))
-
-
-def no_such_site(asked: str, names: Sequence[str], where: str, advice: str = "") -> SelectionError:
-    """The error for a name or selector that picks nothing among ``names``."""
-    nearest = nearest_names(asked, names)
-    if nearest:
-        found = "the nearest are " + ", ".join(repr(name) for name in nearest)
-    elif names:
-        found = "there are " + ", ".join(repr(name) for name in names[:3]) + (" …" if len(names) > 3 else "")
-    else:
-        found = "there are none"
-    plural = "site" if len(names) == 1 else "sites"
-    message = f"{asked!r} matches none of {where} {len(names)} {plural}; {found}."
-    return SelectionError(f"{message} {advice}".rstrip(), nearest=nearest)
+    found = re.fullmatch(_SOURCE, text)
+    return (
+        None
+        if found is None
+        else ".".join(step for step in re.findall(_STEP, found[1]) if step != "_modules")
+    )

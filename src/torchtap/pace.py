@@ -14,7 +14,7 @@ from collections import deque
 from statistics import median
 from typing import final
 
-from torchtap.schedule import Moment
+from torchtap.schedule.base import Moment
 
 __all__ = ["Pace", "Seldom"]
 

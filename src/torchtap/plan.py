@@ -10,17 +10,20 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, final, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, final, overload
 
 from torch import nn
 
-from torchtap.budget import Budget, lesser
 from torchtap.errors import PlanError, SelectionError, TorchtapError
 from torchtap.foreign_text import shown
-from torchtap.names import KINDS, Kind, no_such_site
-from torchtap.reduce import AnyReduction, Full, Reduction, Stats, reduction_from_spec
-from torchtap.schedule import Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
+from torchtap.names import KINDS, Kind
+from torchtap.reduce.base import AnyReduction, Reduction
+from torchtap.reduce.stats import Stats
+from torchtap.schedule.base import Always, Moment, Schedule, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
+
+if TYPE_CHECKING:
+    from torchtap.budget import Budget
 
 __all__ = ["LISTED_KINDS", "Plan", "Port", "Tap", "candidates", "make_plan", "tap"]
 
@@ -82,6 +85,10 @@ class Tap:
     @classmethod
     def from_spec(cls, spec: Mapping[str, Any]) -> Tap:
         """The tap that a `spec` describes."""
+        from torchtap.budget import Budget
+        from torchtap.reduce.registry import reduction_from_spec
+        from torchtap.schedule.rules import schedule_from_spec
+
         for text in (*spec["selectors"], *spec["exclude"]):
             if not isinstance(text, str) or text.startswith("<"):
                 raise PlanError(
@@ -176,10 +183,8 @@ def _one_tap(
         keep = keep()
     if keep is not None and not isinstance(keep, Reduction):
         raise PlanError(f"keep={keep!r}: give a reduction, e.g. keep=Stats() or keep=Full()")
-    if budget is not None and not isinstance(budget, Budget):
-        raise PlanError(
-            f"budget={budget!r}: give a Budget, e.g. Budget(bytes=10 << 30) or Budget(share=0.05)"
-        )
+    if budget is not None:
+        _check_budget(budget)
     selectors = selectors_of(selector, kind)
     if not selectors:
         raise PlanError("a tap needs at least one selector")
@@ -203,9 +208,17 @@ def _one_tap(
     )
 
 
+def _check_budget(budget: object) -> None:
+    from torchtap.budget import Budget
+
+    if not isinstance(budget, Budget):
+        raise PlanError(
+            f"budget={budget!r}: give a Budget, e.g. Budget(bytes=10 << 30) or Budget(share=0.05)"
+        )
+
+
 @final
-@dataclass(frozen=True, slots=True)
-class Port:
+class Port(NamedTuple):
     """A site as far as it is known before the model runs, and the taps that may want what passes there.
 
     ``names`` has the site first and then the further names that a shared module or tied parameter goes by.
@@ -253,6 +266,11 @@ class Plan:
         return frozenset(port.site.kind for port in self.ports)
 
     @cached_property
+    def reads_state(self) -> bool:
+        """Whether anything is asked for that the model or its optimizer holds, and that no call passes on."""
+        return not self.kinds.isdisjoint((*_LISTED, "lr"))
+
+    @cached_property
     def keys(self) -> list[str]:
         """What each tap keeps, in words: equal reductions have equal keys."""
         return [repr(each.keep) for each in self.taps]
@@ -260,7 +278,9 @@ class Plan:
     @cached_property
     def keeps_outputs(self) -> bool:
         """Whether all that is asked for are modules' outputs, each whole and as it is."""
-        return self.kinds == {"output"} and all(each.whole and each.keep == Full() for each in self.taps)
+        if self.kinds != {"output"} or not all(each.whole and each.keep.whole for each in self.taps):
+            return False
+        return all(each.keep == _whole_tensors() for each in self.taps)
 
     @cached_property
     def aliases(self) -> dict[str, str]:
@@ -325,7 +345,13 @@ def _taps_of(asked: Any, keep: Any) -> Iterator[Tap]:
         for each in asked:
             yield from _taps_of(each, keep)
     else:
-        yield from _taps_of(tap(asked, keep), keep)
+        yield from _taps_of(tap(asked, _whole_tensors() if keep is None else keep), keep)
+
+
+def _whole_tensors() -> AnyReduction:
+    from torchtap.reduce.full import Full
+
+    return Full()
 
 
 def make_plan(
@@ -339,7 +365,7 @@ def make_plan(
 
     A selector that picks nothing is an error, unless not ``all_match``.
     """
-    asked = list(_taps_of(taps, Full() if keep is None else keep))
+    asked = list(_taps_of(taps, keep))
     if not asked:
         raise PlanError("a plan needs at least one tap, e.g. tap('*:output')")
     found_places = tuple(places(model))
@@ -400,6 +426,8 @@ def _picks_nothing(selector: Selector, found: Sequence[Place]) -> SelectionError
         deeper = f"**.{asked}"
         if any(map(Selector.of(deeper, kind).picks_port, sites)):
             advice = f"A path with a dot in it begins at the model: {deeper!r} picks it at any depth."
+    from torchtap.unmatched import no_such_site
+
     return no_such_site(selector.text, [site.name for site in sites], "this model's", advice)
 
 
@@ -407,6 +435,11 @@ def _fallbacks(asked: Sequence[Tap]) -> tuple[list[Tap], dict[int, tuple[int, ..
     """The taps that take the place of those whose budget is spent, and where they will stand in the plan."""
     taps: list[Tap] = []
     standing: dict[int, tuple[int, ...]] = {}
+    if all(each.budget is None for each in asked):
+        return taps, standing
+    from torchtap.budget import lesser
+    from torchtap.schedule.rules import Never
+
     for index, each in enumerate(asked):
         if each.budget is not None:
             first = len(asked) + len(taps)

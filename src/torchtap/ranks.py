@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Literal, NamedTuple, final
 
-from torchtap._torch_distributed import process_group
+from torch import distributed
 
 __all__ = ["Identity", "identity"]
 
@@ -25,9 +25,8 @@ class Identity(NamedTuple):
 
 def identity() -> Identity:
     """The rank of this process and the number of processes; 0 of 1 where nobody says anything else."""
-    grouped = process_group()
-    if grouped is not None:
-        return Identity(*grouped, "process group")
+    if distributed.is_available() and distributed.is_initialized():
+        return Identity(distributed.get_rank(), distributed.get_world_size(), "process group")
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if rank is None:
         return Identity(0, 1, "nobody")

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, cast, final
+from typing import Any, NamedTuple, TypeAlias, cast, final
 from weakref import ref
 
 from torch import nn
@@ -95,8 +95,7 @@ class Site:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A module of a model under its clean path; ``other_paths`` are further names of the same module."""
 
     path: str

@@ -15,9 +15,10 @@ from torchtap._torch import runs_compiled
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
 from torchtap.comparison.recorded.recordings import MemoryRecording
 from torchtap.errors import CompareError
-from torchtap.names import in_passing_order, site_name
+from torchtap.names import site_name
 from torchtap.sessions.matching import has_names, match
 from torchtap.sessions.untouched import untouched
+from torchtap.site_order import in_passing_order
 from torchtap.taps.alike.site_map import SiteMap
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import map_leaves

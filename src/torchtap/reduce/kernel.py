@@ -39,7 +39,7 @@ _FUNCTIONS = ("count", "fold", "measure", "measure_fold", "measure_strided", "us
 
 def _load() -> ModuleType | None:
     try:
-        from torchtap.reduce import _native  # type: ignore[attr-defined]
+        from torchtap.reduce import _native
     except ImportError:
         return None
     # A checkout may still hold the build of an older source: it is as good as none.

@@ -31,7 +31,7 @@ _READ_BY_KERNEL = frozenset({torch.float32, torch.float64, *_HALVES})
 
 def _load() -> ModuleType | None:
     try:
-        from torchtap.reduce import _rows  # type: ignore[attr-defined]
+        from torchtap.reduce import _rows
     except ImportError:
         return None
     # A checkout may still hold the build of an older source: it is as good as none.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import final
 
 from torchtap.errors import SessionError
-from torchtap.schedule import Moment
+from torchtap.schedule.base import Moment
 
 __all__ = ["Clock"]
 

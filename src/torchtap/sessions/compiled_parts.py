@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from torchtap.reduce import kernel
 from torchtap.sessions.outlets import warn
@@ -16,6 +17,7 @@ from torchtap.store.format import checksum
 __all__ = ["missing_parts", "warn_of_missing_parts"]
 
 _PROCESSORS = ("x86_64", "amd64", "aarch64", "arm64")
+_PACKAGE = Path(__file__).parents[1]
 _told = False
 
 
@@ -23,13 +25,16 @@ def missing_parts() -> dict[str, str]:
     """Each compiled part that is not here, or is of another version, with what stands in for it."""
     found = {
         "statistics": "" if kernel.native is not None else "computed by torch, more slowly",
-        "row norms": "" if find_spec("torchtap.reduce._rows") else "computed by torch, more slowly",
-        "distances": ""
-        if find_spec("torchtap.comparison.measure._distance")
-        else "computed by torch, more slowly",
+        "row norms": "" if _is_built("reduce", "_rows") else "computed by torch, more slowly",
+        "distances": "" if _is_built("comparison/measure", "_distance") else "computed by torch, more slowly",
         "checksums": "" if checksum.copy_bytes is not None else "computed by zlib after the copy",
     }
     return {part: instead for part, instead in found.items() if instead}
+
+
+def _is_built(room: str, name: str) -> bool:
+    """Whether a room has a compiled file. Nothing is loaded for it, the room included."""
+    return PathFinder.find_spec(name, [str(_PACKAGE / room)]) is not None
 
 
 def warn_of_missing_parts() -> None:

@@ -7,7 +7,7 @@ makes a step of its own. `Sentry` notices passes of the model in steps in which 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -26,9 +26,15 @@ _PATIENCE = 128  # updates of one optimizer that wait for another's
 
 @final
 class Following(Ears):
-    """Tells when each of the followed optimizers has stepped. A `TrainingListener`."""
+    """Tells when each of the followed optimizers has stepped. A `TrainingListener`.
 
-    def __init__(self, step_is_over: Callable[[bool], None], hears: Callable[[], bool]) -> None:
+    ``sentry`` is at work for as long as anybody is followed.
+    """
+
+    def __init__(
+        self, step_is_over: Callable[[bool], None], hears: Callable[[], bool], sentry: Sentry
+    ) -> None:
+        self.sentry = sentry
         self._step_is_over = step_is_over
         self._hears = hears
         self._followed: dict[int, Optimizer] = {}
@@ -59,6 +65,7 @@ class Following(Ears):
         """Follow nobody any more."""
         stop_listening(self)
         self._followed.clear()
+        self.sentry.stop()
 
     def updated(self, optimizer: Optimizer) -> None:
         self._count(optimizer)
@@ -89,10 +96,15 @@ class Sentry:
         on_mode: Callable[[bool], None],
     ) -> None:
         self._on_pass = on_pass
+        self._models = models
         modules = [model for model in models if isinstance(model, nn.Module)]
         self._passes = [PassHooks(model, self) for model in modules]
         self._modes = [ModeHook(model, on_mode) for model in modules]
         self._looks_for_passes = self._looks_for_modes = False
+
+    def sees_gradients(self) -> bool:
+        """Whether any parameter has a gradient already."""
+        return any(map(_has_gradient, self._models))
 
     def look_for_passes(self, wanted: bool) -> None:
         """Whether passes are to be told."""
@@ -122,3 +134,8 @@ class Sentry:
 
     def end_pass(self) -> None:
         pass
+
+
+def _has_gradient(model: object) -> bool:
+    parameters: Callable[[], Any] = getattr(model, "parameters", lambda: ())
+    return any(parameter.grad is not None for parameter in parameters())

@@ -17,20 +17,18 @@ from torchtap.errors import PlanError, SessionError
 from torchtap.names import Kind
 from torchtap.plan import Plan, Tap, candidates, make_plan, tap
 from torchtap.ranks import identity
-from torchtap.reduce import AnyReduction
-from torchtap.schedule import Moment
+from torchtap.reduce.base import AnyReduction
+from torchtap.schedule.base import Moment
 from torchtap.sessions.compiled_parts import warn_of_missing_parts
 from torchtap.sessions.outlets import warn
 from torchtap.sessions.remembered import remember, remembered
 from torchtap.sessions.seen import Seen
-from torchtap.sessions.staged import joined
 from torchtap.sessions.tapping import Tapping
 from torchtap.sessions.watching import Watch
 from torchtap.sites import Selectable, places
 from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
 from torchtap.taps.attach import tree_of
-from torchtap.taps.place.mesh import process_mesh
 from torchtap.taps.walk.ways import WayName
 
 if TYPE_CHECKING:
@@ -213,7 +211,7 @@ def watch(
     warn_of_missing_parts()
     models = _models(model)
     if models is not None:
-        model = joined(list(models.values())) if isinstance(model, (list, tuple)) else nn.ModuleDict(models)
+        model = _together(models, in_parts=isinstance(model, (list, tuple)))
     tree = tree_of(model)
     bound = make_plan(tree, [_tapped(each, keep, every=every, phase=phase) for each in _one_by_one(taps)])
     if any(each.keep.refers for each in bound.taps):
@@ -281,12 +279,13 @@ def _named_like(
 
 def _placing(model: object, layout: Mapping[Selectable, str]) -> Placing | None:
     """What knows the placements of values; None where this process is alone."""
-    mesh = process_mesh(model) if isinstance(model, nn.Module) else None
-    if mesh is None and layout == {}:
+    if identity().world == 1 and layout == {}:
         return None
+    from torchtap.taps.place.mesh import process_mesh
     from torchtap.taps.place.placing import Placing, layouts_of
 
     layouts = layouts_of(layout)
+    mesh = process_mesh(model) if isinstance(model, nn.Module) else None
     return None if mesh is None else Placing(mesh, layouts)
 
 
@@ -305,6 +304,15 @@ def _tapped(asked: Any, keep: Any, **when: Any) -> Any:
             raise PlanError("keep=, every= and phase= of a watch are for bare selectors: a tap says its own")
         return asked
     return tap(asked, keep, **when)
+
+
+def _together(models: dict[str, nn.Module], *, in_parts: bool) -> nn.Module:
+    """One tree for several models, or for the parts of one."""
+    if not in_parts:
+        return nn.ModuleDict(models)
+    from torchtap.sessions.staged import joined
+
+    return joined(list(models.values()))
 
 
 def _parts(stages: Sequence[object]) -> dict[str, nn.Module]:

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torchtap.errors import FormError, PlanError
 from torchtap.names import parse_name
 from torchtap.plan import make_plan
-from torchtap.schedule import Moment
+from torchtap.schedule.base import Moment
 from torchtap.sites import places
 from torchtap.taps.alike.choose import choose
 from torchtap.taps.alike.prints import Print, Prints

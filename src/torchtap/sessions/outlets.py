@@ -40,6 +40,11 @@ class Outlets:
             *(text for consumer in self._consumers for text in getattr(consumer, "lost", ())),
         ]
 
+    @property
+    def keep_events(self) -> bool:
+        """Whether any consumer keeps what is told beside the records."""
+        return any(hasattr(consumer, "event") for consumer in self._consumers)
+
     def write(self, record: StepRecord) -> None:
         """Hand a record to every consumer."""
         for consumer in self._consumers:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from torchtap.display import drawn
 from torchtap.errors import ReductionError, SelectionError
-from torchtap.names import belongs_to, first_part, is_unplaced, no_such_site, read_name, site_name
-from torchtap.sessions.coverage import Missing, missing_sites
+from torchtap.names import belongs_to, first_part, is_unplaced, read_name, site_name
 from torchtap.sites import input_names, unwrap
 from torchtap.taps.receive.collect import result_of
 from torchtap.taps.receive.entries import Entry
 from torchtap.taps.receive.receiver import Receiver
+
+if TYPE_CHECKING:
+    from torchtap.sessions.coverage import Missing
 
 __all__ = ["Seen"]
 
@@ -36,6 +37,8 @@ class Seen(Mapping[str, Any]):
         name = self._named(name)
         entry = self._find(name)
         if entry is None:
+            from torchtap.unmatched import no_such_site
+
             reason = self._why_not(name)
             raise no_such_site(name, list(self), "the captured", reason)
         result = self._result(entry)
@@ -79,9 +82,13 @@ class Seen(Mapping[str, Any]):
 
     def coverage(self) -> list[Missing]:
         """What was asked for and did not come, and why."""
+        from torchtap.sessions.coverage import missing_sites
+
         return missing_sites(self._receiver, frozenset(range(len(self._receiver.plan.taps))))
 
     def _repr_html_(self) -> str:
+        from torchtap.display import drawn
+
         return str(drawn("captured values", self))
 
     def __repr__(self) -> str:

@@ -17,18 +17,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 from torchtap.plan import Plan
-from torchtap.schedule import Moment
+from torchtap.schedule.base import Moment
 from torchtap.sessions.clock import Clock
 from torchtap.sessions.logged import Logged
 from torchtap.sessions.outlets import Outlets
-from torchtap.sessions.spending import Spending
 from torchtap.sessions.tapping import Tapping
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.taps.receive.collect import PendingNumbers
 from torchtap.taps.receive.entries import Tally
+
+if TYPE_CHECKING:
+    from torchtap.sessions.spending import Spending
 
 __all__ = ["StepMaker"]
 
@@ -89,7 +91,11 @@ class StepMaker:
         self._hand_on = hand_on
         self._is_training = is_training
         self._on_no_clock = on_no_clock
-        self._spending = Spending(plan, self.taps.receiver, outlets.note_spent) if plan.fallbacks else None
+        self._spending: Spending | None = None  # where no tap has a budget
+        if plan.fallbacks:
+            from torchtap.sessions.spending import Spending
+
+            self._spending = Spending(plan, self.taps.receiver, outlets.note_spent)
         self.open: Moment | None = None  # the open step
         self.last: Moment | None = None  # the step that ended last
         self.fresh = False  # no pass of the open step has come, so what comes may still belong to the last

@@ -12,17 +12,17 @@ from torchtap.plan import Plan
 from torchtap.sessions.coverage import replaced_paths
 from torchtap.store.record import ScalarBlock, TensorItem
 from torchtap.taps.attach import attach
-from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.eager import EagerAttachment
 from torchtap.taps.receive.collect import Collector, PendingNumbers
 from torchtap.taps.receive.entries import Tally
-from torchtap.taps.receive.pass_clock import PassClock
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
 
 if TYPE_CHECKING:
     from torchtap.taps.alike.site_map import SiteMap
+    from torchtap.taps.carry.passes import PassHooks
     from torchtap.taps.place.placing import Placing
+    from torchtap.taps.receive.pass_clock import PassClock
 
 __all__ = ["Tapping"]
 
@@ -53,10 +53,15 @@ class Tapping:
         )
         self._collector = Collector(self.receiver.folding, among_ranks=placing is not None)
         self._attachment = attach(model, self.receiver, way, site_map, form)
-        # Of several models each call is a pass; what holds them together is never called.
-        self._members = [PassHooks(each, self.receiver) for each in (models or {}).values()]
+        self._members = [] if models is None else self._each_called(models)
         self._hears_members = False
         self.armed: frozenset[int] = frozenset()
+
+    def _each_called(self, models: Mapping[str, Any]) -> list[PassHooks]:
+        """Of several models each call is a pass; what holds them together is never called."""
+        from torchtap.taps.carry.passes import PassHooks
+
+        return [PassHooks(each, self.receiver) for each in models.values()]
 
     def begin(self, thread: int | None) -> None:
         """A step begins: values of this thread (of every thread: None) are heard."""
@@ -79,7 +84,8 @@ class Tapping:
         return self._attachment.hooks_gone() if isinstance(self._attachment, EagerAttachment) else []
 
     def places_replaced(self) -> list[str]:
-        """Where the model has another module than the one that taps were put on, or none."""
+        """Where the model has another module than the one that taps were put on, or none. Asked when it has changed."""
+
         return sorted(replaced_paths(self.receiver))
 
     def read_state(self) -> None:

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from torchtap.errors import SessionError
 from torchtap.plan import Plan
-from torchtap.sessions.coverage import Missing, missing_sites
 from torchtap.sessions.evaluations import Evaluations
-from torchtap.sessions.following import Following, Sentry
 from torchtap.sessions.gaps import Gaps
 from torchtap.sessions.outlets import Outlets
 from torchtap.sessions.steps import StepMaker
@@ -33,6 +31,8 @@ from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
 
 if TYPE_CHECKING:
+    from torchtap.sessions.coverage import Missing
+    from torchtap.sessions.following import Following
     from torchtap.taps.place.placing import Placing
 
 __all__ = ["Watch"]
@@ -83,8 +83,7 @@ class Watch:
             first=recorded.stop,
         )
         self._members = [model] if models is None else list(models.values())
-        self._following = Following(self._update_is_done, lambda: self._receiver.hears_this_thread())
-        self._sentry = Sentry(self._members, self._steps.pass_begins, self._mode_changed)
+        self._following: Following | None = None  # until an optimizer is followed
         self._logs = False  # whether the training logs numbers of its own
         self._latest: dict[tuple[str, tuple[str, ...]], ScalarBlock] = {}
         self._handed_on = 0
@@ -203,10 +202,10 @@ class Watch:
             raise SessionError(
                 f"follow(start={start}): step {steps.clock.step} has begun already; give start= with the first follow"
             )
-        self._following.add(optimizers)
+        self._followed().add(optimizers)
         if start is not None:
             steps.clock.start_at(start)
-        if fresh and steps.passes_before and any(map(_has_gradient, self._members)):
+        if fresh and steps.passes_before and self._followed().sentry.sees_gradients():
             self._tell_what_is_hidden(None)
             steps.adopt_early(threading.get_ident())
         elif steps.open is None:
@@ -214,6 +213,17 @@ class Watch:
             steps.begin(None, threading.get_ident(), fresh=True)
         self._look_out()
         return self
+
+    def _followed(self) -> Following:
+        """Who is followed, perhaps nobody yet. Loaded here: where steps are blocks, nobody ever is."""
+        if self._following is None:
+            from torchtap.sessions.following import Following, Sentry
+
+            sentry = Sentry(self._members, self._steps.pass_begins, self._mode_changed)
+            self._following = Following(
+                self._update_is_done, lambda: self._receiver.hears_this_thread(), sentry
+            )
+        return self._following
 
     def _update_is_done(self, skipped: bool) -> None:
         """Every followed optimizer has stepped."""
@@ -233,10 +243,10 @@ class Watch:
 
     def _look_out(self) -> None:
         """Nothing of ours may be on the model in this step; what comes must still find its place."""
-        steps = self._steps
-        self._sentry.look_for_passes(self._logs and not steps.taps.armed)
+        steps, following = self._steps, self._followed()
+        following.sentry.look_for_passes(self._logs and not steps.taps.armed)
         if steps.last is not None and not steps.live_at(steps.last, "eval") <= steps.taps.armed:
-            self._sentry.look_for_modes()
+            following.sentry.look_for_modes()
             if not self._is_training():
                 steps.rearm()
 
@@ -276,19 +286,12 @@ class Watch:
 
     def _tell_what_is_hidden(self, step: int | None) -> None:
         """Before a step is recorded a second time: what earlier attempts have of it will not be shown any more."""
-        if not self._recorded:
-            return
-        following = self._steps.clock.following if step is None else step
-        recorded, self._recorded = self._recorded, range(0)
-        if isinstance(following, int) and following < recorded.stop:
-            self._outlets.hint(
-                "hidden",
-                f"the folder holds steps up to {recorded[-1]} of an earlier attempt; this one begins at step "
-                f"{following} and hides what it records again. To keep both, use another folder; to go on after "
-                "them, leave start= out",
-            )
-        else:
-            self._outlets.tell("continued", after=recorded[-1])
+        if self._recorded:
+            from torchtap.sessions.resumed import tell_what_is_hidden
+
+            recorded, self._recorded = self._recorded, range(0)
+            first = self._steps.clock.following if step is None else step
+            tell_what_is_hidden(self._outlets, recorded, first)
 
     # -- what comes out -----------------------------------------------------------------------------------
 
@@ -378,6 +381,8 @@ class Watch:
 
     def coverage(self) -> list[Missing]:
         """Each site that the plan expects and that did not arrive so far, with the reason."""
+        from torchtap.sessions.coverage import missing_sites
+
         return missing_sites(self._receiver, self._steps.ever_live)
 
     def summary(self, file: IO[str] | None = None) -> None:
@@ -420,12 +425,13 @@ class Watch:
         finally:
             self._closed = True
             self._steps.stop_hearing()
-            self._following.stop()
-            self._sentry.stop()
+            if self._following is not None:
+                self._following.stop()
             self._steps.taps.detach()
-            self._outlets.tell("sites", sites=self.described_sites())
-            missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
-            self._outlets.tell("coverage", missing=missing)
+            if self._outlets.keep_events:
+                self._outlets.tell("sites", sites=self.described_sites())
+                missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
+                self._outlets.tell("coverage", missing=missing)
             self._outlets.close()
 
     def _tell_what_is_odd(self, clockless: bool) -> None:
@@ -490,8 +496,3 @@ class _Block:
 
     def __exit__(self, *_: object) -> None:
         self._leave()
-
-
-def _has_gradient(model: object) -> bool:
-    parameters: Callable[[], Any] = getattr(model, "parameters", lambda: ())
-    return any(parameter.grad is not None for parameter in parameters())

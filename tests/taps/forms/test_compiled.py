@@ -14,7 +14,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
 import torchtap as tt
-from torchtap.taps.carry import fused, op
+from torchtap.taps.carry import channel, fused, op
 from torchtap.taps.receive.receiver import Receiver
 
 
@@ -130,9 +130,9 @@ def test_tickets_of_gradients_are_forgotten_when_nobody_listens() -> None:
         compiled = torch.compile(Repeated(), backend="aot_eager", fullgraph=True)
         with tt.capture(compiled, "made:grad_output") as seen:
             compiled(x).square().sum().backward()
-            assert op._booked
+            assert channel.booked
         assert len(seen) == 3
-        assert op._booked == {}
+        assert channel.booked == {}
 
 
 def test_asking_again_for_the_same_sites_compiles_nothing() -> None:

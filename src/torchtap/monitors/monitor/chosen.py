@@ -14,8 +14,9 @@ from typing import Any, Literal, TypeAlias, final, get_args
 from torch import nn
 
 from torchtap.errors import PlanError
-from torchtap.names import nearest_names, without_wrappers
+from torchtap.names import without_wrappers
 from torchtap.sites import places
+from torchtap.unmatched import nearest_names
 
 __all__ = [
     "LayerConfig",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchtap._torch import version_of
 from torchtap.taps.alike.prints import Print, print_of
-from torchtap.taps.carry.op import Channel
+from torchtap.taps.carry.channel import Channel
 
 __all__ = ["PrintRecorder", "as_it_was"]
 

@@ -24,6 +24,7 @@ from torchtap.names import site_name
 from torchtap.sites import input_names, places
 from torchtap.taps.carry import op
 from torchtap.taps.carry.branches import silences
+from torchtap.taps.carry.channel import Channel
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.carry.travelling import NAMES, CopiedAlong, Packaged
 from torchtap.taps.receive import inside
@@ -171,7 +172,7 @@ class Carriers:
         purpose: str = "",
     ) -> None:
         op.register()
-        self.channel = op.Channel(purpose)
+        self.channel = Channel(purpose)
         self._ways = [(ref(module), self.channel.prefix + path) for path, module in ways]
         self._handles: list[Any] = []
         self._modules: list[tuple[ref[nn.Module], InputCarrier | None, OutputCarrier | None]] = []

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, Protocol, final
 
 from torchtap.errors import SessionError
-from torchtap.taps.carry.op import Channel
+from torchtap.taps.carry.channel import Channel
 from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.receive.state import reader_of
+from torchtap.taps.receive.state import StateReader
 
 # In the attributes of a module whose calls go elsewhere.
 _MARK = "_torchtap_rerouted"
@@ -66,7 +66,7 @@ class CarriedAttachment:
         self._receiver = receiver
         self._channel = channel
         self._routes: list[Route] = routes
-        self._state = reader_of(receiver)
+        self._state = StateReader(receiver) if receiver.plan.reads_state else None
         self._on: list[Route] | None = None
 
     def arm(self, live: frozenset[int]) -> None:

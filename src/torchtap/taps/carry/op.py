@@ -9,7 +9,7 @@ autograd and Inductor, so they stay in every graph and are saved with it. They g
   on the tensor, also inside a compiled backward;
 - a value that activation checkpointing computes again is not handed over again.
 
-A site that is put into a graph in this process carries the number of a `Channel`, which belongs to one
+A site that is put into a graph in this process carries the number of a `Channel` (`channel`), which belongs to one
 receiver. One that travelled in a file and could not be given a number goes to every receiver that `listen`s in
 this thread.
 
@@ -20,15 +20,12 @@ graph hands the gradient over under the same ticket.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
 import threading
-from collections import Counter
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +37,9 @@ from torchtap._torch import (
     in_backward,
     keep_in_order,
     leave_to_python,
-    mark_constant,
 )
 from torchtap.names import read_name
+from torchtap.taps.carry import channel
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.gradients import ask_for_gradient, ask_while_traced
@@ -50,28 +47,19 @@ from torchtap.taps.receive.receiver import Receiver
 
 __all__ = [
     "PASSES",
-    "Channel",
     "address",
     "heard",
     "listen",
     "note",
     "register",
-    "registered",
     "stop_listening",
 ]
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
-_channels: dict[int, Receiver] = {}
 _listeners: tuple[Receiver, ...] = ()
-_numbers = itertools.count(1)
-_named: Counter[str] = Counter()
 # Not from 1: a graph that Inductor kept on disk has tickets of the process that made it.
 _tickets = itertools.count(int.from_bytes(os.urandom(6), "big"))
-# Channel -> site with a ticket -> the call that its gradient belongs to. Forgotten when nobody listens any more.
-_booked: dict[int | None, dict[str, int]] = {}
-# Channel -> the sites with tickets whose gradient has come since they were booked.
-_come: dict[int | None, set[str]] = {}
 _ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
 
 # What a graph emits when a pass begins: by whether the model trains, and whether gradients are on.
@@ -87,45 +75,6 @@ _MODES = {kind: mode for mode, kind in PASSES.items()}
 Address = tuple[int | None, str, str, str, int | None]
 
 
-@final
-class Channel:
-    """A way from op calls in one model's graphs to one receiver. ``prefix`` goes before each site's name.
-
-    ``purpose`` is a text that has the same number in every process, so that a compiler which keeps graphs on disk
-    finds them again.
-    """
-
-    def __init__(self, purpose: str = "") -> None:
-        self.number = _number_of(purpose) if purpose else next(_numbers)
-        self.prefix = f"{self.number}|"
-        self._through: Callable[[Receiver], Any] = lambda receiver: receiver
-
-    def open(self, receiver: Receiver) -> None:
-        """From now on what is emitted under this prefix reaches the receiver."""
-        _channels[self.number] = self._through(receiver)
-
-    def open_through(self, between: Callable[[Receiver], object]) -> None:
-        """Let what ``between`` makes of the receiver hear in its place."""
-        self._through = between
-
-    def is_open(self) -> bool:
-        """Whether a receiver listens."""
-        return self.number in _channels
-
-    def close(self) -> None:
-        """Nobody listens any more; the ops cost next to nothing."""
-        _channels.pop(self.number, None)
-        _booked.pop(self.number, None)
-        _come.pop(self.number, None)
-
-
-def _number_of(purpose: str) -> int:
-    """A number that no other channel of this process has; the n-th of one purpose has the same in every process."""
-    _named[purpose] += 1
-    text = f"{purpose} {_named[purpose]}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") | 1 << 60
-
-
 def register() -> None:
     """Make the two ops known to torch. Further calls do nothing."""
     global _library
@@ -134,15 +83,6 @@ def register() -> None:
     with _lock:
         if _library is None:
             _library = _define()
-
-
-def registered() -> bool:
-    """`register`, for code that Dynamo traces: it runs while tracing and leaves nothing in the graph."""
-    register()
-    return True
-
-
-mark_constant(registered)
 
 
 def heard() -> bool:
@@ -163,8 +103,8 @@ def stop_listening(receiver: Receiver) -> None:
     with _lock:
         _listeners = tuple(each for each in _listeners if each is not receiver)
         if not _listeners:
-            _booked.pop(None, None)
-            _come.pop(None, None)
+            channel.booked.pop(None, None)
+            channel.come.pop(None, None)
 
 
 def note(site: str, reason: str) -> None:
@@ -224,7 +164,7 @@ def address(site: str) -> Address:
 def _receivers(number: int | None) -> tuple[Receiver, ...]:
     if number is None:
         return tuple(receiver for receiver in _listeners if receiver.hears_this_thread())
-    receiver = _channels.get(number)
+    receiver = channel.receivers.get(number)
     return (receiver,) if receiver is not None and receiver.hears_this_thread() else ()
 
 
@@ -259,8 +199,8 @@ def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
 
 def _booked_call(number: int | None, site: str) -> int | None:
     """The call that a gradient belongs to, which comes now."""
-    _come.setdefault(number, set()).add(site)
-    return _booked.get(number, {}).get(site)
+    channel.come.setdefault(number, set()).add(site)
+    return channel.booked.get(number, {}).get(site)
 
 
 def _is_repetition(kind: str) -> bool:
@@ -274,8 +214,8 @@ def _on_awaited(value: Tensor, site: str) -> None:
     number, path, kind, leaf, ticket = address(site)
     if ticket is not None:  # in the forward graph of a compiled model
         for receiver in _receivers(number):
-            _booked.setdefault(number, {})[site] = receiver.next_call(path, kind, leaf)
-            _come.setdefault(number, set()).discard(site)
+            channel.booked.setdefault(number, {})[site] = receiver.next_call(path, kind, leaf)
+            channel.come.setdefault(number, set()).discard(site)
             if (
                 value.requires_grad
             ):  # it came into the graph, which may have no backward: that of a hook alone
@@ -301,7 +241,7 @@ def _on_awaited(value: Tensor, site: str) -> None:
 
 def _note_unless_come(receiver: Receiver, site: str, gradient: Tensor | None) -> None:
     number, path, kind, _, _ = address(site)
-    if gradient is not None and site not in _come.get(number, ()):
+    if gradient is not None and site not in channel.come.get(number, ()):
         receiver.note(path, kind, reasons.OUTSIDE_THE_GRAPH)
 
 

@@ -1,56 +1,80 @@
 """What the hook of an eager session does when a compiler traces it: it emits through the op, into the graph.
 
-So a session that was there before ``torch.compile`` is not in its way, and goes on getting its values.
+So a session that was there before ``torch.compile`` is not in its way, and goes on getting its values. What emits is
+loaded when a compiler first comes by: most sessions meet none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from torchtap._torch import mark_constant
 from torchtap.names import Kind, site_name
-from torchtap.taps.carry import op
-from torchtap.taps.carry.carrier import emit_leaves
-from torchtap.taps.receive.entries import LivePort
-from torchtap.taps.walk.arguments import Args, Kwargs
+from torchtap.taps.carry.channel import Channel
 from torchtap.taps.walk.leaves import input_leaves, leaves
+
+if TYPE_CHECKING:
+    from torchtap.taps.receive.entries import LivePort
+    from torchtap.taps.walk.arguments import Args, Kwargs
 
 __all__ = ["emitting_inputs", "emitting_output", "emitting_outputs", "emitting_pass"]
 
 
-def emitting_output(channel: op.Channel, path: str, kind: Kind) -> Callable[[object], None]:
+def _loaded() -> bool:
+    """Load what emits. Dynamo runs it while it traces, and has nothing of it in the graph.
+
+    The imports after it only look up what is there.
+    """
+    from torchtap.taps.carry import carrier, op
+
+    op.register()
+    return carrier is not None
+
+
+mark_constant(_loaded)
+
+
+def emitting_output(channel: Channel, path: str, kind: Kind) -> Callable[[object], None]:
     """A function that emits the tensors that a module returned."""
     address, kinds = channel.prefix + path, (kind,)
 
     def emit(output: object) -> None:
-        if op.registered():
+        if _loaded():
+            from torchtap.taps.carry.carrier import emit_leaves
+
             emit_leaves(address, kinds, leaves(output))
 
     return emit
 
 
-def emitting_outputs(channel: op.Channel) -> Callable[[tuple[int, str], object], None]:
+def emitting_outputs(channel: Channel) -> Callable[[tuple[int, str], object], None]:
     """The same for the outputs of many modules: a stop is a port's number and the module's path."""
     prefix = channel.prefix
 
     def emit(stop: tuple[int, str], output: object) -> None:
-        if op.registered():
+        if _loaded():
+            from torchtap.taps.carry.carrier import emit_leaves
+
             emit_leaves(prefix + stop[1], ("output",), leaves(output))
 
     return emit
 
 
-def emitting_pass(channel: op.Channel, root: nn.Module) -> Callable[[Args, Kwargs], None]:
+def emitting_pass(channel: Channel, root: nn.Module) -> Callable[[Args, Kwargs], None]:
     """A function that has the graph tell of each pass. The model's mode is a constant there: the compiler guards it."""
     prefix = channel.prefix
 
     def emit(args: Args, kwargs: Kwargs) -> None:
-        if not op.registered():
+        if not _loaded():
             return
+        from torchtap.taps.carry.op import PASSES
+
         learning = torch.is_grad_enabled()
-        kind = op.PASSES[root.training, learning]
+        kind = PASSES[root.training, learning]
         for _, tensor in input_leaves(None, args, kwargs):
             torch.ops.torchtap.emit.default(tensor, site_name(prefix, kind))
             break
@@ -58,12 +82,14 @@ def emitting_pass(channel: op.Channel, root: nn.Module) -> Callable[[Args, Kwarg
     return emit
 
 
-def emitting_inputs(channel: op.Channel, port: LivePort) -> Callable[[Args, Kwargs], None]:
+def emitting_inputs(channel: Channel, port: LivePort) -> Callable[[Args, Kwargs], None]:
     """A function that emits the tensors that a module was given."""
     address, kinds, names = channel.prefix + port.port.site.path, (port.kind,), port.input_names
 
     def emit(args: Args, kwargs: Kwargs) -> None:
-        if op.registered():
+        if _loaded():
+            from torchtap.taps.carry.carrier import emit_leaves
+
             emit_leaves(address, kinds, input_leaves(names, args, kwargs))
 
     return emit

@@ -13,25 +13,24 @@ Not here: hooks (`walk`), choosing sites (`sites`, `plan`), arithmetic (`reduce`
 
 from __future__ import annotations
 
-from typing import Protocol, final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, final
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtap.names import Kind
 from torchtap.sites import unwrap
-from torchtap.taps.carry.op import Channel
+from torchtap.taps.carry.channel import Channel
 from torchtap.taps.carry.traced import emitting_inputs, emitting_output, emitting_outputs, emitting_pass
-from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
-from torchtap.taps.receive.gradients import ask_at_its_node
 from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.receive.state import reader_of
-from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves
-from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.walker import Walker
 from torchtap.taps.walk.ways import WayName
+
+if TYPE_CHECKING:
+    from torchtap.taps.receive.state import StateReader
+    from torchtap.taps.walk.arguments import Args, Kwargs
 
 __all__ = ["Attachment", "EagerAttachment"]
 
@@ -61,7 +60,11 @@ class EagerAttachment:
         self._receiver = receiver
         self._walker = Walker(self._root, way, receiver)
         self._armed: frozenset[int] = frozenset()
-        self._state = reader_of(receiver)
+        self._state: StateReader | None = None
+        if receiver.plan.reads_state:
+            from torchtap.taps.receive.state import StateReader
+
+            self._state = StateReader(receiver)
         self._channel = Channel()
 
     def arm(self, live: frozenset[int]) -> None:
@@ -92,7 +95,9 @@ class EagerAttachment:
         if receiver.placing is not None:
             self._walker.before(self._root, None, receiver.placing.see_inputs, _nothing)
         if self._is_asked("value", live):
-            activate(receiver)
+            from torchtap.taps.receive.active import activate
+
+            self._walker.keep(activate(receiver))
         if self._is_asked("attention", live):
             from torchtap.taps.eager.attention import report_attention
 
@@ -141,7 +146,7 @@ class EagerAttachment:
                 emit_given = emitting_inputs(self._channel, port)
                 taps = receiver.plan.taps
                 own = any(taps[number].per_consumer for number in port.port.taps)
-                wait = self._await_own_inputs if own else self._await_inputs
+                wait = self._await_own_inputs() if own else self._await_inputs
                 self._walker.before_and_again(module, port, wait, emit_given)
 
     def _live_port(self, path: str, kind: str) -> LivePort | None:
@@ -159,7 +164,6 @@ class EagerAttachment:
 
     def _take_off(self) -> None:
         self._channel.close()
-        deactivate(self._receiver)
         self._armed = frozenset()
         self._walker.leave()
 
@@ -174,23 +178,15 @@ class EagerAttachment:
     def _begin_pass(self) -> None:
         self._receiver.begin_pass(self._root.training)
 
+    def _await_own_inputs(self) -> Callable[[LivePort, Args, Kwargs, bool], object]:
+        from torchtap.taps.eager.own_inputs import awaiting_own_inputs
+
+        return awaiting_own_inputs(self._receiver)
+
     def _await_inputs(self, port: LivePort, args: Args, kwargs: Kwargs, repeated: bool) -> None:
         found = input_leaves(port.input_names, args, kwargs)
         self._receiver.take_gradients(port, found, repeated)
 
-    def _await_own_inputs(
-        self, port: LivePort, args: Args, kwargs: Kwargs, repeated: bool
-    ) -> tuple[Args, Kwargs]:
-        """Let the module run on a view of each value, whose gradient is what this call alone sends back."""
-        args, kwargs = map_leaves(args, _its_own), map_leaves(kwargs, _its_own)
-        found = input_leaves(port.input_names, args, kwargs)
-        self._receiver.take_gradients(port, found, repeated, ask_at_its_node)
-        return args, kwargs
-
 
 def _nothing(*_: object) -> None:
     """What a compiler's trace is to see."""
-
-
-def _its_own(_: str, value: Tensor) -> Tensor:
-    return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value

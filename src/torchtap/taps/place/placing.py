@@ -16,7 +16,7 @@ from typing import Any, Protocol, final
 
 from torch import Tensor, nn
 
-from torchtap._torch_distributed import MeshAxis, placed, spec_of
+from torchtap._torch_distributed import MeshAxis, infers_shapes, placed, spec_of
 from torchtap.errors import PlanError
 from torchtap.names import first_part
 from torchtap.placement import Axis, Box, Layout, Placement, Share, Stage, read_layout
@@ -74,6 +74,10 @@ class Placing:
         if not self._given:
             found = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim())
             self._given = tuple(next((each.shape for each in found), ()))
+
+    def infers_shapes(self) -> bool:
+        """Whether the call that begins is no pass: a pipeline stage only learns the shapes of what comes out."""
+        return infers_shapes()
 
     def note(self, entry: PlacedSite, value: Tensor, phase: str) -> None:
         """Look at a value that came."""

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torchtap.taps.receive import inside
 
 if TYPE_CHECKING:
     from torchtap.taps.receive.receiver import Receiver
+    from torchtap.taps.walk.ways import Handle
 
 __all__ = ["activate", "deactivate", "emit", "listening", "owner_of"]
 
@@ -29,12 +30,24 @@ _lock = threading.Lock()
 _active: tuple[Receiver, ...] = ()
 
 
-def activate(receiver: Receiver) -> None:
+@final
+class _Activation:
+    """What takes a receiver off again."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def remove(self) -> None:
+        deactivate(self._receiver)
+
+
+def activate(receiver: Receiver) -> Handle:
     """Let a receiver hear what carriers bring."""
     global _active
     with _lock:
         if receiver not in _active:
             _active = (*_active, receiver)
+    return _Activation(receiver)
 
 
 def deactivate(receiver: Receiver) -> None:

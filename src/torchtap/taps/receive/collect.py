@@ -8,9 +8,8 @@ filled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +29,7 @@ Numbers: TypeAlias = npt.NDArray[np.float64]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class PendingNumbers:
+class PendingNumbers(NamedTuple):
     """Numbers of a block that are still on their way from a device."""
 
     done: Callable[[], bool]

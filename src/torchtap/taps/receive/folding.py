@@ -22,8 +22,8 @@ from torch import Tensor
 
 from torchtap.errors import ReductionError, TorchtapError
 from torchtap.plan import Plan
-from torchtap.reduce import StatsBlock
 from torchtap.reduce.base import RowBlock
+from torchtap.reduce.stats_block import StatsBlock
 from torchtap.sites import Site
 from torchtap.taps.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
 

@@ -23,21 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import is_traced_by_script
-from torchtap._torch_distributed import infers_shapes
 from torchtap.names import paths_around, site_name
 from torchtap.plan import Plan
 from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.gradients import Ask, ask_for_gradient
-from torchtap.taps.receive.keeping import make_kept
-from torchtap.taps.receive.pass_clock import PassClock
-from torchtap.taps.walk.arguments import Args
 from torchtap.taps.walk.leaves import input_leaves, leaves
-from torchtap.taps.walk.structure import skeleton
 
 if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
+    from torchtap.taps.receive.keeping import Kept
+    from torchtap.taps.receive.pass_clock import PassClock
+    from torchtap.taps.walk.arguments import Args
 
 __all__ = ["Receiver"]
 
@@ -61,8 +59,11 @@ class Receiver:
     ) -> None:
         self.plan = plan
         self._apart = apart
-        alone = clock is None and placing is None
-        self._kept = make_kept() if alone and plan.keeps_outputs else None
+        self._kept: Kept | None = None  # but where whole outputs are all that is asked for
+        if clock is None and placing is None and plan.keeps_outputs:
+            from torchtap.taps.receive.keeping import make_kept
+
+            self._kept = make_kept()
         self.placing = placing  # None where this process is alone
         self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing)
         # Bound once: they are called for every value.
@@ -211,7 +212,7 @@ class Receiver:
 
     def _is_taken(self, training: bool | None, learning: bool | None) -> bool:
         """Whether a pass is to be heard; it is then of its phase. TorchScript's tracer must not find us in its own."""
-        if self.placing is not None and infers_shapes():
+        if self.placing is not None and self.placing.infers_shapes():
             return False
         if self._clock is not None:
             learning = torch.is_grad_enabled() if learning is None else learning
@@ -253,6 +254,8 @@ class Receiver:
                 self._fold(entry, tree)
             return
         if port.structure is None:
+            from torchtap.taps.walk.structure import skeleton  # here: most modules return one tensor
+
             port.structure = skeleton(tree)
         if not self._take_leaves(port, call, leaves(tree)):
             port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)

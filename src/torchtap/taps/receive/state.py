@@ -30,17 +30,11 @@ from torchtap.taps.receive.training import parameters_of
 if TYPE_CHECKING:
     from torchtap.taps.receive.local_gradients import LocalGradients
 
-__all__ = ["StateReader", "reader_of"]
+__all__ = ["StateReader"]
 
 _GRADIENTS = ("param_grad", "param_grad_unclipped", "param_grad_accumulated", "param_grad_local")
 _BEFORE_UPDATE = ("param", *_GRADIENTS)
 _OF_PARAMETERS = (*_BEFORE_UPDATE, "update", "optim_state")
-_READ = frozenset((*_OF_PARAMETERS, "lr", "buffer"))
-
-
-def reader_of(receiver: Receiver) -> StateReader | None:
-    """What reads the model's state for a receiver; None where its plan asks for none."""
-    return None if receiver.plan.kinds.isdisjoint(_READ) else StateReader(receiver)
 
 
 @final

@@ -15,8 +15,9 @@ from torchtap._torch import script_core, script_methods
 from torchtap.names import KINDS, OF_CALLS, last_part, site_name
 from torchtap.taps.alike.mapped import mapped_sites
 from torchtap.taps.alike.site_map import SiteMap
+from torchtap.taps.carry.channel import Channel
 from torchtap.taps.carry.forms import CarriedAttachment, ForwardRoute
-from torchtap.taps.carry.op import Channel, address, register
+from torchtap.taps.carry.op import address, register
 from torchtap.taps.carry.passes import in_pass
 from torchtap.taps.graph.lookalikes import DoubtfulNames, lookalike_paths
 from torchtap.taps.receive import reasons

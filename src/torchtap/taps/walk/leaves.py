@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from torch.fx import Proxy
 
 from torchtap._torch import pytree
 from torchtap.names import join_path
-from torchtap.taps.walk.arguments import Args
+
+if TYPE_CHECKING:
+    from torchtap.taps.walk.arguments import Args
 
 __all__ = ["argument_name", "children", "input_leaves", "is_object", "keyword_name", "leaves"]
 

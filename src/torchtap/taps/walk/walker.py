@@ -14,15 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from operator import contains
 from threading import get_ident
-from typing import Any, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 import torch
 from torch import nn
 
 from torchtap._torch import graph_task, in_backward
-from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.untraced import HookHandle, HookHandles, Table
 from torchtap.taps.walk.ways import Handle, WayName, way_for
+
+if TYPE_CHECKING:
+    from torchtap.taps.walk.arguments import Args, Kwargs
 
 __all__ = ["EVERY_THREAD", "Heard", "Walker", "is_compiling", "shown_call", "shown_output"]
 

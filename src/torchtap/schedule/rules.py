@@ -1,101 +1,32 @@
-"""When a tap is live: pure rules on the clock, combined with ``&``, ``|`` and ``~``.
-
-No schedule keeps state, so asking twice gives the same answer; each says itself as JSON. A predicate is the
-one exception to the latter: it is written down by name only.
-"""
+"""The rules for when a tap is live, beside always: single ones, and those that combine others; to JSON and back."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, final
 
 from torchtap.errors import PlanError
+from torchtap.schedule.base import Always, Moment, OfSteps, Schedule
 
 __all__ = [
-    "Always",
     "Both",
     "Either",
     "Epochs",
     "Every",
     "First",
-    "Moment",
     "Never",
     "Not",
     "Phase",
-    "Schedule",
     "Steps",
     "When",
     "schedule_from_spec",
-    "schedule_of",
 ]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """Where the clock stands. Epoch and batch are ``None`` until somebody sets them."""
-
-    step: int
-    epoch: int | None = None
-    batch: int | None = None
-    phase: str = "train"
-
-
-class Schedule(ABC):
-    """A rule that says at which moments a tap is live."""
-
-    @abstractmethod
-    def live(self, moment: Moment) -> bool:
-        """Whether the tap is live at this moment."""
-
-    @abstractmethod
-    def spec(self) -> dict[str, object]:
-        """The schedule as JSON."""
-
-    @property
-    def by_phase(self) -> bool:
-        """Whether a step's phases may have different answers. Where not, one serves them all."""
-        return True
-
-    def __and__(self, other: Schedule) -> Schedule:
-        if isinstance(self, Always):
-            return other
-        return self if isinstance(other, Always) else Both(self, other)
-
-    def __or__(self, other: Schedule) -> Schedule:
-        return Either(self, other)
-
-    def __invert__(self) -> Schedule:
-        return Not(self)
-
-
-class _OfSteps(Schedule):
-    """One that asks for no phase."""
-
-    __slots__ = ()
-
-    @property
-    def by_phase(self) -> bool:
-        return False
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Always(_OfSteps):
-    """Every step."""
-
-    def live(self, moment: Moment) -> bool:
-        return True
-
-    def spec(self) -> dict[str, object]:
-        return {"always": True}
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Never(_OfSteps):
+class Never(OfSteps):
     """No step."""
 
     def live(self, moment: Moment) -> bool:
@@ -107,7 +38,7 @@ class Never(_OfSteps):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Every(_OfSteps):
+class Every(OfSteps):
     """Steps ``offset``, ``offset + n``, ``offset + 2n`` …"""
 
     n: int
@@ -126,7 +57,7 @@ class Every(_OfSteps):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Steps(_OfSteps):
+class Steps(OfSteps):
     """The listed steps; a ``range`` stays a range."""
 
     steps: range | frozenset[int]
@@ -147,7 +78,7 @@ class Steps(_OfSteps):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Epochs(_OfSteps):
+class Epochs(OfSteps):
     """The listed epochs, and in them the listed batches (all, where none are listed)."""
 
     epochs: frozenset[int] | None
@@ -174,7 +105,7 @@ class Epochs(_OfSteps):
 
 @final
 @dataclass(frozen=True, slots=True)
-class First(_OfSteps):
+class First(OfSteps):
     """The first ``n`` steps, counted from step 0."""
 
     n: int
@@ -311,33 +242,3 @@ def _simple_from_spec(spec: dict[str, Any]) -> Schedule:
         case {"when": name}:
             raise PlanError(f"the schedule was the function {name}: a file does not hold it")
     raise PlanError(f"{spec!r} is not a schedule")
-
-
-def schedule_of(
-    *,
-    every: int | None = None,
-    offset: int = 0,
-    steps: Collection[int] | None = None,
-    epochs: Collection[int] | None = None,
-    batches: Collection[int] | None = None,
-    first: int | None = None,
-    when: Schedule | Callable[[Moment], bool] | None = None,
-    phase: str | None = None,
-) -> Schedule:
-    """The schedule that a tap's keywords describe: live where all that were given agree."""
-    schedule: Schedule = Always()
-    if every is not None:
-        schedule &= Every(every, offset)
-    elif offset:
-        raise PlanError(f"offset={offset} needs every=")
-    if steps is not None:
-        schedule &= Steps(steps)
-    if epochs is not None or batches is not None:
-        schedule &= Epochs(epochs, batches)
-    if first is not None:
-        schedule &= First(first)
-    if phase is not None:
-        schedule &= Phase(phase)
-    if when is not None:
-        schedule &= when if isinstance(when, Schedule) else When(when)
-    return schedule
