@@ -12,7 +12,7 @@ from torch import nn
 
 from torchtap.names import Kind, site_name
 from torchtap.taps.carry import op
-from torchtap.taps.carry.carrier import emit_leaves
+from torchtap.taps.carry.emitted import Emitted, emit_leaves
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves, leaves
@@ -22,22 +22,22 @@ __all__ = ["emitting_inputs", "emitting_output", "emitting_outputs", "emitting_p
 
 def emitting_output(channel: op.Channel, path: str, kind: Kind) -> Callable[[object], None]:
     """A function that emits the tensors that a module returned."""
-    address, kinds = channel.prefix + path, (kind,)
+    what = Emitted(channel.prefix + path, (kind,))
 
     def emit(output: object) -> None:
         if op.registered():
-            emit_leaves(address, kinds, leaves(output))
+            emit_leaves(what, leaves(output))
 
     return emit
 
 
 def emitting_outputs(channel: op.Channel) -> Callable[[tuple[int, str], object], None]:
     """The same for the outputs of many modules: a stop is a port's number and the module's path."""
-    prefix = channel.prefix
+    what = Emitted(channel.prefix, ("output",))
 
     def emit(stop: tuple[int, str], output: object) -> None:
         if op.registered():
-            emit_leaves(prefix + stop[1], ("output",), leaves(output))
+            emit_leaves(what, leaves(output), stop[1])
 
     return emit
 
@@ -60,10 +60,10 @@ def emitting_pass(channel: op.Channel, root: nn.Module) -> Callable[[Args, Kwarg
 
 def emitting_inputs(channel: op.Channel, port: LivePort) -> Callable[[Args, Kwargs], None]:
     """A function that emits the tensors that a module was given."""
-    address, kinds, names = channel.prefix + port.port.site.path, (port.kind,), port.input_names
+    what, names = Emitted(channel.prefix + port.port.site.path, (port.kind,)), port.input_names
 
     def emit(args: Args, kwargs: Kwargs) -> None:
         if op.registered():
-            emit_leaves(address, kinds, input_leaves(names, args, kwargs))
+            emit_leaves(what, input_leaves(names, args, kwargs))
 
     return emit
