@@ -1,8 +1,8 @@
 """Statistics as a part of a compiled graph: torch ops that the compiler fuses with what made the value.
 
 Only the ten numbers of a state leave the graph, on the device where they are. Used wherever no native kernel
-reads the value: on every device but the CPU, where the kernel is several times faster than fused ops (measured,
-see docs/forms.md) and gets the value itself.
+reads the value: on every device but the CPU, where the kernel costs less than fused ops (measured, see
+docs/speed.md) and gets the value itself.
 """
 
 from __future__ import annotations
