@@ -108,14 +108,13 @@ class _Logits(nn.Module):
         return logits
 
 
-def gpt2_training(length: int = 256, batch: int = 2, vocabulary: int = 8192) -> Training:
+def gpt2_training(length: int = 256, batch: int = 2, vocabulary: int = 8192, layers: int = 12) -> Training:
     """GPT-2 as people have it: 12 layers of width 768, from Hugging Face."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = _Logits(
-        GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, n_positions=length, bos_token_id=0, eos_token_id=0))
-    )
+    size = {"vocab_size": vocabulary, "n_positions": length, "n_layer": layers}
+    model = _Logits(GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0)))
     tokens = torch.randint(0, vocabulary, (batch, length + 1))
     targets = tokens[:, 1:].reshape(-1)
     return Training(model, tokens[:, :-1], lambda logits: F.cross_entropy(logits.flatten(0, 1), targets))

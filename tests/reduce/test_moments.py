@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tests.reduce.references import NAMES, assert_statistics
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +44,19 @@ def test_measuring_and_merging_on_a_device_never_wait_for_it() -> None:
         OctaveGrid(-8, 8, 2).places(value)
     found = finish(state.numpy().reshape(1, -1))[0]
     assert_statistics(dict(zip(NAMES, found.tolist(), strict=True)), [value])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_compiler_fuses_to_the_same_statistics(dtype: torch.dtype) -> None:
+    fused: Any = torch.compile(lambda x: moments.measure_masked((x * 2).reshape(-1).double()), fullgraph=True)
+    torch.manual_seed(0)
+    plain = torch.randn(40, 37).to(dtype)
+    strange = plain.clone()
+    strange[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+    strange[7:9] = torch.nan
+    for value in (plain, strange, plain + 100, torch.full_like(plain, torch.nan), torch.zeros_like(plain)):
+        found = finish(fused(value).numpy().reshape(1, -1))[0]
+        assert_statistics(dict(zip(NAMES, found.tolist(), strict=True)), [value * 2])
 
 
 def test_nothing_merges_without_a_trace() -> None:

@@ -190,12 +190,16 @@ def _scale_for(size: float) -> float:
 
 
 def measure_masked(chunk: Tensor) -> Tensor:
-    """The state of a flat tensor of the wide dtype that has elements, without a look at it: a compiler can fuse it."""
-    finite = chunk.isfinite()
-    count = finite.sum().to(chunk.dtype)
+    """The state of a flat tensor of the wide dtype that has elements, without a look at it: a compiler can fuse it.
+
+    It asks and counts by comparisons and sums of numbers: with ``isnan``, ``isfinite`` and sums of truth values what
+    Inductor made of it on the CPU took two to three times as long.
+    """
+    zero, one = chunk.new_zeros(()), chunk.new_ones(())
+    finite = chunk.abs() < torch.inf
+    count = torch.where(finite, one, zero).sum()
     some = count.clamp(min=1)
-    nans = chunk.isnan().sum()
-    zero = torch.zeros((), dtype=chunk.dtype, device=chunk.device)
+    nans = torch.where(chunk != chunk, one, zero).sum()
     safe = torch.where(finite, chunk, zero)
     low = torch.where(finite, chunk, torch.inf).amin()
     high = torch.where(finite, chunk, -torch.inf).amax()
@@ -211,8 +215,7 @@ def measure_masked(chunk: Tensor) -> Tensor:
     deviation = (squares / some).sqrt() / scale
     mean = center + drift / scale
     rest = (center - mean) + drift / scale
-    zeros = (chunk == 0).sum()
+    zeros = torch.where(chunk == 0, one, zero).sum()
     infs = chunk.numel() - count - nans
     total = torch.full_like(count, chunk.numel())
-    fields = (total, nans, infs, zeros, mean, deviation, low, high, safe.abs().sum(), rest)
-    return torch.stack([field.to(chunk.dtype) for field in fields])
+    return torch.stack((total, nans, infs, zeros, mean, deviation, low, high, safe.abs().sum(), rest))

@@ -45,8 +45,8 @@ from torchtap.taps.carry.carrier import (
     InputCarrier,
     LeaveCarrier,
     OutputCarrier,
-    emit_leaves,
 )
+from torchtap.taps.carry.emitted import emit_leaves
 from torchtap.taps.carry.forms import CarriedAttachment
 from torchtap.taps.carry.fused import emit_measured
 from torchtap.taps.carry.passes import PassHooks

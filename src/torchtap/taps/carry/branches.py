@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from torchtap._torch import graphs_being_traced, mark_constant
+from torchtap._torch import graphs_being_traced
 from torchtap.names import site_name
 from torchtap.taps.carry import op
 from torchtap.taps.receive import reasons
@@ -20,16 +20,13 @@ _silent: set[str] = set()
 
 
 def silences(address: str, kinds: tuple[str, ...]) -> bool:
-    """Whether the call that is being traced is inside such a graph; runs while Dynamo traces."""
+    """Whether the call that Dynamo is tracing is inside such a graph."""
     if torch.compiler.is_exporting() or _NO_EFFECTS.isdisjoint(graphs_being_traced()):
         return False
     for kind in kinds:
         _silent.add(site_name(address, kind))
         op.note(site_name(address, kind), reasons.IN_A_BRANCH)
     return True
-
-
-mark_constant(silences)
 
 
 def is_silent(site: str) -> bool:

@@ -16,16 +16,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, final
 from weakref import ref
 
-import torch
 from torch import Tensor, fx, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from torchtap._torch import is_traced_by_fx, is_traced_by_script
-from torchtap.names import site_name
 from torchtap.sites import input_names, places
 from torchtap.taps.carry import op
-from torchtap.taps.carry.branches import silences
-from torchtap.taps.carry.channel import Channel
-from torchtap.taps.carry.fused import emit_measured, is_fused
+from torchtap.taps.carry.channel import Channel, Emitted
+from torchtap.taps.carry.emitted import emit_leaves
 from torchtap.taps.carry.travelling import NAMES, CopiedAlong, Packaged
 from torchtap.taps.receive import inside
 from torchtap.taps.walk.arguments import Args, Kwargs
@@ -42,7 +40,6 @@ __all__ = [
     "Scriptable",
     "carried",
     "carriers_for",
-    "emit_leaves",
     "note_the_way",
     "put_carriers",
     "put_copies",
@@ -54,42 +51,22 @@ __all__ = [
 _ALONG = HookWay(travelling=True)
 
 
-def _hears(address: str) -> bool:
+def _hears(what: Emitted) -> bool:
     """Whether an op call would be of use: someone listens, or the call is being put into a graph."""
     # Tracers first: what follows would become guards of the compiled code.
-    return _traced() or "|" in address or op.heard()
+    return _traced() or "|" in what.address or op.heard()
 
 
 def _traced() -> bool:
-    return torch.compiler.is_compiling() or is_traced_by_script() or is_traced_by_fx()
+    return is_compiling() or is_traced_by_script() or is_traced_by_fx()
 
 
-def emit_leaves(
-    address: str, kinds: tuple[str, ...], found: Iterable[tuple[str, Tensor]], measured: tuple[str, ...] = ()
-) -> None:
-    """Hand tensors to the op, under their leaves' names. Of the ``measured`` kinds only statistics are wanted."""
-    if torch.compiler.is_dynamo_compiling() and silences(address, kinds):
-        return
-    for leaf, tensor in found:
-        for kind in kinds:
-            site = site_name(address, kind, leaf)
-            in_graph = kind in measured and torch.compiler.is_compiling() and is_fused(tensor)
-            if kind.startswith("grad"):
-                torch.ops.torchtap.emit_grad.default(tensor, site.replace("|", "!|", 1) if in_graph else site)
-            elif in_graph:
-                emit_measured(tensor, site)
-            else:
-                torch.ops.torchtap.emit.default(tensor, site)
-
-
-class _Carrier(Traveller):
-    """``address`` is the module's path, after a channel's prefix where there is one."""
+class _Carrier(Emitted, Traveller):
+    """A hook that knows what it emits."""
 
     def __init__(self, address: str, kinds: tuple[str, ...]) -> None:
         op.register()
-        self.address = address
-        self.kinds = kinds
-        self.measured: tuple[str, ...] = ()
+        super().__init__(address, kinds)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), self._state()  # for modules whose class makes their pickles: graph modules
@@ -106,8 +83,9 @@ class OutputCarrier(_Carrier):
     """A forward hook: ``kinds`` are of ``output`` and ``grad_output``."""
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        if _hears(self.address):
-            emit_leaves(self.address, self.kinds, leaves(output), self.measured)
+        if is_dynamo_compiling() or _hears(self):
+            # Most outputs are bare tensors, and Dynamo takes its time to follow a generator.
+            emit_leaves(self, (("", output),) if isinstance(output, Tensor) else leaves(output))
 
 
 @final
@@ -119,8 +97,8 @@ class InputCarrier(_Carrier):
         self.names = names
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if _hears(self.address):
-            emit_leaves(self.address, self.kinds, input_leaves(self.names, args, kwargs), self.measured)
+        if is_dynamo_compiling() or _hears(self):
+            emit_leaves(self, input_leaves(self.names, args, kwargs))
 
     def _state(self) -> tuple[Any, ...]:
         return self.address, self.kinds, self.names

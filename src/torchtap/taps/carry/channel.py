@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 if TYPE_CHECKING:
     from torchtap.taps.receive.receiver import Receiver
 
-__all__ = ["Channel", "booked", "come", "receivers"]
+__all__ = ["Channel", "Emitted", "booked", "come", "receivers"]
 
 receivers: dict[int, Receiver] = {}  # by the number of their channel
 # Channel -> site with a ticket -> the call that its gradient belongs to. Forgotten when nobody listens any more.
@@ -59,3 +59,15 @@ def _number_of(purpose: str) -> int:
     _named[purpose] += 1
     text = f"{purpose} {_named[purpose]}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") | 1 << 60
+
+
+class Emitted:
+    """What is emitted of a place: these kinds, under an address. Nothing of it changes once it was traced.
+
+    ``address`` is a module's path, after a channel's prefix where there is one.
+    """
+
+    def __init__(self, address: str, kinds: tuple[str, ...]) -> None:
+        self.address = address
+        self.kinds = kinds
+        self.measured: tuple[str, ...] = ()  # the kinds of which only statistics are wanted

@@ -1,8 +1,8 @@
 """Statistics as a part of a compiled graph: torch ops that the compiler fuses with what made the value.
 
 Only the ten numbers of a state leave the graph, on the device where they are. Used wherever no native kernel
-reads the value: on every device but the CPU, where the kernel is several times faster than fused ops (measured,
-see docs/forms.md) and gets the value itself.
+reads the value: on every device but the CPU, where the kernel costs less than fused ops (measured, see
+docs/speed.md) and gets the value itself.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from torch import Tensor
 
 from torchtap.reduce.moments import measure_masked
 
-__all__ = ["emit_measured", "is_fused"]
+__all__ = ["emit_measured", "is_fused", "may_fuse"]
 
 # Set by tests, which have a CPU only.
 everywhere = False
 
 
+def may_fuse(device: str) -> bool:
+    """Whether statistics of values on a kind of device are computed in the graph."""
+    return everywhere or device != "cpu"
+
+
 def is_fused(value: Tensor) -> bool:
-    """Whether the statistics of this value are computed in the graph."""
-    return (everywhere or value.device.type != "cpu") and value.is_floating_point() and value.numel() > 0
+    """Whether those of this value are."""
+    return may_fuse(value.device.type) and value.is_floating_point() and value.numel() > 0
 
 
 def emit_measured(value: Tensor, site: str) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchtap._torch import mark_constant
 from torchtap.names import Kind, site_name
-from torchtap.taps.carry.channel import Channel
+from torchtap.taps.carry.channel import Channel, Emitted
 from torchtap.taps.walk.leaves import input_leaves, leaves
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ def _loaded() -> bool:
 
     The imports after it only look up what is there.
     """
-    from torchtap.taps.carry import carrier, op
+    from torchtap.taps.carry import emitted, op
 
     op.register()
-    return carrier is not None
+    return emitted is not None
 
 
 mark_constant(_loaded)
@@ -40,26 +40,26 @@ mark_constant(_loaded)
 
 def emitting_output(channel: Channel, path: str, kind: Kind) -> Callable[[object], None]:
     """A function that emits the tensors that a module returned."""
-    address, kinds = channel.prefix + path, (kind,)
+    what = Emitted(channel.prefix + path, (kind,))
 
     def emit(output: object) -> None:
         if _loaded():
-            from torchtap.taps.carry.carrier import emit_leaves
+            from torchtap.taps.carry.emitted import emit_leaves
 
-            emit_leaves(address, kinds, leaves(output))
+            emit_leaves(what, leaves(output))
 
     return emit
 
 
 def emitting_outputs(channel: Channel) -> Callable[[tuple[int, str], object], None]:
     """The same for the outputs of many modules: a stop is a port's number and the module's path."""
-    prefix = channel.prefix
+    what = Emitted(channel.prefix, ("output",))
 
     def emit(stop: tuple[int, str], output: object) -> None:
         if _loaded():
-            from torchtap.taps.carry.carrier import emit_leaves
+            from torchtap.taps.carry.emitted import emit_leaves
 
-            emit_leaves(prefix + stop[1], ("output",), leaves(output))
+            emit_leaves(what, leaves(output), stop[1])
 
     return emit
 
@@ -84,12 +84,12 @@ def emitting_pass(channel: Channel, root: nn.Module) -> Callable[[Args, Kwargs],
 
 def emitting_inputs(channel: Channel, port: LivePort) -> Callable[[Args, Kwargs], None]:
     """A function that emits the tensors that a module was given."""
-    address, kinds, names = channel.prefix + port.port.site.path, (port.kind,), port.input_names
+    what, names = Emitted(channel.prefix + port.port.site.path, (port.kind,)), port.input_names
 
     def emit(args: Args, kwargs: Kwargs) -> None:
         if _loaded():
-            from torchtap.taps.carry.carrier import emit_leaves
+            from torchtap.taps.carry.emitted import emit_leaves
 
-            emit_leaves(address, kinds, input_leaves(names, args, kwargs))
+            emit_leaves(what, input_leaves(names, args, kwargs))
 
     return emit
