@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
-from typing import final
+from typing import NamedTuple, final
 
 from torch import nn
 
@@ -21,8 +20,7 @@ __all__ = ["Missing", "missing_sites", "replaced_paths"]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Missing:
+class Missing(NamedTuple):
     """A site from which nothing came."""
 
     site: str
