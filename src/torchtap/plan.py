@@ -19,7 +19,7 @@ from torchtap.errors import PlanError, SelectionError, TorchtapError
 from torchtap.foreign_text import shown
 from torchtap.names import KINDS, Kind, no_such_site
 from torchtap.reduce import AnyReduction, Full, Reduction, Stats, reduction_from_spec
-from torchtap.schedule import Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
+from torchtap.schedule import NO_STEP, Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
 __all__ = ["LISTED_KINDS", "Plan", "Port", "Tap", "candidates", "make_plan", "tap"]
@@ -241,6 +241,10 @@ class Plan:
     def live(self, moment: Moment) -> frozenset[int]:
         """Indices of the taps that are live at a moment."""
         return frozenset(index for index, each in enumerate(self.taps) if each.schedule.live(moment))
+
+    def earliest(self, moment: Moment) -> int:
+        """A step from this one on before which no tap is live, as far as the schedules can look ahead."""
+        return min((each.schedule.earliest(moment) for each in self.taps), default=NO_STEP)
 
     @cached_property
     def by_phase(self) -> bool:

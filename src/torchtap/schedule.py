@@ -6,14 +6,18 @@ one exception to the latter: it is written down by name only.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, final
 
 from torchtap.errors import PlanError
 
 __all__ = [
+    "NO_STEP",
     "Always",
     "Both",
     "Either",
@@ -30,6 +34,9 @@ __all__ = [
     "schedule_from_spec",
     "schedule_of",
 ]
+
+
+NO_STEP = sys.maxsize  # a step that no training reaches
 
 
 @final
@@ -53,6 +60,13 @@ class Schedule(ABC):
     @abstractmethod
     def spec(self) -> dict[str, object]:
         """The schedule as JSON."""
+
+    def earliest(self, moment: Moment) -> int:
+        """A step from this one on before which the tap is not live, in no phase, while epoch and batch stay.
+
+        It may be early, never late; a rule that cannot look ahead says this step, and is asked again at the next.
+        """
+        return moment.step
 
     @property
     def by_phase(self) -> bool:
@@ -101,6 +115,9 @@ class Never(_OfSteps):
     def live(self, moment: Moment) -> bool:
         return False
 
+    def earliest(self, moment: Moment) -> int:
+        return NO_STEP
+
     def spec(self) -> dict[str, object]:
         return {"never": True}
 
@@ -120,6 +137,9 @@ class Every(_OfSteps):
     def live(self, moment: Moment) -> bool:
         return moment.step >= self.offset and (moment.step - self.offset) % self.n == 0
 
+    def earliest(self, moment: Moment) -> int:
+        return max(self.offset, moment.step + (self.offset - moment.step) % self.n)
+
     def spec(self) -> dict[str, object]:
         return {"every": self.n, "offset": self.offset}
 
@@ -130,14 +150,21 @@ class Steps(_OfSteps):
     """The listed steps; a ``range`` stays a range."""
 
     steps: range | frozenset[int]
+    _in_order: Sequence[int] = field(init=False, repr=False, compare=False)
 
     def __init__(self, steps: Collection[int]) -> None:
         if isinstance(steps, int):
             raise PlanError(f"steps={steps!r}: give a list or a range of steps, e.g. steps=[{steps}]")
-        object.__setattr__(self, "steps", steps if isinstance(steps, range) else frozenset(steps))
+        chosen = steps if isinstance(steps, range) else frozenset(steps)
+        object.__setattr__(self, "steps", chosen)
+        object.__setattr__(self, "_in_order", _in_order(chosen))
 
     def live(self, moment: Moment) -> bool:
         return moment.step in self.steps
+
+    def earliest(self, moment: Moment) -> int:
+        at = bisect_left(self._in_order, moment.step)
+        return self._in_order[at] if at < len(self._in_order) else NO_STEP
 
     def spec(self) -> dict[str, object]:
         if isinstance(self.steps, range):
@@ -165,6 +192,9 @@ class Epochs(_OfSteps):
             self.batches is None or moment.batch in self.batches
         )
 
+    def earliest(self, moment: Moment) -> int:
+        return moment.step if self.live(moment) else NO_STEP
+
     def spec(self) -> dict[str, object]:
         return {
             "epochs": None if self.epochs is None else sorted(self.epochs),
@@ -185,6 +215,9 @@ class First(_OfSteps):
 
     def live(self, moment: Moment) -> bool:
         return moment.step < self.n
+
+    def earliest(self, moment: Moment) -> int:
+        return moment.step if self.live(moment) else NO_STEP
 
     def spec(self) -> dict[str, object]:
         return {"first": self.n}
@@ -237,6 +270,9 @@ class Both(Schedule):
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) and self.right.live(moment)
 
+    def earliest(self, moment: Moment) -> int:
+        return max(self.left.earliest(moment), self.right.earliest(moment))
+
     def spec(self) -> dict[str, object]:
         return {"both": [self.left.spec(), self.right.spec()]}
 
@@ -255,6 +291,9 @@ class Either(Schedule):
 
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) or self.right.live(moment)
+
+    def earliest(self, moment: Moment) -> int:
+        return min(self.left.earliest(moment), self.right.earliest(moment))
 
     def spec(self) -> dict[str, object]:
         return {"either": [self.left.spec(), self.right.spec()]}
@@ -276,6 +315,17 @@ class Not(Schedule):
 
     def spec(self) -> dict[str, object]:
         return {"not": self.other.spec()}
+
+
+def _in_order(steps: range | frozenset[int]) -> Sequence[int]:
+    if isinstance(steps, range):
+        return steps if steps.step > 0 else steps[::-1]
+    return sorted(filter(_is_number, steps))
+
+
+def _is_number(step: object) -> bool:
+    """Whether a step can be it. What else a user lists is no step, and has no order among them."""
+    return isinstance(step, Real)
 
 
 def schedule_from_spec(spec: dict[str, Any]) -> Schedule:

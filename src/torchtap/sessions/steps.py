@@ -6,6 +6,7 @@ It guarantees:
   makes a step and never shifts a number;
 - a schedule is judged for each pass, with the pass's own phase;
 - numbers that are logged after an update belong to the step that the update ended;
+- steps before the next one that any schedule asks for are only counted (`lull`);
 - the host does not wait at a step's end for numbers of a device that copies by itself: such a step's records are
   handed on when they are there, at the latest when the next step ends or when anyone asks. Records keep their order.
 
@@ -14,6 +15,7 @@ Not here: who moves the clock (`watching`, `following`), where records go (`outl
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from typing import TypeAlias, final
 
 from torchtap.sessions.clock import Clock
 from torchtap.sessions.logged import Logged
+from torchtap.sessions.lull import Lull
 from torchtap.sessions.outlets import Outlets
 from torchtap.plan import Plan
 from torchtap.schedule import Moment
@@ -83,6 +86,8 @@ class StepMaker:
         self._plan = plan
         self.clock = Clock(first)
         self.logged = Logged()
+        self.lull = Lull()
+        self._catching_up = threading.Lock()
         self.ever_live: frozenset[int] = frozenset()
         self.taps = tap(self)
         self._outlets = outlets
@@ -229,6 +234,37 @@ class StepMaker:
             wanted = self._wanted(moment)
         if wanted or self.taps.armed:
             self.taps.arm(wanted)
+
+    def rest(self) -> None:
+        """A step has begun. Where it and others after it ask for nothing, they are only counted from here on."""
+        moment, lull = self.open, self.lull
+        if moment is None or self.taps.armed or self._holds_anything:
+            return
+        until = self._plan.earliest(replace(moment, step=moment.step + 1))
+        if until > moment.step + 1:
+            lull.last = -1 if self.last is None else self.last.step
+            lull.open, lull.until = moment.step, until
+
+    @property
+    def _holds_anything(self) -> bool:
+        """Whether there is anything to hand on, now or when numbers have arrived."""
+        if self._held or self._waiting or not self.logged.empty:
+            return True
+        return any(tally.touched for tally in self.taps.tallies.values())
+
+    def catch_up(self) -> None:
+        """Something is to happen: the steps of a lull become steps like all others. Any thread may call it."""
+        lull, clock = self.lull, self.clock
+        with self._catching_up:
+            lull.until = -1
+            while lull.holds_any:
+                last, opened = lull.last, lull.open
+                clock.step = max(clock.step, last, opened)
+                if last > (-1 if self.last is None else self.last.step):
+                    self.last = Moment(last, clock.epoch, clock.batch)
+                self.open = Moment(opened, clock.epoch, clock.batch) if opened >= 0 else None
+                if lull.last == last and lull.open == opened:  # else a block has just ended
+                    lull.last = lull.open = -1
 
     def _forget_others_than(self, *moments: Moment) -> None:
         """Forget which taps are live at other moments, once these are many."""
