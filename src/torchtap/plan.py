@@ -240,7 +240,16 @@ class Plan:
 
     def live(self, moment: Moment) -> frozenset[int]:
         """Indices of the taps that are live at a moment."""
+        if self._always is not None:
+            return self._always
         return frozenset(index for index, each in enumerate(self.taps) if each.schedule.live(moment))
+
+    @cached_property
+    def _always(self) -> frozenset[int] | None:
+        """The taps that are live, where that is the same at every moment."""
+        if not all(isinstance(each.schedule, (Always, Never)) for each in self.taps):
+            return None
+        return frozenset(index for index, each in enumerate(self.taps) if isinstance(each.schedule, Always))
 
     def earliest(self, moment: Moment) -> int:
         """A step from this one on before which no tap is live, as far as the schedules can look ahead."""

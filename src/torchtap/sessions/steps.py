@@ -103,6 +103,9 @@ class StepMaker:
         self._has_learnt = False  # whether any step had such passes
         self._phases: dict[str, None] = {}  # of the open step, in order
         self._live: dict[_When, frozenset[int]] = {}  # by step, epoch, batch and phase
+        self._asked: tuple[Moment, frozenset[int]] | None = (
+            None  # the newest of these: it is asked for most often
+        )
         self._held: list[_Part] = []  # of the last step: numbers may still be logged for it
         self._waiting: list[_Part] = []  # whole but for numbers that are on their way
         self.passes_before = 0  # of training, before the clock was moved for the first time
@@ -169,6 +172,8 @@ class StepMaker:
     def live_at(self, moment: Moment, phase: str) -> frozenset[int]:
         """The taps that are live at a step in a phase."""
         if not self._plan.by_phase:
+            if self._asked is not None and self._asked[0] is moment:
+                return self._asked[1]
             phase = moment.phase
         when = (moment.step, moment.epoch, moment.batch, phase)
         live = self._live.get(when)
@@ -177,6 +182,7 @@ class StepMaker:
             if self._spending is not None:
                 live = self._spending.replaced(live)
             self._live[when] = live
+        self._asked = moment, live
         return live
 
     def live_after_last(self, phase: str) -> bool:
@@ -214,7 +220,7 @@ class StepMaker:
 
         ``wanted`` is what `wanted_next` says, where somebody has asked already.
         """
-        if not fresh:
+        if not fresh and self._holds_anything:
             self.leave_last()
         if self._waiting:
             self._let_go()
@@ -226,7 +232,8 @@ class StepMaker:
         self.fresh, self._undecided = fresh, False
         self._phases = {}
         self._learning = None
-        self._forget_others_than(moment, self.last or moment)
+        if len(self._live) > _MOMENTS:
+            self._forget_others_than(moment, self.last or moment)
         if self._spending is not None:
             self._spending.begin_step()
         self.taps.begin(thread)
@@ -267,9 +274,7 @@ class StepMaker:
                     lull.last = lull.open = -1
 
     def _forget_others_than(self, *moments: Moment) -> None:
-        """Forget which taps are live at other moments, once these are many."""
-        if len(self._live) <= _MOMENTS:
-            return
+        """Forget which taps are live at other moments."""
         kept = [moment.step for moment in moments]
         self._live = {when: live for when, live in self._live.items() if when[0] in kept}
 
@@ -330,7 +335,8 @@ class StepMaker:
             return False
         self.taps.read_state()
         self._tell_of_evaluation(moment)
-        self.ever_live |= self.state_phase()[1]
+        if len(self.ever_live) < len(self._plan.taps):
+            self.ever_live |= self.state_phase()[1]
         if not self.taps.receiver.passes and self.taps.listens_to_passes:
             self._outlets.hint(
                 "silent",
@@ -432,14 +438,15 @@ class StepMaker:
     def _collect_one(self, moment: Moment, tally: Tally, *, skipped: bool = False) -> bool:
         if not tally.touched:
             return False
-        self.ever_live |= tally.live
+        if not tally.live <= self.ever_live:
+            self.ever_live |= tally.live
         passes = tally.passes
         scalars, tensors, coming = self.taps.collect(tally)
         if not (scalars or tensors):
             return False
         if self._spending is not None:
             tensors = self._spending.end_step(moment.step, tensors, tally)
-        at = Moment(moment.step, moment.epoch, moment.batch, tally.phase)
+        at = moment if moment.phase == tally.phase else replace(moment, phase=tally.phase)
         self._held.append(_Part(at, passes, skipped, scalars, tensors, coming))
         return True
 
@@ -460,7 +467,8 @@ class StepMaker:
 
     def _release(self) -> None:
         if self._held:
-            self._let_go(all_of_them=True)
+            if self._waiting:
+                self._let_go(all_of_them=True)
             self._waiting, self._held = self._held, []
             self._let_go()
 

@@ -51,6 +51,7 @@ class Tapping:
         self.receiver = Receiver(
             plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock, placing=placing
         )
+        self.tallies: Mapping[str, Tally] = self.receiver.folding.tallies  # what each phase holds
         self._collector = Collector(self.receiver.folding, among_ranks=placing is not None)
         self._attachment = attach(model, self.receiver, way, site_map, form)
         # Of several models each call is a pass; what holds them together is never called.
@@ -91,11 +92,6 @@ class Tapping:
         """Whether any live tap wants what only a pass brings."""
         ports = (port for port in self.plan.ports if not self.armed.isdisjoint(port.taps))
         return any(port.site.kind in OF_CALLS for port in ports)
-
-    @property
-    def tallies(self) -> Mapping[str, Tally]:
-        """What each phase holds."""
-        return self.receiver.folding.tallies
 
     def holds_anything(self, tally: Tally) -> bool:
         return self.receiver.folding.holds_anything(tally)

@@ -24,10 +24,11 @@ from torchtap.errors import SessionError
 from torchtap.sessions.evaluations import Evaluations
 from torchtap.sessions.following import Following, Sentry
 from torchtap.sessions.gaps import Gaps
+from torchtap.sessions.newest import Newest
 from torchtap.sessions.outlets import Outlets
 from torchtap.plan import Plan
 from torchtap.sessions.steps import StepMaker
-from torchtap.store.record import Consumer, ScalarBlock, StepRecord
+from torchtap.store.record import Consumer, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.sessions.tapping import Tapping
 from torchtap.taps.receive.receiver import Receiver
@@ -89,7 +90,7 @@ class Watch:
         self._following = Following(self._update_is_done, lambda: self._receiver.hears_this_thread())
         self._sentry = Sentry(self._members, self._maker.pass_begins, self._mode_changed)
         self._logs = False  # whether the training logs numbers of its own
-        self._latest: dict[tuple[str, tuple[str, ...]], ScalarBlock] = {}
+        self._newest = Newest()
         self._handed_on = 0
         self._sites_told = 0
         self._described: dict[str, dict[str, Any]] = {}  # sites of modules that the model had before
@@ -285,12 +286,11 @@ class Watch:
             steps.clock.set_batch(batch)
         if self._recorded:
             self._tell_what_is_hidden(step)
-        wanted: frozenset[int] | None = steps.wanted_next(step)
+        wanted = steps.wanted_next(step)
         if wanted or steps.taps.armed:  # where no tap is live, nobody need know yet
             self._gaps.look()
-            wanted = None  # the taps may be others now
         steps.begin(step, threading.get_ident(), wanted=wanted)
-        if not self._following:
+        if not wanted and not self._following:
             steps.rest()
 
     def _end(self) -> None:
@@ -377,9 +377,7 @@ class Watch:
 
     def _hand_on(self, record: StepRecord) -> None:
         self._handed_on += 1
-        for block in record.scalars:
-            self._latest.pop((record.phase, block.sites), None)  # the newest last
-            self._latest[record.phase, block.sites] = block
+        self._newest.add(record)
         entries = self._receiver.entries
         # Once at the start and then each time they have doubled: a model may have a new site every step.
         if len(entries) >= 2 * self._sites_told and entries:
@@ -412,15 +410,12 @@ class Watch:
         from torchtap.sessions.summary import print_summary
 
         self._maker.settle()
-        print_summary(self._latest.values(), self.coverage(), self.lost, file)
+        print_summary(self._newest.blocks(), self.coverage(), self.lost, file)
 
     def latest(self, site: str, statistic: str = "value", phase: str | None = None) -> float:
         """The newest number of a site, of any phase if none is named."""
         self._maker.settle()
-        for (of_phase, sites), block in reversed(list(self._latest.items())):
-            if site in sites and statistic in block.statistics and phase in (None, of_phase):
-                return float(block.values[sites.index(site), block.statistics.index(statistic)])
-        raise SessionError(f"no {statistic!r} of {site!r} has arrived yet")
+        return self._newest.number(site, statistic, phase)
 
     def so_far(self) -> StepRecord | None:
         """The open step's statistics as they are now, of the passes that train; None if there are none yet.
@@ -458,7 +453,7 @@ class Watch:
     def _tell_what_is_odd(self, clockless: bool) -> None:
         if clockless and self.passes > 1:
             self._hint_no_clock()
-        if not self._latest and not self._handed_on:
+        if not self._newest and not self._handed_on:
             self._outlets.hint(
                 "empty", "this watch recorded nothing; watch.coverage() says why for each site"
             )

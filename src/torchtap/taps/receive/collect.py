@@ -71,6 +71,9 @@ class Collector:
     ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
         coming: list[PendingNumbers] = []
         statistics = self._statistics(tally, coming)
+        if statistics is not None and not self._folding.folded and not tally.numbers:  # most often
+            tally.clear()
+            return (statistics,), (), coming
         scalars = [] if statistics is None else [statistics]
         tensors: list[TensorItem] = []
         numbers: dict[tuple[str, ...], tuple[list[str], list[list[Any]]]] = {}
