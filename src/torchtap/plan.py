@@ -240,12 +240,12 @@ class Plan:
 
     def live(self, moment: Moment) -> frozenset[int]:
         """Indices of the taps that are live at a moment."""
-        if self._always is not None:
-            return self._always
+        if self.always is not None:
+            return self.always
         return frozenset(index for index, each in enumerate(self.taps) if each.schedule.live(moment))
 
     @cached_property
-    def _always(self) -> frozenset[int] | None:
+    def always(self) -> frozenset[int] | None:
         """The taps that are live, where that is the same at every moment."""
         if not all(isinstance(each.schedule, (Always, Never)) for each in self.taps):
             return None

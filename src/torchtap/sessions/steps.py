@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias, final
 
@@ -50,6 +50,11 @@ class _Part:
     scalars: tuple[ScalarBlock, ...]
     tensors: tuple[TensorItem, ...]
     coming: list[PendingNumbers]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all numbers are there."""
+        return not self.coming or all(each.done() for each in self.coming)
 
     def record(self) -> StepRecord:
         for each in self.coming:
@@ -171,6 +176,9 @@ class StepMaker:
 
     def live_at(self, moment: Moment, phase: str) -> frozenset[int]:
         """The taps that are live at a step in a phase."""
+        always = self._plan.always
+        if always is not None and self._spending is None:
+            return always
         if not self._plan.by_phase:
             if self._asked is not None and self._asked[0] is moment:
                 return self._asked[1]
@@ -257,7 +265,10 @@ class StepMaker:
         """Whether there is anything to hand on, now or when numbers have arrived."""
         if self._held or self._waiting or not self.logged.empty:
             return True
-        return any(tally.touched for tally in self.taps.tallies.values())
+        for tally in self.taps.tallies.values():  # noqa: SIM110 (a generator takes longer)
+            if tally.touched:
+                return True
+        return False
 
     def catch_up(self) -> None:
         """Something is to happen: the steps of a lull become steps like all others. Any thread may call it."""
@@ -334,7 +345,10 @@ class StepMaker:
             # Most steps of most trainings: the code below would have to be fetched from memory to find nothing.
             return False
         self.taps.read_state()
-        self._tell_of_evaluation(moment)
+        if self._learning is not None:
+            self._has_learnt = True
+        elif self._has_learnt and self._phases:
+            self._tell_of_evaluation(moment)
         if len(self.ever_live) < len(self._plan.taps):
             self.ever_live |= self.state_phase()[1]
         if not self.taps.receiver.passes and self.taps.listens_to_passes:
@@ -347,13 +361,11 @@ class StepMaker:
 
     def _tell_of_evaluation(self, moment: Moment) -> None:
         """A block is a step because the user says so, also one that holds no training among others that do."""
-        if self._has_learnt and self._learning is None and self._phases:
-            self._outlets.hint(
-                "evaluation",
-                f"step {moment.step} holds passes of {', '.join(self._phases)} only, and took a number among the "
-                "steps of the training. Have evaluations outside of steps: they belong to the step that ended last",
-            )
-        self._has_learnt |= self._learning is not None
+        self._outlets.hint(
+            "evaluation",
+            f"step {moment.step} holds passes of {', '.join(self._phases)} only, and took a number among the "
+            "steps of the training. Have evaluations outside of steps: they belong to the step that ended last",
+        )
 
     def stop_hearing(self) -> None:
         """Nothing is heard any more."""
@@ -370,7 +382,8 @@ class StepMaker:
 
     def release(self) -> None:
         """The step that ended last is whole: nothing is logged for it any more."""
-        self._release_for(self.last)
+        if self._held or not self.logged.empty:
+            self._release_for(self.last)
 
     def settle(self) -> None:
         """Hand on whatever is whole, waiting for numbers that are on their way."""
@@ -429,11 +442,13 @@ class StepMaker:
 
     def _collect(self, moment: Moment, *, skipped: bool = False) -> bool:
         """Make parts of what the phases hold, those that train first."""
-        tallies = [tally for tally in self.taps.tallies.values() if tally.touched]
-        if len(tallies) > 1:
-            tallies.sort(key=lambda tally: tally.phase != self._learning)
-        made = [self._collect_one(moment, tally, skipped=skipped) for tally in tallies]
-        return any(made)
+        tallies: Iterable[Tally] = self.taps.tallies.values()
+        if len(self.taps.tallies) > 1:
+            tallies = sorted(tallies, key=lambda tally: tally.phase != self._learning)
+        made = False
+        for tally in tallies:
+            made |= self._collect_one(moment, tally, skipped=skipped)
+        return made
 
     def _collect_one(self, moment: Moment, tally: Tally, *, skipped: bool = False) -> bool:
         if not tally.touched:
@@ -446,7 +461,9 @@ class StepMaker:
             return False
         if self._spending is not None:
             tensors = self._spending.end_step(moment.step, tensors, tally)
-        at = moment if moment.phase == tally.phase else replace(moment, phase=tally.phase)
+        at = moment
+        if moment.phase != tally.phase:
+            at = Moment(moment.step, moment.epoch, moment.batch, tally.phase)
         self._held.append(_Part(at, passes, skipped, scalars, tensors, coming))
         return True
 
@@ -474,5 +491,5 @@ class StepMaker:
 
     def _let_go(self, *, all_of_them: bool = False) -> None:
         """Hand on the records whose numbers are there, in order."""
-        while self._waiting and (all_of_them or all(each.done() for each in self._waiting[0].coming)):
+        while self._waiting and (all_of_them or self._waiting[0].whole):
             self._hand_on(self._waiting.pop(0).record())

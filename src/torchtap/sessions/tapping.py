@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torchtap.sessions.coverage import replaced_paths
 from torchtap.names import OF_CALLS
 from torchtap.plan import Plan
-from torchtap.store.record import ScalarBlock, TensorItem
+from torchtap.store.record import ScalarBlock
 from torchtap.taps.attach import attach
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.eager import EagerAttachment
-from torchtap.taps.receive.collect import Collector, PendingNumbers
+from torchtap.taps.receive.collect import Collector
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.pass_clock import PassClock
 from torchtap.taps.receive.receiver import Receiver
@@ -53,6 +53,7 @@ class Tapping:
         )
         self.tallies: Mapping[str, Tally] = self.receiver.folding.tallies  # what each phase holds
         self._collector = Collector(self.receiver.folding, among_ranks=placing is not None)
+        self.collect = self._collector.collect
         self._attachment = attach(model, self.receiver, way, site_map, form)
         # Of several models each call is a pass; what holds them together is never called.
         self._members = [PassHooks(each, self.receiver) for each in (models or {}).values()]
@@ -67,13 +68,13 @@ class Tapping:
         """Have the model bring what these taps ask for."""
         self.armed = live
         self._attachment.arm(live)
-        self._hear_members(bool(live))
+        if self._hears_members != bool(live):
+            self._hear_members(bool(live))
 
     def _hear_members(self, wanted: bool) -> None:
-        if wanted != self._hears_members:
-            self._hears_members = wanted
-            for hooks in self._members:
-                hooks.switch_on() if wanted else hooks.switch_off()
+        self._hears_members = wanted
+        for hooks in self._members:
+            hooks.switch_on() if wanted else hooks.switch_off()
 
     def hooks_gone(self) -> list[nn.Module]:
         """The modules from which somebody else has taken our hooks off."""
@@ -99,17 +100,12 @@ class Tapping:
     def drop(self, tally: Tally) -> None:
         self.receiver.folding.drop(tally)
 
-    def collect(
-        self, tally: Tally
-    ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
-        """Everything that a phase holds; afterwards it holds nothing."""
-        return self._collector.collect(tally)
-
     def peek(self, tally: Tally) -> ScalarBlock | None:
         """The statistics that a phase holds so far."""
         return self._collector.peek(tally)
 
     def detach(self) -> None:
         """Leave the model as it was found."""
-        self._hear_members(False)
+        if self._hears_members:
+            self._hear_members(False)
         self._attachment.detach()

@@ -110,7 +110,8 @@ class Watch:
     @property
     def _steps(self) -> StepMaker:
         """The steps, all of them counted, for whoever makes something happen."""
-        if self._lull.holds_any:
+        lull = self._lull
+        if lull.open >= 0 or lull.last >= 0:
             self._maker.catch_up()
         return self._maker
 
@@ -378,7 +379,7 @@ class Watch:
     def _hand_on(self, record: StepRecord) -> None:
         self._handed_on += 1
         self._newest.add(record)
-        entries = self._receiver.entries
+        entries = self._maker.taps.receiver.entries
         # Once at the start and then each time they have doubled: a model may have a new site every step.
         if len(entries) >= 2 * self._sites_told and entries:
             self._sites_told = len(entries)

@@ -62,6 +62,7 @@ class EagerAttachment:
         self._walker = Walker(self._root, way, receiver)
         self._armed: frozenset[int] = frozenset()
         self._state = reader_of(receiver)
+        self._of_passes = receiver.plan.kinds <= {"input", "output"}  # what comes, comes within passes
         self._channel = Channel()
 
     def arm(self, live: frozenset[int]) -> None:
@@ -169,7 +170,8 @@ class EagerAttachment:
     def finish_step(self) -> None:
         if self._state is not None:
             self._state.finish_step()
-        self._receiver.end_pass()
+        if not (self._of_passes and self._receiver.between_passes):
+            self._receiver.end_pass()
 
     def _begin_pass(self) -> None:
         self._receiver.begin_pass(self._root.training)
