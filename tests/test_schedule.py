@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from torchtap.errors import PlanError
 from torchtap.schedule import (
+    NO_STEP,
     Always,
     Epochs,
     Every,
@@ -53,6 +54,48 @@ def test_phases_are_told_apart() -> None:
     assert not Phase("eval").live(Moment(0))
     with pytest.raises(PlanError, match="'train', 'eval' or a name"):
         Phase("")
+
+
+def _rules() -> st.SearchStrategy[Schedule]:
+    some = st.lists(st.integers(0, 40), max_size=4)
+    ranges = st.builds(range, st.integers(0, 40), st.integers(0, 40), st.integers(-7, 7).filter(bool))
+    simple = st.one_of(
+        st.builds(Every, st.integers(1, 9), st.integers(0, 12)),
+        st.builds(Steps, some | ranges),
+        st.builds(Epochs, st.none() | some, st.none() | some),
+        st.builds(First, st.integers(1, 30)),
+        st.sampled_from([Always(), Never(), Phase("eval"), When(lambda moment: moment.step % 3 == 1)]),
+    )
+    return st.recursive(
+        simple,
+        lambda rules: st.one_of(
+            st.tuples(rules, rules).map(lambda two: two[0] & two[1]),
+            st.tuples(rules, rules).map(lambda two: two[0] | two[1]),
+            rules.map(lambda rule: ~rule),
+        ),
+        max_leaves=4,
+    )
+
+
+@given(_rules(), st.integers(0, 45), st.integers(0, 3), st.integers(0, 3))
+def test_no_rule_is_live_before_the_earliest_step_that_it_names(
+    rule: Schedule, step: int, epoch: int, batch: int
+) -> None:
+    earliest = rule.earliest(Moment(step, epoch, batch))
+    assert earliest >= step
+    for before in range(step, min(earliest, 100)):
+        assert not any(rule.live(Moment(before, epoch, batch, phase)) for phase in ("train", "eval", "own"))
+
+
+def test_rules_of_steps_look_ahead() -> None:
+    assert Every(10, 3).earliest(Moment(4)) == 13
+    assert Every(10, 30).earliest(Moment(4)) == 30
+    assert Steps([2, 9]).earliest(Moment(3)) == 9
+    assert Steps(range(20, 0, -5)).earliest(Moment(6)) == 10
+    assert (Every(10) & Phase("eval")).earliest(Moment(1)) == 10
+    assert (Every(10) | Steps([4])).earliest(Moment(1)) == 4
+    assert Never().earliest(Moment(1)) == First(1).earliest(Moment(1)) == NO_STEP
+    assert When(bool).earliest(Moment(1)) == 1
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 200))

@@ -49,6 +49,15 @@ def hooks_of(model: nn.Module) -> int:
     )
 
 
+def test_the_newest_numbers_of_two_reductions_of_one_site_are_both_there() -> None:
+    model = mlp()
+    with tt.watch(model, None, [tt.tap("0:output"), tt.tap("0:output", tt.Entropy())]) as watch:
+        with watch.step():
+            model(torch.randn(8, 7))
+        assert watch.latest("0:output", "count") > 0
+        assert watch.latest("0:output", "entropy") is not None
+
+
 def test_micro_batches_of_a_step_fold_into_one_record() -> None:
     model, kept = mlp(), Kept()
     x = torch.randn(8, 7)

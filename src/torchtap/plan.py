@@ -19,7 +19,7 @@ from torchtap.foreign_text import shown
 from torchtap.names import KINDS, Kind
 from torchtap.reduce.base import AnyReduction, Reduction
 from torchtap.reduce.stats import Stats
-from torchtap.schedule.base import Always, Moment, Schedule, schedule_of
+from torchtap.schedule.base import NO_STEP, Always, Moment, Never, Schedule, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
 if TYPE_CHECKING:
@@ -253,7 +253,20 @@ class Plan:
 
     def live(self, moment: Moment) -> frozenset[int]:
         """Indices of the taps that are live at a moment."""
+        if self.always is not None:
+            return self.always
         return frozenset(index for index, each in enumerate(self.taps) if each.schedule.live(moment))
+
+    @cached_property
+    def always(self) -> frozenset[int] | None:
+        """The taps that are live, where that is the same at every moment."""
+        if not all(isinstance(each.schedule, (Always, Never)) for each in self.taps):
+            return None
+        return frozenset(index for index, each in enumerate(self.taps) if isinstance(each.schedule, Always))
+
+    def earliest(self, moment: Moment) -> int:
+        """A step from this one on before which no tap is live, as far as the schedules can look ahead."""
+        return min((each.schedule.earliest(moment) for each in self.taps), default=NO_STEP)
 
     @cached_property
     def by_phase(self) -> bool:
@@ -438,7 +451,6 @@ def _fallbacks(asked: Sequence[Tap]) -> tuple[list[Tap], dict[int, tuple[int, ..
     if all(each.budget is None for each in asked):
         return taps, standing
     from torchtap.budget import lesser
-    from torchtap.schedule.rules import Never
 
     for index, each in enumerate(asked):
         if each.budget is not None:

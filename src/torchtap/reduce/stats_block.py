@@ -149,7 +149,8 @@ class StatsBlock:
 
     def reset(self, rows: slice | None = None) -> None:
         """Back to "nothing seen", for all rows or some."""
-        self._fetch()
+        if self._slots:
+            self._fetch()
         if rows is None and _blank is not None and self._native is not None:
             _blank(self._rows)
             return
@@ -158,7 +159,8 @@ class StatsBlock:
 
     def results(self, rows: npt.NDArray[np.intp] | None = None) -> npt.NDArray[np.float64]:
         """The twelve statistics of each row, or of those given, (rows, 12), in the order of ``moments.STATISTICS``."""
-        self._fetch()
+        if self._slots:
+            self._fetch()
         if _finish is None or self._native is None:
             return finish(self._rows if rows is None else self._rows[rows])
         made = np.empty((len(self._rows) if rows is None else len(rows), len(STATISTICS)))
@@ -170,7 +172,7 @@ class StatsBlock:
 
         What was sent counts in the answer's results alone, not in later ones of this block.
         """
-        turning = [slots for slots in self._slots.values() if slots.current.used]
+        turning = [slots for slots in self._slots.values() if slots.current.used] if self._slots else None
         if not turning:
             return None
         arriving = StatsArrival(self._rows.copy(), self._receive)

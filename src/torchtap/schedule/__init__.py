@@ -13,6 +13,7 @@ from torchtap.lazy import names_from
 if TYPE_CHECKING:
     from torchtap.schedule.base import Always as Always
     from torchtap.schedule.base import Moment as Moment
+    from torchtap.schedule.base import Never as Never
     from torchtap.schedule.base import Schedule as Schedule
     from torchtap.schedule.base import schedule_of as schedule_of
     from torchtap.schedule.rules import Both as Both
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from torchtap.schedule.rules import Epochs as Epochs
     from torchtap.schedule.rules import Every as Every
     from torchtap.schedule.rules import First as First
-    from torchtap.schedule.rules import Never as Never
     from torchtap.schedule.rules import Not as Not
     from torchtap.schedule.rules import Phase as Phase
     from torchtap.schedule.rules import Steps as Steps
@@ -35,7 +35,7 @@ _HOME = {
     "Every": "rules",
     "First": "rules",
     "Moment": "base",
-    "Never": "rules",
+    "Never": "base",
     "Not": "rules",
     "Phase": "rules",
     "Schedule": "base",

@@ -1,10 +1,11 @@
-"""What a schedule is, the one that is always live, and what a tap's keywords mean.
+"""What a schedule is, the two that never change, and what a tap's keywords mean.
 
 Apart from the other rules (`rules`), which most sessions never ask for.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import final
 
 from torchtap.errors import PlanError
 
-__all__ = ["Always", "Moment", "OfSteps", "Schedule", "schedule_of"]
+__all__ = ["NO_STEP", "Always", "Moment", "Never", "OfSteps", "Schedule", "schedule_of"]
+
+NO_STEP = sys.maxsize  # a step that no training reaches
 
 
 @final
@@ -36,6 +39,13 @@ class Schedule(ABC):
     @abstractmethod
     def spec(self) -> dict[str, object]:
         """The schedule as JSON."""
+
+    def earliest(self, moment: Moment) -> int:
+        """A step from this one on before which the tap is not live, in no phase, while epoch and batch stay.
+
+        It may be early, never late; a rule that cannot look ahead says this step, and is asked again at the next.
+        """
+        return moment.step
 
     @property
     def by_phase(self) -> bool:
@@ -82,6 +92,21 @@ class Always(OfSteps):
 
     def spec(self) -> dict[str, object]:
         return {"always": True}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Never(OfSteps):
+    """No step."""
+
+    def live(self, moment: Moment) -> bool:
+        return False
+
+    def earliest(self, moment: Moment) -> int:
+        return NO_STEP
+
+    def spec(self) -> dict[str, object]:
+        return {"never": True}
 
 
 def schedule_of(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, final
 
 from torchtap.errors import PlanError
-from torchtap.schedule.base import Always, Moment, OfSteps, Schedule
+from torchtap.schedule.base import NO_STEP, Always, Moment, Never, OfSteps, Schedule
 
 __all__ = [
     "Both",
@@ -15,25 +17,12 @@ __all__ = [
     "Epochs",
     "Every",
     "First",
-    "Never",
     "Not",
     "Phase",
     "Steps",
     "When",
     "schedule_from_spec",
 ]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Never(OfSteps):
-    """No step."""
-
-    def live(self, moment: Moment) -> bool:
-        return False
-
-    def spec(self) -> dict[str, object]:
-        return {"never": True}
 
 
 @final
@@ -51,6 +40,9 @@ class Every(OfSteps):
     def live(self, moment: Moment) -> bool:
         return moment.step >= self.offset and (moment.step - self.offset) % self.n == 0
 
+    def earliest(self, moment: Moment) -> int:
+        return max(self.offset, moment.step + (self.offset - moment.step) % self.n)
+
     def spec(self) -> dict[str, object]:
         return {"every": self.n, "offset": self.offset}
 
@@ -61,14 +53,21 @@ class Steps(OfSteps):
     """The listed steps; a ``range`` stays a range."""
 
     steps: range | frozenset[int]
+    _in_order: Sequence[int] = field(init=False, repr=False, compare=False)
 
     def __init__(self, steps: Collection[int]) -> None:
         if isinstance(steps, int):
             raise PlanError(f"steps={steps!r}: give a list or a range of steps, e.g. steps=[{steps}]")
-        object.__setattr__(self, "steps", steps if isinstance(steps, range) else frozenset(steps))
+        chosen = steps if isinstance(steps, range) else frozenset(steps)
+        object.__setattr__(self, "steps", chosen)
+        object.__setattr__(self, "_in_order", _in_order(chosen))
 
     def live(self, moment: Moment) -> bool:
         return moment.step in self.steps
+
+    def earliest(self, moment: Moment) -> int:
+        at = bisect_left(self._in_order, moment.step)
+        return self._in_order[at] if at < len(self._in_order) else NO_STEP
 
     def spec(self) -> dict[str, object]:
         if isinstance(self.steps, range):
@@ -96,6 +95,9 @@ class Epochs(OfSteps):
             self.batches is None or moment.batch in self.batches
         )
 
+    def earliest(self, moment: Moment) -> int:
+        return moment.step if self.live(moment) else NO_STEP
+
     def spec(self) -> dict[str, object]:
         return {
             "epochs": None if self.epochs is None else sorted(self.epochs),
@@ -116,6 +118,9 @@ class First(OfSteps):
 
     def live(self, moment: Moment) -> bool:
         return moment.step < self.n
+
+    def earliest(self, moment: Moment) -> int:
+        return moment.step if self.live(moment) else NO_STEP
 
     def spec(self) -> dict[str, object]:
         return {"first": self.n}
@@ -168,6 +173,9 @@ class Both(Schedule):
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) and self.right.live(moment)
 
+    def earliest(self, moment: Moment) -> int:
+        return max(self.left.earliest(moment), self.right.earliest(moment))
+
     def spec(self) -> dict[str, object]:
         return {"both": [self.left.spec(), self.right.spec()]}
 
@@ -186,6 +194,9 @@ class Either(Schedule):
 
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) or self.right.live(moment)
+
+    def earliest(self, moment: Moment) -> int:
+        return min(self.left.earliest(moment), self.right.earliest(moment))
 
     def spec(self) -> dict[str, object]:
         return {"either": [self.left.spec(), self.right.spec()]}
@@ -207,6 +218,17 @@ class Not(Schedule):
 
     def spec(self) -> dict[str, object]:
         return {"not": self.other.spec()}
+
+
+def _in_order(steps: range | frozenset[int]) -> Sequence[int]:
+    if isinstance(steps, range):
+        return steps if steps.step > 0 else steps[::-1]
+    return sorted(filter(_is_number, steps))
+
+
+def _is_number(step: object) -> bool:
+    """Whether a step can be it. What else a user lists is no step, and has no order among them."""
+    return isinstance(step, Real)
 
 
 def schedule_from_spec(spec: dict[str, Any]) -> Schedule:

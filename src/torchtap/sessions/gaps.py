@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any, TypeVar, final
 
 from torch import nn
@@ -26,6 +26,7 @@ __all__ = ["Gaps"]
 
 _NAMED = 3
 _OF_STATE = ("param", "buffer", "update", "optim_state")  # what these kinds begin with
+_values_of = methodcaller("values")
 
 
 @final
@@ -150,7 +151,7 @@ def _parted(tables: Sequence[_Table]) -> tuple[list[_Table], list[_Table]]:
 
 def _values(tables: Sequence[Mapping[str, Any]]) -> list[Any]:
     """All that is in some tables, one after the other."""
-    return list(chain.from_iterable(table.values() for table in tables))
+    return list(chain.from_iterable(map(_values_of, tables)))
 
 
 def _faces(modules: Sequence[nn.Module | None]) -> list[int]:

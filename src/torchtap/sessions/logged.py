@@ -14,6 +14,8 @@ from torchtap.taps.receive.collect import PendingNumbers, numbers_on_host
 
 __all__ = ["Logged"]
 
+_STATISTICS = ("value",)
+
 
 @final
 class Logged:
@@ -22,6 +24,7 @@ class Logged:
     def __init__(self) -> None:
         self._numbers: dict[str, dict[str, Any]] = {}
         self._tensors: dict[str, dict[str, Tensor]] = {}
+        self._known: dict[tuple[str, ...], tuple[str, ...]] = {}  # sites: equal steps share their names
 
     @property
     def empty(self) -> bool:
@@ -69,4 +72,5 @@ class Logged:
             for number in logged.values()
         ]
         values = numbers_on_host(rows, coming)
-        return (ScalarBlock(tuple(logged), ("value",), values),), tensors
+        sites = tuple(logged)
+        return (ScalarBlock(self._known.setdefault(sites, sites), _STATISTICS, values),), tensors

@@ -6,6 +6,7 @@ It guarantees:
   makes a step and never shifts a number;
 - a schedule is judged for each pass, with the pass's own phase;
 - numbers that are logged after an update belong to the step that the update ended;
+- steps before the next one that any schedule asks for are only counted (`lull`);
 - the host does not wait at a step's end for numbers of a device that copies by itself: such a step's records are
   handed on when they are there, at the latest when the next step ends or when anyone asks. Records keep their order.
 
@@ -14,8 +15,9 @@ Not here: who moves the clock (`watching`, `following`), where records go (`outl
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias, final
 
@@ -23,6 +25,7 @@ from torchtap.plan import Plan
 from torchtap.schedule.base import Moment
 from torchtap.sessions.clock import Clock
 from torchtap.sessions.logged import Logged
+from torchtap.sessions.lull import Lull
 from torchtap.sessions.outlets import Outlets
 from torchtap.sessions.tapping import Tapping
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
@@ -49,6 +52,11 @@ class _Part:
     scalars: tuple[ScalarBlock, ...]
     tensors: tuple[TensorItem, ...]
     coming: list[PendingNumbers]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all numbers are there."""
+        return not self.coming or all(each.done() for each in self.coming)
 
     def record(self) -> StepRecord:
         for each in self.coming:
@@ -85,6 +93,8 @@ class StepMaker:
         self._plan = plan
         self.clock = Clock(first)
         self.logged = Logged()
+        self.lull = Lull()
+        self._catching_up = threading.Lock()
         self.ever_live: frozenset[int] = frozenset()
         self.taps = tap(self)
         self._outlets = outlets
@@ -104,6 +114,9 @@ class StepMaker:
         self._has_learnt = False  # whether any step had such passes
         self._phases: dict[str, None] = {}  # of the open step, in order
         self._live: dict[_When, frozenset[int]] = {}  # by step, epoch, batch and phase
+        self._asked: tuple[Moment, frozenset[int]] | None = (
+            None  # the newest of these: it is asked for most often
+        )
         self._held: list[_Part] = []  # of the last step: numbers may still be logged for it
         self._waiting: list[_Part] = []  # whole but for numbers that are on their way
         self.passes_before = 0  # of training, before the clock was moved for the first time
@@ -169,7 +182,12 @@ class StepMaker:
 
     def live_at(self, moment: Moment, phase: str) -> frozenset[int]:
         """The taps that are live at a step in a phase."""
+        always = self._plan.always
+        if always is not None and self._spending is None:
+            return always
         if not self._plan.by_phase:
+            if self._asked is not None and self._asked[0] is moment:
+                return self._asked[1]
             phase = moment.phase
         when = (moment.step, moment.epoch, moment.batch, phase)
         live = self._live.get(when)
@@ -178,6 +196,7 @@ class StepMaker:
             if self._spending is not None:
                 live = self._spending.replaced(live)
             self._live[when] = live
+        self._asked = moment, live
         return live
 
     def live_after_last(self, phase: str) -> bool:
@@ -215,7 +234,7 @@ class StepMaker:
 
         ``wanted`` is what `wanted_next` says, where somebody has asked already.
         """
-        if not fresh:
+        if not fresh and self._holds_anything:
             self.leave_last()
         if self._waiting:
             self._let_go()
@@ -227,7 +246,8 @@ class StepMaker:
         self.fresh, self._undecided = fresh, False
         self._phases = {}
         self._learning = None
-        self._forget_others_than(moment, self.last or moment)
+        if len(self._live) > _MOMENTS:
+            self._forget_others_than(moment, self.last or moment)
         if self._spending is not None:
             self._spending.begin_step()
         self.taps.begin(thread)
@@ -236,10 +256,42 @@ class StepMaker:
         if wanted or self.taps.armed:
             self.taps.arm(wanted)
 
-    def _forget_others_than(self, *moments: Moment) -> None:
-        """Forget which taps are live at other moments, once these are many."""
-        if len(self._live) <= _MOMENTS:
+    def rest(self) -> None:
+        """A step has begun. Where it and others after it ask for nothing, they are only counted from here on."""
+        moment, lull = self.open, self.lull
+        if moment is None or self.taps.armed or self._holds_anything:
             return
+        until = self._plan.earliest(replace(moment, step=moment.step + 1))
+        if until > moment.step + 1:
+            lull.last = -1 if self.last is None else self.last.step
+            lull.open, lull.until = moment.step, until
+
+    @property
+    def _holds_anything(self) -> bool:
+        """Whether there is anything to hand on, now or when numbers have arrived."""
+        if self._held or self._waiting or not self.logged.empty:
+            return True
+        for tally in self.taps.tallies.values():  # noqa: SIM110 (a generator takes longer)
+            if tally.touched:
+                return True
+        return False
+
+    def catch_up(self) -> None:
+        """Something is to happen: the steps of a lull become steps like all others. Any thread may call it."""
+        lull, clock = self.lull, self.clock
+        with self._catching_up:
+            lull.until = -1
+            while lull.holds_any:
+                last, opened = lull.last, lull.open
+                clock.step = max(clock.step, last, opened)
+                if last > (-1 if self.last is None else self.last.step):
+                    self.last = Moment(last, clock.epoch, clock.batch)
+                self.open = Moment(opened, clock.epoch, clock.batch) if opened >= 0 else None
+                if lull.last == last and lull.open == opened:  # else a block has just ended
+                    lull.last = lull.open = -1
+
+    def _forget_others_than(self, *moments: Moment) -> None:
+        """Forget which taps are live at other moments."""
         kept = [moment.step for moment in moments]
         self._live = {when: live for when, live in self._live.items() if when[0] in kept}
 
@@ -299,8 +351,12 @@ class StepMaker:
             # Most steps of most trainings: the code below would have to be fetched from memory to find nothing.
             return False
         self.taps.read_state()
-        self._tell_of_evaluation(moment)
-        self.ever_live |= self.state_phase()[1]
+        if self._learning is not None:
+            self._has_learnt = True
+        elif self._has_learnt and self._phases:
+            self._tell_of_evaluation(moment)
+        if len(self.ever_live) < len(self._plan.taps):
+            self.ever_live |= self.state_phase()[1]
         if not self.taps.receiver.passes and self.taps.listens_to_passes:
             self._outlets.hint(
                 "silent",
@@ -311,13 +367,11 @@ class StepMaker:
 
     def _tell_of_evaluation(self, moment: Moment) -> None:
         """A block is a step because the user says so, also one that holds no training among others that do."""
-        if self._has_learnt and self._learning is None and self._phases:
-            self._outlets.hint(
-                "evaluation",
-                f"step {moment.step} holds passes of {', '.join(self._phases)} only, and took a number among the "
-                "steps of the training. Have evaluations outside of steps: they belong to the step that ended last",
-            )
-        self._has_learnt |= self._learning is not None
+        self._outlets.hint(
+            "evaluation",
+            f"step {moment.step} holds passes of {', '.join(self._phases)} only, and took a number among the "
+            "steps of the training. Have evaluations outside of steps: they belong to the step that ended last",
+        )
 
     def stop_hearing(self) -> None:
         """Nothing is heard any more."""
@@ -334,7 +388,8 @@ class StepMaker:
 
     def release(self) -> None:
         """The step that ended last is whole: nothing is logged for it any more."""
-        self._release_for(self.last)
+        if self._held or not self.logged.empty:
+            self._release_for(self.last)
 
     def settle(self) -> None:
         """Hand on whatever is whole, waiting for numbers that are on their way."""
@@ -393,23 +448,28 @@ class StepMaker:
 
     def _collect(self, moment: Moment, *, skipped: bool = False) -> bool:
         """Make parts of what the phases hold, those that train first."""
-        tallies = [tally for tally in self.taps.tallies.values() if tally.touched]
-        if len(tallies) > 1:
-            tallies.sort(key=lambda tally: tally.phase != self._learning)
-        made = [self._collect_one(moment, tally, skipped=skipped) for tally in tallies]
-        return any(made)
+        tallies: Iterable[Tally] = self.taps.tallies.values()
+        if len(self.taps.tallies) > 1:
+            tallies = sorted(tallies, key=lambda tally: tally.phase != self._learning)
+        made = False
+        for tally in tallies:
+            made |= self._collect_one(moment, tally, skipped=skipped)
+        return made
 
     def _collect_one(self, moment: Moment, tally: Tally, *, skipped: bool = False) -> bool:
         if not tally.touched:
             return False
-        self.ever_live |= tally.live
+        if not tally.live <= self.ever_live:
+            self.ever_live |= tally.live
         passes = tally.passes
         scalars, tensors, coming = self.taps.collect(tally)
         if not (scalars or tensors):
             return False
         if self._spending is not None:
             tensors = self._spending.end_step(moment.step, tensors, tally)
-        at = Moment(moment.step, moment.epoch, moment.batch, tally.phase)
+        at = moment
+        if moment.phase != tally.phase:
+            at = Moment(moment.step, moment.epoch, moment.batch, tally.phase)
         self._held.append(_Part(at, passes, skipped, scalars, tensors, coming))
         return True
 
@@ -430,11 +490,12 @@ class StepMaker:
 
     def _release(self) -> None:
         if self._held:
-            self._let_go(all_of_them=True)
+            if self._waiting:
+                self._let_go(all_of_them=True)
             self._waiting, self._held = self._held, []
             self._let_go()
 
     def _let_go(self, *, all_of_them: bool = False) -> None:
         """Hand on the records whose numbers are there, in order."""
-        while self._waiting and (all_of_them or all(each.done() for each in self._waiting[0].coming)):
+        while self._waiting and (all_of_them or self._waiting[0].whole):
             self._hand_on(self._waiting.pop(0).record())

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from torchtap.names import OF_CALLS
 from torchtap.plan import Plan
-from torchtap.sessions.coverage import replaced_paths
-from torchtap.store.record import ScalarBlock, TensorItem
+from torchtap.store.record import ScalarBlock
 from torchtap.taps.attach import attach
 from torchtap.taps.eager.eager import EagerAttachment
-from torchtap.taps.receive.collect import Collector, PendingNumbers
+from torchtap.taps.receive.collect import Collector
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
@@ -51,7 +50,9 @@ class Tapping:
         self.receiver = Receiver(
             plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock, placing=placing
         )
+        self.tallies: Mapping[str, Tally] = self.receiver.folding.tallies  # what each phase holds
         self._collector = Collector(self.receiver.folding, among_ranks=placing is not None)
+        self.collect = self._collector.collect
         self._attachment = attach(model, self.receiver, way, site_map, form)
         self._members = [] if models is None else self._each_called(models)
         self._hears_members = False
@@ -71,13 +72,13 @@ class Tapping:
         """Have the model bring what these taps ask for."""
         self.armed = live
         self._attachment.arm(live)
-        self._hear_members(bool(live))
+        if self._hears_members != bool(live):
+            self._hear_members(bool(live))
 
     def _hear_members(self, wanted: bool) -> None:
-        if wanted != self._hears_members:
-            self._hears_members = wanted
-            for hooks in self._members:
-                hooks.switch_on() if wanted else hooks.switch_off()
+        self._hears_members = wanted
+        for hooks in self._members:
+            hooks.switch_on() if wanted else hooks.switch_off()
 
     def hooks_gone(self) -> list[nn.Module]:
         """The modules from which somebody else has taken our hooks off."""
@@ -85,6 +86,7 @@ class Tapping:
 
     def places_replaced(self) -> list[str]:
         """Where the model has another module than the one that taps were put on, or none. Asked when it has changed."""
+        from torchtap.sessions.coverage import replaced_paths
 
         return sorted(replaced_paths(self.receiver))
 
@@ -98,22 +100,11 @@ class Tapping:
         ports = (port for port in self.plan.ports if not self.armed.isdisjoint(port.taps))
         return any(port.site.kind in OF_CALLS for port in ports)
 
-    @property
-    def tallies(self) -> Mapping[str, Tally]:
-        """What each phase holds."""
-        return self.receiver.folding.tallies
-
     def holds_anything(self, tally: Tally) -> bool:
         return self.receiver.folding.holds_anything(tally)
 
     def drop(self, tally: Tally) -> None:
         self.receiver.folding.drop(tally)
-
-    def collect(
-        self, tally: Tally
-    ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
-        """Everything that a phase holds; afterwards it holds nothing."""
-        return self._collector.collect(tally)
 
     def peek(self, tally: Tally) -> ScalarBlock | None:
         """The statistics that a phase holds so far."""
@@ -121,5 +112,6 @@ class Tapping:
 
     def detach(self) -> None:
         """Leave the model as it was found."""
-        self._hear_members(False)
+        if self._hears_members:
+            self._hear_members(False)
         self._attachment.detach()

@@ -12,7 +12,7 @@ It guarantees:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any, Self, final
 
@@ -20,12 +20,14 @@ from torch import Tensor
 
 from torchtap.errors import SessionError
 from torchtap.plan import Plan
+from torchtap.sessions.block import Block
 from torchtap.sessions.evaluations import Evaluations
 from torchtap.sessions.gaps import Gaps
+from torchtap.sessions.newest import Newest
 from torchtap.sessions.outlets import Outlets
 from torchtap.sessions.steps import StepMaker
 from torchtap.sessions.tapping import Tapping
-from torchtap.store.record import Consumer, ScalarBlock, StepRecord
+from torchtap.store.record import Consumer, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
@@ -73,7 +75,7 @@ class Watch:
                 placing=placing,
             )
 
-        self._steps = StepMaker(
+        self._maker = StepMaker(
             plan,
             tap,
             outlets,
@@ -82,14 +84,15 @@ class Watch:
             on_no_clock=self._hint_no_clock,
             first=recorded.stop,
         )
+        self._lull = self._maker.lull
+        self._next_block = self._block_of(None, None, None)
         self._members = [model] if models is None else list(models.values())
         self._following: Following | None = None  # until an optimizer is followed
         self._logs = False  # whether the training logs numbers of its own
-        self._latest: dict[tuple[str, tuple[str, ...]], ScalarBlock] = {}
+        self._newest = Newest()
         self._handed_on = 0
         self._sites_told = 0
         self._described: dict[str, dict[str, Any]] = {}  # sites of modules that the model had before
-        self._in_block = False
         self._skipped = False
         self._evaluations = Evaluations(plan)
         self._closed = False
@@ -101,11 +104,19 @@ class Watch:
     @property
     def plan(self) -> Plan:
         """The taps and the places that they are bound to; with ``follow_model``, those of the model as it is now."""
-        return self._steps.taps.plan
+        return self._maker.taps.plan
+
+    @property
+    def _steps(self) -> StepMaker:
+        """The steps, all of them counted, for whoever makes something happen."""
+        lull = self._lull
+        if lull.open >= 0 or lull.last >= 0:
+            self._maker.catch_up()
+        return self._maker
 
     @property
     def _receiver(self) -> Receiver:
-        return self._steps.taps.receiver
+        return self._maker.taps.receiver
 
     def _go_over_to(self, plan: Plan) -> Tapping:
         """The model has changed: the taps are put on what it consists of now."""
@@ -125,20 +136,27 @@ class Watch:
         self, step: int | None = None, *, epoch: int | None = None, batch: int | None = None
     ) -> AbstractContextManager[Self]:
         """One training step: forward, backward and update are inside. Passes of one phase fold together."""
-        return _Block(self, self._enter_block, (step, epoch, batch), self._leave_block)
+        if step is None and epoch is None and batch is None:
+            return self._next_block
+        return self._block_of(step, epoch, batch)
+
+    def _block_of(self, step: int | None, epoch: int | None, batch: int | None) -> Block[Self]:
+        return Block(self, self._lull, self._enter_block, self._leave_block, step, epoch, batch)
 
     def _enter_block(self, step: int | None, epoch: int | None, batch: int | None) -> None:
-        if self._in_block:
+        if self._lull.in_block:
             raise SessionError("watch.step() inside watch.step(): a step cannot hold another")
         self._advance(step, epoch, batch)
-        self._in_block = True
+        self._lull.in_block = True
 
     def _leave_block(self) -> None:
-        self._in_block = False
+        self._lull.in_block = False
         self._end()
 
     def set_step(self, step: int) -> None:
         """The step before is over, this one begins. The same number again changes nothing."""
+        if not self._following and (step == self._lull.open or self._lull.goes_on(step)):
+            return
         if self._steps.open is None or step != self._steps.open.step:
             self._advance(step, None, None)
 
@@ -228,18 +246,23 @@ class Watch:
     def _update_is_done(self, skipped: bool) -> None:
         """Every followed optimizer has stepped."""
         self._skipped |= skipped
-        if self._in_block or self._closed:
+        if self._lull.in_block or self._closed:
             return
-        self._finish()
+        if not self._skipped and self._lull.goes_on():
+            return
+        steps = self._steps
+        self._finish(steps)
         self._gaps.look()
-        self._steps.begin(None, threading.get_ident(), fresh=True)
+        steps.begin(None, threading.get_ident(), fresh=True)
         self._look_out()
+        if not self._logs:  # whose the next number will be, the next pass tells
+            steps.rest()
 
-    def _finish(self) -> None:
+    def _finish(self, steps: StepMaker) -> None:
         skipped, self._skipped = self._skipped, False
-        if skipped and self._steps.open is not None:
-            self._outlets.tell("skipped", step=self._steps.open.step)
-        self._steps.end(skipped=skipped)
+        if skipped and steps.open is not None:
+            self._outlets.tell("skipped", step=steps.open.step)
+        steps.end(skipped=skipped)
 
     def _look_out(self) -> None:
         """Nothing of ours may be on the model in this step; what comes must still find its place."""
@@ -265,24 +288,27 @@ class Watch:
 
     def _advance(self, step: int | None, epoch: int | None, batch: int | None) -> None:
         self._check_open()
-        if self._steps.open is not None:
+        steps = self._steps
+        if steps.open is not None:
             self._end()
         if epoch is not None:
-            self._steps.clock.set_epoch(epoch)
+            steps.clock.set_epoch(epoch)
         if batch is not None:
-            self._steps.clock.set_batch(batch)
+            steps.clock.set_batch(batch)
         if self._recorded:
             self._tell_what_is_hidden(step)
-        wanted: frozenset[int] | None = self._steps.wanted_next(step)
-        if wanted or self._steps.taps.armed:  # where no tap is live, nobody need know yet
+        wanted = steps.wanted_next(step)
+        if wanted or steps.taps.armed:  # where no tap is live, nobody need know yet
             self._gaps.look()
-            wanted = None  # the taps may be others now
-        self._steps.begin(step, threading.get_ident(), wanted=wanted)
+        steps.begin(step, threading.get_ident(), wanted=wanted)
+        if not wanted and not self._following:
+            steps.rest()
 
     def _end(self) -> None:
-        if self._steps.open is not None:
-            self._finish()
-            self._steps.release()
+        steps = self._steps
+        if steps.open is not None:
+            self._finish(steps)
+            steps.release()
 
     def _tell_what_is_hidden(self, step: int | None) -> None:
         """Before a step is recorded a second time: what earlier attempts have of it will not be shown any more."""
@@ -328,7 +354,7 @@ class Watch:
     @property
     def live(self) -> bool:
         """Whether any tap is live in the open step."""
-        return bool(self._steps.taps.armed)
+        return bool(self._maker.taps.armed)
 
     @property
     def lost(self) -> list[str]:
@@ -338,7 +364,9 @@ class Watch:
     @property
     def step_number(self) -> int:
         """The step that is open, or the one that ended last; -1 before the first."""
-        moment = self._steps.open or self._steps.last
+        if self._lull.holds_any:
+            return self._lull.newest
+        moment = self._maker.open or self._maker.last
         return -1 if moment is None else moment.step
 
     @property
@@ -353,10 +381,8 @@ class Watch:
 
     def _hand_on(self, record: StepRecord) -> None:
         self._handed_on += 1
-        for block in record.scalars:
-            self._latest.pop((record.phase, block.sites), None)  # the newest last
-            self._latest[record.phase, block.sites] = block
-        entries = self._receiver.entries
+        self._newest.add(record)
+        entries = self._maker.taps.receiver.entries
         # Once at the start and then each time they have doubled: a model may have a new site every step.
         if len(entries) >= 2 * self._sites_told and entries:
             self._sites_told = len(entries)
@@ -383,33 +409,30 @@ class Watch:
         """Each site that the plan expects and that did not arrive so far, with the reason."""
         from torchtap.sessions.coverage import missing_sites
 
-        return missing_sites(self._receiver, self._steps.ever_live)
+        return missing_sites(self._receiver, self._maker.ever_live)
 
     def summary(self, file: IO[str] | None = None) -> None:
         """Print the newest statistics of each site as a table."""
         from torchtap.sessions.summary import print_summary
 
-        self._steps.settle()
-        print_summary(self._latest.values(), self.coverage(), self.lost, file)
+        self._maker.settle()
+        print_summary(self._newest.blocks(), self.coverage(), self.lost, file)
 
     def latest(self, site: str, statistic: str = "value", phase: str | None = None) -> float:
         """The newest number of a site, of any phase if none is named."""
-        self._steps.settle()
-        for (of_phase, sites), block in reversed(list(self._latest.items())):
-            if site in sites and statistic in block.statistics and phase in (None, of_phase):
-                return float(block.values[sites.index(site), block.statistics.index(statistic)])
-        raise SessionError(f"no {statistic!r} of {site!r} has arrived yet")
+        self._maker.settle()
+        return self._newest.number(site, statistic, phase)
 
     def so_far(self) -> StepRecord | None:
         """The open step's statistics as they are now, of the passes that train; None if there are none yet.
 
         For whoever decides something before the step is over. The step goes on and is recorded as a whole.
         """
-        return self._steps.so_far()
+        return self._maker.so_far()
 
     def flush(self) -> None:
         """Have everything so far on disk and visible to readers."""
-        self._steps.settle()
+        self._maker.settle()
         self._outlets.flush()
 
     # -- the end ------------------------------------------------------------------------------------------
@@ -437,7 +460,7 @@ class Watch:
     def _tell_what_is_odd(self, clockless: bool) -> None:
         if clockless and self.passes > 1:
             self._hint_no_clock()
-        if not self._latest and not self._handed_on:
+        if not self._newest and not self._handed_on:
             self._outlets.hint(
                 "empty", "this watch recorded nothing; watch.coverage() says why for each site"
             )
@@ -451,13 +474,15 @@ class Watch:
             )
 
     def __repr__(self) -> str:
-        steps = self._steps
+        steps, lull = self._maker, self._lull
+        last = lull.last if lull.holds_any or steps.last is None else steps.last.step
+        is_open = lull.open >= 0 if lull.holds_any else steps.open is not None
         if self._closed:
             state = "closed"
-        elif steps.open is not None and not steps.fresh:
-            state = f"in step {steps.open.step}"
-        elif steps.last is not None:
-            state = f"after step {steps.last.step}"
+        elif is_open and not steps.fresh:
+            state = f"in step {self.step_number}"
+        elif last >= 0:
+            state = f"after step {last}"
         else:
             state = "before the first step" + ("" if self._following else ", no clock yet")
         lost = f", {len(self.lost)} lost" if self.lost else ""
@@ -473,26 +498,3 @@ class Watch:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionError("this watch is closed; make a new one to go on")
-
-
-@final
-class _Block:
-    """The block of one step; a generator would take longer to get in and out."""
-
-    __slots__ = ("_enter", "_leave", "_watch", "_when")
-
-    def __init__(
-        self,
-        watch: Watch,
-        enter: Callable[[int | None, int | None, int | None], None],
-        when: tuple[int | None, int | None, int | None],
-        leave: Callable[[], None],
-    ) -> None:
-        self._watch, self._enter, self._when, self._leave = watch, enter, when, leave
-
-    def __enter__(self) -> Watch:
-        self._enter(*self._when)
-        return self._watch
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()

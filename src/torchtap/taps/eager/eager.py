@@ -65,6 +65,7 @@ class EagerAttachment:
             from torchtap.taps.receive.state import StateReader
 
             self._state = StateReader(receiver)
+        self._of_passes = receiver.plan.kinds <= {"input", "output"}  # what comes, comes within passes
         self._channel = Channel()
 
     def arm(self, live: frozenset[int]) -> None:
@@ -173,7 +174,8 @@ class EagerAttachment:
     def finish_step(self) -> None:
         if self._state is not None:
             self._state.finish_step()
-        self._receiver.end_pass()
+        if not (self._of_passes and self._receiver.between_passes):
+            self._receiver.end_pass()
 
     def _begin_pass(self) -> None:
         self._receiver.begin_pass(self._root.training)

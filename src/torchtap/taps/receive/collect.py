@@ -50,8 +50,13 @@ class Collector:
         self, tally: Tally
     ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
         """Everything that a tally holds, and what of it is still to come; afterwards it holds nothing."""
-        with self._folding.lock:
-            return self._collect(tally)
+        folding, coming = self._folding, list[PendingNumbers]()
+        with folding.lock:
+            statistics = self._statistics(tally, coming)
+            if statistics is not None and not folding.folded and not tally.numbers:  # most often
+                tally.clear()
+                return (statistics,), (), coming
+            return self._collect(tally, statistics, coming)
 
     def peek(self, tally: Tally) -> ScalarBlock | None:
         """The statistics that a tally holds so far; it goes on holding them. Waits for what is on a device."""
@@ -65,10 +70,9 @@ class Collector:
             )
 
     def _collect(
-        self, tally: Tally
+        self, tally: Tally, statistics: ScalarBlock | None, coming: list[PendingNumbers]
     ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
-        coming: list[PendingNumbers] = []
-        statistics = self._statistics(tally, coming)
+        """The same, where not all that it holds are statistics."""
         scalars = [] if statistics is None else [statistics]
         tensors: list[TensorItem] = []
         numbers: dict[tuple[str, ...], tuple[list[str], list[list[Any]]]] = {}
@@ -97,10 +101,10 @@ class Collector:
         if 1 not in tally.arrived:
             return None
         rows, sites = self._rows_of(tally)
-        statistics = tally.block.statistics
-        arriving = tally.block.hand_over()
+        block = tally.block
+        statistics, arriving = block.statistics, block.hand_over()
         if arriving is None:
-            values = tally.block.results(rows)
+            values = block.results(rows)
         else:
             values = np.empty((len(rows), len(statistics)))
             coming.append(PendingNumbers(arriving.done, partial(_fill_statistics, values, arriving, rows)))

@@ -134,7 +134,7 @@ class Tally:
         self.touched = False
         self.passes = 0
         self.numbers = {}
-        if any(self.arrived):
+        if 1 in self.arrived:
             self.block.reset()
             self.arrived[:] = bytes(len(self.arrived))
 

@@ -105,7 +105,8 @@ class Receiver:
     @property
     def entries(self) -> list[Entry]:
         """The sites that were seen, in the order of execution."""
-        self._book()
+        if self._kept is not None:
+            self._book()
         return self.folding.entries
 
     def _book(self) -> None:
@@ -223,6 +224,11 @@ class Receiver:
             self.turn_to(phase, live)
         self.folding.tally.passes += 1
         return True
+
+    @property
+    def between_passes(self) -> bool:
+        """Whether no pass is open, nor one that is not taken."""
+        return self._between_passes and self._passed_over is None
 
     def end_pass(self) -> None:
         """Let go of the values that were held to recognise repeats."""
