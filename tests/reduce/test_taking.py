@@ -144,8 +144,8 @@ def test_nonsense_is_refused() -> None:
         lambda: block.take("row", torch.ones(3)),  # type: ignore[arg-type]
         lambda: block.take_all([0], []),
         lambda: block.take_all((0,), (torch.ones(3),)),  # type: ignore[arg-type]
-        lambda: block._taker.take(0),
-        lambda: block._taker.take_any(0, torch.ones(3), 0),
+        lambda: block.taker.take(0),
+        lambda: block.taker.take_any(0, torch.ones(3), 0),
     ):
         with pytest.raises((TypeError, ValueError)):
             call()

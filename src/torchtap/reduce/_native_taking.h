@@ -7,8 +7,11 @@ typedef struct {
     PyObject_HEAD State *rows;
     Py_ssize_t count, most;
     Marks recent;
-    State states[RECENT]; /* of the tensors that are marked */
+    State states[RECENT];   /* of the tensors that are marked */
+    PyObject *asked[RECENT]; /* who waits for the gradient of each, or NULL: known, not held (_native_hearing.h) */
 } Taker;
+
+static PyTypeObject *taker_type;
 
 static void measure_memory(Memory *memory, int threads, State *out)
 {
@@ -19,15 +22,14 @@ static void measure_memory(Memory *memory, int threads, State *out)
 }
 
 /* 1 measured and folded, 0 left to Python, -1 with an error. `threads` 0: only what is small, without letting go.
- * `anew`: in place of what was in the row. */
-static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int threads, int anew)
+ * `anew`: in place of what was in the row. `mark` says where the tensor is remembered; below zero: nowhere. */
+static int take_into_row(Taker *self, Py_ssize_t row, PyObject *tensor, int threads, int anew, int *mark)
 {
     Memory memory;
     State found;
-    const Py_ssize_t row = PyLong_AsSsize_t(row_number);
+    *mark = -1;
     if (row < 0 || row >= self->count) {
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_IndexError, "there is no row %zd", row);
+        PyErr_Format(PyExc_IndexError, "there is no row %zd", row);
         return -1;
     }
     if (!is_plain(tensor))
@@ -38,6 +40,7 @@ static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int t
         if (anew)
             self->rows[row] = BLANK;
         fold_into(self->rows + row, self->states + place);
+        *mark = place;
         return 1;
     }
     if (PyErr_Occurred() || !locate(tensor, &memory)) {
@@ -63,9 +66,21 @@ static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int t
         self->rows[row] = BLANK;
     fold_into(self->rows + row, &found);
     place = set_mark(&self->recent, tensor, version);
-    if (place >= 0)
+    if (place >= 0) {
         self->states[place] = found;
+        self->asked[place] = NULL;
+    }
+    *mark = place;
     return 1;
+}
+
+static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int threads, int anew)
+{
+    int mark;
+    const Py_ssize_t row = PyLong_AsSsize_t(row_number);
+    if (row == -1 && PyErr_Occurred())
+        return -1;
+    return take_into_row(self, row, tensor, threads, anew, &mark);
 }
 
 static PyObject *answer(int taken)
@@ -152,6 +167,8 @@ static PyObject *taker_use_rows(Taker *self, PyObject *const *args, Py_ssize_t n
 static PyObject *taker_forget(Taker *self, PyObject *unused)
 {
     (void)unused;
+    for (int i = 0; i < RECENT; i++)
+        self->asked[i] = NULL;
     forget_marks(&self->recent);
     Py_RETURN_NONE;
 }
@@ -208,10 +225,5 @@ static PyType_Spec taker_spec = {
 
 static int add_taker(PyObject *module)
 {
-    PyObject *type = PyType_FromSpec(&taker_spec);
-    if (!type)
-        return -1;
-    const int added = PyModule_AddObjectRef(module, "Taker", type);
-    Py_DECREF(type);
-    return added;
+    return add_type(module, "Taker", &taker_spec, &taker_type);
 }

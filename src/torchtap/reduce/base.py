@@ -46,6 +46,7 @@ class RowBlock(Protocol):
     """
 
     statistics: ClassVar[tuple[str, ...]]
+    taker: object  # native code that takes values by itself (`_native_taking.h`), or None
 
     def __init__(self, rows: int, *, scratch: int) -> None: ...
 

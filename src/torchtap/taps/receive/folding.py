@@ -26,6 +26,7 @@ from torchtap.reduce import StatsBlock
 from torchtap.reduce.base import RowBlock
 from torchtap.sites import Site
 from torchtap.taps.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
+from torchtap.taps.walk.records import FoldingFields
 
 if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
@@ -36,7 +37,7 @@ _ROWS = 64
 
 
 @final
-class Folding:
+class Folding(FoldingFields):
     """What has been folded so far: a tally for each phase, and the entries of all sites that were seen."""
 
     def __init__(
@@ -72,7 +73,7 @@ class Folding:
         self._recent = RecentValues()
         self._generations = 0
         self.tallies: dict[str, Tally] = {}
-        self.tally = Tally("", self._make_block, 1)  # nobody's, until one is turned to
+        self.tally: Tally = Tally("", self._make_block, 1)  # nobody's, until one is turned to
         self.generation = 0
 
     # -- phases -------------------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ class Folding:
                 if entry is not None:
                     self._add(entry)
                 port.entries[leaf, call] = entry = self._with_other_passes(port, leaf, call, entry)
-                if not call and leaf == port.port.site.leaf:
+                if not call and leaf == port.port.site.leaf and not port.apart:
                     port.first = entry
             return port.entries[leaf, call]
 
