@@ -32,8 +32,8 @@ __all__ = ["Spent", "row_of_share", "timed_inside"]
 _ENTRIES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Hook, ("__call__",)),
     (Receiver, ("take_gradient", "take_named")),  # the second from a compiled graph
-    *((kernel.native.Listener, ("__call__",)) for _ in range(kernel.has_records)),  # what autograd's nodes call
-    *((kernel.native.BaseListener, ("__call__",)) for _ in range(kernel.has_records)),
+    *((getattr(kernel.hearing, each), ("__call__",))  # what autograd's nodes call
+      for each in ("Listener", "BaseListener") if kernel.hearing is not None),
     (training, ("_tell_ready", "_after_step")),
     (PassKeeper, ("take_seed",)),
     (FunctionProbe, ("_quietly",)),

@@ -150,7 +150,7 @@ def hear_gradient(value: Tensor, hear: Callable[[Tensor | None], None]) -> None:
 
 
 def gradient_bearer() -> Tensor | None:
-    """A tensor that `hear_gradient` hands tables of hooks over by, for native code; None where torch has no such way."""
+    """A tensor that native code hands tables of hooks over by, as above; None where torch has no such way."""
     node = (torch.zeros((), requires_grad=True) * 1).grad_fn
     known = hasattr(node, "_register_hook_dict") and hasattr(Tensor, "_base")
     return torch.zeros((), requires_grad=True) if known else None

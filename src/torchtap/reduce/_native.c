@@ -305,6 +305,7 @@ static PyMethodDef methods[] = {
     {"is_sound", py_is_sound, METH_O, NULL},
     {"same_modules", (PyCFunction)(void (*)(void))py_same_modules, METH_FASTCALL, NULL},
     {"use_tensors", (PyCFunction)(void (*)(void))py_use_tensors, METH_FASTCALL, NULL},
+    {"take_each", (PyCFunction)(void (*)(void))py_take_each, METH_FASTCALL, NULL},
     {"use_autograd", py_use_autograd, METH_VARARGS, NULL},
     {"use_instructions", py_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -6,6 +6,8 @@
  * `BaseListener` what it calls at the node of a view's base (taps/receive/gradients.py says why). A value that several
  * sites show has one listener.
  *
+ * `take_each` takes many values at once, such as all parameters.
+ *
  * All of it runs under the interpreter's lock. Nothing is counted or noted before the value is in its row. */
 
 #define MOST_SITES 3      /* that one listener serves */
@@ -59,6 +61,62 @@ static int fold_quickly(TallyFields *tally, const EntryFields *entry, PyObject *
         return 0;
     PyByteArray_AsString(tally->arrived)[row] = 1;
     return 1;
+}
+
+/* The only value of a place, if it is the first of this step and nothing but a row wants it. */
+static int take_only_value(const FoldingFields *folding, CallFields *port, PyObject *value)
+{
+    int mark;
+    TallyFields *tally = (TallyFields *)folding->tally;
+    if (!is_record(port->first, entry_fields) || !tally->arrived || !PyByteArray_Check(tally->arrived))
+        return 0;
+    EntryFields *entry = (EntryFields *)port->first;
+    if (!entry->quick || entry->generation != folding->generation || entry->row < 0 ||
+        entry->row >= PyByteArray_Size(tally->arrived) || PyByteArray_AsString(tally->arrived)[entry->row])
+        return 0;
+    Py_INCREF((PyObject *)entry);
+    const int taken = fold_quickly(tally, entry, value, &mark);
+    Py_DECREF((PyObject *)entry);
+    if (taken)
+        port->called = 1;
+    return taken;
+}
+
+static int append_number(PyObject *list, Py_ssize_t number)
+{
+    PyObject *item = PyLong_FromSsize_t(number);
+    const int added = item ? PyList_Append(list, item) : -1;
+    Py_XDECREF(item);
+    return added;
+}
+
+/* take_each(folding, ports, values): each value into the row of its port; the positions of those left to Python. */
+static PyObject *py_take_each(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 3 || !is_record(args[0], folding_fields) || !PyList_Check(args[1]) || !PyList_Check(args[2]) ||
+        PyList_Size(args[1]) != PyList_Size(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "expected a folding and two lists of the same length");
+        return NULL;
+    }
+    PyObject *left = PyList_New(0);
+    for (Py_ssize_t i = 0; left && i < PyList_Size(args[1]) && i < PyList_Size(args[2]); i++) {
+        const FoldingFields *folding = (FoldingFields *)args[0];
+        PyObject *port = PyList_GetItem(args[1], i), *value = PyList_GetItem(args[2], i), *tally = folding->tally;
+        int taken = 0;
+        if (is_record(port, call_fields) && is_record(tally, tally_fields)) {
+            Py_INCREF(port);
+            Py_INCREF(value);
+            Py_INCREF(tally);
+            taken = take_only_value(folding, (CallFields *)port, value);
+            Py_DECREF(port);
+            Py_DECREF(value);
+            Py_DECREF(tally);
+        }
+        if (!taken && append_number(left, i) < 0)
+            Py_CLEAR(left);
+    }
+    return left;
 }
 
 /* ---- the gradient comes ---- */
@@ -368,7 +426,10 @@ static int hear_value(Ear *self, const ReceiverFields *receiver, FoldingFields *
     if (self->output != Py_None) {
         CallFields *port = (CallFields *)self->output;
         EntryFields *entry = entry_of_first_call(port, pass_number, generation);
-        if (!entry || !fold_quickly(tally, entry, value, &mark))
+        Py_XINCREF((PyObject *)entry);
+        const int taken = entry && fold_quickly(tally, entry, value, &mark);
+        Py_XDECREF((PyObject *)entry);
+        if (!taken)
             return NOTHING_DONE;
         count_first_call(port, pass_number);
     }

@@ -121,37 +121,6 @@ static PyObject *taker_take_any(Taker *self, PyObject *const *args, Py_ssize_t n
     return answer(take_value(self, args[0], args[1], (int)threads, 0));
 }
 
-/* take_all(rows, tensors): `take` for the tensors of a list, each into its row; the positions of those left to Python. */
-static PyObject *taker_take_all(Taker *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 2 || !PyList_Check(args[0]) || !PyList_Check(args[1]) ||
-        PyList_Size(args[0]) != PyList_Size(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "expected two lists of the same length");
-        return NULL;
-    }
-    PyObject *left = PyList_New(0);
-    if (!left)
-        return NULL;
-    for (Py_ssize_t i = 0; i < PyList_Size(args[0]) && i < PyList_Size(args[1]); i++) {
-        PyObject *row = PyList_GetItem(args[0], i), *tensor = PyList_GetItem(args[1], i);
-        Py_INCREF(row);
-        Py_INCREF(tensor);
-        const int taken = take_value(self, row, tensor, 0, 0);
-        Py_DECREF(row);
-        Py_DECREF(tensor);
-        if (taken > 0)
-            continue;
-        PyObject *position = taken < 0 ? NULL : PyLong_FromSsize_t(i);
-        const int added = position ? PyList_Append(left, position) : -1;
-        Py_XDECREF(position);
-        if (added < 0) {
-            Py_DECREF(left);
-            return NULL;
-        }
-    }
-    return left;
-}
-
 /* use_rows(address, count): where the rows are. Whoever owns the memory keeps it until it names another. */
 static PyObject *taker_use_rows(Taker *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -202,7 +171,6 @@ static PyMethodDef taker_methods[] = {
     {"take", (PyCFunction)(void (*)(void))taker_take, METH_FASTCALL, NULL},
     {"put", (PyCFunction)(void (*)(void))taker_put, METH_FASTCALL, NULL},
     {"take_any", (PyCFunction)(void (*)(void))taker_take_any, METH_FASTCALL, NULL},
-    {"take_all", (PyCFunction)(void (*)(void))taker_take_all, METH_FASTCALL, NULL},
     {"use_rows", (PyCFunction)(void (*)(void))taker_use_rows, METH_FASTCALL, NULL},
     {"forget", (PyCFunction)taker_forget, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -62,9 +62,6 @@ class RowBlock(Protocol):
     def take_any(self, row: int, value: Tensor) -> bool:
         """The same of any size; it may let other threads run meanwhile."""
 
-    def take_all(self, rows: list[int], values: list[Tensor]) -> list[int]:
-        """`take` for several values; the positions of those with which nothing was done."""
-
     def forget(self) -> None:
         """Recognise nothing that was taken until now."""
 

@@ -25,7 +25,7 @@ __all__ = [
     "MANY",
     "SMALL",
     "count",
-    "has_records",
+    "hearing",
     "is_sound",
     "make_copier",
     "make_taker",
@@ -83,8 +83,8 @@ def make_taker() -> Any:
     return native.Taker(MANY) if native is not None and _has_takers else None
 
 
-# A checkout may still hold the build of an older source.
-has_records = _has_takers and hasattr(native, "Ear")
+# The part that takes values past Python (`_native_hearing.h`). A checkout may still hold the build of an older source.
+hearing = native if _has_takers and hasattr(native, "Ear") else None
 
 
 def make_copier() -> Any:

@@ -120,13 +120,6 @@ class StatsBlock:
         del rows
         return bool(taken)
 
-    def take_all(self, rows: list[int], values: list[Tensor]) -> list[int]:
-        """`take` for several values; the positions of those that were left."""
-        if self.taker is None:
-            return list(range(len(rows)))
-        left: list[int] = self.taker.take_all(rows, values)
-        return left
-
     def forget(self) -> None:
         """Recognise nothing that was taken until now."""
         if self.taker is not None:

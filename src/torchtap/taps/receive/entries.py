@@ -148,6 +148,7 @@ class LivePort(CallCounter):
         "entries",
         "input_names",
         "kind",
+        "leaf",
         "module",
         "note",
         "port",
@@ -160,6 +161,7 @@ class LivePort(CallCounter):
         self.apart = apart.intersection(port.taps)
         self.earlier: tuple[int, dict[str, int]] = (0, {})  # calls, and calls of each leaf, in earlier passes
         self.kind: Kind = port.site.kind
+        self.leaf = port.site.leaf
         self.entries: dict[tuple[str, int], Entry | None] = {}
         self.first: Entry | None = None
         self.structure: Any = None  # of an output that is not one tensor, from the first call

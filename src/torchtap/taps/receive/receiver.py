@@ -50,6 +50,8 @@ _NO_THREAD = -1
 class Receiver(ReceiverFields):
     """Takes values from a model, keeps what live taps ask for."""
 
+    folding: Folding
+
     def __init__(
         self,
         plan: Plan,
@@ -371,20 +373,13 @@ class Receiver(ReceiverFields):
     def take_tensor(self, port: LivePort, tensor: Tensor) -> None:
         """The value of a port that stands for one tensor: a parameter, its gradient, a buffer. The last one counts."""
         port.next_call(self.pass_number)
-        self.folding.take_back(port, port.port.site.leaf)
-        self._take_leaf(port, port.port.site.leaf, 0, tensor)
+        self.folding.take_back(port, port.leaf)
+        self._take_leaf(port, port.leaf, 0, tensor)
 
     def take_tensors(self, ports: list[LivePort], tensors: list[Tensor]) -> None:
         """`take_tensor` for each of several ports, by one call into native code where that can be."""
-        for port in ports:
-            if port.apart:
-                port.next_call(self.pass_number)
-            port.called = True  # of one that is read and not called, no more is counted
-        left = self.folding.fold_together(ports, tensors)
-        for position in left:
-            port = ports[position]
-            self.folding.take_back(port, port.port.site.leaf)
-            self._take_leaf(port, port.port.site.leaf, 0, tensors[position])
+        for position in self.folding.fold_together(ports, tensors):
+            self.take_tensor(ports[position], tensors[position])
 
     def take_part(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
         """A tensor that belongs to a port's own, such as what an optimizer keeps for it. The last one counts."""
@@ -447,9 +442,7 @@ class Receiver(ReceiverFields):
         port = self.ports.get((path, kind, ""))
         if port is None:
             return
-        entry = self._entry(
-            port, leaf, port.next_leaf_call(self.pass_number, leaf) if call is None else call
-        )
+        entry = self._entry(port, leaf, port.next_leaf_call(self.pass_number, leaf) if call is None else call)
         if entry is not None:
             self.folding.fold_state(entry, shape, state)
 

@@ -1,8 +1,8 @@
 """The fields that are asked for at every value: of a place's calls, an entry, a tally, the folding and the receiver.
 
-Where native code was built, these are its own (`reduce/_native_records.h`), with the same names: then a value that comes
-like most is taken without any Python in between, and Python still reads and writes each field as an attribute. Classes
-that build on these add methods and all that is asked for less often.
+Where native code was built, these are its own (`reduce/_native_records.h`), with the same names. Then a value that
+comes like most is taken without any Python in between, and Python still reads and writes each field as an attribute.
+Classes that build on these add methods and all that is asked for less often.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class ReceiverFields:
     between_passes: bool  # a value that comes now is of a part that was called without the model
 
 
-if kernel.has_records:
-    CallFields = kernel.native.CallFields  # type: ignore[misc,union-attr]
-    EntryFields = kernel.native.EntryFields  # type: ignore[misc,union-attr]
-    TallyFields = kernel.native.TallyFields  # type: ignore[misc,union-attr]
-    FoldingFields = kernel.native.FoldingFields  # type: ignore[misc,union-attr]
-    ReceiverFields = kernel.native.ReceiverFields  # type: ignore[misc,union-attr]
+if kernel.hearing is not None:
+    CallFields = kernel.hearing.CallFields  # type: ignore[misc]
+    EntryFields = kernel.hearing.EntryFields  # type: ignore[misc]
+    TallyFields = kernel.hearing.TallyFields  # type: ignore[misc]
+    FoldingFields = kernel.hearing.FoldingFields  # type: ignore[misc]
+    ReceiverFields = kernel.hearing.ReceiverFields  # type: ignore[misc]

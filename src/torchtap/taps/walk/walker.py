@@ -143,9 +143,7 @@ class Walker:
         hear: Hear | None = None,
     ) -> None:
         """Show what the module returns. Repetitions are left out."""
-        self.keep(
-            self._way.after(module, shown_output(stop, visit, traced, self._heard, hear or _unheard))
-        )
+        self.keep(self._way.after(module, shown_output(stop, visit, traced, self._heard, hear or _unheard)))
 
     def after_each(
         self,
