@@ -1,4 +1,4 @@
-"""Values that native code takes past Python are those that Python takes, at the same sites, whatever the training does."""
+"""What native code takes past Python is what Python takes, at the same sites, whatever the training does."""
 
 from __future__ import annotations
 
