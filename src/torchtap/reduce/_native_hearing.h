@@ -28,7 +28,9 @@ typedef struct {
 } Ear;
 
 typedef struct {
-    PyObject_HEAD PyObject *receiver, *tally, *counter; /* the last of a view only: counts its changes in place */
+    PyObject_HEAD PyObject *receiver, *tally;
+    PyObject *counter; /* of a view: counts its changes in place */
+    PyObject *taker;   /* that knows who waits for the value, or NULL */
     PyObject *entries[MOST_SITES];
     Py_ssize_t serial;
     int sites, taken, dimensions;
@@ -212,10 +214,8 @@ static PyObject *base_listener_call(BaseListener *self, PyObject *args, PyObject
 /* Whoever recognises a value by its place in a taker must not find who is gone. */
 static void be_unknown(Listener *self)
 {
-    if (!is_record(self->tally, tally_fields) || !is_record(((TallyFields *)self->tally)->taker, taker_type))
-        return;
-    Taker *taker = (Taker *)((TallyFields *)self->tally)->taker;
-    for (int i = 0; i < RECENT; i++)
+    Taker *taker = (Taker *)self->taker;
+    for (int i = 0; taker && i < RECENT; i++)
         if (taker->asked[i] == (PyObject *)self)
             taker->asked[i] = NULL;
 }
@@ -340,8 +340,11 @@ static Listener *waiting_for(const TallyFields *tally, PyObject *value, int mark
 static void be_known(Listener *self, const TallyFields *tally, PyObject *value, int mark)
 {
     Taker *taker = (Taker *)tally->taker;
-    if (mark >= 0 && is_record(tally->taker, taker_type) && taker->recent.of[mark].tensor == value)
-        taker->asked[mark] = (PyObject *)self;
+    if (mark < 0 || !is_record(tally->taker, taker_type) || taker->recent.of[mark].tensor != value)
+        return;
+    Py_INCREF(tally->taker);
+    self->taker = tally->taker;
+    taker->asked[mark] = (PyObject *)self;
 }
 
 /* Ask autograd for the gradient of a value. 1 done, 0 left to Python. */
@@ -519,7 +522,7 @@ static PyObject *py_use_autograd(PyObject *self, PyObject *args)
 
 HOLDER(three, 3)
 
-#define HELD_BY_LISTENER (3 + MOST_SITES)
+#define HELD_BY_LISTENER (4 + MOST_SITES)
 static int listener_visit(PyObject *self, visitproc visit, void *arg)
 {
     return visit_held(self, HELD_BY_LISTENER, visit, arg);
