@@ -55,7 +55,9 @@ setup(
                     "isa",
                     "layout",
                     "tensor",
+                    "records",
                     "taking",
+                    "hearing",
                     "copying",
                     "modules",
                 )

@@ -20,6 +20,7 @@ from torchtap.diagnosis.probes.gradients import GradientProbe
 from torchtap.diagnosis.probes.hidden import HiddenProbe
 from torchtap.diagnosis.probes.losses import LossProbe
 from torchtap.diagnosis.probes.padded import PaddingProbe
+from torchtap.reduce import kernel
 from torchtap.sessions.watching import Watch
 from torchtap.taps.receive import training
 from torchtap.taps.receive.losses import LossCatcher
@@ -30,7 +31,9 @@ __all__ = ["Spent", "row_of_share", "timed_inside"]
 
 _ENTRIES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Hook, ("__call__",)),
-    (Receiver, ("_take_gradient", "take_named")),  # the second from a compiled graph
+    (Receiver, ("take_gradient", "take_named")),  # the second from a compiled graph
+    *((getattr(kernel.hearing, each), ("__call__",))  # what autograd's nodes call
+      for each in ("Listener", "BaseListener") if kernel.hearing is not None),
     (training, ("_tell_ready", "_after_step")),
     (PassKeeper, ("take_seed",)),
     (FunctionProbe, ("_quietly",)),

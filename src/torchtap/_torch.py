@@ -47,6 +47,7 @@ __all__ = [
     "compiled_function",
     "compiler_was_used",
     "foreach_norm",
+    "gradient_bearer",
     "graph_task",
     "graphs_being_traced",
     "has_global_hooks",
@@ -146,6 +147,13 @@ def hear_gradient(value: Tensor, hear: Callable[[Tensor | None], None]) -> None:
         node._register_hook_dict(bearer)  # type: ignore[union-attr]
     finally:
         bearer._backward_hooks = None
+
+
+def gradient_bearer() -> Tensor | None:
+    """A tensor that native code hands tables of hooks over by, as above; None where torch has no such way."""
+    node = (torch.zeros((), requires_grad=True) * 1).grad_fn
+    known = hasattr(node, "_register_hook_dict") and hasattr(Tensor, "_base")
+    return torch.zeros((), requires_grad=True) if known else None
 
 
 def saved_by(node: object, name: str) -> Any:

@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,16 @@ from torchtap.comparison.measure import sums
 from torchtap.comparison.measure.measures import measure
 from torchtap.reduce import Histogram, Stats, StatsBlock, kernel, row_norms
 from torchtap.store.format import checksum
+from torchtap.taps.receive.hearing import make_ear
+from torchtap.taps.walk.records import CallFields, EntryFields, FoldingFields, ReceiverFields, TallyFields
 
 DTYPES = list(kernel.DTYPE_CODES)
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+class _Receiver(ReceiverFields):
+    def take_gradient(self, *_: object) -> None:
+        """What native code leaves goes nowhere."""
 
 
 class Fuzzer:
@@ -84,6 +92,46 @@ class Fuzzer:
             self.block.grow(len(self.block) + 7)
         if len(self.block) > 200:
             self.block = StatsBlock(4)
+
+    def hearing(self) -> None:
+        """An output and its gradient past Python, now and then at a place that is not as it should be."""
+        if kernel.hearing is None:
+            return
+        ear, receiver, port = self.ear()
+        value = self.tensor(FLOATS).detach().requires_grad_()
+        shown = self.random.choice(
+            [lambda: value * 1, lambda: (value * 1).view(value.shape), lambda: value]
+        )()
+        place, field, held = receiver, "thread", receiver.thread
+        odd = self.random.random() < 0.2
+        if odd:
+            place, field = self.random.choice(
+                [(port, "first"), (receiver, "folding"), (receiver.folding, "tally"), (port, "leaf_calls")]
+            )
+            held = getattr(place, field)
+            setattr(place, field, self.random.choice([None, 1, "x", object(), {"x": 1}]))
+        done = ear(shown)
+        setattr(place, field, held)
+        assert not (odd and done)
+        if shown.grad_fn is not None and done == 2 and self.random.random() < 0.8:
+            shown.sum().backward()
+        assert self.block.result(0)[0] >= (value.numel() if done else 0)
+        self.block.reset()
+
+    def ear(self) -> tuple[Callable[[object], int], Any, Any]:
+        """An ear whose output goes to row 0 and whose gradient goes to row 1, of a pass that has begun."""
+        receiver, folding, tally = _Receiver(), FoldingFields(), TallyFields()
+        receiver.thread, receiver.folding, receiver.open, receiver.pass_number = None, folding, True, 1
+        folding.tally = tally
+        tally.taker, tally.arrived = self.block.taker, bytearray(len(self.block))
+        ports = []
+        for row in range(2):
+            port, entry = CallFields(), EntryFields()
+            entry.row, entry.quick, port.first, port.leaf_calls = row, True, entry, {}
+            ports.append(port)
+        hear = make_ear(receiver, *ports)  # type: ignore[arg-type]
+        assert hear is not None
+        return hear, receiver, ports[0]
 
     def histogram(self) -> None:
         value = self.tensor()
@@ -156,6 +204,7 @@ class Fuzzer:
             self.statistics,
             self.statistics,
             self.rows,
+            self.hearing,
             self.histogram,
             self.norms,
             self.distance,

@@ -53,7 +53,6 @@ def test_memory_that_is_gone_is_not_taken(name: str) -> None:
     value = GONE[name]()
     assert not block.take(0, value)
     assert not block.take_any(0, value)
-    assert block.take_all([0], [value]) == [0]
     assert block.states()[0, 0] == 0
 
 
@@ -120,7 +119,6 @@ def test_large_values_are_taken_only_where_the_caller_has_a_lock() -> None:
     block = StatsBlock(2)
     value = torch.randn(kernel.MANY + 5)
     assert not block.take(0, value)
-    assert block.take_all([0], [value]) == [0]
     assert block.take_any(0, value)
     block.measure_into(1, 0, value)
     np.testing.assert_array_equal(*block.states())
@@ -134,18 +132,14 @@ def test_rows_move_when_there_are_more_and_a_row_that_is_not_there_is_an_error()
     block.grow(5000)
     assert block.take(4999, torch.ones(3))
     assert [block.states()[row, 0] for row in (0, 1, 4999)] == [0, 3, 3]
-    with pytest.raises(IndexError):
-        block.take_all([5000], [torch.ones(3)])
 
 
 def test_nonsense_is_refused() -> None:
     block = StatsBlock(2)
     for call in (
         lambda: block.take("row", torch.ones(3)),  # type: ignore[arg-type]
-        lambda: block.take_all([0], []),
-        lambda: block.take_all((0,), (torch.ones(3),)),  # type: ignore[arg-type]
-        lambda: block._taker.take(0),
-        lambda: block._taker.take_any(0, torch.ones(3), 0),
+        lambda: block.taker.take(0),
+        lambda: block.taker.take_any(0, torch.ones(3), 0),
     ):
         with pytest.raises((TypeError, ValueError)):
             call()

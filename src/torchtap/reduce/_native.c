@@ -287,7 +287,9 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
 }
 
 #include "_native_tensor.h"
+#include "_native_records.h"
 #include "_native_taking.h"
+#include "_native_hearing.h"
 #include "_native_copying.h"
 #include "_native_modules.h"
 
@@ -303,6 +305,8 @@ static PyMethodDef methods[] = {
     {"is_sound", py_is_sound, METH_O, NULL},
     {"same_modules", (PyCFunction)(void (*)(void))py_same_modules, METH_FASTCALL, NULL},
     {"use_tensors", (PyCFunction)(void (*)(void))py_use_tensors, METH_FASTCALL, NULL},
+    {"take_each", (PyCFunction)(void (*)(void))py_take_each, METH_FASTCALL, NULL},
+    {"use_autograd", py_use_autograd, METH_VARARGS, NULL},
     {"use_instructions", py_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -310,7 +314,8 @@ static PyMethodDef methods[] = {
 static int start(PyObject *module)
 {
     choose_instructions();
-    if (!name_questions() || !name_attributes() || add_taker(module) < 0 || add_copier(module) < 0)
+    if (!name_questions() || !name_attributes() || add_records(module) < 0 || add_taker(module) < 0 ||
+        add_hearing(module) < 0 || add_copier(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "FIELDS", sizeof(State) / sizeof(double));
 }

@@ -7,8 +7,11 @@ typedef struct {
     PyObject_HEAD State *rows;
     Py_ssize_t count, most;
     Marks recent;
-    State states[RECENT]; /* of the tensors that are marked */
+    State states[RECENT];   /* of the tensors that are marked */
+    PyObject *asked[RECENT]; /* who waits for the gradient of each, or NULL: known, not held (_native_hearing.h) */
 } Taker;
+
+static PyTypeObject *taker_type;
 
 static void measure_memory(Memory *memory, int threads, State *out)
 {
@@ -19,15 +22,14 @@ static void measure_memory(Memory *memory, int threads, State *out)
 }
 
 /* 1 measured and folded, 0 left to Python, -1 with an error. `threads` 0: only what is small, without letting go.
- * `anew`: in place of what was in the row. */
-static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int threads, int anew)
+ * `anew`: in place of what was in the row. `mark` says where the tensor is remembered; below zero: nowhere. */
+static int take_into_row(Taker *self, Py_ssize_t row, PyObject *tensor, int threads, int anew, int *mark)
 {
     Memory memory;
     State found;
-    const Py_ssize_t row = PyLong_AsSsize_t(row_number);
+    *mark = -1;
     if (row < 0 || row >= self->count) {
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_IndexError, "there is no row %zd", row);
+        PyErr_Format(PyExc_IndexError, "there is no row %zd", row);
         return -1;
     }
     if (!is_plain(tensor))
@@ -38,6 +40,7 @@ static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int t
         if (anew)
             self->rows[row] = BLANK;
         fold_into(self->rows + row, self->states + place);
+        *mark = place;
         return 1;
     }
     if (PyErr_Occurred() || !locate(tensor, &memory)) {
@@ -63,9 +66,21 @@ static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int t
         self->rows[row] = BLANK;
     fold_into(self->rows + row, &found);
     place = set_mark(&self->recent, tensor, version);
-    if (place >= 0)
+    if (place >= 0) {
         self->states[place] = found;
+        self->asked[place] = NULL;
+    }
+    *mark = place;
     return 1;
+}
+
+static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int threads, int anew)
+{
+    int mark;
+    const Py_ssize_t row = PyLong_AsSsize_t(row_number);
+    if (row == -1 && PyErr_Occurred())
+        return -1;
+    return take_into_row(self, row, tensor, threads, anew, &mark);
 }
 
 static PyObject *answer(int taken)
@@ -106,37 +121,6 @@ static PyObject *taker_take_any(Taker *self, PyObject *const *args, Py_ssize_t n
     return answer(take_value(self, args[0], args[1], (int)threads, 0));
 }
 
-/* take_all(rows, tensors): `take` for the tensors of a list, each into its row; the positions of those left to Python. */
-static PyObject *taker_take_all(Taker *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 2 || !PyList_Check(args[0]) || !PyList_Check(args[1]) ||
-        PyList_Size(args[0]) != PyList_Size(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "expected two lists of the same length");
-        return NULL;
-    }
-    PyObject *left = PyList_New(0);
-    if (!left)
-        return NULL;
-    for (Py_ssize_t i = 0; i < PyList_Size(args[0]) && i < PyList_Size(args[1]); i++) {
-        PyObject *row = PyList_GetItem(args[0], i), *tensor = PyList_GetItem(args[1], i);
-        Py_INCREF(row);
-        Py_INCREF(tensor);
-        const int taken = take_value(self, row, tensor, 0, 0);
-        Py_DECREF(row);
-        Py_DECREF(tensor);
-        if (taken > 0)
-            continue;
-        PyObject *position = taken < 0 ? NULL : PyLong_FromSsize_t(i);
-        const int added = position ? PyList_Append(left, position) : -1;
-        Py_XDECREF(position);
-        if (added < 0) {
-            Py_DECREF(left);
-            return NULL;
-        }
-    }
-    return left;
-}
-
 /* use_rows(address, count): where the rows are. Whoever owns the memory keeps it until it names another. */
 static PyObject *taker_use_rows(Taker *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -152,6 +136,8 @@ static PyObject *taker_use_rows(Taker *self, PyObject *const *args, Py_ssize_t n
 static PyObject *taker_forget(Taker *self, PyObject *unused)
 {
     (void)unused;
+    for (int i = 0; i < RECENT; i++)
+        self->asked[i] = NULL;
     forget_marks(&self->recent);
     Py_RETURN_NONE;
 }
@@ -185,7 +171,6 @@ static PyMethodDef taker_methods[] = {
     {"take", (PyCFunction)(void (*)(void))taker_take, METH_FASTCALL, NULL},
     {"put", (PyCFunction)(void (*)(void))taker_put, METH_FASTCALL, NULL},
     {"take_any", (PyCFunction)(void (*)(void))taker_take_any, METH_FASTCALL, NULL},
-    {"take_all", (PyCFunction)(void (*)(void))taker_take_all, METH_FASTCALL, NULL},
     {"use_rows", (PyCFunction)(void (*)(void))taker_use_rows, METH_FASTCALL, NULL},
     {"forget", (PyCFunction)taker_forget, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -208,10 +193,5 @@ static PyType_Spec taker_spec = {
 
 static int add_taker(PyObject *module)
 {
-    PyObject *type = PyType_FromSpec(&taker_spec);
-    if (!type)
-        return -1;
-    const int added = PyModule_AddObjectRef(module, "Taker", type);
-    Py_DECREF(type);
-    return added;
+    return add_type(module, "Taker", &taker_spec, &taker_type);
 }

@@ -46,6 +46,7 @@ class RowBlock(Protocol):
     """
 
     statistics: ClassVar[tuple[str, ...]]
+    taker: object  # native code that takes values by itself (`_native_taking.h`), or None
 
     def __init__(self, rows: int, *, scratch: int) -> None: ...
 
@@ -60,9 +61,6 @@ class RowBlock(Protocol):
 
     def take_any(self, row: int, value: Tensor) -> bool:
         """The same of any size; it may let other threads run meanwhile."""
-
-    def take_all(self, rows: list[int], values: list[Tensor]) -> list[int]:
-        """`take` for several values; the positions of those with which nothing was done."""
 
     def forget(self) -> None:
         """Recognise nothing that was taken until now."""

@@ -25,6 +25,7 @@ __all__ = [
     "MANY",
     "SMALL",
     "count",
+    "hearing",
     "is_sound",
     "make_copier",
     "make_taker",
@@ -80,6 +81,10 @@ _has_takers = _takes_tensors()
 def make_taker() -> Any:
     """What takes tensors as they are into rows (`_native_taking.h`); None where there is no such thing."""
     return native.Taker(MANY) if native is not None and _has_takers else None
+
+
+# The part that takes values past Python (`_native_hearing.h`). A checkout may still hold the build of an older source.
+hearing = native if _has_takers and hasattr(native, "Ear") else None
 
 
 def make_copier() -> Any:

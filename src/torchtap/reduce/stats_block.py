@@ -53,9 +53,9 @@ class StatsBlock:
         # `_scratch`.
         self._remote: list[tuple[SlotSet, int] | None] = [None] * scratch
         self._slots: dict[torch.device, DeviceSlots] = {}
-        self._taker = kernel.make_taker()
-        if self._taker is not None:  # a call less for each value
-            self.take = self._taker.take  # type: ignore[method-assign]
+        self.taker = kernel.make_taker()
+        if self.taker is not None:  # a call less for each value
+            self.take = self.taker.take  # type: ignore[method-assign]
         self._note_addresses()
         place = torch.device(device)
         if place.type not in ("cpu", "meta"):
@@ -116,21 +116,14 @@ class StatsBlock:
     def take_any(self, row: int, value: Tensor) -> bool:
         """The same of any size. Lets other threads run while it reads a large one."""
         rows = self._rows  # held: `grow` has others
-        taken = self._taker is not None and self._taker.take_any(row, value, torch.get_num_threads())
+        taken = self.taker is not None and self.taker.take_any(row, value, torch.get_num_threads())
         del rows
         return bool(taken)
 
-    def take_all(self, rows: list[int], values: list[Tensor]) -> list[int]:
-        """`take` for several values; the positions of those that were left."""
-        if self._taker is None:
-            return list(range(len(rows)))
-        left: list[int] = self._taker.take_all(rows, values)
-        return left
-
     def forget(self) -> None:
         """Recognise nothing that was taken until now."""
-        if self._taker is not None:
-            self._taker.forget()
+        if self.taker is not None:
+            self.taker.forget()
 
     def fold_state(self, row: int, state: Tensor) -> None:
         """Merge a state that was computed elsewhere, such as in a compiled graph, where `measure` was not needed."""
@@ -198,8 +191,8 @@ class StatsBlock:
     def _note_addresses(self) -> None:
         self._row_address = int(self._rows.ctypes.data)
         self._scratch_address = int(self._scratch.ctypes.data)
-        if self._taker is not None:
-            self._taker.use_rows(self._row_address, len(self._rows))
+        if self.taker is not None:
+            self.taker.use_rows(self._row_address, len(self._rows))
 
     @outside_transforms
     def _measure_with_care(self, scratch: int, value: Tensor) -> None:

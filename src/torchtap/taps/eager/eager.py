@@ -133,16 +133,19 @@ class EagerAttachment:
                 path = port.port.site.path
                 first = port, receiver.take, emitting_output(self._channel, path, "output")
                 gradient = self._live_port(path, "grad_output")
+                ear = receiver.ear(port, gradient)
                 if gradient is None:
-                    self._walker.after(module, *first)
+                    self._walker.after(module, *first, ear)
                 else:
                     emit = emitting_output(self._channel, path, "grad_output")
-                    self._walker.after_twice(module, first, (gradient, receiver.take_gradient_of, emit))
+                    second = gradient, receiver.take_gradient_of, emit
+                    self._walker.after_twice(module, first, second, ear)
             case "input":
                 self._walker.before(module, port, receiver.take_inputs, emitting_inputs(self._channel, port))
             case "grad_output" if self._live_port(port.port.site.path, "output") is None:
                 emit = emitting_output(self._channel, port.port.site.path, "grad_output")
-                self._walker.after_and_again(module, port, receiver.take_gradient_of, emit)
+                ear = receiver.ear(None, port)
+                self._walker.after_and_again(module, port, receiver.take_gradient_of, emit, ear)
             case "grad_input":
                 emit_given = emitting_inputs(self._channel, port)
                 taps = receiver.plan.taps

@@ -15,6 +15,7 @@ from torchtap.plan import Port
 from torchtap.reduce.base import AnyReduction, RowBlock
 from torchtap.sites import Site, input_names
 from torchtap.taps.walk.counting import CallCounter
+from torchtap.taps.walk.records import EntryFields, TallyFields
 
 __all__ = ["Entry", "Fold", "LivePort", "RecentValues", "Tally", "gone"]
 
@@ -36,20 +37,16 @@ class Fold:
 
 
 @final
-class Entry:
+class Entry(EntryFields):
     """A site that was seen: who wants it, and what has been folded so far."""
 
     __slots__ = (
         "also",
-        "asked",
         "dtype",
         "folds",
-        "generation",
         "live_folds",
         "measured",
         "name",
-        "quick",
-        "row",
         "shape",
         "site",
         "taps",
@@ -62,9 +59,8 @@ class Entry:
         self.generation = -1
         self.also: Entry | None = None  # which takes the same values, of all passes together
         self.measured = False  # whether a row of the block is wanted in this generation
-        self.quick = False  # whether the block may take its values, with nothing else to do
-        self.asked = False  # whether the newest call, repetitions apart, asked for its gradient
-        self.row = -1  # its row in each tally's block, once it has one
+        self.quick = self.asked = False
+        self.row = -1
         self.folds: dict[str, dict[str, Fold]] = {}  # by phase, then by key
         self.live_folds: tuple[Fold, ...] = ()
         self.shape: tuple[int, ...] | None = None  # of the first value; None means that none ever came
@@ -72,7 +68,7 @@ class Entry:
 
 
 @final
-class Tally:
+class Tally(TallyFields):
     """What one phase has folded in the open step. Passes of different phases never meet in one.
 
     ``serial`` changes when the tally is emptied: a gradient that comes later than that has nowhere to go.
@@ -81,13 +77,11 @@ class Tally:
     __slots__ = (
         "_block",
         "_make_block",
-        "arrived",
         "generation",
         "live",
         "numbers",
         "passes",
         "phase",
-        "serial",
         "take",
         "touched",
     )
@@ -105,6 +99,7 @@ class Tally:
         self._make_block = make_block
         self._block: RowBlock | None = None  # made for the first value: many a look keeps no statistics
         self.take: Callable[[int, Tensor], bool] = _not_taken
+        self.taker = None
         self.arrived = bytearray(rows)
 
     @property
@@ -113,6 +108,7 @@ class Tally:
         if self._block is None:
             self._block = self._make_block(len(self.arrived))
             self.take = self._block.take  # bound once: it is called for every value
+            self.taker = self._block.taker
         return self._block
 
     def forget(self) -> None:
@@ -150,9 +146,9 @@ class LivePort(CallCounter):
         "apart",
         "earlier",
         "entries",
-        "first",
         "input_names",
         "kind",
+        "leaf",
         "module",
         "note",
         "port",
@@ -165,10 +161,9 @@ class LivePort(CallCounter):
         self.apart = apart.intersection(port.taps)
         self.earlier: tuple[int, dict[str, int]] = (0, {})  # calls, and calls of each leaf, in earlier passes
         self.kind: Kind = port.site.kind
+        self.leaf = port.site.leaf
         self.entries: dict[tuple[str, int], Entry | None] = {}
-        self.first: Entry | None = (
-            None  # that of the first call and of the port's own leaf: most have no other
-        )
+        self.first: Entry | None = None
         self.structure: Any = None  # of an output that is not one tensor, from the first call
         self.note = ""  # why a call brought nothing
         self.module = module = port.site.module  # asked for at every step

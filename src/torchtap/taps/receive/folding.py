@@ -22,10 +22,12 @@ from torch import Tensor
 
 from torchtap.errors import ReductionError, TorchtapError
 from torchtap.plan import Plan
+from torchtap.reduce import kernel
 from torchtap.reduce.base import RowBlock
 from torchtap.reduce.stats_block import StatsBlock
 from torchtap.sites import Site
 from torchtap.taps.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
+from torchtap.taps.walk.records import FoldingFields
 
 if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
@@ -36,7 +38,7 @@ _ROWS = 64
 
 
 @final
-class Folding:
+class Folding(FoldingFields):
     """What has been folded so far: a tally for each phase, and the entries of all sites that were seen."""
 
     def __init__(
@@ -72,7 +74,7 @@ class Folding:
         self._recent = RecentValues()
         self._generations = 0
         self.tallies: dict[str, Tally] = {}
-        self.tally = Tally("", self._make_block, 1)  # nobody's, until one is turned to
+        self.tally: Tally = Tally("", self._make_block, 1)  # nobody's, until one is turned to
         self.generation = 0
 
     # -- phases -------------------------------------------------------------------------------------------
@@ -171,37 +173,15 @@ class Folding:
 
     def fold_together(self, ports: list[LivePort], tensors: list[Tensor]) -> Sequence[int]:
         """Fold the only value of each of these ports; the positions of those that are left to be folded one by one."""
-        tally, generation = self.tally, self.generation
-        arrived = tally.arrived
-        positions: list[int] = []
-        entries: list[Entry] = []
-        for position, port in enumerate(ports):
-            entry = port.first
-            if (
-                entry is not None
-                and entry.quick
-                and entry.generation == generation
-                and not arrived[entry.row]  # a second value of one step takes the place of the first
-            ):
-                positions.append(position)
-                entries.append(entry)
-        if not entries:
+        if kernel.hearing is None:
             return range(len(ports))
-        try:
-            if len(entries) < len(ports):
-                tensors = [tensors[position] for position in positions]
-            rows = [entry.row for entry in entries]
-            failed = {positions[index] for index in tally.block.take_all(rows, tensors)}
-        except Exception as error:
-            self.lose("parameters", error)
-            return ()
-        done = set(positions) - failed
-        for position, entry, tensor in zip(positions, entries, tensors, strict=True):
-            if position not in failed:
-                arrived[entry.row] = 1
-                if self._placing is not None:
-                    self._placing.note(entry, tensor, tally.phase)
-        return () if len(done) == len(ports) else [each for each in range(len(ports)) if each not in done]
+        left: list[int] = kernel.hearing.take_each(self, ports, tensors)
+        if self._placing is not None:
+            missed = set(left)
+            for position, port in enumerate(ports):
+                if position not in missed and port.first is not None:
+                    self._placing.note(port.first, tensors[position], self.tally.phase)
+        return left
 
     def _fold_with_care(self, entry: Entry, tensor: Tensor) -> None:
         self.lock.acquire()
@@ -309,7 +289,7 @@ class Folding:
                 if entry is not None:
                     self._add(entry)
                 port.entries[leaf, call] = entry = self._with_other_passes(port, leaf, call, entry)
-                if not call and leaf == port.port.site.leaf:
+                if not call and leaf == port.port.site.leaf and not port.apart:
                     port.first = entry
             return port.entries[leaf, call]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtap._torch import base_of, hear_gradient, version_of
 
-__all__ = ["Ask", "ask_at_its_node", "ask_for_gradient", "ask_while_traced"]
+__all__ = ["Ask", "ask_at_its_node", "ask_for_gradient", "ask_while_traced", "nothing", "of_the_view"]
 
 
 class Ask(Protocol):
@@ -59,12 +59,13 @@ def ask_while_traced(value: Tensor, take: Callable[[Tensor], None]) -> None:
 def _counter(value: Tensor) -> Tensor:
     """A tensor that counts the changes of a value in place, and holds no memory of it."""
     counter = value.detach()
-    counter.data = _nothing(value.dtype, value.device)
+    counter.data = nothing(value.dtype, value.device)
     return counter
 
 
 @cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without elements."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
@@ -99,5 +100,10 @@ class _ViewGradient:
     def at_base(self, gradient: Tensor | None) -> None:
         taken, self._taken = self._taken, False  # a retained graph may be gone through again
         if gradient is not None and not taken and version_of(self._counter) != self._changes:
-            plain = gradient.contiguous()
-            self._take(plain.as_strided(self._shape, self._strides, plain.storage_offset()))
+            self._take(of_the_view(gradient, self._shape, self._strides))
+
+
+def of_the_view(gradient: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """The gradient of a view, from that of the base that it shows all of."""
+    plain = gradient.contiguous()
+    return plain.as_strided(shape, strides, plain.storage_offset())

@@ -29,7 +29,9 @@ from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.gradients import Ask, ask_for_gradient
+from torchtap.taps.receive.hearing import Hear, make_ear
 from torchtap.taps.walk.leaves import input_leaves, leaves
+from torchtap.taps.walk.records import ReceiverFields
 
 if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
@@ -43,8 +45,10 @@ _NO_THREAD = -1
 
 
 @final
-class Receiver:
+class Receiver(ReceiverFields):
     """Takes values from a model, keeps what live taps ask for."""
+
+    folding: Folding
 
     def __init__(
         self,
@@ -69,16 +73,16 @@ class Receiver:
         # Bound once: they are called for every value.
         self._entry = folding.entry
         self._fold = folding.fold if placing is None else folding.fold_placed
-        self.thread: int | None = _NO_THREAD  # the one that is heard; None hears every thread
-        self._open = False
+        self.thread = _NO_THREAD
+        self.open = False
         self.phase: str | None = None  # that the user named, for all passes until it is taken back
         self._clock = clock  # None: all passes are of one phase
         self._passed_over: tuple[int | None] | None = (
             None  # whom to hear again after a pass that is not taken
         )
         self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
-        self._pass_number = 0
-        self._between_passes = True  # a value that comes now is of a part that was called without the model
+        self.pass_number = 0
+        self.between_passes = True
         self.passes = 0  # calls of the model in open steps
         self.late = 0  # gradients that came after their step was over
         self.overheard = 0  # calls of the model by threads that are not heard, in open steps
@@ -148,14 +152,14 @@ class Receiver:
 
     def begin_step(self, thread: int | None) -> None:
         """From now on values of this thread (of every thread: None) are heard."""
-        self.thread, self._open = thread, True
+        self.thread, self.open = thread, True
         self._passed_over = None
-        self._pass_number += 1
-        self._between_passes = True
+        self.pass_number += 1
+        self.between_passes = True
 
     def end_step(self) -> None:
         """Until the next step begins nothing is heard."""
-        self.thread, self._open = _NO_THREAD, False
+        self.thread, self.open = _NO_THREAD, False
         self._passed_over = None
 
     def turn_to(self, phase: str, live: frozenset[int]) -> Tally:
@@ -173,11 +177,11 @@ class Receiver:
     def not_listening(self) -> Iterator[None]:
         """A block in which nothing is heard; the open step goes on after it."""
         thread, self.thread = self.thread, _NO_THREAD
-        is_open, self._open = self._open, False
+        is_open, self.open = self.open, False
         try:
             yield
         finally:
-            self.thread, self._open = thread, is_open
+            self.thread, self.open = thread, is_open
 
     def begin_pass(self, training: bool | None = None, learning: bool | None = None) -> None:
         """The model was called: calls of its modules are counted anew, but for taps that keep passes apart.
@@ -185,7 +189,7 @@ class Receiver:
         ``training`` is the model's flag, None where it has none; ``learning`` says whether gradients are on.
         """
         if not self._is_own_pass():
-            self.overheard += self._open
+            self.overheard += self.open
             return
         if self.hears_this_thread():
             if is_traced_by_script() or not self._is_taken(training, learning):
@@ -193,22 +197,22 @@ class Receiver:
                 self.thread = _NO_THREAD
             else:
                 self.passes += 1
-        self._pass_number += 1
-        self._between_passes = False
+        self.pass_number += 1
+        self.between_passes = False
 
     def _is_own_pass(self) -> bool:
         """Whether a call of the model that begins or ends now is of the thread that is heard, in an open step."""
         heard = self.thread if self._passed_over is None else self._passed_over[0]
-        return self._open and (heard is None or heard == threading.get_ident())
+        return self.open and (heard is None or heard == threading.get_ident())
 
     def _begin_part(self, port: LivePort) -> bool:
         """A module was called without the model around it: what comes until the next call of the model is one pass."""
         module = port.port.site.module
-        if not self._open or not self._is_taken(getattr(module, "training", None), None):
+        if not self.open or not self._is_taken(getattr(module, "training", None), None):
             return False
         self.passes += 1
-        self._pass_number += 1
-        self._between_passes = False
+        self.pass_number += 1
+        self.between_passes = False
         return True
 
     def _is_taken(self, training: bool | None, learning: bool | None) -> bool:
@@ -228,7 +232,7 @@ class Receiver:
     @property
     def between_passes(self) -> bool:
         """Whether no pass is open, nor one that is not taken."""
-        return self._between_passes and self._passed_over is None
+        return self.between_passes and self._passed_over is None
 
     def end_pass(self) -> None:
         """Let go of the values that were held to recognise repeats."""
@@ -236,7 +240,7 @@ class Receiver:
             return
         if self._passed_over is not None:
             (self.thread,), self._passed_over = self._passed_over, None
-        self._between_passes = True
+        self.between_passes = True
         self.folding.forget_values()
         if self._kept is not None:
             self._kept.forget()
@@ -245,11 +249,11 @@ class Receiver:
 
     def take(self, port: LivePort, tree: object) -> None:
         """A module's output, or any other structure of tensors, of the port's next call."""
-        if self._between_passes and not self._begin_part(port):
+        if self.between_passes and not self._begin_part(port):
             return
         # `next_call`, spelled out: this is where most values come.
-        if port.pass_number != self._pass_number:
-            port.start_pass(self._pass_number)
+        if port.pass_number != self.pass_number:
+            port.start_pass(self.pass_number)
         call = port.calls
         port.calls = call + 1
         if isinstance(tree, Tensor):
@@ -275,23 +279,27 @@ class Receiver:
         """`take` where whole outputs are all that is asked for. A stop is a port's number and the module's path."""
         kept = self._kept
         assert kept is not None
-        if not self._between_passes:
+        if not self.between_passes:
             try:
                 copy = kept.copy(tree)
             except Exception as error:
                 self.folding.lose(site_name(stop[1], "output"), error)
                 return
             if copy is not None:
-                kept.waiting.append((stop[0], self._pass_number, copy))
+                kept.waiting.append((stop[0], self.pass_number, copy))
                 return
         site = self.plan.ports[stop[0]].site
         self.take(self.ports[site.path, site.kind, site.leaf], tree)
 
+    def ear(self, output: LivePort | None, gradient: LivePort | None) -> Hear | None:
+        """`take` and `take_gradient_of` in one go, for a call that is like most; None where there is no such thing."""
+        return make_ear(self, output, gradient) if self.placing is None else None
+
     def take_inputs(self, port: LivePort, args: Args, kwargs: Mapping[str, Any]) -> None:
         """A module's arguments."""
-        if self._between_passes and not self._begin_part(port):
+        if self.between_passes and not self._begin_part(port):
             return
-        call = port.next_call(self._pass_number)
+        call = port.next_call(self.pass_number)
         if not self._take_leaves(port, call, input_leaves(port.input_names, args, kwargs)):
             port.note = reasons.NO_ARGUMENT
 
@@ -307,9 +315,9 @@ class Receiver:
         A checkpoint's repetition asks only where the call that it repeats could not: the values that came into the
         checkpoint were there both times.
         """
-        if self._between_passes and not recomputed and not self._begin_part(port):
+        if self.between_passes and not recomputed and not self._begin_part(port):
             return
-        call = port.next_recall() if recomputed else port.next_call(self._pass_number)
+        call = port.next_recall() if recomputed else port.next_call(self.pass_number)
         try:
             for leaf, tensor in found:
                 self._await(port, leaf, call, tensor, recomputed, ask)
@@ -321,13 +329,13 @@ class Receiver:
         if not isinstance(tree, Tensor):
             self.take_gradients(port, leaves(tree), recomputed)
             return
-        if self._between_passes and not recomputed and not self._begin_part(port):
+        if self.between_passes and not recomputed and not self._begin_part(port):
             return
         if recomputed:
             call = port.next_recall()
         else:
-            if port.pass_number != self._pass_number:
-                port.start_pass(self._pass_number)
+            if port.pass_number != self.pass_number:
+                port.start_pass(self.pass_number)
             call = port.calls
             port.calls = call + 1
         try:
@@ -348,7 +356,7 @@ class Receiver:
         if entry is not None and not (recomputed and entry.asked):
             entry.asked = not recomputed
             tally = folding.tally
-            ask(tensor, self._take_gradient, entry, tally, tally.serial)
+            ask(tensor, self.take_gradient, entry, tally, tally.serial)
 
     @staticmethod
     def _note_no_gradient(port: LivePort, leaf: str, call: int) -> None:
@@ -357,11 +365,11 @@ class Receiver:
         if known is not None:
             known.asked = False
 
-    def _take_gradient(self, entry: Entry, tally: Tally, serial: int, gradient: Tensor | None) -> None:
+    def take_gradient(self, entry: Entry, tally: Tally, serial: int, gradient: Tensor | None) -> None:
         if gradient is None:
             return
         # A backward that comes after its step has ended has nowhere to put its values.
-        if not self._open or tally.serial != serial:
+        if not self.open or tally.serial != serial:
             self.late += 1
             return
         folding = self.folding
@@ -373,31 +381,24 @@ class Receiver:
 
     def take_tensor(self, port: LivePort, tensor: Tensor) -> None:
         """The value of a port that stands for one tensor: a parameter, its gradient, a buffer. The last one counts."""
-        port.next_call(self._pass_number)
-        self.folding.take_back(port, port.port.site.leaf)
-        self._take_leaf(port, port.port.site.leaf, 0, tensor)
+        port.next_call(self.pass_number)
+        self.folding.take_back(port, port.leaf)
+        self._take_leaf(port, port.leaf, 0, tensor)
 
     def take_tensors(self, ports: list[LivePort], tensors: list[Tensor]) -> None:
         """`take_tensor` for each of several ports, by one call into native code where that can be."""
-        for port in ports:
-            if port.apart:
-                port.next_call(self._pass_number)
-            port.called = True  # of one that is read and not called, no more is counted
-        left = self.folding.fold_together(ports, tensors)
-        for position in left:
-            port = ports[position]
-            self.folding.take_back(port, port.port.site.leaf)
-            self._take_leaf(port, port.port.site.leaf, 0, tensors[position])
+        for position in self.folding.fold_together(ports, tensors):
+            self.take_tensor(ports[position], tensors[position])
 
     def take_part(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
         """A tensor that belongs to a port's own, such as what an optimizer keeps for it. The last one counts."""
-        port.next_leaf_call(self._pass_number, leaf)
+        port.next_leaf_call(self.pass_number, leaf)
         self.folding.take_back(port, leaf)
         self._take_leaf(port, leaf, 0, tensor)
 
     def take_number(self, port: LivePort, leaf: str, statistic: str, number: float | Tensor) -> None:
         """A number that is a result already; it is kept whatever the reduction."""
-        port.next_leaf_call(self._pass_number, leaf)
+        port.next_leaf_call(self.pass_number, leaf)
         entry = self._entry(port, leaf, 0)
         if entry is not None:
             entry.shape = entry.shape or ()
@@ -408,7 +409,7 @@ class Receiver:
         port = self.ports.get((path, kind, "")) or self.ports.get((path, kind, leaf))
         if port is not None:
             self._take_leaf(
-                port, leaf, port.next_leaf_call(self._pass_number, leaf) if call is None else call, tensor
+                port, leaf, port.next_leaf_call(self.pass_number, leaf) if call is None else call, tensor
             )
 
     def next_call(self, path: str, kind: str, leaf: str) -> int:
@@ -416,7 +417,7 @@ class Receiver:
         port = self.ports.get((path, kind, ""))
         if port is None:
             return 0
-        call = port.next_leaf_call(self._pass_number, leaf)
+        call = port.next_leaf_call(self.pass_number, leaf)
         self._entry(
             port, leaf, call
         )  # sites are in the order of the forward; gradients come the other way round
@@ -436,12 +437,12 @@ class Receiver:
         port = self.ports.get((path, kind, ""))
         if port is None:
             return
-        call = port.leaf_calls.get(leaf, 1) - 1 if again else port.next_leaf_call(self._pass_number, leaf)
+        call = port.leaf_calls.get(leaf, 1) - 1 if again else port.next_leaf_call(self.pass_number, leaf)
         entry = self._entry(port, leaf, call)
         if entry is not None and not (again and entry.asked):
             entry.asked = not again
             tally = self.folding.tally
-            ask_for_gradient(tensor, self._take_gradient, entry, tally, tally.serial)
+            ask_for_gradient(tensor, self.take_gradient, entry, tally, tally.serial)
 
     def take_state(
         self, path: str, kind: str, leaf: str, state: Tensor, shape: Iterable[int], call: int | None = None
@@ -450,16 +451,14 @@ class Receiver:
         port = self.ports.get((path, kind, ""))
         if port is None:
             return
-        entry = self._entry(
-            port, leaf, port.next_leaf_call(self._pass_number, leaf) if call is None else call
-        )
+        entry = self._entry(port, leaf, port.next_leaf_call(self.pass_number, leaf) if call is None else call)
         if entry is not None:
             self.folding.fold_state(entry, shape, state)
 
     def take_from_inside(self, kind: str, owner: str | None, leaf: str, tensor: Tensor) -> None:
         """A value made in a module's code: it goes to the innermost enclosing module that each tap asks about."""
         for port in self.enclosing(kind, owner or ""):
-            self._take_leaf(port, leaf, port.next_leaf_call(self._pass_number, leaf), tensor)
+            self._take_leaf(port, leaf, port.next_leaf_call(self.pass_number, leaf), tensor)
 
     def enclosing(self, kind: str, owner: str) -> tuple[LivePort, ...]:
         """For each tap that asks for this kind, the port of the innermost module around ``owner``."""
@@ -479,7 +478,7 @@ class Receiver:
         self, port: LivePort, leaf: str, shape: tuple[int, ...], pieces: Callable[[], Iterable[Tensor]]
     ) -> None:
         """A value too large to hold, cut along dimension 1: reductions that do not mind get it piece by piece."""
-        entry = self._entry(port, leaf, port.next_leaf_call(self._pass_number, leaf))
+        entry = self._entry(port, leaf, port.next_leaf_call(self.pass_number, leaf))
         if entry is not None:
             self.folding.fold_pieces(entry, shape, pieces)
 

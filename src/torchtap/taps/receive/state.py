@@ -46,6 +46,8 @@ class StateReader:
         self._armed: frozenset[int] = frozenset()
         self._parameters: dict[int, tuple[LivePort, ...]] = {}  # id of a parameter -> its live ports
         self._gradients: dict[int, tuple[int, ...]] = {}  # the ids of those of them that read its gradient
+        # Of an optimizer and kinds: the ids of its parameters, and all ports that are read then.
+        self._asked_of: dict[tuple[int, tuple[str, ...]], tuple[list[int], list[LivePort]]] = {}
         self._before_update = 0  # how many of all these ports are read before an update
         self._reads_updates = self._reads_state = False  # whether any reads what an optimizer did, or keeps
         self._buffers: tuple[LivePort, ...] = ()
@@ -117,7 +119,7 @@ class StateReader:
         if self._parameters or self._buffers:
             self._receiver.turn_to_state()
         if len(self._taken) < self._before_update:
-            self._read(self._parameters.values(), _BEFORE_UPDATE)
+            self._read(_of_kinds(self._parameters.values(), _BEFORE_UPDATE))
         for port in self._buffers:
             buffer = _tensor_of(port)
             if buffer is not None:
@@ -133,6 +135,7 @@ class StateReader:
             self._local.stop()
         self._armed = frozenset()
         self._parameters, self._buffers, self._rates = {}, (), None
+        self._asked_of.clear()
 
     # -- what the training tells --------------------------------------------------------------------------
 
@@ -161,7 +164,7 @@ class StateReader:
         clipped = {id(gradient) for gradient in gradients}
         self._receiver.turn_to_state()
         asked = [ports for ports in self._parameters.values() if self._is_clipped(ports, clipped)]
-        self._read(asked, ("param_grad_unclipped", "param_grad_accumulated"))
+        self._read(_of_kinds(asked, ("param_grad_unclipped", "param_grad_accumulated")))
         self._receiver.folding.forget_values()
 
     def _is_clipped(self, ports: tuple[LivePort, ...], clipped: set[int]) -> bool:
@@ -217,41 +220,45 @@ class StateReader:
         self._receiver.turn_to_state()
         # A fused optimizer divides by the scale itself.
         scale = getattr(optimizer, "grad_scale", None)
-        ports = [self._parameters.get(id(parameter), ()) for parameter in parameters_of(optimizer)]
-        self._read(ports, kinds, scale)
+        self._read(self._ports_of(optimizer, kinds), scale)
 
-    def _read(
-        self, asked: Iterable[tuple[LivePort, ...]], kinds: tuple[str, ...], scale: Tensor | None = None
-    ) -> None:
-        """Take what ports of these kinds show, those that were not read yet: all together, since they are many."""
+    def _ports_of(self, optimizer: Optimizer, kinds: tuple[str, ...]) -> list[LivePort]:
+        """The live ports of these kinds, of all parameters of an optimizer: in most steps those of the step before."""
+        held = [id(parameter) for parameter in parameters_of(optimizer)]
+        known, ports = self._asked_of.get((id(optimizer), kinds), ((), []))
+        if known != held:
+            ports = _of_kinds([self._parameters.get(key, ()) for key in held], kinds)
+            self._asked_of[id(optimizer), kinds] = held, ports
+        return ports
+
+    def _read(self, asked: list[LivePort], scale: Tensor | None = None) -> None:
+        """Take what these ports show, those that were not read yet: all together, since they are many."""
         if self._stepped:
             self._others_come()
         taken, passed = self._taken, self._passed
+        if taken:
+            asked = [port for port in asked if id(port) not in taken or id(port) in passed]
         found: list[LivePort] = []
         values: list[Tensor] = []
-        for ports in asked:
-            for port in ports:
-                if port.kind not in kinds or (id(port) in taken and id(port) not in passed):
-                    continue
-                value = self._value_of(port)
-                if value is None:
-                    continue
-                taken.add(id(port))
-                passed.discard(id(port))
-                if scale is not None and port.kind in ("param_grad", "param_grad_unclipped"):
-                    self._receiver.take_tensor(port, value / scale)  # each by itself: it is a copy
-                else:
-                    found.append(port)
-                    values.append(value)
+        for port in asked:
+            value = self._value_of(port)
+            if value is None:
+                continue
+            if scale is not None and port.kind in ("param_grad", "param_grad_unclipped"):
+                value = value / scale
+            found.append(port)
+            values.append(value)
+        read = [id(port) for port in found]
+        taken.update(read)
+        passed.difference_update(read)
         self._receiver.take_tensors(found, values)
 
     def _value_of(self, port: LivePort) -> Tensor | None:
         """What a port shows now; where it is nothing, the port says why."""
-        site = port.port.site
         if self._sharded or port.module is None:
             parameter = self._parameter_of(port)
         else:
-            parameter = port.module._parameters.get(site.leaf)
+            parameter = port.module._parameters.get(port.leaf)
         if parameter is None or port.kind == "param":
             return parameter
         if self._local is not None and port.kind == "param_grad_local":
@@ -268,7 +275,7 @@ class StateReader:
         """The parameters whose local gradients are asked for and can be had."""
         asked = [port for port in ports if port.kind == "param_grad_local"]
         for port in asked:
-            if (id(port.port.site.module), port.port.site.leaf) in self._sharded:
+            if (id(port.port.site.module), port.leaf) in self._sharded:
                 port.note = reasons.NO_LOCAL_GRADIENT
         wanted = [self._parameter_of(port) for port in asked if port.note != reasons.NO_LOCAL_GRADIENT]
         return [parameter for parameter in wanted if parameter is not None]
@@ -277,7 +284,7 @@ class StateReader:
         before = self._before.get(id(parameter))
         if before is None:
             return
-        leaf = port.port.site.leaf
+        leaf = port.leaf
         with torch.no_grad():
             change = parameter.detach() - before
             # Of this rank's part: the norm of the whole would be a collective.
@@ -289,7 +296,7 @@ class StateReader:
             self._receiver.take_number(port, leaf, "weight_l2", weight)
 
     def _take_optimizer_state(self, port: LivePort, state: dict[str, Any]) -> None:
-        leaf = port.port.site.leaf
+        leaf = port.leaf
         for name, value in state.items():
             if isinstance(value, Tensor):
                 self._receiver.take_part(port, f"{leaf}.{name}", value)
@@ -311,9 +318,12 @@ class StateReader:
                 self._receiver.take_number(port, str(first + number), "value", rate)
 
 
+def _of_kinds(asked: Iterable[tuple[LivePort, ...]], kinds: tuple[str, ...]) -> list[LivePort]:
+    return [port for ports in asked for port in ports if port.kind in kinds]
+
+
 def _tensor_of(port: LivePort) -> Tensor | None:
-    site = port.port.site
     if port.module is None:
         return None
     held = port.module._buffers if port.kind == "buffer" else port.module._parameters
-    return held.get(site.leaf)
+    return held.get(port.leaf)

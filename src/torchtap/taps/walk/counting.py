@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from torchtap.taps.walk.records import CallFields
+
 __all__ = ["CallCounter"]
 
 
-class CallCounter:
+class CallCounter(CallFields):
     """Counts the calls at one place of a model within a pass. A new pass number starts at 0 again."""
 
-    __slots__ = ("called", "calls", "leaf_calls", "pass_number", "recalls")
+    __slots__ = ()
 
     def __init__(self) -> None:
         self.pass_number = -1
         self.calls = 0
         self.recalls = 0
-        self.leaf_calls: dict[str, int] = {}
-        self.called = False  # in any pass
+        self.leaf_calls = {}
+        self.called = False
 
     def next_call(self, pass_number: int) -> int:
         """The number of this call in the pass."""

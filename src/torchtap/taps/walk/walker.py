@@ -31,6 +31,9 @@ __all__ = ["EVERY_THREAD", "Heard", "Walker", "is_compiling", "shown_call", "sho
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 Stop = TypeVar("Stop")
+# Takes what a module returned past all of this, and says how far it came: 0 nothing, 1 half, 2 all was done.
+Hear = Callable[[object], int]
+_ALL = 2
 
 
 class Heard(Protocol):
@@ -50,11 +53,17 @@ def _unheeded(_: object) -> None:
     """A compiler follows the code, and there is nothing to put into its graph."""
 
 
+def _unheard(_: object) -> int:
+    """Nothing is done past the hook."""
+    return 0
+
+
 def shown_output(
     stop: Stop,
     visit: Callable[[Stop, object], object],
     traced: Callable[[object], object] = _unheeded,
     heard: Heard = EVERY_THREAD,
+    hear: Hear = _unheard,
 ) -> Callable[[nn.Module, object, object], object]:
     """A forward hook that shows what a module returns, but not what a checkpoint repeats."""
 
@@ -62,6 +71,8 @@ def shown_output(
     def hook(module: nn.Module, args: object, output: object) -> Any:
         if is_compiling():
             return traced(output)
+        if hear(output) == _ALL:
+            return None
         if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
             return visit(stop, output)
         return None
@@ -131,9 +142,10 @@ class Walker:
         stop: Stop,
         visit: Callable[[Stop, object], object],
         traced: Callable[[object], object],
+        hear: Hear | None = None,
     ) -> None:
         """Show what the module returns. Repetitions are left out."""
-        self.keep(self._way.after(module, shown_output(stop, visit, traced, self._heard)))
+        self.keep(self._way.after(module, shown_output(stop, visit, traced, self._heard, hear or _unheard)))
 
     def after_each(
         self,
@@ -179,13 +191,17 @@ class Walker:
         stop: Stop,
         visit: Callable[[Stop, object, bool], object],
         traced: Callable[[object], object],
+        hear: Hear | None = None,
     ) -> None:
         """Show what the module returns, and say whether a checkpoint repeats the call."""
         heard = self._heard
+        hear = hear or _unheard
 
         def hook(module: nn.Module, args: object, output: object) -> Any:
             if is_compiling():
                 return traced(output)
+            if hear(output) == _ALL:
+                return None
             if heard.thread == get_ident() or heard.thread is None:
                 return visit(stop, output, graph_task() != -1)
             return None
@@ -197,19 +213,25 @@ class Walker:
         module: nn.Module,
         first: tuple[Stop, Callable[[Stop, Any], Any], Callable[[Any], Any]],
         second: tuple[Stop, Callable[[Stop, Any, bool], Any], Callable[[Any], Any]],
+        hear: Hear | None = None,
     ) -> None:
         """`after` and then `after_and_again`, by one hook: torch takes long to call one, and each looks where it is."""
         heard = self._heard
         stop, visit, traced = first
         stop_again, visit_again, traced_again = second
+        hear = hear or _unheard
 
         def hook(module: nn.Module, args: object, output: object) -> None:
             if is_compiling():
                 traced(output)
                 traced_again(output)
-            elif heard.thread == get_ident() or heard.thread is None:
+                return
+            done = hear(output)
+            if done == _ALL:
+                return
+            if heard.thread == get_ident() or heard.thread is None:
                 repeated = graph_task() != -1
-                if not repeated:
+                if not repeated and not done:
                     visit(stop, output)
                 visit_again(stop_again, output, repeated)
 
