@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.sessions import remembered, session
+from torchtap.sessions import front, remembered
 from torchtap.errors import SelectionError
 
 
@@ -40,13 +40,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 def bindings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each time that a plan is made anew."""
     made: list[int] = []
-    plain = session.make_plan
+    plain = front.make_plan
 
     def counted(*args: object, **kwargs: object) -> object:
         made.append(1)
         return plain(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(session, "make_plan", counted)
+    monkeypatch.setattr(front, "make_plan", counted)
     return made
 
 

@@ -18,7 +18,8 @@ from torchtap.budget import Budget, lesser
 from torchtap.errors import PlanError, SelectionError, TorchtapError
 from torchtap.foreign_text import shown
 from torchtap.names import KINDS, Kind, no_such_site
-from torchtap.reduce import AnyReduction, Full, Reduction, Stats, reduction_from_spec
+from torchtap.reduce import AnyReduction, Full, Reduction, Stats, StatsBlock, reduction_from_spec
+from torchtap.reduce.base import RowBlock
 from torchtap.schedule import Always, Moment, Never, Schedule, schedule_from_spec, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
@@ -240,7 +241,35 @@ class Plan:
 
     def live(self, moment: Moment) -> frozenset[int]:
         """Indices of the taps that are live at a moment."""
+        if self._always:
+            return self._always
         return frozenset(index for index, each in enumerate(self.taps) if each.schedule.live(moment))
+
+    @cached_property
+    def _always(self) -> frozenset[int]:
+        """All taps, where none is ever off; else nothing."""
+        every = all(isinstance(each.schedule, Always) for each in self.taps)
+        return frozenset(range(len(self.taps)) if every else ())
+
+    @cached_property
+    def whole(self) -> frozenset[int]:
+        """The taps that keep whole tensors."""
+        return frozenset(index for index, each in enumerate(self.taps) if each.keep.whole)
+
+    @cached_property
+    def wants_all(self) -> list[bool]:
+        """For each tap, whether it wants all that comes to its ports."""
+        return [each.whole for each in self.taps]
+
+    @cached_property
+    def block(self) -> type[RowBlock]:
+        """What holds the rows of all sites."""
+        return next((each.keep.block for each in self.taps if each.keep.block is not None), StatsBlock)
+
+    @cached_property
+    def in_rows(self) -> list[bool]:
+        """For each tap, whether what it keeps is a row of the block."""
+        return [each.keep.block is self.block for each in self.taps]
 
     @cached_property
     def by_phase(self) -> bool:

@@ -310,7 +310,7 @@ static PyMethodDef methods[] = {
 static int start(PyObject *module)
 {
     choose_instructions();
-    if (!name_questions() || !name_attributes() || add_taker(module) < 0 || add_copier(module) < 0)
+    if (!name_questions() || !name_attributes() || add_taker(module) < 0 || add_keeper(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "FIELDS", sizeof(State) / sizeof(double));
 }

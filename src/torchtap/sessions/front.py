@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchtap.sessions.compiled_parts import warn_of_missing_parts
 from torchtap.errors import PlanError, SessionError
@@ -29,6 +29,7 @@ from torchtap.store.record import Consumer
 from torchtap.store.write.pool import pool_of
 from torchtap.sessions.tapping import Tapping
 from torchtap.taps.attach import tree_of
+from torchtap.taps.receive.keeping import Lender
 from torchtap.taps.place.mesh import process_mesh
 from torchtap.taps.walk.ways import WayName
 from torchtap.sessions.watching import Watch
@@ -52,7 +53,7 @@ class Capture:
         apart: frozenset[int],
         all_threads: bool,
         strict: bool,
-        copy: Callable[[Tensor], Tensor],
+        pool: Lender,
         way: WayName = "hook",
         site_map: SiteMap | None = None,
         form: str | None = None,
@@ -64,7 +65,8 @@ class Capture:
             model,
             plan,
             strict=strict,
-            copy=copy,
+            copy=pool.copy,
+            lender=pool,
             on_lost=lost.append,
             way=way,
             apart=apart,
@@ -159,16 +161,14 @@ def capture(
         bound = make_plan(tree, taps, keep)
         if tree is model:
             remember(model, taps, keep, bound)
-    apart = frozenset(
-        index for index, each in enumerate(bound.taps) if (each.keep.whole if merge is None else not merge)
-    )
+    apart = bound.whole if merge is None else frozenset(() if merge else range(len(bound.taps)))
     return Capture(
         model,
         bound,
         apart=apart,
         all_threads=all_threads,
         strict=strict,
-        copy=pool_of(tree).copy,
+        pool=pool_of(tree),
         way=way,
         site_map=site_map,
         form=None if known is None else "eager",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.eager import EagerAttachment
 from torchtap.taps.receive.collect import Collector, PendingNumbers
 from torchtap.taps.receive.entries import Tally
+from torchtap.taps.receive.keeping import Lender
 from torchtap.taps.receive.pass_clock import PassClock
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
@@ -38,6 +40,7 @@ class Tapping:
         *,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
+        lender: Lender | None = None,
         on_lost: Callable[[str], None],
         models: Mapping[str, Any] | None = None,
         way: WayName = "hook",
@@ -49,14 +52,25 @@ class Tapping:
     ) -> None:
         self.plan = plan
         self.receiver = Receiver(
-            plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock, placing=placing
+            plan,
+            apart=apart,
+            strict=strict,
+            copy=copy,
+            lender=lender,
+            on_lost=on_lost,
+            clock=clock,
+            placing=placing,
         )
-        self._collector = Collector(self.receiver.folding, among_ranks=placing is not None)
+        self._among_ranks = placing is not None
         self._attachment = attach(model, self.receiver, way, site_map, form)
         # Of several models each call is a pass; what holds them together is never called.
         self._members = [PassHooks(each, self.receiver) for each in (models or {}).values()]
         self._hears_members = False
         self.armed: frozenset[int] = frozenset()
+
+    @cached_property
+    def _collector(self) -> Collector:
+        return Collector(self.receiver.folding, among_ranks=self._among_ranks)
 
     def begin(self, thread: int | None) -> None:
         """A step begins: values of this thread (of every thread: None) are heard."""

@@ -30,7 +30,7 @@ from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.gradients import Ask, ask_for_gradient
-from torchtap.taps.receive.keeping import make_kept
+from torchtap.taps.receive.keeping import Lender, make_kept
 from torchtap.taps.receive.pass_clock import PassClock
 from torchtap.taps.walk.arguments import Args
 from torchtap.taps.walk.leaves import input_leaves, leaves
@@ -55,6 +55,7 @@ class Receiver:
         apart: frozenset[int] = frozenset(),
         strict: bool = False,
         copy: Callable[[Tensor], Tensor] = torch.clone,
+        lender: Lender | None = None,
         on_lost: Callable[[str], None] = lambda _: None,
         clock: PassClock | None = None,
         placing: Placing | None = None,
@@ -62,7 +63,7 @@ class Receiver:
         self.plan = plan
         self._apart = apart
         alone = clock is None and placing is None
-        self._kept = make_kept() if alone and plan.keeps_outputs else None
+        self._kept = make_kept(lender) if lender is not None and alone and plan.keeps_outputs else None
         self.placing = placing  # None where this process is alone
         self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing)
         # Bound once: they are called for every value.
@@ -268,12 +269,10 @@ class Receiver:
         assert kept is not None
         if not self._between_passes:
             try:
-                copy = kept.copy(tree)
+                if kept.keep(stop[0], self._pass_number, tree):
+                    return
             except Exception as error:
                 self.folding.lose(site_name(stop[1], "output"), error)
-                return
-            if copy is not None:
-                kept.waiting.append((stop[0], self._pass_number, copy))
                 return
         site = self.plan.ports[stop[0]].site
         self.take(self.ports[site.path, site.kind, site.leaf], tree)
