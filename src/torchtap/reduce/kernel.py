@@ -84,7 +84,7 @@ def make_taker() -> Any:
 
 
 def make_keeper(lend: Callable[[int], object], give_back: Callable[[Any], None]) -> Any:
-    """What keeps whole values (`_native_copying.h`), large ones in memory that is lent; None where there is no such thing."""
+    """What keeps whole values (`_native_copying.h`), large ones in memory that is lent; None without native code."""
     return native.Keeper(lend, give_back, _OTHERS, SMALL) if _has_keepers else None  # type: ignore[union-attr]
 
 
