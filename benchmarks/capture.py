@@ -3,7 +3,8 @@
 The model is that of `benchmarks.steps`, without gradients. Each case is one use from beginning to end: hooks go on,
 the model runs, hooks come off. ``fixed`` is what the same use adds to a twin of width 8 with one token, where nothing
 but overhead is left. ``residue`` is how much slower that twin is after 11 uses than before them.
-A hook by hand keeps the very tensors; a later in-place op would change them. torchtap keeps copies.
+A hook by hand keeps the very tensors; a later in-place op would change them. torchtap keeps copies; ``by reference`` it
+keeps the tensors and knows whether they were changed.
 """
 
 from __future__ import annotations
@@ -86,15 +87,17 @@ def _ours() -> dict[str, Use]:
         "hook by hand, by reference: blocks": _by_hand(_blocks, copied=False),
         "hook by hand, copied: blocks": _by_hand(_blocks, copied=True),
         "torchtap: blocks": _captured("blocks.*:output"),
+        "torchtap, by reference: blocks": _captured("blocks.*:output", tt.Full(copy=False)),
         "hook by hand, by reference: all modules": _by_hand(_modules, copied=False),
         "hook by hand, copied: all modules": _by_hand(_modules, copied=True),
         "torchtap: all modules": _captured("**:output"),
+        "torchtap, by reference: all modules": _captured("**:output", tt.Full(copy=False)),
     }
 
 
-def _captured(selector: str) -> Use:
+def _captured(selector: str, keep: tt.Full | None = None) -> Use:
     def use(model: nn.Module, tokens: Tensor) -> Any:
-        with tt.capture(model, selector) as seen:
+        with tt.capture(model, selector, keep=keep) as seen:
             model(tokens)
         return seen
 

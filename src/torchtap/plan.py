@@ -17,8 +17,9 @@ from torch import nn
 from torchtap.errors import PlanError, SelectionError, TorchtapError
 from torchtap.foreign_text import shown
 from torchtap.names import KINDS, Kind
-from torchtap.reduce.base import AnyReduction, Reduction
+from torchtap.reduce.base import AnyReduction, Reduction, RowBlock
 from torchtap.reduce.stats import Stats
+from torchtap.reduce.stats_block import StatsBlock
 from torchtap.schedule.base import NO_STEP, Always, Moment, Never, Schedule, schedule_of
 from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
 
@@ -267,6 +268,26 @@ class Plan:
     def earliest(self, moment: Moment) -> int:
         """A step from this one on before which no tap is live, as far as the schedules can look ahead."""
         return min((each.schedule.earliest(moment) for each in self.taps), default=NO_STEP)
+
+    @cached_property
+    def whole(self) -> frozenset[int]:
+        """The taps that keep whole tensors."""
+        return frozenset(index for index, each in enumerate(self.taps) if each.keep.whole)
+
+    @cached_property
+    def wants_all(self) -> list[bool]:
+        """For each tap, whether it wants all that comes to its ports."""
+        return [each.whole for each in self.taps]
+
+    @cached_property
+    def block(self) -> type[RowBlock]:
+        """What holds the rows of all sites."""
+        return next((each.keep.block for each in self.taps if each.keep.block is not None), StatsBlock)
+
+    @cached_property
+    def in_rows(self) -> list[bool]:
+        """For each tap, whether what it keeps is a row of the block."""
+        return [each.keep.block is self.block for each in self.taps]
 
     @cached_property
     def by_phase(self) -> bool:

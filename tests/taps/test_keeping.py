@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import torchtap as tt
 from torchtap.errors import ReductionError
 from torchtap.reduce import kernel
+from torchtap.store.write.pool import pool_of
 from torchtap.taps.receive import keeping
 
-WIDE = 32 << 10  # floats: more than is copied by native code
+WIDE = 32 << 10  # floats: no longer a small value
 
 
 class Twins(nn.Module):
@@ -47,8 +48,8 @@ class Odd(nn.Module):
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr(keeping, "make_copier", lambda: None)
-    elif kernel.make_copier() is None:
+        monkeypatch.setattr(keeping, "make_keeper", lambda *_: None)
+    elif not kernel._has_keepers:
         pytest.skip("no native code")
     return str(request.param)
 
@@ -69,7 +70,7 @@ def test_what_is_seen_is_the_same_with_and_without(
     torch.manual_seed(0)
     model = Odd()
     found = [_look(model, passes, **options) for _ in range(2)]
-    monkeypatch.setattr(keeping, "make_copier", lambda: None)
+    monkeypatch.setattr(keeping, "make_keeper", lambda *_: None)
     found.append(_look(model, passes, **options))
     for other in found[1:]:
         assert list(other) == list(found[0])
@@ -226,3 +227,147 @@ def test_sessions_inside_of_each_other_and_no_residue(way: str) -> None:
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
         assert "__getstate__" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(3.5),
+        torch.zeros(0, 4),
+        torch.ones(1, 1, 1, dtype=torch.bfloat16),
+        torch.tensor([True, False, True]),
+        torch.arange(6).reshape(2, 1, 3),
+        torch.randn(3, 2).t(),
+        torch.randn(2, 2, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.randn(2, 2)),
+        torch.randn(300, 300),
+        torch.randn(300, 301)[:, 1:],
+        torch.arange(1 << 17, dtype=torch.int16)[1:],
+        torch.tensor([float("nan"), float("inf"), -0.0]),
+    ],
+    ids=lambda value: f"{value.dtype}{list(value.shape)}",
+)
+def test_values_of_every_kind_are_what_they_were(way: str, value: Tensor) -> None:
+    model = nn.Sequential(nn.Identity())
+    with tt.capture(model, "0:output") as seen:
+        model(value)
+    found = seen["0:output"]
+    assert (found.shape, found.dtype) == (value.shape, value.dtype)
+    assert torch.equal(found.nan_to_num(9.0), value.nan_to_num(9.0))
+    assert found.data_ptr() != value.data_ptr() or not value.numel()
+    assert found.data_ptr() % 64 == 0
+    assert not found.is_conj()
+    assert not found.is_neg()
+
+
+@pytest.mark.parametrize("size", [8, WIDE])
+def test_what_was_seen_never_changes_afterwards(way: str, size: int) -> None:
+    """Neither by the model's own changes, nor by later captures, whose memory was used before."""
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
+    held, expected = [], []
+    for number in range(6):
+        x = torch.full((size,), -1.0 - number)
+        with tt.capture(model, "**:output") as seen:
+            model(x)
+        expected.append(-1.0 - number)
+        if number % 2:
+            held.append((number, seen))  # booked later than the next capture, or when all is over
+    for number, seen in held:
+        assert torch.equal(seen["0:output"], torch.full((size,), expected[number]))
+        assert torch.equal(seen["1:output"], torch.zeros(size))
+
+
+def test_memory_of_large_values_comes_back_and_is_used_again(way: str) -> None:
+    model = nn.Sequential(nn.Identity())
+    pool = pool_of(model)
+
+    def place() -> int:
+        with tt.capture(model, "0:output") as seen:
+            model(torch.ones(WIDE))
+        return seen["0:output"].data_ptr()
+
+    places = {place() for _ in range(10)}
+    assert len(places) == 1
+    made = pool.nbytes
+    with tt.capture(model, "0:output") as unseen:  # nobody looks at it
+        model(torch.ones(WIDE))
+    del unseen
+    assert {place() for _ in range(3)} == places
+    assert pool.nbytes == made
+
+
+def test_a_value_outlives_its_capture_and_the_model(way: str) -> None:
+    model = nn.Sequential(nn.Identity())
+    with tt.capture(model, "0:output") as seen:
+        model(torch.full((WIDE,), 7.0))
+    value = seen["0:output"]
+    del model, seen
+    gc.collect()
+    other = nn.Sequential(nn.Identity())
+    with tt.capture(other, "0:output"):
+        other(torch.zeros(WIDE))
+    assert torch.equal(value, torch.full((WIDE,), 7.0))
+
+
+def test_more_than_the_pool_may_hold_is_kept_all_the_same(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Identity() for _ in range(4)))
+    monkeypatch.setattr(pool_of(model), "_limit", 2 * WIDE * 4)
+    with tt.capture(model, "**:output") as seen:
+        for number in range(3):
+            model(torch.full((WIDE,), float(number)))
+    assert len(seen) == 15
+    for name, value in seen.items():
+        number = int(name.partition("#")[2] or 0)
+        assert torch.equal(value, torch.full((WIDE,), float(number))), name
+
+
+def test_a_large_value_that_was_changed_in_between_is_copied_again(way: str) -> None:
+    class Changed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(1)
+
+    model = nn.Sequential(nn.Identity(), Changed(), nn.Identity())
+    for size in (8, WIDE):
+        with tt.capture(model, "**:output") as seen:
+            model(torch.zeros(size))
+        assert [float(seen[f"{number}:output"][0]) for number in range(3)] == [0.0, 1.0, 1.0]
+        assert seen["1:output"] is seen["2:output"]
+
+
+HOOKS = [
+    name for name in vars(nn.Module()) if "hooks" in name and isinstance(getattr(nn.Module(), name), dict)
+]
+
+
+def _state(model: nn.Module) -> list[tuple[object, ...]]:
+    """All that a capture could leave on a model. With these tables empty torch calls a forward at once."""
+    return [
+        (list(vars(module)), type(module), *(list(getattr(module, table)) for table in HOOKS))
+        for module in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("selector", ["**:output", "inner.*:output"])
+def test_a_model_is_as_it_was_found_after_a_hundred_captures(way: str, selector: str) -> None:
+    model = Odd()
+    x = torch.randn(3, 4)
+    found = _state(model)
+    assert "_forward_hooks" in HOOKS
+    assert not any(any(tables) for _, _, *tables in found)
+
+    def look(times: int) -> int:
+        for number in range(times):
+            with tt.capture(model, selector) as seen:
+                model(x)
+            if number % 2:
+                list(seen.items())
+        del seen
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = look(10)
+    assert look(100) <= before + 3
+    assert _state(model) == found
+    with pytest.raises(ZeroDivisionError), tt.capture(model, selector):
+        raise ZeroDivisionError
+    assert _state(model) == found

@@ -315,7 +315,7 @@ static int start(PyObject *module)
 {
     choose_instructions();
     if (!name_questions() || !name_attributes() || add_records(module) < 0 || add_taker(module) < 0 ||
-        add_hearing(module) < 0 || add_copier(module) < 0)
+        add_hearing(module) < 0 || add_keeper(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "FIELDS", sizeof(State) / sizeof(double));
 }

@@ -1,82 +1,233 @@
-/* Copies of small values: from a Python tensor to a copy of it, in one call. Included by _native.c.
+/* Whole values kept: from a Python tensor to a copy of its bytes, in one call. Included by _native.c.
  *
- * One copy serves every place at which the same value is shown, since copies are never changed: one of the last few
- * tensors that comes again gets the copy that it has. What is large, lies in another order or is no plain memory is left
- * to Python (None), and nothing of it was read. */
+ * While the model runs, nothing is asked of its allocator: a copy is bytes and a shape (`Copied`), and a tensor is made
+ * of it when somebody looks. A tensor that is made in the middle of a pass, however small, lies where the model had its
+ * own values, and the next of these no longer fits there and goes to fresh memory. The bytes of small values lie in the
+ * object itself, those of large ones in memory that was used before and that is lent for as long as the object lives.
+ *
+ * One copy serves every place at which the same value is shown, since copies are never changed: one of the last few large
+ * tensors that comes again, or the last small one, gets the copy that it has. What lies in another order or is no plain
+ * memory is left to Python, and nothing of it was read. */
+
+#define COPY_ALIGNMENT 64 /* as torch's own memory: what is computed from it may depend on that in its last digits */
 
 typedef struct {
-    PyObject_HEAD PyObject *clone; /* makes a contiguous copy */
-    PyObject *others;              /* functions; each answers None where nobody makes something else of a copy */
-    Py_ssize_t most;               /* values of so many bytes are not small */
-    Marks recent;
-    PyObject *copies[RECENT]; /* of the tensors that are marked */
-} Copier;
+    PyObject_VAR_HEAD PyObject *lent; /* a buffer; NULL where the bytes lie here */
+    PyObject *give_back;              /* takes the buffer */
+    char *data;
+    Py_ssize_t bytes;
+    int dtype, dimensions;
+    int64_t shape[]; /* and behind it the bytes of a small value */
+} Copied;
 
-static void keep_copy(Copier *self, PyObject *tensor, long long version, PyObject *copy)
+typedef struct {
+    PyObject_HEAD PyObject *lend, *give_back; /* large memory, and what takes it back */
+    PyObject *others;                         /* functions; each answers None where nobody makes something of a copy */
+    Py_ssize_t small;                         /* values of fewer bytes are small */
+    PyObject *waiting;                        /* (a place's number, the pass, a copy), in the order in which they came */
+    Copied *last;                             /* of small values */
+    const char *from;                         /* where it was copied from */
+    Marks recent;                             /* large values */
+    PyObject *copies[RECENT];                 /* of the tensors that are marked */
+} Keeper;
+
+static PyTypeObject *copied_type;
+
+/* Past the cache, where what the model needs next is; an ordinary store would also fetch each line that it writes over. */
+static void copy_past_cache(char *target, const char *source, size_t bytes)
 {
-    const int place = set_mark(&self->recent, tensor, version);
-    if (place < 0)
-        return;
-    PyObject *before = self->copies[place];
-    Py_INCREF(copy);
-    self->copies[place] = copy;
-    Py_XDECREF(before);
+    size_t done = 0;
+#ifdef HAVE_X86_CHOICE
+    for (; done + COPY_ALIGNMENT <= bytes; done += COPY_ALIGNMENT)
+        for (int i = 0; i < COPY_ALIGNMENT; i += 16) {
+            const __m128i part = _mm_loadu_si128((const __m128i *)(source + done + i));
+            _mm_stream_si128((__m128i *)(target + done + i), part);
+        }
+    _mm_sfence();
+#endif
+    memcpy(target + done, source + done, bytes - done);
 }
 
-/* A copy without gradient history; NULL with the error set. */
-static PyObject *copy_of(Copier *self, PyObject *tensor)
+static char *aligned(char *address)
 {
-    PyObject *learns = PyObject_GetAttr(tensor, name_requires_grad);
-    if (!learns)
+    const uintptr_t beyond = (uintptr_t)address % COPY_ALIGNMENT;
+    return beyond ? address + (COPY_ALIGNMENT - beyond) : address;
+}
+
+static Copied *new_copied(const Memory *memory, Py_ssize_t bytes, Py_ssize_t inside)
+{
+    const Py_ssize_t room = (Py_ssize_t)sizeof(int64_t) * memory->dimensions + inside;
+    Copied *copied = PyObject_NewVar(Copied, copied_type, room);
+    if (!copied)
         return NULL;
-    Py_DECREF(learns);
-    if (learns != Py_True)
-        return PyObject_CallFunctionObjArgs(self->clone, tensor, NULL);
-    PyObject *plain = PyObject_CallMethodObjArgs(tensor, name_detach, NULL);
-    PyObject *copy = plain ? PyObject_CallFunctionObjArgs(self->clone, plain, NULL) : NULL;
-    Py_XDECREF(plain);
-    return copy;
+    copied->lent = copied->give_back = NULL;
+    copied->data = aligned((char *)(copied->shape + memory->dimensions));
+    copied->bytes = bytes;
+    copied->dtype = memory->dtype;
+    copied->dimensions = memory->dimensions;
+    for (int i = 0; i < memory->dimensions; i++)
+        copied->shape[i] = memory->shape[i];
+    return copied;
 }
 
-/* 1 where a tensor is plain memory that is small and in order, and nobody follows; 0 where Python has to see to it. */
-static int is_copied_here(Copier *self, PyObject *tensor)
+/* Whether the last small value is this one: the same bytes, shape and place. Asked sooner than a tensor's version. */
+static int is_last(const Keeper *self, const Memory *memory, Py_ssize_t bytes)
 {
-    Memory memory;
+    const Copied *last = self->last;
+    return last && self->from == memory->raw && last->dtype == memory->dtype &&
+           last->dimensions == memory->dimensions &&
+           memcmp(last->shape, memory->shape, sizeof(int64_t) * (size_t)last->dimensions) == 0 &&
+           memcmp(last->data, memory->raw, (size_t)bytes) == 0;
+}
+
+static PyObject *copy_small(Keeper *self, const Memory *memory, Py_ssize_t bytes)
+{
+    Copied *copied = is_last(self, memory, bytes) ? self->last : NULL;
+    if (copied) {
+        Py_INCREF((PyObject *)copied);
+        return (PyObject *)copied;
+    }
+    copied = new_copied(memory, bytes, bytes + COPY_ALIGNMENT);
+    if (!copied)
+        return NULL;
+    memcpy(copied->data, memory->raw, (size_t)bytes);
+    Py_XDECREF((PyObject *)self->last);
+    Py_INCREF((PyObject *)copied);
+    self->last = copied;
+    self->from = memory->raw;
+    return (PyObject *)copied;
+}
+
+/* Have memory for a large value lent: 1, 0 where there is none, -1 with the error set. */
+static int borrow(Keeper *self, Copied *copied)
+{
+    Py_buffer view;
+    PyObject *size = PyLong_FromSsize_t(copied->bytes);
+    PyObject *lent = size ? PyObject_CallFunctionObjArgs(self->lend, size, NULL) : NULL;
+    Py_XDECREF(size);
+    if (!lent || lent == Py_None || PyObject_GetBuffer(lent, &view, PyBUF_WRITABLE)) {
+        Py_XDECREF(lent);
+        return lent == Py_None ? 0 : -1;
+    }
+    copied->data = view.buf;
+    PyBuffer_Release(&view); /* the memory is there as long as what was lent */
+    Py_INCREF(self->give_back);
+    copied->give_back = self->give_back;
+    copied->lent = lent;
+    return 1;
+}
+
+/* None where no memory is lent, NULL with the error set. Other threads may run meanwhile. */
+static PyObject *copy_large(Keeper *self, const Memory *memory, Py_ssize_t bytes)
+{
+    Copied *copied = new_copied(memory, bytes, 0);
+    const int lent = copied ? borrow(self, copied) : -1;
+    if (lent <= 0) {
+        Py_XDECREF((PyObject *)copied);
+        if (lent < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    copy_past_cache(copied->data, memory->raw, (size_t)bytes);
+    Py_END_ALLOW_THREADS
+    return (PyObject *)copied;
+}
+
+/* Whether a tensor is plain memory in order, and nobody follows; what it found is then in `memory`. */
+static int is_copied_here(Keeper *self, PyObject *tensor, Memory *memory)
+{
     for (Py_ssize_t i = 0; i < PyTuple_Size(self->others); i++) {
         PyObject *other = PyObject_CallNoArgs(PyTuple_GetItem(self->others, i));
         Py_XDECREF(other);
         if (other != Py_None)
             return 0;
     }
-    if (!locate(tensor, &memory))
+    if (!locate(tensor, memory))
         return 0;
-    Py_XDECREF(memory.storage);
-    return memory.contiguous && memory.elements * ITEM_BYTES[memory.dtype] < (size_t)self->most;
+    if (memory->contiguous && memory->elements)
+        return 1;
+    Py_XDECREF(memory->storage);
+    return 0;
 }
 
-/* copy(value): a copy, or None for what is left to Python. */
-static PyObject *copier_copy(Copier *self, PyObject *tensor)
+/* The copy of a large tensor: the one that it has, or a new one. */
+static PyObject *shared_copy(Keeper *self, PyObject *tensor, const Memory *memory, Py_ssize_t bytes)
 {
-    if (!is_plain(tensor))
-        Py_RETURN_NONE;
     const long long version = version_of(tensor);
-    const int place = find_mark(&self->recent, tensor, version);
+    int place = find_mark(&self->recent, tensor, version);
+    PyErr_Clear(); /* whatever it was: it is not known again */
     if (place >= 0) {
         Py_INCREF(self->copies[place]);
         return self->copies[place];
     }
-    if (PyErr_Occurred() || !is_copied_here(self, tensor)) {
-        PyErr_Clear(); /* whatever it was: Python asks again, and says it */
-        Py_RETURN_NONE;
+    PyObject *copy = copy_large(self, memory, bytes);
+    place = copy && copy != Py_None ? set_mark(&self->recent, tensor, version) : -1;
+    if (place >= 0) {
+        PyObject *before = self->copies[place];
+        Py_INCREF(copy);
+        self->copies[place] = copy;
+        Py_XDECREF(before);
     }
-    PyObject *copy = copy_of(self, tensor); /* other threads may run meanwhile, and come here */
-    if (copy)
-        keep_copy(self, tensor, version, copy);
     return copy;
 }
 
-static void forget_copies(Copier *self)
+/* None for what is left to Python, NULL with the error set. */
+static PyObject *copy_of(Keeper *self, PyObject *tensor)
 {
+    Memory memory;
+    if (!is_copied_here(self, tensor, &memory)) {
+        PyErr_Clear(); /* whatever it was: Python asks again, and says it */
+        Py_RETURN_NONE;
+    }
+    const Py_ssize_t bytes = (Py_ssize_t)(memory.elements * ITEM_BYTES[memory.dtype]);
+    PyObject *copy =
+        bytes < self->small ? copy_small(self, &memory, bytes) : shared_copy(self, tensor, &memory, bytes);
+    Py_XDECREF(memory.storage);
+    return copy;
+}
+
+/* keep(number, pass, value): whether a copy is now waiting; False for what is left to Python. */
+static PyObject *keeper_keep(Keeper *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3) {
+        PyErr_SetString(PyExc_TypeError, "expected a number, a pass and a value");
+        return NULL;
+    }
+    if (!is_plain(args[2]))
+        Py_RETURN_FALSE;
+    PyObject *copy = copy_of(self, args[2]);
+    if (!copy)
+        return NULL;
+    if (copy == Py_None) {
+        Py_DECREF(copy);
+        Py_RETURN_FALSE;
+    }
+    PyObject *item = PyTuple_Pack(3, args[0], args[1], copy);
+    Py_DECREF(copy);
+    const int failed = !item || PyList_Append(self->waiting, item) < 0;
+    Py_XDECREF(item);
+    if (failed)
+        return NULL;
+    Py_RETURN_TRUE;
+}
+
+/* drain(): all that is waiting; nothing is, afterwards. */
+static PyObject *keeper_drain(Keeper *self, PyObject *unused)
+{
+    (void)unused;
+    PyObject *empty = PyList_New(0), *before = self->waiting;
+    if (!empty)
+        return NULL;
+    self->waiting = empty;
+    return before;
+}
+
+static void forget_copies(Keeper *self)
+{
+    PyObject *last = (PyObject *)self->last;
+    self->last = NULL;
+    Py_XDECREF(last);
     forget_marks(&self->recent);
     for (int i = 0; i < RECENT; i++) {
         PyObject *before = self->copies[i];
@@ -85,73 +236,160 @@ static void forget_copies(Copier *self)
     }
 }
 
-/* forget(): no value was seen. */
-static PyObject *copier_forget(Copier *self, PyObject *unused)
+/* forget(): recognise none of the values that came. */
+static PyObject *keeper_forget(Keeper *self, PyObject *unused)
 {
     (void)unused;
     forget_copies(self);
     Py_RETURN_NONE;
 }
 
-/* Copier(clone, others, most) */
-static PyObject *copier_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+/* Keeper(lend, give_back, others, small) */
+static PyObject *keeper_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    PyObject *clone, *others;
-    Py_ssize_t most;
+    PyObject *lend, *give_back, *others;
+    Py_ssize_t small;
     (void)keywords;
-    if (!PyArg_ParseTuple(args, "OO!n", &clone, &PyTuple_Type, &others, &most))
+    if (!PyArg_ParseTuple(args, "OOO!n", &lend, &give_back, &PyTuple_Type, &others, &small))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Copier *self = (Copier *)make(type, 0);
-    if (self) {
-        Py_INCREF(clone);
-        Py_INCREF(others);
-        self->clone = clone;
-        self->others = others;
-        self->most = most;
-        forget_copies(self);
+    Keeper *self = (Keeper *)make(type, 0);
+    if (!self)
+        return NULL;
+    Py_INCREF(lend);
+    Py_INCREF(give_back);
+    Py_INCREF(others);
+    self->lend = lend;
+    self->give_back = give_back;
+    self->others = others;
+    self->small = small;
+    self->waiting = PyList_New(0);
+    forget_copies(self);
+    if (!self->waiting) {
+        Py_DECREF(self);
+        return NULL;
     }
     return (PyObject *)self;
 }
 
-static void copier_free(Copier *self)
+static void keeper_free(Keeper *self)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     forget_copies(self);
-    Py_DECREF(self->clone);
+    Py_DECREF(self->lend);
+    Py_DECREF(self->give_back);
     Py_DECREF(self->others);
+    Py_XDECREF(self->waiting);
     freefunc let_go = (freefunc)PyType_GetSlot(type, Py_tp_free);
     let_go(self);
     Py_DECREF(type);
 }
 
-static PyMethodDef copier_methods[] = {
-    {"copy", (PyCFunction)copier_copy, METH_O, NULL},
-    {"forget", (PyCFunction)copier_forget, METH_NOARGS, NULL},
+static PyObject *keeper_waiting(Keeper *self, void *unused)
+{
+    (void)unused;
+    Py_INCREF(self->waiting);
+    return self->waiting;
+}
+
+static PyMethodDef keeper_methods[] = {
+    {"keep", (PyCFunction)(void (*)(void))keeper_keep, METH_FASTCALL, NULL},
+    {"drain", (PyCFunction)keeper_drain, METH_NOARGS, NULL},
+    {"forget", (PyCFunction)keeper_forget, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot copier_slots[] = {
-    {Py_tp_new, (void *)copier_new},
-    {Py_tp_dealloc, (void *)copier_free},
-    {Py_tp_methods, copier_methods},
-    {Py_tp_doc, "Copies of small values; for torchtap.taps.receive alone."},
+static PyGetSetDef keeper_attributes[] = {
+    {"waiting", (getter)keeper_waiting, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot keeper_slots[] = {
+    {Py_tp_new, (void *)keeper_new},
+    {Py_tp_dealloc, (void *)keeper_free},
+    {Py_tp_methods, keeper_methods},
+    {Py_tp_getset, keeper_attributes},
+    {Py_tp_doc, "Keeps whole values; for torchtap.taps.receive alone."},
     {0, NULL},
 };
 
-static PyType_Spec copier_spec = {
-    .name = "torchtap.reduce._native.Copier",
-    .basicsize = sizeof(Copier),
+static PyType_Spec keeper_spec = {
+    .name = "torchtap.reduce._native.Keeper",
+    .basicsize = sizeof(Keeper),
     .flags = Py_TPFLAGS_DEFAULT,
-    .slots = copier_slots,
+    .slots = keeper_slots,
 };
 
-static int add_copier(PyObject *module)
+/* The last one to hold a copy is gone, be it a tensor over it: what was lent goes back. */
+static void copied_free(Copied *self)
 {
-    PyObject *type = PyType_FromSpec(&copier_spec);
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    if (self->lent) {
+        PyObject *kind, *value, *trace;
+        PyErr_Fetch(&kind, &value, &trace);
+        PyObject *done = PyObject_CallFunctionObjArgs(self->give_back, self->lent, NULL);
+        Py_XDECREF(done);
+        PyErr_Restore(kind, value, trace); /* memory that cannot be given back is let go of */
+        Py_DECREF(self->give_back);
+        Py_DECREF(self->lent);
+    }
+    freefunc let_go = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    let_go(self);
+    Py_DECREF(type);
+}
+
+static int copied_buffer(Copied *self, Py_buffer *view, int flags)
+{
+    return PyBuffer_FillInfo(view, (PyObject *)self, self->data, self->bytes, 0, flags);
+}
+
+static PyObject *copied_shape(Copied *self, void *unused)
+{
+    (void)unused;
+    PyObject *shape = PyTuple_New(self->dimensions);
+    for (int i = 0; shape && i < self->dimensions; i++) {
+        PyObject *size = PyLong_FromLongLong(self->shape[i]);
+        if (!size || PyTuple_SetItem(shape, i, size) < 0)
+            Py_CLEAR(shape);
+    }
+    return shape;
+}
+
+static PyObject *copied_dtype(Copied *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(self->dtype);
+}
+
+static PyGetSetDef copied_attributes[] = {
+    {"shape", (getter)copied_shape, NULL, NULL, NULL},
+    {"dtype", (getter)copied_dtype, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot copied_slots[] = {
+    {Py_tp_dealloc, (void *)copied_free},
+    {Py_tp_getset, copied_attributes},
+    {Py_bf_getbuffer, (void *)copied_buffer},
+    {Py_tp_doc, "The bytes of a value, its shape, and the number of its dtype."},
+    {0, NULL},
+};
+
+static PyType_Spec copied_spec = {
+    .name = "torchtap.reduce._native.Copied",
+    .basicsize = sizeof(Copied),
+    .itemsize = 1,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = copied_slots,
+};
+
+static int add_keeper(PyObject *module)
+{
+    copied_type = (PyTypeObject *)PyType_FromSpec(&copied_spec);
+    PyObject *type = copied_type ? PyType_FromSpec(&keeper_spec) : NULL;
     if (!type)
         return -1;
-    const int added = PyModule_AddObjectRef(module, "Copier", type);
+    const int added = PyModule_AddObjectRef(module, "Keeper", type);
     Py_DECREF(type);
     return added;
 }

@@ -16,12 +16,12 @@ static PyObject *modules_referred_to(PyObject *references)
     const Py_ssize_t count = PyList_Size(references);
     PyObject *modules = PyList_New(count);
     for (Py_ssize_t i = 0; modules && i < count; i++) {
-        PyObject *module = PyObject_CallNoArgs(PyList_GetItem(references, i));
+        PyObject *module = PyWeakref_GetObject(PyList_GetItem(references, i));
         if (!module || module == Py_None) {
-            Py_XDECREF(module);
             Py_DECREF(modules);
             return NULL;
         }
+        Py_INCREF(module);
         PyList_SetItem(modules, i, module);
     }
     return modules;

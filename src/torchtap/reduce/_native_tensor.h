@@ -38,7 +38,6 @@ enum { ON_CPU = 1, DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL
 static const Exchange *exchange = NULL;
 static PyObject *plain_types[PLAIN];
 static PyObject *name_is_inference, *name_version, *name_is_neg, *name_storage, *name_nbytes, *name_data_ptr;
-static PyObject *name_requires_grad, *name_detach;
 
 static int dl_dtype(const DLTensor *dl)
 {
@@ -160,7 +159,8 @@ static void forget_marks(Marks *marks)
 typedef struct {
     const char *raw;
     size_t elements;
-    int dtype, contiguous;
+    const int64_t *shape; /* the tensor's own */
+    int dimensions, dtype, contiguous;
     Layout layout;
     PyObject *storage; /* held while the memory is read */
 } Memory;
@@ -222,6 +222,8 @@ static int locate(PyObject *tensor, Memory *memory)
     if (reach < 0)
         return 0;
     memory->raw = (const char *)dl.data + dl.offset;
+    memory->shape = dl.shape;
+    memory->dimensions = dl.dimensions;
     if (!reach)
         return 1;
     const size_t item = ITEM_BYTES[memory->dtype];
@@ -257,8 +259,6 @@ static int name_questions(void)
     name_storage = PyUnicode_InternFromString("untyped_storage");
     name_nbytes = PyUnicode_InternFromString("nbytes");
     name_data_ptr = PyUnicode_InternFromString("data_ptr");
-    name_requires_grad = PyUnicode_InternFromString("requires_grad");
-    name_detach = PyUnicode_InternFromString("detach");
     return !PyErr_Occurred();
 }
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import partial
-from operator import methodcaller
 from types import ModuleType
 from typing import Any
 
@@ -21,13 +21,14 @@ from torchtap.reduce.memory import PLAIN_TYPES, located
 from torchtap.reduce.moments import WIDTH
 
 __all__ = [
+    "DTYPES",
     "DTYPE_CODES",
     "MANY",
     "SMALL",
     "count",
     "hearing",
     "is_sound",
-    "make_copier",
+    "make_keeper",
     "make_taker",
     "measure",
     "native",
@@ -87,15 +88,14 @@ def make_taker() -> Any:
 hearing = native if _has_takers and hasattr(native, "Ear") else None
 
 
-def make_copier() -> Any:
-    """What copies small values (`_native_copying.h`); None where there is no such thing."""
-    return native.Copier(_clone, _OTHERS, SMALL) if _has_copiers else None  # type: ignore[union-attr]
+def make_keeper(lend: Callable[[int], object], give_back: Callable[[Any], None]) -> Any:
+    """What keeps whole values (`_native_copying.h`), large ones in memory that is lent; None without native code."""
+    return native.Keeper(lend, give_back, _OTHERS, SMALL) if _has_keepers else None  # type: ignore[union-attr]
 
 
-_has_copiers = _has_takers and hasattr(native, "Copier")
-# A copy that is made where one of these runs would be a part of it.
+_has_keepers = _has_takers and hasattr(native, "Keeper")
+# What is copied where one of these runs is not a plain value.
 _OTHERS = (innermost_transform, script_tracer)
-_clone = methodcaller("clone", memory_format=torch.contiguous_format)
 # Below so many bytes torch's allocator itself uses memory again: an ordinary copy costs least.
 SMALL = 64 << 10
 
@@ -124,6 +124,8 @@ DTYPE_CODES: dict[torch.dtype, int] = {
     torch.int64: 8,
     torch.bool: 9,
 }
+
+DTYPES = list(DTYPE_CODES)
 
 # More elements than this are shared out to threads; for less than this, one thread is done sooner.
 MANY = 1 << 17

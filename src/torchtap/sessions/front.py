@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchtap.errors import PlanError, SessionError
 from torchtap.names import Kind
@@ -34,6 +34,7 @@ from torchtap.taps.walk.ways import WayName
 if TYPE_CHECKING:
     from torchtap.taps.alike.site_map import SiteMap
     from torchtap.taps.place.placing import Placing
+    from torchtap.taps.receive.keeping import Lender
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]
 
@@ -50,7 +51,7 @@ class Capture:
         apart: frozenset[int],
         all_threads: bool,
         strict: bool,
-        copy: Callable[[Tensor], Tensor],
+        pool: Lender,
         way: WayName = "hook",
         site_map: SiteMap | None = None,
         form: str | None = None,
@@ -62,7 +63,8 @@ class Capture:
             model,
             plan,
             strict=strict,
-            copy=copy,
+            copy=pool.copy,
+            lender=pool,
             on_lost=lost.append,
             way=way,
             apart=apart,
@@ -157,16 +159,14 @@ def capture(
         bound = make_plan(tree, taps, keep)
         if tree is model:
             remember(model, taps, keep, bound)
-    apart = frozenset(
-        index for index, each in enumerate(bound.taps) if (each.keep.whole if merge is None else not merge)
-    )
+    apart = bound.whole if merge is None else frozenset(() if merge else range(len(bound.taps)))
     return Capture(
         model,
         bound,
         apart=apart,
         all_threads=all_threads,
         strict=strict,
-        copy=pool_of(tree).copy,
+        pool=pool_of(tree),
         way=way,
         site_map=site_map,
         form=None if known is None else "eager",

@@ -148,8 +148,11 @@ def _held_weakly(site: Site) -> Site:
 
 def _key(taps: tuple[object, ...], keep: object) -> tuple[object, ...] | None:
     """What was asked for, if it is words and plain data: a function may hold the model, or answer otherwise later."""
-    if not all(isinstance(each, str) for each in taps):
-        return None
+    for each in taps:
+        if not isinstance(each, str):
+            return None
+    if keep is None:
+        return taps, None
     kept = tuple(keep) if isinstance(keep, (list, tuple)) else (keep,)
     return (taps, kept) if all(map(_is_plain, kept)) else None
 

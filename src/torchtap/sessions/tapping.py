@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torchtap.plan import Plan
 from torchtap.store.record import ScalarBlock
 from torchtap.taps.attach import attach
 from torchtap.taps.eager.eager import EagerAttachment
-from torchtap.taps.receive.collect import Collector
+from torchtap.taps.receive.collect import Collected, Collector
 from torchtap.taps.receive.entries import Tally
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import WayName
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torchtap.taps.alike.site_map import SiteMap
     from torchtap.taps.carry.passes import PassHooks
     from torchtap.taps.place.placing import Placing
+    from torchtap.taps.receive.keeping import Lender
     from torchtap.taps.receive.pass_clock import PassClock
 
 __all__ = ["Tapping"]
@@ -37,6 +39,7 @@ class Tapping:
         *,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
+        lender: Lender | None = None,
         on_lost: Callable[[str], None],
         models: Mapping[str, Any] | None = None,
         way: WayName = "hook",
@@ -48,11 +51,17 @@ class Tapping:
     ) -> None:
         self.plan = plan
         self.receiver = Receiver(
-            plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock, placing=placing
+            plan,
+            apart=apart,
+            strict=strict,
+            copy=copy,
+            lender=lender,
+            on_lost=on_lost,
+            clock=clock,
+            placing=placing,
         )
         self.tallies: Mapping[str, Tally] = self.receiver.folding.tallies  # what each phase holds
-        self._collector = Collector(self.receiver.folding, among_ranks=placing is not None)
-        self.collect = self._collector.collect
+        self._among_ranks = placing is not None
         self._attachment = attach(model, self.receiver, way, site_map, form)
         self._members = [] if models is None else self._each_called(models)
         self._hears_members = False
@@ -63,6 +72,17 @@ class Tapping:
         from torchtap.taps.carry.passes import PassHooks
 
         return [PassHooks(each, self.receiver) for each in models.values()]
+
+    @cached_property
+    def _collector(self) -> Collector:
+        return Collector(self.receiver.folding, among_ranks=self._among_ranks)
+
+    @cached_property
+    def collect(
+        self,
+    ) -> Callable[[Tally], Collected]:
+        """Everything that a phase holds; afterwards it holds nothing. Bound once: a capture never asks for it."""
+        return self._collector.collect
 
     def begin(self, thread: int | None) -> None:
         """A step begins: values of this thread (of every thread: None) are heard."""

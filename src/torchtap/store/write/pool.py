@@ -60,21 +60,29 @@ class HostPool:
             return value.clone(memory_format=torch.contiguous_format)
         if not sound:
             _check_memory(value)
-        buffer = self._take(_room(value.nbytes)) if sound or _is_large_and_strided(value) else None
+        buffer = self.lend(value.nbytes) if sound or _is_large_and_strided(value) else None
         if buffer is None:
             return _plain_copy(value)
         lease = buffer[: value.nbytes]
         key = id(lease)
 
         # Runs when the last tensor over the lease is gone, in whatever thread that happens: only atomic operations.
-        def give_back(reference: weakref.ref[object]) -> None:
+        def come_back(reference: weakref.ref[object]) -> None:
             self._lent.pop(key, None)
-            self._free.setdefault(buffer.nbytes, deque()).append(buffer)
+            self.give_back(buffer)
 
-        self._lent[key] = weakref.ref(lease, give_back)
+        self._lent[key] = weakref.ref(lease, come_back)
         copied = torch.frombuffer(lease, dtype=value.dtype).view(value.shape)
         _copy_into(copied, value)
         return copied
+
+    def lend(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Memory for so many bytes, to be given back; None past the bound."""
+        return self._take(_room(nbytes))
+
+    def give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Nobody looks at what was lent any more. Any thread may say so, at any moment."""
+        self._free.setdefault(buffer.nbytes, deque()).append(buffer)
 
     def _take(self, room: int) -> npt.NDArray[np.uint8] | None:
         free = self._free.get(room)

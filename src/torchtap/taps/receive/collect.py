@@ -22,7 +22,7 @@ from torchtap.store.record import ScalarBlock, TensorItem
 from torchtap.taps.receive.entries import Entry, Fold, Tally
 from torchtap.taps.receive.folding import Folding
 
-__all__ = ["Collector", "PendingNumbers", "numbers_on_host", "result_of"]
+__all__ = ["Collected", "Collector", "PendingNumbers", "numbers_on_host", "result_of"]
 
 Rows: TypeAlias = npt.NDArray[np.intp]
 Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -36,6 +36,10 @@ class PendingNumbers(NamedTuple):
     fill: Callable[[], None]  # waits for them, and puts them into the block
 
 
+# What a tally held: its numbers, its tensors, and the numbers that are still on their way from a device.
+Collected: TypeAlias = tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]
+
+
 @final
 class Collector:
     """Empties tallies step by step; remembers the shape of each grid, so that equal steps share their names."""
@@ -46,9 +50,7 @@ class Collector:
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._rows: dict[frozenset[int], tuple[int, Rows, tuple[str, ...]]] = {}
 
-    def collect(
-        self, tally: Tally
-    ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
+    def collect(self, tally: Tally) -> Collected:
         """Everything that a tally holds, and what of it is still to come; afterwards it holds nothing."""
         folding, coming = self._folding, list[PendingNumbers]()
         with folding.lock:
@@ -71,7 +73,7 @@ class Collector:
 
     def _collect(
         self, tally: Tally, statistics: ScalarBlock | None, coming: list[PendingNumbers]
-    ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
+    ) -> Collected:
         """The same, where not all that it holds are statistics."""
         scalars = [] if statistics is None else [statistics]
         tensors: list[TensorItem] = []

@@ -23,8 +23,6 @@ from torch import Tensor
 from torchtap.errors import ReductionError, TorchtapError
 from torchtap.plan import Plan
 from torchtap.reduce import kernel
-from torchtap.reduce.base import RowBlock
-from torchtap.reduce.stats_block import StatsBlock
 from torchtap.sites import Site
 from torchtap.taps.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
 from torchtap.taps.walk.records import FoldingFields
@@ -56,11 +54,9 @@ class Folding(FoldingFields):
         self._copy = copy  # of whole tensors on the host
         self._on_lost = on_lost
         self.keys = plan.keys
-        self._whole = [each.whole for each in plan.taps]
-        blocks = [each.keep.block for each in plan.taps if each.keep.block is not None]
-        block_type: type[RowBlock] = blocks[0] if blocks else StatsBlock
-        self._make_block = partial(block_type, scratch=RecentValues.SLOTS)
-        self._in_rows = [each.keep.block is block_type for each in plan.taps]
+        self._whole = plan.wants_all
+        self._make_block = partial(plan.block, scratch=RecentValues.SLOTS)
+        self._in_rows = plan.in_rows
         self.entries: list[Entry] = []  # in the order of first arrival, which is the order of execution
         self.over_passes: dict[
             str, Entry

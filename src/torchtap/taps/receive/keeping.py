@@ -1,61 +1,88 @@
 """Whole outputs, copied at once and booked later.
 
 Where all that a plan asks for are outputs as they are, a look at a small model is over before anybody has asked what
-came. So a hook only makes the copy. Which call of which site it is, what it is called and who wants it is found out
-when somebody looks; in the same order and by the same code as for a value that is folded when it comes.
+came. So a hook only copies the bytes, in native code. Which call of which site it is, what it is called, who wants it
+and what tensor it makes is found out when somebody looks; in the same order and by the same code as for a value that is
+folded when it comes.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
+import torch
 from torch import Tensor
 
 from torchtap.plan import Port
-from torchtap.reduce.kernel import make_copier
+from torchtap.reduce.kernel import DTYPES, make_keeper
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.folding import Folding
 
-__all__ = ["Kept", "make_kept"]
+__all__ = ["Kept", "Lender", "make_kept"]
 
 
-def make_kept() -> Kept | None:
+class Lender(Protocol):
+    """Has memory for large values, and copies what is not kept here."""
+
+    def lend(self, nbytes: int) -> Any:
+        """A buffer of at least so many bytes, aligned as torch's are; None where there is none."""
+
+    def give_back(self, buffer: Any) -> None:
+        """Nobody looks at it any more. Any thread may say so, at any moment."""
+
+    def copy(self, value: Tensor) -> Tensor:
+        """A copy on the host."""
+
+
+def make_kept(lender: Lender) -> Kept | None:
     """Where whole outputs wait; None without native code to copy them."""
-    copier = make_copier()
-    return None if copier is None else Kept(copier)
+    keeper = make_keeper(lender.lend, lender.give_back)
+    return None if keeper is None else Kept(keeper)
 
 
 @final
 class Kept:
     """Copies in the order in which the values came. Any thread may add one."""
 
-    __slots__ = ("_forget", "copy", "waiting")
+    __slots__ = ("_keeper", "keep")
 
-    def __init__(self, copier: Any) -> None:
-        # A copy of a small value, or None for what is to be taken in the ordinary way.
-        self.copy: Callable[[object], Tensor | None] = copier.copy
-        self._forget: Callable[[], None] = copier.forget
-        self.waiting: deque[tuple[int, int, Tensor]] = deque()  # a port's number, the pass, a copy
+    def __init__(self, keeper: Any) -> None:
+        self._keeper = keeper
+        # Copies what came to a port, known by its number, in a pass. False: it is to be taken in the ordinary way.
+        self.keep: Callable[[int, int, object], bool] = keeper.keep
+
+    @property
+    def waiting(self) -> list[tuple[int, int, Any]]:
+        """A port's number, the pass and the copy of all that came and was not booked."""
+        waiting: list[tuple[int, int, Any]] = self._keeper.waiting
+        return waiting
 
     def forget(self) -> None:
         """Recognise none of the values that came."""
-        self._forget()
+        self._keeper.forget()
 
     def book(self, folding: Folding, ports: Sequence[LivePort]) -> None:
         """Have entries for all that came."""
         with folding.lock:
-            while self.waiting:
-                number, pass_number, copy = self.waiting.popleft()
+            tensors: dict[int, Tensor] = {}  # one for all places that showed the same value
+            for number, pass_number, copied in self._keeper.drain():
                 port = ports[number]
                 entry = folding.entry(port, "", port.next_call(pass_number))
                 if entry is not None:
-                    folding.fold_copy(entry, copy)
+                    tensor = tensors.get(id(copied))
+                    if tensor is None:
+                        tensor = tensors[id(copied)] = _tensor_over(copied)
+                    folding.fold_copy(entry, tensor)
 
     def strike_off(self, taps: set[int], ports: Sequence[Port]) -> None:
         """Leave only those of the taps for which nothing waits."""
-        for number, _, _ in tuple(self.waiting):
+        for number, _, _ in self.waiting:
             taps.difference_update(ports[number].taps)
             if not taps:
                 return
+
+
+def _tensor_over(copied: Any) -> Tensor:
+    """A tensor whose memory is the copy's, and which holds it."""
+    return torch.frombuffer(copied, dtype=DTYPES[copied.dtype]).view(copied.shape)

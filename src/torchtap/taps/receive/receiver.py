@@ -35,7 +35,7 @@ from torchtap.taps.walk.records import ReceiverFields
 
 if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
-    from torchtap.taps.receive.keeping import Kept
+    from torchtap.taps.receive.keeping import Kept, Lender
     from torchtap.taps.receive.pass_clock import PassClock
     from torchtap.taps.walk.arguments import Args
 
@@ -57,6 +57,7 @@ class Receiver(ReceiverFields):
         apart: frozenset[int] = frozenset(),
         strict: bool = False,
         copy: Callable[[Tensor], Tensor] = torch.clone,
+        lender: Lender | None = None,
         on_lost: Callable[[str], None] = lambda _: None,
         clock: PassClock | None = None,
         placing: Placing | None = None,
@@ -64,10 +65,10 @@ class Receiver(ReceiverFields):
         self.plan = plan
         self._apart = apart
         self._kept: Kept | None = None  # but where whole outputs are all that is asked for
-        if clock is None and placing is None and plan.keeps_outputs:
+        if lender is not None and clock is None and placing is None and plan.keeps_outputs:
             from torchtap.taps.receive.keeping import make_kept
 
-            self._kept = make_kept()
+            self._kept = make_kept(lender)
         self.placing = placing  # None where this process is alone
         self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing)
         # Bound once: they are called for every value.
@@ -281,12 +282,10 @@ class Receiver(ReceiverFields):
         assert kept is not None
         if not self.between_passes:
             try:
-                copy = kept.copy(tree)
+                if kept.keep(stop[0], self.pass_number, tree):
+                    return
             except Exception as error:
                 self.folding.lose(site_name(stop[1], "output"), error)
-                return
-            if copy is not None:
-                kept.waiting.append((stop[0], self.pass_number, copy))
                 return
         site = self.plan.ports[stop[0]].site
         self.take(self.ports[site.path, site.kind, site.leaf], tree)

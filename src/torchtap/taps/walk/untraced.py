@@ -88,6 +88,10 @@ class Wrapper:
     _torchtap_held: nn.Module
 
 
+# These are concealed in ways of their own.
+_OTHERWISE = (fx.GraphModule, Wrapper)
+
+
 def is_wrapper(module: object) -> bool:
     """Whether a module is torchtap's wrapper around another."""
     return issubclass(type(module), Wrapper)  # it says that it is of the module's class
@@ -101,17 +105,14 @@ def held(module: Any) -> Any:
 
 
 @final
-class _CleanState:
-    """A module's ``__getstate__`` without what is ours."""
+class _CleanState(weakref.ref[nn.Module]):
+    """A module's ``__getstate__`` without what is ours. It refers to the module, and is made in no time."""
 
-    __slots__ = ("_module", "count")
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self.count = 0  # of our things on the module
+    __slots__ = ("count",)
+    count: int  # of our things on the module
 
     def __call__(self) -> Any:
-        module = self._module()
+        module = super().__call__()
         assert module is not None
         state = type(module).__getstate__(module)
         if isinstance(state, tuple):  # a class with slots
@@ -162,6 +163,7 @@ def conceal(module: nn.Module) -> None:
             return  # its class makes its pickles and copies, and asks for no state
         hide_from_script()
         known = attributes[_STATE] = _CleanState(module)
+        known.count = 0
     known.count += 1
 
 
@@ -283,7 +285,13 @@ class HookHandles:
         self._modules = [module for module, _ in hooks]
         for module, hook in hooks:
             module._forward_hooks[number] = hook
-            conceal(module)
+            own = module.__dict__
+            if _STATE in own or isinstance(module, _OTHERWISE):
+                conceal(module)
+            else:  # as `conceal` does: there are many
+                state = own[_STATE] = _CleanState(module)
+                state.count = 1
+        hide_from_script()
 
     @property
     def places(self) -> list[tuple[Table, int]]:
@@ -298,9 +306,14 @@ class HookHandles:
     def remove(self) -> None:
         """Take them off; a second time does nothing."""
         modules, self._modules = self._modules, []
+        number = self._number
         for module in modules:
-            module._forward_hooks.pop(self._number, None)
-            reveal(module)
+            module._forward_hooks.pop(number, None)
+            state = module.__dict__.get(_STATE)
+            if type(state) is _CleanState and state.count == 1:  # as `reveal` does: there are many
+                del module.__dict__[_STATE]
+            else:
+                reveal(module)
 
 
 @final
