@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from torchtap.reduce.kernel import DTYPE_CODES
+from torchtap.reduce.kernel import DTYPE_CODES, is_sound
 from torchtap.reduce.memory import located
 
 __all__ = ["RowNorms", "native", "of_change", "of_steps", "read", "row_count"]
@@ -27,6 +27,7 @@ RowNorms = tuple[float, ...] | Tensor
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _READ_BY_KERNEL = frozenset({torch.float32, torch.float64, *_HALVES})
+_SMALL = 1 << 17  # elements: below RELEASE_BYTES of `_rows_kernel.h` in every dtype
 
 
 def _load() -> ModuleType | None:
@@ -99,17 +100,21 @@ def _by_kernel(values: tuple[Tensor, ...], biases: tuple[Tensor, ...] = ()) -> t
     shape, dtype = first.shape, first.dtype
     if native is None or not shape or dtype not in _READ_BY_KERNEL:
         return None
+    rows = row_count(first)
+    small = rows * shape[-1] < _SMALL  # so that the kernel keeps the interpreter, and nobody can free the memory
     addresses, held = [], []
     for index, each in enumerate(values + biases):
         wanted = shape if index < len(values) else shape[-1:]
         if each.dtype is not dtype or each.shape != wanted or not each.is_contiguous():
             return None
+        if small and is_sound(each):
+            addresses.append(each.data_ptr())
+            continue
         place = located(each)
         if place is None:
             return None
         addresses.append(place[0])
         held.append(place[1])
-    rows = row_count(first)
     answer: tuple[float, ...] = native.sums(DTYPE_CODES[dtype], rows, shape[-1], *addresses)
     held.clear()  # only now: the kernel may have let go of the interpreter
     return answer

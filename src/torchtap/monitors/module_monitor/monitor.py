@@ -45,6 +45,7 @@ from torchtap.sites import unwrap
 from torchtap.store.record import Consumer
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.walker import Walker, shown_output
+from torchtap.taps.walk.ways import Action
 
 __all__ = ["ModuleMonitor"]
 
@@ -94,7 +95,7 @@ class ModuleMonitor(MetricRegistry):
 
         self.activation_hooks = HooksManager()
         self.reference_activation_hooks = HooksManager()
-        self._own_hooks = [self.activation_hooks, self.reference_activation_hooks]
+        self._own_actions: set[Callable[..., object]] = set()  # on modules, those of checks among them
         self.storage = StorageManager(self.logger)
         self.storage._settle = self._settle
         self._ledger = Ledger()
@@ -125,7 +126,7 @@ class ModuleMonitor(MetricRegistry):
                 self.logger.debug("Module %s is excluded", name)
                 continue
             if not is_wrapper:  # a wrapper gives what the module inside it gave
-                self.activation_hooks.put_on(part, shown_output(Visited(self, formatted), take_output))
+                self._put_on(self.activation_hooks, part, shown_output(Visited(self, formatted), take_output))
                 self.logger.debug("Registered forward hook for module %s", name)
             if isinstance(part, MonitorMixin):
                 part.set_module_monitor(self, False)
@@ -149,8 +150,10 @@ class ModuleMonitor(MetricRegistry):
                 self.logger.debug("Excluding reference module %s from monitoring.", name)
                 continue
             if not is_wrapper:
-                self.reference_activation_hooks.put_on(
-                    part, shown_output(Visited(self, name), take_reference_output)
+                self._put_on(
+                    self.reference_activation_hooks,
+                    part,
+                    shown_output(Visited(self, name), take_reference_output),
                 )
                 self.logger.debug("Registered forward hook for reference module %s", name)
             if isinstance(part, MonitorMixin):
@@ -159,6 +162,10 @@ class ModuleMonitor(MetricRegistry):
         of_reference.passes(self._reference.begin_pass, self._reference.end_pass)
         of_module.passes(self._calls.clear)
         self._walkers = [of_reference, of_module]
+
+    def _put_on(self, hooks: HooksManager, part: nn.Module, action: Action, *, with_kwargs: bool = False) -> None:
+        self._own_actions.add(action)
+        hooks.put_on(part, action, with_kwargs=with_kwargs)
 
     def has_reference_module(self) -> bool:
         """Whether there is a reference."""
