@@ -58,6 +58,7 @@ setup(
                     "taking",
                     "copying",
                     "modules",
+                    "rows",
                 )
             ]
             + SHARED,

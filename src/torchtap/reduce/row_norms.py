@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from torchtap.reduce.kernel import DTYPE_CODES, is_sound
+from torchtap.reduce.kernel import DTYPE_CODES, rows_of
 from torchtap.reduce.memory import located
 
 __all__ = ["RowNorms", "native", "of_change", "of_steps", "read", "row_count"]
@@ -27,7 +27,6 @@ RowNorms = tuple[float, ...] | Tensor
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _READ_BY_KERNEL = frozenset({torch.float32, torch.float64, *_HALVES})
-_SMALL = 1 << 17  # elements: below RELEASE_BYTES of `_rows_kernel.h` in every dtype
 
 
 def _load() -> ModuleType | None:
@@ -96,26 +95,27 @@ def read(norms: Sequence[RowNorms]) -> list[tuple[float, ...]]:
 
 def _by_kernel(values: tuple[Tensor, ...], biases: tuple[Tensor, ...] = ()) -> tuple[float, ...] | None:
     """The kernel's answer; None where it cannot read the memory as it is."""
+    if native is None:
+        return None
+    small = rows_of(values, biases)
+    if small is not None:
+        sums: tuple[float, ...] = native.sums(*small)
+        return sums
     first = values[0]
     shape, dtype = first.shape, first.dtype
-    if native is None or not shape or dtype not in _READ_BY_KERNEL:
+    if not shape or dtype not in _READ_BY_KERNEL:
         return None
-    rows = row_count(first)
-    small = rows * shape[-1] < _SMALL  # so that the kernel keeps the interpreter, and nobody can free the memory
     addresses, held = [], []
     for index, each in enumerate(values + biases):
         wanted = shape if index < len(values) else shape[-1:]
         if each.dtype is not dtype or each.shape != wanted or not each.is_contiguous():
             return None
-        if small and is_sound(each):
-            addresses.append(each.data_ptr())
-            continue
         place = located(each)
         if place is None:
             return None
         addresses.append(place[0])
         held.append(place[1])
-    answer: tuple[float, ...] = native.sums(DTYPE_CODES[dtype], rows, shape[-1], *addresses)
+    answer: tuple[float, ...] = native.sums(DTYPE_CODES[dtype], row_count(first), shape[-1], *addresses)
     held.clear()  # only now: the kernel may have let go of the interpreter
     return answer
 

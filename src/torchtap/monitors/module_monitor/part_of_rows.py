@@ -19,7 +19,7 @@ from torchtap.errors import MonitorError
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import map_leaves
 
-__all__ = ["Cutter", "check_share", "first_rows", "refuse_mixing"]
+__all__ = ["Cutter", "check_share", "first_rows", "mixing", "refuse_mixing"]
 
 _REMEMBERED = 64  # as many values as come between a container's first child and its own end
 
@@ -44,7 +44,8 @@ class Cutter:
     """Cuts values of the model to the shapes that the reference's have. One value is cut once, so that it stays one."""
 
     def __init__(self) -> None:
-        self._cut: OrderedDict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = OrderedDict()
+        # By id: a value, the shape that it was cut to, and the part.
+        self._cut: OrderedDict[int, tuple[Tensor, torch.Size, Tensor]] = OrderedDict()
 
     def like(self, value: Any, like: Any) -> Any:
         """The part of a value, or of all tensors in a structure, that has the shape of the reference's."""
@@ -64,13 +65,14 @@ class Cutter:
 
     def _tensor(self, value: Tensor, like: Tensor) -> Tensor:
         shape = like.shape
-        if value.shape == shape or value.dim() != len(shape):
+        known = self._cut.get(id(value))
+        if known is not None and known[0] is value and known[1] == shape:
+            return known[2]
+        sizes = value.shape
+        if sizes == shape or len(sizes) != len(shape):
             return value
-        known = self._cut.get((id(value), shape))
-        if known is not None and known[0] is value:
-            return known[1]
-        part = _cut(value, shape)
-        self._cut[id(value), shape] = value, part
+        part = _cut(value, sizes, shape)
+        self._cut[id(value)] = value, shape, part
         if len(self._cut) > _REMEMBERED:
             self._cut.popitem(last=False)
         return part
@@ -80,21 +82,26 @@ class Cutter:
         self._cut.clear()
 
 
-def _cut(value: Tensor, shape: torch.Size) -> Tensor:
-    others = [at for at, (size, wanted) in enumerate(zip(value.shape, shape, strict=True)) if size != wanted]
+def _cut(value: Tensor, sizes: torch.Size, shape: torch.Size) -> Tensor:
+    others = [at for at in range(len(shape)) if sizes[at] != shape[at]]
     at = others[0]
-    if len(others) > 1 or value.shape[at] < shape[at]:
+    if len(others) > 1 or sizes[at] < shape[at]:
         raise MonitorError(
-            f"a value of shape {tuple(value.shape)} has no part of shape {tuple(shape)}: run the reference on "
+            f"a value of shape {tuple(sizes)} has no part of shape {tuple(shape)}: run the reference on "
             "check.part(inputs), and the model on all of them"
         )
     return value.narrow(at, 0, shape[at])
 
 
-def refuse_mixing(model: nn.Module) -> None:
+def mixing(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules in which samples of a batch meet as long as they train."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, RunningNorm)]
+
+
+def refuse_mixing(modules: list[tuple[str, nn.Module]]) -> None:
     """A part of a batch tells of the whole only where samples do not meet."""
-    for name, module in model.named_modules():
-        if isinstance(module, RunningNorm) and module.training:
+    for name, module in modules:
+        if module.training:
             raise MonitorError(
                 f"{name} ({type(module).__name__}) trains on the statistics of its batch, so a part of a batch has "
                 "other values: check whole batches, or freeze it with eval()"

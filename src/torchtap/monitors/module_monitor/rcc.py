@@ -29,7 +29,7 @@ from torchtap.monitors.module_monitor.coordinate_terms import Measured, Terms
 from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 from torchtap.monitors.module_monitor.naming import ROOT, named_modules
-from torchtap.monitors.module_monitor.part_of_rows import Cutter, check_share, first_rows, refuse_mixing
+from torchtap.monitors.module_monitor.part_of_rows import Cutter, check_share, first_rows, mixing, refuse_mixing
 from torchtap.monitors.module_monitor.reference import Copies
 from torchtap.monitors.module_monitor.replay import Replay, is_function
 from torchtap.names import paths_around
@@ -70,6 +70,7 @@ class RefinedCoordinateCheck:
         self._rms_norms = rms_norms
         self._share = share
         self._cutter = Cutter()
+        self._mixing = mixing(monitor.module)
         self.logger = monitor.logger
         self.module = monitor.module
         self.reference_module = monitor.reference_module
@@ -130,7 +131,7 @@ class RefinedCoordinateCheck:
     def _arm(self, monitored: bool) -> None:
         """A step begins."""
         if monitored and self._share < 1:
-            refuse_mixing(self.module)
+            refuse_mixing(self._mixing)
         for hooks in (self.rcc_forward_hooks, self.rcc_reference_forward_hooks):
             hooks.resume() if monitored else hooks.pause()
         self._awaited.clear()
