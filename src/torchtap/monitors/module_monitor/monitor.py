@@ -405,17 +405,17 @@ class ModuleMonitor(MetricRegistry):
                 name,
             )
             return
-        found = ((("", output),)) if isinstance(output, Tensor) else leaves(output)
-        for leaf, value in found:
-            copied = self._reference.copies.of(value)
-            if self.cpu_offload:
-                copied = copied.cpu()
-            try:
+        try:
+            for leaf, value in leaves(output):
+                copied = self._reference.copies.of(value)
                 self._reference.keep(
-                    leaf_name(name, leaf), copied, quiet=self._silenced > 0, step=self.current_step
+                    leaf_name(name, leaf),
+                    copied.cpu() if self.cpu_offload else copied,
+                    quiet=self._silenced > 0,
+                    step=self.current_step,
                 )
-            except MonitorError as error:
-                raise MetricError(f"Failed to monitor activations of module {name}. {error}") from error
+        except MonitorError as error:
+            raise MetricError(f"Failed to monitor activations of module {name}. {error}") from error
 
     # -- gradients and parameters -------------------------------------------------------------------------
 
