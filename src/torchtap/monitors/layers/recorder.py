@@ -41,11 +41,11 @@ from torchtap.monitors.layers.numbering import ChosenLayers
 from torchtap.plan import tap
 from torchtap.reduce import Full
 from torchtap.sessions.front import watch
+from torchtap.sessions.watching import Watch
 from torchtap.store.record import StepRecord
 from torchtap.taps.attach import form_of
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.ways import HookWay
-from torchtap.sessions.watching import Watch
 
 __all__ = ["LayerPass", "LayerRecorder", "get_layer_hidden_states", "record_layers"]
 

@@ -13,7 +13,7 @@ Not here: recognising formulas (`expressions`), keys and steps (`storage`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -251,10 +251,8 @@ class Ledger:
             for bound, norm in zip(bounds, norms.tolist(), strict=True):
                 for metric in bound.read:
                     storage.log_scalar(step, metric.key, norm)
-        for keys, (totals, count) in self._added.items():
-            for key, total in zip(keys, totals, strict=True):
-                mean = torch.tensor(total / count, dtype=torch.float64)
-                storage.log_tensor(step, key, mean.expand(count))
+        for key, mean, count in self._means_of_added():
+            storage.log_tensor(step, key, torch.tensor(mean, dtype=torch.float64).expand(count))
         for bound, metric, result in self._results:
             if bound.scalar:
                 storage.log_scalar(step, metric.key, result)
@@ -271,12 +269,17 @@ class Ledger:
             return
         into.update(zip(layout.keys, layout.averaged(self._evaluate(layout)).tolist(), strict=True))
         into.update(norms)
-        for keys, (totals, count) in self._added.items():
-            into.update(zip(keys, [total / count for total in totals], strict=True))
+        into.update({key: mean for key, mean, _ in self._means_of_added()})
         if self._results:
             keys = [metric.key for _, metric, _ in self._results]
             into.update(zip(keys, means([[result] for _, _, result in self._results]), strict=True))
         self._forget()
+
+    def _means_of_added(self) -> Iterator[tuple[str, float, int]]:
+        """What was added under each key, and over how many numbers."""
+        for keys, (totals, count) in self._added.items():
+            for key, total in zip(keys, totals, strict=True):
+                yield key, total / count, count
 
     def _norms_by_key(self) -> dict[str, float] | None:
         """The norms that came in batches, read together; None where a key came more than once."""

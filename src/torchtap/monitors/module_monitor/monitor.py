@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.errors import MetricError, MonitorError
-from torchtap.monitors.module_monitor.attention_patch import AttentionPatch
+from torchtap.monitors.module_monitor.attention import AttentionPatch
 from torchtap.monitors.module_monitor.eager_stance import EagerStance
 from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.ledger import Ledger
@@ -163,7 +163,9 @@ class ModuleMonitor(MetricRegistry):
         of_module.passes(self._calls.clear)
         self._walkers = [of_reference, of_module]
 
-    def _put_on(self, hooks: HooksManager, part: nn.Module, action: Action, *, with_kwargs: bool = False) -> None:
+    def _put_on(
+        self, hooks: HooksManager, part: nn.Module, action: Action, *, with_kwargs: bool = False
+    ) -> None:
         self._own_actions.add(action)
         hooks.put_on(part, action, with_kwargs=with_kwargs)
 

@@ -29,7 +29,13 @@ from torchtap.monitors.module_monitor.coordinate_terms import Measured, Terms
 from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 from torchtap.monitors.module_monitor.naming import ROOT, named_modules
-from torchtap.monitors.module_monitor.part_of_rows import Cutter, check_share, first_rows, mixing, refuse_mixing
+from torchtap.monitors.module_monitor.part_of_rows import (
+    Cutter,
+    check_share,
+    first_rows,
+    mixing,
+    refuse_mixing,
+)
 from torchtap.monitors.module_monitor.reference import Copies
 from torchtap.monitors.module_monitor.replay import Replay, is_function
 from torchtap.names import paths_around

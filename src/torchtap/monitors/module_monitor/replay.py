@@ -118,10 +118,8 @@ class Replay:
         """Whether calling a part does anything besides its forward, but for the monitor's own hooks."""
         if part._forward_pre_hooks or compiled_in_place(part) is not None or has_global_hooks():
             return True
-        for hook in part._forward_hooks.values():
-            if type(hook) is not Hook or hook.func not in self._own:
-                return True
-        return False
+        own = self._own
+        return any(type(hook) is not Hook or hook.func not in own for hook in part._forward_hooks.values())
 
     def is_calm(self, part: nn.Module) -> bool:
         """Whether a part writes into no input and draws no random number, as far as its code is known."""
