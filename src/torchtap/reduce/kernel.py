@@ -112,7 +112,9 @@ def rows_of(values: tuple[Tensor, ...], ends: tuple[Tensor, ...] = ()) -> tuple[
 
     None where they do not. The addresses hold as long as the caller holds the values and lets nobody else run.
     """
-    found: tuple[int, ...] | None = native.rows_of(len(ends), *values, *ends) if _has_rows else None  # type: ignore[union-attr]
+    if native is None or not _has_rows:
+        return None
+    found: tuple[int, ...] | None = native.rows_of(len(ends), *values, *ends)
     return found
 
 
