@@ -60,6 +60,7 @@ setup(
                     "hearing",
                     "copying",
                     "modules",
+                    "rows",
                 )
             ]
             + SHARED,

@@ -158,7 +158,7 @@ CUTS = {"partition", "rpartition", "split", "rsplit", "find", "rfind", "index", 
 OTHER_TEXT = {
     "cli/named.py": "file.py:function, package.module:function",
     "comparison/align/rules.py": "side.action of a rule",
-    "monitors/torch_module_monitor/__init__.py": "a module's dotted name",
+    "monitors/torch_module_monitor.py": "a module's dotted name",
     "reduce/full.py": "a slice",
     "registry.py": "module:attribute of an entry point",
     "sinks/registry.py": "sink:place on a command line",

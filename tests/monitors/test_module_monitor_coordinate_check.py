@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -55,6 +55,35 @@ class Changed(nn.Module):
         return y
 
 
+class Pair(NamedTuple):
+    value: Tensor
+    text: str
+
+
+class Named(nn.Module):
+    """Takes and gives values inside something else than a tuple, a list or a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, pair: Pair) -> Pair:
+        return Pair(self.fc(pair.value), pair.text)
+
+
+class ChangedInside(nn.Module):
+    """Such a value is changed in place afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Named(), Named()
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = self.second(self.first(Pair(x * 1, "text")))
+        pair.value.mul_(2)
+        return pair.value
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (mlp, lambda: torch.randn(5, 7)),
     "nested": (
@@ -65,6 +94,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "gpt": (GPT, lambda: torch.randint(0, 11, (2, 6))),
     "tuples": (Tagger, lambda: torch.randn(2, 5, 8)),
     "changed in place": (Changed, lambda: torch.randn(4, 6)),
+    "changed inside": (ChangedInside, lambda: torch.randn(4, 6)),
     "half": (lambda: mlp().bfloat16(), lambda: torch.randn(5, 7).bfloat16()),
 }
 
@@ -411,7 +441,10 @@ class BatchSecond(nn.Module):
 
 
 PARTS = {
-    **{name: MODELS[name] for name in ("mlp", "nested", "tuples", "changed in place", "half")},
+    **{
+        name: MODELS[name]
+        for name in ("mlp", "nested", "tuples", "changed in place", "changed inside", "half")
+    },
     "gpt": (GPT, lambda: torch.randint(0, 11, (8, 6))),
     "batch second": (BatchSecond, lambda: torch.randn(8, 5, 8)),
 }

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchtap.reduce import row_norms
+from torchtap.reduce import kernel, row_norms
 from torchtap.reduce.row_norms import of_change, of_steps, read, row_count
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -98,6 +98,35 @@ def test_a_difference_of_equal_values_is_exactly_nothing(way: str) -> None:
 def test_norms_of_sixteen_bits_neither_overflow_nor_round(way: str) -> None:
     value = torch.full((2, 64), 3000.0, dtype=torch.float16)
     assert numbers(of_change(value, torch.zeros_like(value)))[0] == pytest.approx(2 * 3000 * 8, rel=1e-9)
+
+
+ALIKE = {
+    "values": ((torch.ones(3, 4), torch.ones(3, 4)), ()),
+    "ends of one row": ((torch.ones(2, 3, 4), torch.ones(2, 3, 4)), (torch.ones(4),)),
+}
+UNLIKE = {
+    "other sizes": ((torch.ones(3, 4), torch.ones(4, 3)), ()),
+    "other dimensions": ((torch.ones(3, 4), torch.ones(1, 3, 4)), ()),
+    "other dtypes": ((torch.ones(3, 4), torch.ones(3, 4).double()), ()),
+    "whole numbers": ((torch.ones(3, 4).long(), torch.ones(3, 4).long()), ()),
+    "no dimensions": ((torch.ones(()), torch.ones(())), ()),
+    "no elements": ((torch.ones(0, 4), torch.ones(0, 4)), ()),
+    "an end of another width": ((torch.ones(3, 4), torch.ones(3, 4)), (torch.ones(3),)),
+    "an end of several rows": ((torch.ones(3, 4), torch.ones(3, 4)), (torch.ones(1, 4),)),
+    "gaps": ((torch.ones(3, 8)[:, ::2], torch.ones(3, 4)), ()),
+    "large": ((torch.ones(1024, 512), torch.ones(1024, 512)), ()),
+    "no memory": ((torch.ones(3, 4), torch.ones(3, 4, device="meta")), ()),
+}
+
+
+@pytest.mark.skipif(not kernel._has_rows, reason="tensors do not tell native code where they lie")
+def test_values_are_located_together_only_where_they_lie_alike() -> None:
+    for values, ends in ALIKE.values():
+        dtype, rows, width, *addresses = kernel.rows_of(values, ends)
+        assert (dtype, rows, width) == (0, row_count(values[0]), values[0].shape[-1])
+        assert addresses == [each.data_ptr() for each in (*values, *ends)]
+    for name, (values, ends) in UNLIKE.items():
+        assert kernel.rows_of(values, ends) is None, name
 
 
 LAYOUTS = {

@@ -292,6 +292,7 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
 #include "_native_hearing.h"
 #include "_native_copying.h"
 #include "_native_modules.h"
+#include "_native_rows.h"
 
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
@@ -303,6 +304,7 @@ static PyMethodDef methods[] = {
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
     {"use_pool", py_use_pool, METH_O, NULL},
     {"is_sound", py_is_sound, METH_O, NULL},
+    {"rows_of", (PyCFunction)(void (*)(void))py_rows_of, METH_FASTCALL, NULL},
     {"same_modules", (PyCFunction)(void (*)(void))py_same_modules, METH_FASTCALL, NULL},
     {"use_tensors", (PyCFunction)(void (*)(void))py_use_tensors, METH_FASTCALL, NULL},
     {"take_each", (PyCFunction)(void (*)(void))py_take_each, METH_FASTCALL, NULL},

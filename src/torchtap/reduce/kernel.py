@@ -32,6 +32,7 @@ __all__ = [
     "make_taker",
     "measure",
     "native",
+    "rows_of",
     "share_threads",
 ]
 
@@ -109,6 +110,20 @@ def is_sound(value: Tensor) -> bool:
 
 
 _has_sound = _has_takers and hasattr(native, "is_sound")
+
+
+def rows_of(values: tuple[Tensor, ...], ends: tuple[Tensor, ...] = ()) -> tuple[int, ...] | None:
+    """``(dtype, rows, width, address, ...)`` of small values that lie alike, and of ends: one row each.
+
+    None where they do not. The addresses hold as long as the caller holds the values and lets nobody else run.
+    """
+    if native is None or not _has_rows:
+        return None
+    found: tuple[int, ...] | None = native.rows_of(len(ends), *values, *ends)
+    return found
+
+
+_has_rows = _has_takers and hasattr(native, "rows_of")
 
 
 # The numbers by which `_native.c` knows the dtypes.

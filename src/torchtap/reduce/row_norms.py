@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from torchtap.reduce.kernel import DTYPE_CODES
+from torchtap.reduce.kernel import DTYPE_CODES, rows_of
 from torchtap.reduce.memory import located
 
 __all__ = ["RowNorms", "native", "of_change", "of_steps", "read", "row_count"]
@@ -95,9 +95,15 @@ def read(norms: Sequence[RowNorms]) -> list[tuple[float, ...]]:
 
 def _by_kernel(values: tuple[Tensor, ...], biases: tuple[Tensor, ...] = ()) -> tuple[float, ...] | None:
     """The kernel's answer; None where it cannot read the memory as it is."""
+    if native is None:
+        return None
+    small = rows_of(values, biases)
+    if small is not None:
+        sums: tuple[float, ...] = native.sums(*small)
+        return sums
     first = values[0]
     shape, dtype = first.shape, first.dtype
-    if native is None or not shape or dtype not in _READ_BY_KERNEL:
+    if not shape or dtype not in _READ_BY_KERNEL:
         return None
     addresses, held = [], []
     for index, each in enumerate(values + biases):
@@ -109,8 +115,7 @@ def _by_kernel(values: tuple[Tensor, ...], biases: tuple[Tensor, ...] = ()) -> t
             return None
         addresses.append(place[0])
         held.append(place[1])
-    rows = row_count(first)
-    answer: tuple[float, ...] = native.sums(DTYPE_CODES[dtype], rows, shape[-1], *addresses)
+    answer: tuple[float, ...] = native.sums(DTYPE_CODES[dtype], row_count(first), shape[-1], *addresses)
     held.clear()  # only now: the kernel may have let go of the interpreter
     return answer
 

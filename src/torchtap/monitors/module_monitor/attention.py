@@ -1,27 +1,35 @@
 """The inside of attention: query, key, value and output head by head, and the entropy of each head's weights.
 
 Fused kernels never form the weights, so they are computed again from the same arguments: one head and some rows
-of queries at a time. It guarantees:
+of queries at a time. A module's own code hands its attention over, or, with no change in the model, the core tells of
+each attention in monitored steps (`AttentionPatch`): it belongs to the innermost module whose code made the call. It
+guarantees:
 - no random number is drawn: the entropy is that of the weights before dropout;
 - no more than about `_PIECE_ELEMENTS` weights are in memory at once, whatever the length of the sequence;
-- what a reference module computes never mixes with the monitored module's numbers.
+- what a reference module computes never mixes with the monitored module's numbers;
+- a monitor that is dropped in the middle of a step hears nothing more.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
 
 from torchtap.errors import MonitorError
+from torchtap.taps.eager.attention_calls import AttentionCall, listen
+from torchtap.taps.receive.active import owner_of
 
 if TYPE_CHECKING:
     from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 
-__all__ = ["head_entropy", "monitor_heads", "monitor_scaled_dot_product_attention"]
+__all__ = ["AttentionPatch", "head_entropy", "monitor_heads", "monitor_scaled_dot_product_attention"]
 
 _PIECE_ELEMENTS = 1 << 22
 _TINY = 1e-8  # keeps the logarithm of a weight of 0 finite
@@ -173,3 +181,67 @@ def _of_head(mask: Tensor | None, head: int, heads: int) -> Tensor | None:
     if mask.dim() < 3:
         return mask
     return mask[..., head if mask.size(-3) == heads else 0, :, :]
+
+
+@final
+class AttentionPatch:
+    """One monitor's interest in attention; ``where`` is True or a pattern for module names."""
+
+    def __init__(self, monitor: ModuleMonitor, where: bool | str) -> None:
+        self._monitor = weakref.proxy(monitor)
+        self._pattern = re.compile(".*" if isinstance(where, bool) else where)
+        self._stop: weakref.finalize[[], AttentionPatch] | None = None
+
+    def set(self, on: bool) -> None:
+        """A monitored step begins, or ends."""
+        if on and self._stop is None:
+            listening = listen(partial(_tell, weakref.ref(self)))
+            self._stop = weakref.finalize(self, listening.remove)
+        elif not on and self._stop is not None:
+            self._stop()
+            self._stop = None
+
+    def _name_of(self, module: nn.Module) -> tuple[str, bool] | None:
+        """Name of a module of this monitor, and whether it is the reference's."""
+        monitor = self._monitor
+        if module in monitor.module_names:
+            return monitor.module_names[module], False
+        if module in monitor.reference_module_names:
+            return monitor.reference_module_names[module], True
+        return None
+
+    def take(self, call: AttentionCall) -> None:
+        """One attention was computed."""
+        monitor = self._monitor
+        if not monitor.current_step_monitored:
+            return
+        found = owner_of(call.frame, self._name_of)
+        if found is None or not self._pattern.match(found[0]):
+            return
+        name, is_reference = found
+        if monitor._is_excluded(name) or not (monitor.is_monitoring() or is_reference):
+            return
+        if call.arguments is None:
+            monitor.logger.warning(
+                "Step %s: nested tensors in the attention of %s", monitor.current_step, name
+            )
+            return
+        query, key, mask, is_causal, scale = call.arguments
+        monitor_heads(
+            monitor,
+            name,
+            query,
+            key,
+            call.value,
+            mask,
+            is_causal=is_causal,
+            scale=scale,
+            activation=call.by_head(),
+            is_reference=is_reference,
+        )
+
+
+def _tell(patch: weakref.ref[AttentionPatch], call: AttentionCall) -> None:
+    listening = patch()
+    if listening is not None:
+        listening.take(call)

@@ -8,9 +8,10 @@ Not here: where the values come from (`rcc`, `replay`), the arithmetic (`reduce.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,9 +22,13 @@ from torchtap.taps.walk.leaves import leaves
 
 __all__ = ["Measured", "Terms"]
 
-# Keys, the place of each one's number among the norms, the norms, over how many rows these are summed up, and the width
-# of a row.
-Measured = tuple[tuple[str, ...], tuple[int, ...], RowNorms, int, int]
+# Keys, what takes each one's number from among the norms, the norms, over how many rows these are summed up, and the
+# width of a row.
+Measured = tuple[tuple[str, ...], Callable[[Any], tuple[float, ...]], RowNorms, int, int]
+
+_FIRST, _SECOND, _BOTH = itemgetter(slice(0, 1)), itemgetter(slice(1, 2)), itemgetter(slice(0, 2))
+_OF_WEIGHT = itemgetter(0, 1, 2, 3, 4, 1)
+_WITHOUT_BIAS = itemgetter(0, 1, 2, 3, 0, 1)
 
 _OWN, _INHERITED = "RCC (W_t-W_0)x_t/{}/l2norm", "RCC W_0(x_t-x_0)/{}/l2norm"
 
@@ -60,7 +65,7 @@ class Terms:
     def of(
         self, inputs: Args, output: object, between: object, start_inputs: Args, start: object
     ) -> list[Measured]:
-        """All terms of one call."""
+        """All terms of one call. The caller keeps no gradients."""
         found = self._of_output(output, between, start)
         if self._is_embedding:
             return found  # its input is an index
@@ -75,10 +80,10 @@ class Terms:
         """An input and its change since the start, where it can be told."""
         rows, width = row_count(first), first.shape[-1]
         if not isinstance(other, Tensor) or other.shape != first.shape:
-            return [(self._input[:1], (0,), of_change(first, first), rows, width)]
-        found: list[Measured] = [(self._input, (0, 1), of_change(first, other), rows, width)]
+            return [(self._input[:1], _FIRST, of_change(first, first), rows, width)]
+        found: list[Measured] = [(self._input, _BOTH, of_change(first, other), rows, width)]
         if self._is_norm:
-            found.append((self._normalised, (0, 1), self._of_normalised(first, other), rows, width))
+            found.append((self._normalised, _BOTH, self._of_normalised(first, other), rows, width))
         return found
 
     def _of_output(self, output: Any, between: Any, start: Any) -> list[Measured]:
@@ -88,11 +93,10 @@ class Terms:
             # The same terms without the bias, too: those of the weight alone.
             bias = self._module.bias
             if bias is None:
-                norms, places = of_steps(output, between, start), (0, 1, 2, 3, 0, 1)
+                wanted, norms = _WITHOUT_BIAS, of_steps(output, between, start)
             else:
-                norms = of_steps(output, between, start, (bias, self._reference.bias))
-                places = (0, 1, 2, 3, 4, 1)
-            return [(self._weight, places, norms, row_count(output), output.shape[-1])]
+                wanted, norms = _OF_WEIGHT, of_steps(output, between, start, (bias, self._reference.bias))
+            return [(self._weight, wanted, norms, row_count(output), output.shape[-1])]
         betweens, starts = dict(leaves(between)), dict(leaves(start))
         return [
             self._of_leaf(leaf, value, betweens[leaf], starts[leaf])
@@ -104,8 +108,8 @@ class Terms:
         keys, rows = self._steps_of(leaf), row_count(output)
         width = output.shape[-1] if output.dim() else 1
         if self._is_embedding:
-            return keys[:1], (1,), of_change(output, between), rows, width
-        return keys, (0, 1), of_steps(output, between, start), rows, width
+            return keys[:1], _SECOND, of_change(output, between), rows, width
+        return keys, _BOTH, of_steps(output, between, start), rows, width
 
     def _steps_of(self, leaf: str) -> tuple[str, ...]:
         known = self._steps.get(leaf)
@@ -114,14 +118,12 @@ class Terms:
             known = self._steps[leaf] = (_OWN.format(place), _INHERITED.format(place))
         return known
 
-    @torch.no_grad()
     def _of_normalised(self, first: Tensor, other: Tensor) -> RowNorms:
         """What a layer norm's weight is multiplied with: its normalised input."""
         shape, epsilon = self._module.normalized_shape, self._module.eps
         now = functional.layer_norm(first, shape, None, None, epsilon)
         return of_change(now, functional.layer_norm(other, shape, None, None, epsilon))
 
-    @torch.no_grad()
     def _of_projections(self, inputs: Args, start_inputs: Args) -> list[Measured]:
         """The projections of query, key and value, which are no modules of their own."""
         found: list[Measured] = []
@@ -134,7 +136,7 @@ class Terms:
             start = functional.linear(start_inputs[index], before)
             place = f"{self._name}.{part}_proj.weight"
             keys = (_OWN.format(place), _INHERITED.format(place))
-            found.append((keys, (0, 1), of_steps(value, between, start), row_count(value), value.shape[-1]))
+            found.append((keys, _BOTH, of_steps(value, between, start), row_count(value), value.shape[-1]))
         return found
 
 

@@ -12,7 +12,6 @@ from typing import Self
 
 from torch import nn
 
-from torchtap.taps.walk.untraced import Hook
 from torchtap.taps.walk.ways import Handle, HookWay
 
 __all__ = ["HooksManager"]
@@ -38,10 +37,6 @@ class HooksManager:
         self.hooks[module] = self._way.after(module, hook_fn, with_kwargs=with_kwargs)
         if self._paused:
             self.hooks[module].remove()
-
-    def owns(self, module: nn.Module, hook: Callable[..., object]) -> bool:
-        """Whether a hook on a module is from here."""
-        return isinstance(hook, Hook) and module in self.hooks and hook.func is self._functions[module][0]
 
     def remove_hook(self, module: nn.Module) -> None:
         """Take a module's hook off; nothing happens where there is none."""

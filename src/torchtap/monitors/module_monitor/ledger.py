@@ -12,7 +12,8 @@ Not here: recognising formulas (`expressions`), keys and steps (`storage`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -82,7 +83,8 @@ class Ledger:
         self._bound_rows: list[int] = []
         self._results: list[tuple[BoundMetrics, PlacedMetric, Tensor]] = []
         self._norms: list[tuple[list[BoundMetrics], Tensor]] = []
-        self._added: dict[str, tuple[float, int]] = {}  # sum and count of what was added under a key
+        # Sums of what was added under several keys, and over how many numbers they are.
+        self._added: dict[tuple[str, ...], tuple[Sequence[float], int]] = {}
         self._recent = RecentValues()
         self._recent_rows = [-1] * RecentValues.SLOTS  # the row of what is in each slot; -1: not measured
         self._layout: _Layout | None = None
@@ -132,12 +134,12 @@ class Ledger:
                 wide = torch.float32 if dtype in _HALVES else None
                 self._norms.append((some, torch.stack(list(foreach_norm(their, 2, wide)))))
 
-    def add(self, keys: Sequence[str], totals: Sequence[float], count: int) -> None:
+    def add(self, keys: tuple[str, ...], totals: Sequence[float], count: int) -> None:
         """Sums over so many numbers, each to be averaged under its key."""
-        added = self._added
-        for key, total in zip(keys, totals, strict=True):
-            known = added.get(key)
-            added[key] = (total, count) if known is None else (known[0] + total, known[1] + count)
+        known = self._added.get(keys)
+        if known is not None:
+            totals, count = tuple(map(operator.add, known[0], totals)), known[1] + count
+        self._added[keys] = totals, count
 
     def take_pair(self, bound: BoundMetrics, value: Tensor, reference: Tensor) -> None:
         """All metrics of a place on a value and its reference."""
@@ -249,8 +251,8 @@ class Ledger:
             for bound, norm in zip(bounds, norms.tolist(), strict=True):
                 for metric in bound.read:
                     storage.log_scalar(step, metric.key, norm)
-        for key, (total, count) in self._added.items():
-            storage.log_tensor(step, key, torch.tensor(total / count, dtype=torch.float64).expand(count))
+        for key, mean, count in self._means_of_added():
+            storage.log_tensor(step, key, torch.tensor(mean, dtype=torch.float64).expand(count))
         for bound, metric, result in self._results:
             if bound.scalar:
                 storage.log_scalar(step, metric.key, result)
@@ -267,11 +269,17 @@ class Ledger:
             return
         into.update(zip(layout.keys, layout.averaged(self._evaluate(layout)).tolist(), strict=True))
         into.update(norms)
-        into.update({key: total / count for key, (total, count) in self._added.items()})
+        into.update({key: mean for key, mean, _ in self._means_of_added()})
         if self._results:
             keys = [metric.key for _, metric, _ in self._results]
             into.update(zip(keys, means([[result] for _, _, result in self._results]), strict=True))
         self._forget()
+
+    def _means_of_added(self) -> Iterator[tuple[str, float, int]]:
+        """What was added under each key, and over how many numbers."""
+        for keys, (totals, count) in self._added.items():
+            for key, total in zip(keys, totals, strict=True):
+                yield key, total / count, count
 
     def _norms_by_key(self) -> dict[str, float] | None:
         """The norms that came in batches, read together; None where a key came more than once."""
@@ -301,7 +309,7 @@ class Ledger:
         metrics = [metric for _, metric, _ in self._results]
         if not layout.plain or any(metric.aggregate is not None for metric in metrics):
             return True
-        sources = [into, layout.keys, norms, self._added, [metric.key for metric in metrics]]
+        sources = [into, layout.keys, norms, *self._added, [metric.key for metric in metrics]]
         return len(set().union(*sources)) < sum(map(len, sources))
 
     def _evaluate(self, layout: _Layout) -> npt.NDArray[np.float64]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.errors import MetricError, MonitorError
-from torchtap.monitors.module_monitor.attention_patch import AttentionPatch
+from torchtap.monitors.module_monitor.attention import AttentionPatch
 from torchtap.monitors.module_monitor.eager_stance import EagerStance
 from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.ledger import Ledger
@@ -45,6 +45,7 @@ from torchtap.sites import unwrap
 from torchtap.store.record import Consumer
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.walker import Walker, shown_output
+from torchtap.taps.walk.ways import Action
 
 __all__ = ["ModuleMonitor"]
 
@@ -94,7 +95,7 @@ class ModuleMonitor(MetricRegistry):
 
         self.activation_hooks = HooksManager()
         self.reference_activation_hooks = HooksManager()
-        self._own_hooks = [self.activation_hooks, self.reference_activation_hooks]
+        self._own_actions: set[Callable[..., object]] = set()  # on modules, those of checks among them
         self.storage = StorageManager(self.logger)
         self.storage._settle = self._settle
         self._ledger = Ledger()
@@ -125,7 +126,7 @@ class ModuleMonitor(MetricRegistry):
                 self.logger.debug("Module %s is excluded", name)
                 continue
             if not is_wrapper:  # a wrapper gives what the module inside it gave
-                self.activation_hooks.put_on(part, shown_output(Visited(self, formatted), take_output))
+                self._put_on(self.activation_hooks, part, shown_output(Visited(self, formatted), take_output))
                 self.logger.debug("Registered forward hook for module %s", name)
             if isinstance(part, MonitorMixin):
                 part.set_module_monitor(self, False)
@@ -149,8 +150,10 @@ class ModuleMonitor(MetricRegistry):
                 self.logger.debug("Excluding reference module %s from monitoring.", name)
                 continue
             if not is_wrapper:
-                self.reference_activation_hooks.put_on(
-                    part, shown_output(Visited(self, name), take_reference_output)
+                self._put_on(
+                    self.reference_activation_hooks,
+                    part,
+                    shown_output(Visited(self, name), take_reference_output),
                 )
                 self.logger.debug("Registered forward hook for reference module %s", name)
             if isinstance(part, MonitorMixin):
@@ -159,6 +162,12 @@ class ModuleMonitor(MetricRegistry):
         of_reference.passes(self._reference.begin_pass, self._reference.end_pass)
         of_module.passes(self._calls.clear)
         self._walkers = [of_reference, of_module]
+
+    def _put_on(
+        self, hooks: HooksManager, part: nn.Module, action: Action, *, with_kwargs: bool = False
+    ) -> None:
+        self._own_actions.add(action)
+        hooks.put_on(part, action, with_kwargs=with_kwargs)
 
     def has_reference_module(self) -> bool:
         """Whether there is a reference."""
@@ -398,17 +407,17 @@ class ModuleMonitor(MetricRegistry):
                 name,
             )
             return
-        found = ((("", output),)) if isinstance(output, Tensor) else leaves(output)
-        for leaf, value in found:
-            copied = self._reference.copies.of(value)
-            if self.cpu_offload:
-                copied = copied.cpu()
-            try:
+        try:
+            for leaf, value in leaves(output):
+                copied = self._reference.copies.of(value)
                 self._reference.keep(
-                    leaf_name(name, leaf), copied, quiet=self._silenced > 0, step=self.current_step
+                    leaf_name(name, leaf),
+                    copied.cpu() if self.cpu_offload else copied,
+                    quiet=self._silenced > 0,
+                    step=self.current_step,
                 )
-            except MonitorError as error:
-                raise MetricError(f"Failed to monitor activations of module {name}. {error}") from error
+        except MonitorError as error:
+            raise MetricError(f"Failed to monitor activations of module {name}. {error}") from error
 
     # -- gradients and parameters -------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from torchtap.monitors.module_monitor.binding import MetricTable
 from torchtap.monitors.module_monitor.ledger import BoundMetrics, Ledger
+from torchtap.monitors.module_monitor.metrics import MetricTable
 from torchtap.monitors.module_monitor.naming import default_format_module_name_fn, named_parameters
 
 __all__ = ["ParameterList"]

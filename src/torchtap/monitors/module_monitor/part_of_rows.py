@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from torchtap._torch import RunningNorm
 from torchtap.errors import MonitorError
+from torchtap.taps.walk.leaves import leaves
+from torchtap.taps.walk.structure import map_leaves
 
-__all__ = ["Cutter", "check_share", "first_rows", "refuse_mixing"]
+__all__ = ["Cutter", "check_share", "first_rows", "mixing", "refuse_mixing"]
 
 _REMEMBERED = 64  # as many values as come between a container's first child and its own end
 
@@ -28,15 +30,13 @@ def check_share(share: float) -> None:
         raise MonitorError(f"share={share!r}: give the part of a batch to check, e.g. share=1/8")
 
 
-def first_rows(value: Any, share: float) -> Any:
+def first_rows(batch: object, share: float) -> Any:
     """The first rows of each tensor in a batch, at least one."""
-    if isinstance(value, Tensor):
+
+    def part(_: str, value: Tensor) -> Tensor:
         return value[: max(1, math.ceil(len(value) * share))] if value.dim() else value
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)([first_rows(each, share) for each in value])
-    if isinstance(value, dict):
-        return type(value)({key: first_rows(each, share) for key, each in value.items()})
-    return value
+
+    return map_leaves(batch, part)
 
 
 @final
@@ -44,30 +44,35 @@ class Cutter:
     """Cuts values of the model to the shapes that the reference's have. One value is cut once, so that it stays one."""
 
     def __init__(self) -> None:
-        self._cut: OrderedDict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = OrderedDict()
+        # By id: a value, the shape that it was cut to, and the part.
+        self._cut: OrderedDict[int, tuple[Tensor, torch.Size, Tensor]] = OrderedDict()
 
     def like(self, value: Any, like: Any) -> Any:
         """The part of a value, or of all tensors in a structure, that has the shape of the reference's."""
-        if isinstance(value, Tensor):
-            return self._tensor(value, like) if isinstance(like, Tensor) else value
-        if (
-            isinstance(value, (tuple, list))
-            and not hasattr(value, "_fields")
-            and isinstance(like, (tuple, list))
-        ):
-            return type(value)([self.like(*both) for both in zip(value, like, strict=False)])
-        if type(value) is dict and isinstance(like, dict):
-            return {key: self.like(each, like.get(key)) for key, each in value.items()}
-        return value
+        if type(value) is Tensor and type(like) is Tensor:
+            return self._tensor(value, like)
+        shapes = dict(leaves(like))
+        return map_leaves(
+            value, lambda name, each: self._tensor(each, shapes[name]) if name in shapes else each
+        )
+
+    def arguments_like(self, args: tuple[Any, ...], like: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same for a call's arguments, most of which are one tensor."""
+        if len(args) == 1 == len(like):
+            return (self.like(args[0], like[0]),)
+        parts: tuple[Any, ...] = self.like(args, like)
+        return parts
 
     def _tensor(self, value: Tensor, like: Tensor) -> Tensor:
-        if value.shape == like.shape or value.dim() != like.dim():
+        shape = like.shape
+        known = self._cut.get(id(value))
+        if known is not None and known[0] is value and known[1] == shape:
+            return known[2]
+        sizes = value.shape
+        if sizes == shape or len(sizes) != len(shape):
             return value
-        known = self._cut.get((id(value), like.shape))
-        if known is not None and known[0] is value:
-            return known[1]
-        part = _cut(value, like.shape)
-        self._cut[id(value), like.shape] = value, part
+        part = _cut(value, sizes, shape)
+        self._cut[id(value)] = value, shape, part
         if len(self._cut) > _REMEMBERED:
             self._cut.popitem(last=False)
         return part
@@ -77,20 +82,26 @@ class Cutter:
         self._cut.clear()
 
 
-def _cut(value: Tensor, shape: torch.Size) -> Tensor:
-    others = [at for at in range(value.dim()) if value.shape[at] != shape[at]]
-    if len(others) > 1 or value.shape[others[0]] < shape[others[0]]:
+def _cut(value: Tensor, sizes: torch.Size, shape: torch.Size) -> Tensor:
+    others = [at for at in range(len(shape)) if sizes[at] != shape[at]]
+    at = others[0]
+    if len(others) > 1 or sizes[at] < shape[at]:
         raise MonitorError(
-            f"a value of shape {tuple(value.shape)} has no part of shape {tuple(shape)}: run the reference on "
+            f"a value of shape {tuple(sizes)} has no part of shape {tuple(shape)}: run the reference on "
             "check.part(inputs), and the model on all of them"
         )
-    return value.detach().narrow(others[0], 0, shape[others[0]])
+    return value.narrow(at, 0, shape[at])
 
 
-def refuse_mixing(model: nn.Module) -> None:
+def mixing(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules in which samples of a batch meet as long as they train."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, RunningNorm)]
+
+
+def refuse_mixing(modules: list[tuple[str, nn.Module]]) -> None:
     """A part of a batch tells of the whole only where samples do not meet."""
-    for name, module in model.named_modules():
-        if isinstance(module, RunningNorm) and module.training:
+    for name, module in modules:
+        if module.training:
             raise MonitorError(
                 f"{name} ({type(module).__name__}) trains on the statistics of its batch, so a part of a batch has "
                 "other values: check whole batches, or freeze it with eval()"

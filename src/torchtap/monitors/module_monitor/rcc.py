@@ -16,6 +16,8 @@ Not here: the terms and their keys (`coordinate_terms`), the plot over widths (`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, final
 
@@ -27,12 +29,19 @@ from torchtap.monitors.module_monitor.coordinate_terms import Measured, Terms
 from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
 from torchtap.monitors.module_monitor.naming import ROOT, named_modules
-from torchtap.monitors.module_monitor.part_of_rows import Cutter, check_share, first_rows, refuse_mixing
+from torchtap.monitors.module_monitor.part_of_rows import (
+    Cutter,
+    check_share,
+    first_rows,
+    mixing,
+    refuse_mixing,
+)
 from torchtap.monitors.module_monitor.reference import Copies
 from torchtap.monitors.module_monitor.replay import Replay, is_function
 from torchtap.names import paths_around
 from torchtap.reduce import row_norms
 from torchtap.taps.walk.arguments import Args, Kwargs
+from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.walker import shown_call
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
@@ -67,6 +76,7 @@ class RefinedCoordinateCheck:
         self._rms_norms = rms_norms
         self._share = share
         self._cutter = Cutter()
+        self._mixing = mixing(monitor.module)
         self.logger = monitor.logger
         self.module = monitor.module
         self.reference_module = monitor.reference_module
@@ -100,8 +110,7 @@ class RefinedCoordinateCheck:
         references = self._listed(
             self.reference_module, self.rcc_reference_forward_hooks, self._on_reference_forward
         )
-        monitor._own_hooks += (self.rcc_forward_hooks, self.rcc_reference_forward_hooks)
-        self._replay = Replay(monitor._own_hooks)
+        self._replay = Replay(monitor._own_actions, self._aside)
         self._places = {
             name: _Pair(name, module, references[name], self._replay)
             for name, module in modules.items()
@@ -118,7 +127,7 @@ class RefinedCoordinateCheck:
                 self.logger.debug("Module %s is excluded", name)
                 continue
             found[name] = module
-            hooks.put_on(module, shown_call(name, take), with_kwargs=True)
+            self.monitor._put_on(hooks, module, shown_call(name, take), with_kwargs=True)
         return found
 
     def part(self, inputs: Any) -> Any:
@@ -128,7 +137,7 @@ class RefinedCoordinateCheck:
     def _arm(self, monitored: bool) -> None:
         """A step begins."""
         if monitored and self._share < 1:
-            refuse_mixing(self.module)
+            refuse_mixing(self._mixing)
         for hooks in (self.rcc_forward_hooks, self.rcc_reference_forward_hooks):
             hooks.resume() if monitored else hooks.pause()
         self._awaited.clear()
@@ -144,24 +153,22 @@ class RefinedCoordinateCheck:
     def _on_forward(self, name: str, args: Args, kwargs: Kwargs, output: object) -> None:
         if not self.monitor.within_monitoring_window:
             return
-        if self._share < 1 and name in self._reference_outputs:
-            args = self._cutter.like(args, self.reference_module_inputs[name])
-            kwargs = self._cutter.like(kwargs, self._reference_keywords.get(name, {}))
-            output = self._cutter.like(output, self._reference_outputs[name])
-        if self._at_once and name in self._awaited:
-            self._awaited.discard(name)
-            self.module_inputs.pop(name, None)
-            if name != ROOT:
-                self._measured[name] = self._terms_of(self._places[name], args, kwargs, output)
-            return
-        copies = self._copies
+        with torch.no_grad():
+            if self._share < 1 and name in self._reference_outputs:
+                args = self._cutter.arguments_like(args, self.reference_module_inputs[name])
+                output = self._cutter.like(output, self._reference_outputs[name])
+                if kwargs:
+                    kwargs = self._cutter.like(kwargs, self._reference_keywords.get(name, {}))
+            if self._at_once and name in self._awaited:
+                self._awaited.discard(name)
+                self.module_inputs.pop(name, None)
+                if name != ROOT:
+                    self._measured[name] = self._terms_of(self._places[name], args, kwargs, output)
+                return
         self._measured.pop(name, None)
-        self.module_inputs[name] = self._keep(args, copies)
-        self.module_outputs[name] = self._keep(output, copies)
-        if kwargs:
-            self._keywords[name] = self._keep(kwargs, copies)
-        else:
-            self._keywords.pop(name, None)
+        self.module_inputs[name] = self._keep(args, self._copies)
+        self.module_outputs[name] = self._keep(output, self._copies)
+        self._keywords[name] = self._keep(kwargs, self._copies)
 
     def _on_reference_forward(self, name: str, args: Args, kwargs: Kwargs, output: object) -> None:
         monitor = self.monitor
@@ -176,14 +183,17 @@ class RefinedCoordinateCheck:
 
     def _keep(self, value: object, copies: Copies) -> Any:
         """A value as it is now: tensors are copied, once however often they show up."""
-        if isinstance(value, Tensor):
-            kept = copies.of(value)
-            return kept.cpu() if self.cpu_offload else kept
-        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-            return type(value)([self._keep(each, copies) for each in value])
-        if type(value) is dict:
-            return {key: self._keep(each, copies) for key, each in value.items()}
-        return value
+        if not self.cpu_offload:  # most values are a tensor, or a call's only argument
+            if type(value) is Tensor:
+                return copies.of(value)
+            if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
+                return (copies.of(value[0]),)
+
+        def kept(_: str, tensor: Tensor) -> Tensor:
+            copied = copies.of(tensor)
+            return copied.cpu() if self.cpu_offload else copied
+
+        return map_leaves(value, kept)
 
     # -- the check ----------------------------------------------------------------------------------------
 
@@ -207,11 +217,11 @@ class RefinedCoordinateCheck:
         found = [each for name in self._places for each in self._measured.get(name, ())]
         self._forget()
         ledger = self.monitor._ledger
-        for (keys, indices, _, rows, width), sums in zip(
+        for (keys, wanted, _, rows, width), sums in zip(
             found, row_norms.read([norms for _, _, norms, _, _ in found]), strict=True
         ):
             if rows:
-                chosen = [sums[index] for index in indices]
+                chosen = wanted(sums)
                 ledger.add(keys, chosen, rows)
                 if self._rms_norms:
                     ledger.add(_rms_keys(keys), [each / width**0.5 for each in chosen], rows)
@@ -221,11 +231,12 @@ class RefinedCoordinateCheck:
         places = [self._place_of(name) for name in self.module_inputs if name != ROOT]
         for place in places:
             place.shares = self._shares_its_input(place)
-        for place in places:
-            name = place.name
-            self._measured[name] = self._terms_of(
-                place, self.module_inputs[name], self._keywords.get(name, {}), self.module_outputs[name]
-            )
+        with torch.no_grad():
+            for place in places:
+                name = place.name
+                self._measured[name] = self._terms_of(
+                    place, self.module_inputs[name], self._keywords[name], self.module_outputs[name]
+                )
 
     def _place_of(self, name: str) -> _Pair:
         place = self._places.get(name)
@@ -246,7 +257,10 @@ class RefinedCoordinateCheck:
         )
 
     def _terms_of(self, place: _Pair, args: Args, kwargs: Kwargs, output: object) -> list[Measured]:
-        between = output if place.is_same_function() else self._between(place, args, kwargs)
+        if place.is_same_function():
+            between = output
+        else:
+            between = self._replay.output_of(place.reference, args, kwargs, remember=place.shares)
         return place.terms.of(
             args,
             output,
@@ -255,24 +269,27 @@ class RefinedCoordinateCheck:
             self._reference_outputs[place.name],
         )
 
-    def _between(self, place: _Pair, args: Args, kwargs: Kwargs) -> object:
-        """W_0 x_t. The reference is not taken for its own pass meanwhile, and uses up no randomness."""
-        monitor, part = self.monitor, place.reference
-        generators = () if self._replay.is_calm(part) else self._generators
-        states = [generator.get_state() for generator in generators]
-        monitor.ignore_reference_module_activations = True
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What runs meanwhile is not taken for a pass of the reference's own, and uses up no randomness."""
+        states = [generator.get_state() for generator in self._generators]
+        self.monitor.ignore_reference_module_activations = True
         try:
-            with torch.no_grad():
-                return self._replay.output_of(part, args, kwargs, remember=place.shares)
+            yield
         finally:
-            monitor.ignore_reference_module_activations = False
-            for generator, state in zip(generators, states, strict=True):
+            self.monitor.ignore_reference_module_activations = False
+            for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
     def _bring_back(self, device: torch.device) -> None:
-        for kept in (self.module_inputs, self.module_outputs, self.reference_module_inputs, self._keywords):
-            kept.update({name: _to(value, device) for name, value in kept.items()})
-        self._reference_outputs = _to(self._reference_outputs, device)
+        for kept in (
+            self.module_inputs,
+            self.module_outputs,
+            self.reference_module_inputs,
+            self._keywords,
+            self._reference_outputs,
+        ):
+            kept.update(map_leaves(kept, lambda _, tensor: tensor.to(device)))
 
     def _forget(self) -> None:
         self.module_inputs = {}
@@ -304,14 +321,6 @@ class _Pair:
 
     def is_same_function(self) -> bool:
         """Whether the reference would answer what the module has answered, whatever was learned."""
-        return self._is_function and not any(map(self._replay.has_other_hook, (self._module, self.reference)))
-
-
-def _to(value: object, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)([_to(each, device) for each in value])
-    if type(value) is dict:
-        return {key: _to(each, device) for key, each in value.items()}
-    return value
+        return self._is_function and not (
+            self._replay.has_other_hook(self._module) or self._replay.has_other_hook(self.reference)
+        )

@@ -10,16 +10,20 @@ it. It guarantees:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
+from operator import is_
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.nn.modules import activation, batchnorm, conv, normalization, pooling
 
 from torchtap._torch import compiled_in_place, has_global_hooks, version_of
-from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.reference import pooled_copy
 from torchtap.store.write.pool import HostPool
 from torchtap.taps.walk.arguments import Args, Kwargs
+from torchtap.taps.walk.structure import map_leaves
+from torchtap.taps.walk.untraced import Hook
 
 __all__ = ["Replay", "is_function"]
 
@@ -80,25 +84,30 @@ class _Answer:
         self.output = output
         self.output_version = _version(output)
 
-    def is_to(self, args: list[Any]) -> bool:
+    def is_to(self, args: Args) -> bool:
         """Whether it is the answer to these arguments."""
-        return len(args) == len(self.args) and all(a is b for a, b in zip(args, self.args, strict=True))
+        return len(args) == len(self.args) and all(map(is_, args, self.args))
 
     def is_unchanged(self) -> bool:
         """Whether nobody has written into it or into what it is an answer to."""
-        versions = [_version(each) for each in self.args]
-        return versions == self.versions and _version(self.output) == self.output_version
+        return (
+            _version(self.output) == self.output_version and list(map(_version, self.args)) == self.versions
+        )
 
 
 @final
 class Replay:
     """Runs parts of a reference, and keeps the answers that a container is going to ask for.
 
-    ``own`` has the hooks of the monitor and its checks, which hear nothing while a part is run here.
+    ``own`` are the functions that the monitor and its checks have put on modules. ``aside`` is entered around a call
+    that goes through hooks: the own ones hear nothing of it, and no random number is used up.
     """
 
-    def __init__(self, own: list[HooksManager]) -> None:
+    def __init__(
+        self, own: Set[Callable[..., object]], aside: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._own = own
+        self._aside = aside
         self._answers: dict[nn.Module, _Answer] = {}
         self._calm: dict[nn.Module, bool] = {}
         # By id: a copy that is given in place of a value, its version when it was made, and the value.
@@ -107,14 +116,10 @@ class Replay:
 
     def has_other_hook(self, part: nn.Module) -> bool:
         """Whether calling a part does anything besides its forward, but for the monitor's own hooks."""
-        return (
-            bool(part._forward_pre_hooks)
-            or not all(
-                any(own.owns(part, hook) for own in self._own) for hook in part._forward_hooks.values()
-            )
-            or has_global_hooks()
-            or compiled_in_place(part) is not None
-        )
+        if part._forward_pre_hooks or compiled_in_place(part) is not None or has_global_hooks():
+            return True
+        own = self._own
+        return any(type(hook) is not Hook or hook.func not in own for hook in part._forward_hooks.values())
 
     def is_calm(self, part: nn.Module) -> bool:
         """Whether a part writes into no input and draws no random number, as far as its code is known."""
@@ -128,7 +133,7 @@ class Replay:
         if self.is_calm(part):
             output = self._run_calm(part, args, kwargs)
         else:
-            output = self._run(part, self._stand_in(args), self._stand_in(kwargs))
+            output = self._run(part, map_leaves(args, self._stand_in), map_leaves(kwargs, self._stand_in))
         if remember and not kwargs and isinstance(output, Tensor) and not _is_ageless((*args, output)):
             self._answers[part] = _Answer(args, output)
         return output
@@ -157,7 +162,8 @@ class Replay:
             # Put beside nn.Module.__setattr__, which would look for parameters and buffers.
             each.__dict__["forward"] = _Remembering(self, each, each.forward)
         try:
-            return part(*args, **kwargs)
+            with self._aside():
+                return part(*args, **kwargs)
         finally:
             for each, own in shadowed:
                 if own is None:
@@ -166,22 +172,16 @@ class Replay:
                     each.__dict__["forward"] = own
             self._stand_ins.clear()
 
-    def _stand_in(self, value: Any) -> Any:
-        """The same arguments with copies in them that may be written into."""
-        if isinstance(value, Tensor):
-            copy = pooled_copy(self._pool, value)
-            self._stand_ins[id(copy)] = (copy, _version(copy), value)
-            return copy
-        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-            return type(value)([self._stand_in(each) for each in value])
-        if type(value) is dict:
-            return {key: self._stand_in(each) for key, each in value.items()}
-        return value
+    def _stand_in(self, _: str, value: Tensor) -> Tensor:
+        """A copy that may be written into."""
+        copy = pooled_copy(self._pool, value)
+        self._stand_ins[id(copy)] = (copy, _version(copy), value)
+        return copy
 
     def _remembered(self, part: nn.Module, args: Args) -> Tensor | None:
         """What a part answered to these arguments. It is handed out once: whoever gets it may change it."""
         answer = self._answers.get(part)
-        if answer is None or not answer.is_to([self._original(each) for each in args]):
+        if answer is None or not answer.is_to(tuple(map(self._original, args)) if self._stand_ins else args):
             return None
         del self._answers[part]
         return answer.output if answer.is_unchanged() else None
