@@ -22,6 +22,7 @@ static PyObject *cut_out;    /* (gradient of the base, shape, strides) -> gradie
 static PyObject *graph_task; /* () -> which backward runs; -1 for none */
 static PyObject *zero;
 static PyObject *name_grad_fn, *name_base, *name_output_nr, *name_hooks, *name_register, *name_data, *name_take_gradient;
+static PyObject *name_detach, *name_requires_grad;
 
 typedef struct {
     PyObject_HEAD PyObject *receiver, *output, *gradient; /* ports, or None where nobody asks */
@@ -597,6 +598,8 @@ static int name_what_autograd_has(void)
     name_hooks = PyUnicode_InternFromString("_backward_hooks");
     name_register = PyUnicode_InternFromString("_register_hook_dict");
     name_data = PyUnicode_InternFromString("data");
+    name_detach = PyUnicode_InternFromString("detach");
+    name_requires_grad = PyUnicode_InternFromString("requires_grad");
     name_take_gradient = PyUnicode_InternFromString("take_gradient");
     zero = PyLong_FromLong(0);
     return !PyErr_Occurred();

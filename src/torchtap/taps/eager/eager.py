@@ -177,7 +177,7 @@ class EagerAttachment:
     def finish_step(self) -> None:
         if self._state is not None:
             self._state.finish_step()
-        if not (self._of_passes and self._receiver.between_passes):
+        if not (self._of_passes and self._receiver.no_pass_is_open):
             self._receiver.end_pass()
 
     def _begin_pass(self) -> None:

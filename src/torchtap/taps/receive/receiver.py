@@ -231,7 +231,7 @@ class Receiver(ReceiverFields):
         return True
 
     @property
-    def between_passes(self) -> bool:
+    def no_pass_is_open(self) -> bool:
         """Whether no pass is open, nor one that is not taken."""
         return self.between_passes and self._passed_over is None
 
