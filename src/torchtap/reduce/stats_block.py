@@ -92,20 +92,25 @@ class StatsBlock:
             _merge_into(self._rows, [row], self._scratch[scratch : scratch + 1])
 
     def measure_into(self, row: int, scratch: int, value: Tensor) -> None:
-        """``measure`` and ``fold`` in one go; for small values that is what most of the time goes into."""
+        """``measure`` and ``fold`` in one go."""
         native = self._native
         code = DTYPE_CODES.get(value.dtype)
         # The common case of `kernel.measure`, written out: a call less, and the kernel folds at once.
-        if native is not None and code is not None and (place := located(value)) is not None:
+        if (
+            native is not None
+            and code is not None
+            and (place := located(value)) is not None
+            and value.is_contiguous()
+        ):
             pointer, storage = place  # held while the kernel lets go of the interpreter
+            rows, states = self._rows, self._scratch  # held, too: `grow` has others
             count = value.numel()
-            if count <= kernel.MANY and value.is_contiguous():
-                rows, states = self._rows, self._scratch  # held, too: `grow` has others
-                state = self._scratch_address + scratch * _ROW_BYTES
-                native.measure_fold(self._row_address + row * _ROW_BYTES, state, pointer, count, code, 1)
-                self._remote[scratch] = None
-                del storage, rows, states
-                return
+            threads = torch.get_num_threads() if count > kernel.MANY else 1
+            state = self._scratch_address + scratch * _ROW_BYTES
+            native.measure_fold(self._row_address + row * _ROW_BYTES, state, pointer, count, code, threads)
+            self._remote[scratch] = None
+            del storage, rows, states
+            return
         self.measure(scratch, value)
         self.fold(row, scratch)
 
