@@ -33,6 +33,7 @@ sanitize-quick: $(SOUND)/.built
 sanitize: $(SOUND)/.built
 	$(UNDER_ASAN) $(BIN)/python -m tests.native.fuzz $(CASES)
 	$(UNDER_ASAN) $(BIN)/python -m pytest -q -p no:cacheprovider tests/reduce/test_memory.py tests/reduce/test_stats.py \
+	  tests/reduce/test_taking.py \
 	  tests/reduce/test_precision.py tests/reduce/test_row_norms.py tests/store/test_checksum.py \
 	  tests/taps/test_keeping.py tests/test_remembered.py -k "not hundred_million"
 	for kernel in $(KERNELS); do \
