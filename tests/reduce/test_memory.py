@@ -150,8 +150,6 @@ def test_a_native_call_refuses_addresses_that_cannot_be() -> None:
     for address, count in ((0, 5), (state.data_ptr() + 1, 5), (state.data_ptr(), -1)):
         with pytest.raises(ValueError, match="memory"):
             kernel.native.measure(state.data_ptr(), address, count, 0, 1)
-        with pytest.raises(ValueError, match="memory"):
-            kernel.native.measure_fold(state.data_ptr(), state.data_ptr(), address, count, 0, 1)
         with pytest.raises(ValueError, match=r"size|memory"):
             kernel.native.measure_strided(state.data_ptr(), address, 0, 1, (count,), (2,))
         if row_norms.native is not None:

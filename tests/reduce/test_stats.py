@@ -15,6 +15,7 @@ from tests.reduce.references import assert_statistics, statistics
 from torch import Tensor
 
 from torchtap.reduce import Reduction, Result, Stats, kernel
+from torchtap.reduce.moments import WIDTH
 from torchtap.testing import ReductionContract
 
 DTYPES = [
@@ -182,7 +183,7 @@ class TestNativeKernel:
     def test_the_number_of_threads_does_not_change_a_bit(self) -> None:
         torch.manual_seed(0)
         value = torch.randn(5_000_011)
-        states = torch.empty(4, 9, dtype=torch.float64)
+        states = torch.empty(4, WIDTH, dtype=torch.float64)
         assert kernel.native is not None
         for row, threads in enumerate((1, 2, 3, 200)):
             kernel.native.measure(states[row].data_ptr(), value.data_ptr(), value.numel(), 0, threads)

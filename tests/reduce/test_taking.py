@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtap.reduce import StatsBlock, kernel
+from torchtap.reduce.moments import WIDTH
 
 pytestmark = pytest.mark.skipif(
     kernel.make_taker() is None, reason="tensors cannot be taken as they are here"
@@ -36,13 +37,18 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("dtype", list(kernel.DTYPE_CODES), ids=str)
-def test_any_dtype_and_layout_has_the_numbers_of_the_longer_way(dtype: torch.dtype, layout: str) -> None:
+def test_any_dtype_and_layout_has_the_numbers_of_the_longer_way(
+    dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     value = LAYOUTS[layout](torch.randn(48, 33).mul_(5).to(dtype))
-    block = StatsBlock(2)
+    block = StatsBlock(3)
     assert block.take(0, value)
     block.measure_into(1, 0, value)
+    monkeypatch.setattr(kernel, "_has_takers", False)
+    block.measure_into(2, 0, value)
     states = block.states()
     np.testing.assert_array_equal(states[0], states[1])
+    np.testing.assert_array_equal(states[0], states[2])
     if value.numel() > 1:
         assert_statistics(statistics(block, 0), [value])
 
@@ -54,6 +60,16 @@ def test_memory_that_is_gone_is_not_taken(name: str) -> None:
     assert not block.take(0, value)
     assert not block.take_any(0, value)
     assert block.states()[0, 0] == 0
+    assert not measured_as_it_is(value)
+
+
+def measured_as_it_is(value: Tensor) -> bool:
+    """Whether native code measured it; where it did not, it wrote nothing."""
+    assert kernel.native is not None
+    state, row = torch.full((2, WIDTH), -1.0, dtype=torch.float64)
+    done: bool = kernel.native.measure_tensor(row.data_ptr(), state.data_ptr(), value, kernel.MANY, 2)
+    assert done or bool((state == -1).all() and (row == -1).all())
+    return done
 
 
 def test_what_is_no_plain_memory_is_left_alone() -> None:
@@ -75,9 +91,11 @@ def test_what_is_no_plain_memory_is_left_alone() -> None:
         torch.zeros(3, dtype=torch.uint16),
     ]
     assert [block.take(0, each) for each in strangers] == [False] * len(strangers)
+    assert [measured_as_it_is(each) for each in strangers] == [False] * len(strangers)
     inside: list[bool] = []
     torch.func.vmap(lambda x: (inside.append(block.take(0, x)), x)[1])(torch.ones(3, 4))
-    assert inside == [False]
+    torch.func.vmap(lambda x: (inside.append(measured_as_it_is(x)), x)[1])(torch.ones(3, 4))
+    assert inside == [False, False]
     assert block.states()[0, 0] == 0
 
 

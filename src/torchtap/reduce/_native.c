@@ -83,20 +83,6 @@ static PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t na
     Py_RETURN_NONE;
 }
 
-/* measure_fold(row, state, memory, count, dtype, threads): measure, then fold the state into `row`. */
-static PyObject *py_measure_fold(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    Py_ssize_t a[6];
-    State found;
-    (void)self;
-    if (!take_numbers(args, nargs, 6, a) || !known_memory(a + 2))
-        return NULL;
-    measure_released(a + 2, a[5], &found);
-    *(State *)a[1] = found;
-    fold_into((State *)a[0], &found);
-    Py_RETURN_NONE;
-}
-
 /* fold(row, state): merge `state` into `row`. */
 static PyObject *py_fold(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -296,7 +282,7 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
 
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
-    {"measure_fold", (PyCFunction)(void (*)(void))py_measure_fold, METH_FASTCALL, NULL},
+    {"measure_tensor", (PyCFunction)(void (*)(void))py_measure_tensor, METH_FASTCALL, NULL},
     {"measure_strided", (PyCFunction)(void (*)(void))py_measure_strided, METH_FASTCALL, NULL},
     {"count", (PyCFunction)(void (*)(void))py_count, METH_FASTCALL, NULL},
     {"finish_rows", (PyCFunction)(void (*)(void))py_finish, METH_FASTCALL, NULL},

@@ -21,6 +21,48 @@ static void measure_memory(Memory *memory, int threads, State *out)
         measure_layout(memory->dtype, memory->raw, &memory->layout, threads, out);
 }
 
+/* Lets go of the interpreter where that is worth it. Values of at most so many elements are for one thread; 0 `threads`: only
+ * what is small, without letting go. Says whether it was measured; its storage is held no longer. */
+static int measure_located(Memory *memory, Py_ssize_t for_one, int threads, State *out)
+{
+    const int alone = memory->elements <= (size_t)for_one;
+    const int small = alone && memory->elements * ITEM_BYTES[memory->dtype] < RELEASE_BYTES;
+    if (small) {
+        measure_memory(memory, 1, out);
+    } else if (threads) {
+        Py_BEGIN_ALLOW_THREADS
+        measure_memory(memory, alone ? 1 : threads, out);
+        Py_END_ALLOW_THREADS
+    }
+    Py_XDECREF(memory->storage);
+    return small || threads;
+}
+
+/* measure_tensor(row, state, tensor, for_one, threads): the state of a tensor, written to `state` and, unless `row` is zero,
+ * folded into it. False: nothing was done, Python has to see to it. */
+static PyObject *py_measure_tensor(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_ssize_t at[2], how[2];
+    Memory memory;
+    State found; /* what others may look at is written with the interpreter's lock alone */
+    (void)self;
+    if (nargs != 5) {
+        PyErr_SetString(PyExc_TypeError, "expected two addresses, a tensor and two numbers");
+        return NULL;
+    }
+    if (!take_numbers(args, 2, 2, at) || !take_numbers(args + 3, 2, 2, how))
+        return NULL;
+    if (!is_plain(args[2]) || !locate(args[2], &memory)) {
+        PyErr_Clear(); /* whatever it was: Python asks again, and says it */
+        Py_RETURN_FALSE;
+    }
+    measure_located(&memory, how[0], how[1] > 1 ? (int)how[1] : 1, &found);
+    *(State *)at[1] = found;
+    if (at[0])
+        fold_into((State *)at[0], &found);
+    Py_RETURN_TRUE;
+}
+
 /* 1 measured and folded, 0 left to Python, -1 with an error. `threads` 0: only what is small, without letting go.
  * `anew`: in place of what was in the row. `mark` says where the tensor is remembered; below zero: nowhere. */
 static int take_into_row(Taker *self, Py_ssize_t row, PyObject *tensor, int threads, int anew, int *mark)
@@ -47,20 +89,8 @@ static int take_into_row(Taker *self, Py_ssize_t row, PyObject *tensor, int thre
         PyErr_Clear(); /* whatever it was: Python asks again, and says it */
         return 0;
     }
-    const size_t bytes = memory.elements * ITEM_BYTES[memory.dtype];
-    const int small = bytes < RELEASE_BYTES && memory.elements <= (size_t)self->most;
-    if (small) {
-        measure_memory(&memory, 1, &found);
-    } else if (threads) {
-        Py_BEGIN_ALLOW_THREADS
-        measure_memory(&memory, memory.elements <= (size_t)self->most ? 1 : threads, &found);
-        Py_END_ALLOW_THREADS
-    } else {
-        Py_XDECREF(memory.storage);
-        return 0;
-    }
-    Py_XDECREF(memory.storage);
-    if (row >= self->count) /* the rows may have moved meanwhile, but there are never fewer */
+    if (!measure_located(&memory, self->most, threads, &found) ||
+        row >= self->count) /* the rows may have moved meanwhile, but there are never fewer */
         return 0;
     if (anew)
         self->rows[row] = BLANK;

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-_FUNCTIONS = ("count", "fold", "measure", "measure_fold", "measure_strided", "use_pool")
+_FUNCTIONS = ("count", "fold", "measure", "measure_strided", "measure_tensor", "use_pool")
 
 
 def _load() -> ModuleType | None:
@@ -146,8 +146,13 @@ DTYPES = list(DTYPE_CODES)
 MANY = 1 << 17
 
 
-def measure(kernel: ModuleType, address: int, value: Tensor) -> bool:
-    """Write the state of ``value`` to ``address``; False where its memory cannot be read as it is."""
+def measure(kernel: ModuleType, address: int, value: Tensor, *, row: int = 0) -> bool:
+    """Write the state of ``value`` to ``address`` and fold it into ``row``, if that is another address.
+
+    False where its memory cannot be read as it is.
+    """
+    if _has_takers and kernel.measure_tensor(row, address, value, MANY, torch.get_num_threads()):
+        return True
     code = DTYPE_CODES.get(value.dtype)
     place = located(value) if code is not None else None
     if code is None or place is None:
@@ -160,6 +165,8 @@ def measure(kernel: ModuleType, address: int, value: Tensor) -> bool:
     else:
         kernel.measure_strided(address, pointer, code, threads, value.shape, value.stride())
     del storage
+    if row:
+        kernel.fold(row, address)
     return True
 
 

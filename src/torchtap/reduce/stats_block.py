@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from torchtap.reduce import kernel
-from torchtap.reduce.kernel import DTYPE_CODES
 from torchtap.reduce.measuring import measure
-from torchtap.reduce.memory import located
 from torchtap.reduce.moments import STATISTICS, WIDTH, blank_states, finish, merge_states
 from torchtap.reduce.slots import DeviceSlots, SlotSet
 from torchtap.reduce.transforms import outside_transforms
@@ -92,21 +90,15 @@ class StatsBlock:
             _merge_into(self._rows, [row], self._scratch[scratch : scratch + 1])
 
     def measure_into(self, row: int, scratch: int, value: Tensor) -> None:
-        """``measure`` and ``fold`` in one go; for small values that is what most of the time goes into."""
+        """``measure`` and ``fold`` in one go."""
         native = self._native
-        code = DTYPE_CODES.get(value.dtype)
-        # The common case of `kernel.measure`, written out: a call less, and the kernel folds at once.
-        if native is not None and code is not None and (place := located(value)) is not None:
-            pointer, storage = place  # held while the kernel lets go of the interpreter
-            count = value.numel()
-            if count <= kernel.MANY and value.is_contiguous():
-                rows, states = self._rows, self._scratch  # held, too: `grow` has others
-                state = self._scratch_address + scratch * _ROW_BYTES
-                native.measure_fold(self._row_address + row * _ROW_BYTES, state, pointer, count, code, 1)
-                self._remote[scratch] = None
-                del storage, rows, states
-                return
-        self.measure(scratch, value)
+        rows = self._rows  # held while the kernel lets go of the interpreter: `grow` has others
+        at, state = self._row_address + row * _ROW_BYTES, self._scratch_address + scratch * _ROW_BYTES
+        if native is not None and _read_by_kernel(native, state, value, row=at):
+            self._remote[scratch] = None
+            del rows
+            return
+        self._measure_with_care(scratch, value)
         self.fold(row, scratch)
 
     def take(self, row: int, value: Tensor) -> bool:
