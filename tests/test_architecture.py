@@ -28,6 +28,7 @@ LAYERS = [
     ["pace"],
     ["reduce"],
     ["budget"],
+    ["asked"],
     ["plan"],
     ["store.record"],
     # how a value leaves a running model

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torchtap import monitors as monitors
     from torchtap import schedule as schedule
     from torchtap import sinks as sinks
+    from torchtap.asked import Tap as Tap
+    from torchtap.asked import tap as tap
     from torchtap.budget import Budget as Budget
     from torchtap.comparison.adjacent import layer_changes as layer_changes
     from torchtap.comparison.bisection import Bisection as Bisection
@@ -77,9 +79,7 @@ if TYPE_CHECKING:
     from torchtap.monitors.monitor.trainer import MonitoredTrainer as MonitoredTrainer
     from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
     from torchtap.plan import Plan as Plan
-    from torchtap.plan import Tap as Tap
     from torchtap.plan import make_plan as make_plan
-    from torchtap.plan import tap as tap
     from torchtap.reduce import Entropy as Entropy
     from torchtap.reduce import Full as Full
     from torchtap.reduce import Gram as Gram
@@ -196,7 +196,7 @@ _HOME = {
     "Stats": "torchtap.reduce",
     "Steps": "torchtap.schedule",
     "StorageManager": "torchtap.monitors.module_monitor",
-    "Tap": "torchtap.plan",
+    "Tap": "torchtap.asked",
     "TensorBoardSink": "torchtap.sinks",
     "TopK": "torchtap.reduce",
     "Units": "torchtap.reduce",
@@ -236,7 +236,7 @@ _HOME = {
     "open_layers": "torchtap.monitors.layers.files",
     "plot": "torchtap.viewer.plot",
     "record_layers": "torchtap.monitors.layers.recorder",
-    "tap": "torchtap.plan",
+    "tap": "torchtap.asked",
     "verify": "torchtap.sessions.verification",
     "watch": "torchtap.sessions.front",
 }

@@ -1,32 +1,32 @@
-"""What to look at: a tap is a selector, a schedule and a reduction; a plan is taps bound to one model's sites.
+"""A plan: taps bound to one model's sites.
 
-Binding does all the parsing and matching there is, once. Both are frozen: a plan can be printed, saved as JSON
-and inspected before anything runs. No hook is set here.
+Binding does all the matching there is, once. A plan is frozen: it can be printed, saved as JSON and inspected before
+anything runs. No hook is set here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, final, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from torch import nn
 
+from torchtap.asked import Tap, tap
 from torchtap.errors import PlanError, SelectionError, TorchtapError
 from torchtap.foreign_text import shown
 from torchtap.names import KINDS, Kind
-from torchtap.reduce.base import AnyReduction, Reduction, RowBlock
-from torchtap.reduce.stats import Stats
+from torchtap.reduce.base import AnyReduction, RowBlock
 from torchtap.reduce.stats_block import StatsBlock
-from torchtap.schedule.base import NO_STEP, Always, Moment, Never, Schedule, schedule_of
-from torchtap.sites import Place, Selectable, Selector, Site, places, selectors_of
+from torchtap.schedule.base import NO_STEP, Always, Moment, Never
+from torchtap.sites import Place, Selectable, Selector, Site, places
 
 if TYPE_CHECKING:
-    from torchtap.budget import Budget
+    pass
 
-__all__ = ["LISTED_KINDS", "Plan", "Port", "Tap", "candidates", "make_plan", "tap"]
+__all__ = ["LISTED_KINDS", "Plan", "Port", "candidates", "make_plan"]
 
 # Kinds whose leaves are known before the model runs.
 _LISTED: dict[Kind, str] = {
@@ -42,180 +42,6 @@ _LISTED: dict[Kind, str] = {
 
 
 LISTED_KINDS = frozenset(_LISTED)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Tap:
-    """One sentence of a plan: what to look at, what to keep of it, and when."""
-
-    selectors: tuple[Selector, ...]
-    keep: AnyReduction
-    schedule: Schedule = field(default_factory=Always)
-    exclude: tuple[Selector, ...] = ()
-    alias: str | None = None
-    budget: Budget | None = None
-    per_consumer: bool = (
-        False  # a grad_input is what this module sends back, not what all users of the value do
-    )
-
-    def wants(self, names: Iterable[Site]) -> bool:
-        """Whether a site, its leaf and call known, is one of the tap's. ``names`` are all the names it has."""
-        return any(s.picks(site) for site in names for s in self.selectors) and not any(
-            s.picks(site) for site in names for s in self.exclude
-        )
-
-    @property
-    def whole(self) -> bool:
-        """Whether a port that it may want it wants with all leaves and calls, so that nothing is left to ask."""
-        return all(selector.whole for selector in (*self.selectors, *self.exclude))
-
-    def may_want(self, names: Iterable[Site]) -> bool:
-        """Whether a port can have sites of this tap, judged before the model runs."""
-        return any(s.picks_port(port) for port in names for s in self.selectors) and not any(
-            s.whole and s.picks_port(port) for port in names for s in self.exclude
-        )
-
-    def meant_in(self, paths: Collection[str]) -> Tap:
-        """The tap as it is meant in a model with these modules."""
-        selectors = tuple(selector.meant_in(paths) for selector in self.selectors)
-        return replace(
-            self, selectors=selectors, exclude=tuple(each.meant_in(paths) for each in self.exclude)
-        )
-
-    @classmethod
-    def from_spec(cls, spec: Mapping[str, Any]) -> Tap:
-        """The tap that a `spec` describes."""
-        from torchtap.budget import Budget
-        from torchtap.reduce.registry import reduction_from_spec
-        from torchtap.schedule.rules import schedule_from_spec
-
-        for text in (*spec["selectors"], *spec["exclude"]):
-            if not isinstance(text, str) or text.startswith("<"):
-                raise PlanError(
-                    f"the selector {text!r} was a module, a type or a function: a file does not hold it"
-                )
-        budget = spec.get("budget")
-        return cls(
-            selectors=selectors_of(spec["selectors"]),
-            keep=reduction_from_spec(spec["keep"]),
-            schedule=schedule_from_spec(spec["schedule"]),
-            exclude=selectors_of(spec["exclude"]),
-            alias=spec.get("alias"),
-            budget=None if budget is None else Budget(**budget),
-            per_consumer=bool(spec.get("per_consumer", False)),
-        )
-
-    def spec(self) -> dict[str, object]:
-        """The tap as JSON."""
-        return {
-            "selectors": [s.text for s in self.selectors],
-            "exclude": [s.text for s in self.exclude],
-            "keep": self.keep.spec(),
-            "schedule": self.schedule.spec(),
-            "alias": self.alias,
-            "budget": None if self.budget is None else self.budget.spec(),
-            **({"per_consumer": True} if self.per_consumer else {}),
-        }
-
-
-@overload
-def tap(
-    selector: Selectable | Sequence[Selectable],
-    keep: AnyReduction | type[AnyReduction] | None = None,
-    **options: Any,
-) -> Tap: ...
-
-
-@overload
-def tap(
-    selector: Selectable | Sequence[Selectable], keep: Sequence[AnyReduction], **options: Any
-) -> list[Tap]: ...
-
-
-@overload
-def tap(
-    selector: Selectable | Sequence[Selectable],
-    keep: AnyReduction | Sequence[AnyReduction],
-    **options: Any,
-) -> Tap | list[Tap]: ...
-
-
-def tap(
-    selector: Selectable | Sequence[Selectable],
-    keep: AnyReduction | type[AnyReduction] | Sequence[AnyReduction] | None = None,
-    **options: Any,
-) -> Tap | list[Tap]:
-    """A tap in one line: ``tap("blocks.*:output", keep=Stats(), every=10)``. Statistics are kept by default.
-
-    When: ``every``, ``offset``, ``steps``, ``epochs``, ``batches``, ``first``, ``phase``, ``when``; live where all that
-    are given agree. ``kind`` is meant where a selector names none. ``exclude`` has selectors of what is left out,
-    ``alias`` a name for the one site, ``budget`` a limit. A list of reductions makes a tap for each of them.
-
-    ``per_consumer``: a ``grad_input`` is the gradient that this module alone sends back, as torch's full backward hooks
-    give it. Otherwise it is the gradient of the value, the sum over all modules that use it. Eager models only.
-    """
-    if isinstance(keep, (list, tuple)):
-        return [_one_tap(selector, each, **options) for each in keep]
-    return _one_tap(selector, keep, **options)  # type: ignore[arg-type]
-
-
-def _one_tap(
-    selector: Selectable | Sequence[Selectable],
-    keep: AnyReduction | type[AnyReduction] | None = None,
-    *,
-    kind: Kind = "output",
-    every: int | None = None,
-    offset: int = 0,
-    steps: Collection[int] | None = None,
-    epochs: Collection[int] | None = None,
-    batches: Collection[int] | None = None,
-    first: int | None = None,
-    when: Schedule | Callable[[Moment], bool] | None = None,
-    phase: str | None = None,
-    exclude: Selectable | Sequence[Selectable] | None = None,
-    alias: str | None = None,
-    budget: Budget | None = None,
-    per_consumer: bool = False,
-) -> Tap:
-    if kind not in KINDS:
-        raise PlanError(f"kind={kind!r}: the kinds are {', '.join(KINDS)}")
-    if isinstance(keep, type):
-        keep = keep()
-    if keep is not None and not isinstance(keep, Reduction):
-        raise PlanError(f"keep={keep!r}: give a reduction, e.g. keep=Stats() or keep=Full()")
-    if budget is not None:
-        _check_budget(budget)
-    selectors = selectors_of(selector, kind)
-    if not selectors:
-        raise PlanError("a tap needs at least one selector")
-    return Tap(
-        selectors=selectors,
-        keep=Stats() if keep is None else keep,
-        schedule=schedule_of(
-            every=every,
-            offset=offset,
-            steps=steps,
-            epochs=epochs,
-            batches=batches,
-            first=first,
-            when=when,
-            phase=phase,
-        ),
-        exclude=selectors_of(exclude, kind),
-        alias=alias,
-        budget=budget,
-        per_consumer=per_consumer,
-    )
-
-
-def _check_budget(budget: object) -> None:
-    from torchtap.budget import Budget
-
-    if not isinstance(budget, Budget):
-        raise PlanError(
-            f"budget={budget!r}: give a Budget, e.g. Budget(bytes=10 << 30) or Budget(share=0.05)"
-        )
 
 
 @final

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchtap.monitors.torch_module_monitor.utils import extract_activation_tensor
 
 import torchtap as tt
 from torchtap.monitors import torch_module_monitor as ours
 from torchtap.monitors.torch_module_monitor import MonitorMixin, RefinedCoordinateCheck, StorageManager
-from torchtap.monitors.torch_module_monitor.utils import extract_activation_tensor
 
 criterion = nn.CrossEntropyLoss()
 

@@ -6,9 +6,9 @@ from torch import nn
 
 from torchtap._torch import RunningNorm
 from torchtap._torch_distributed import fsdp_sharded
+from torchtap.asked import Tap, tap
 from torchtap.names import site_name
 from torchtap.pace import Pace, Seldom
-from torchtap.plan import Tap, tap
 from torchtap.ranks import identity
 from torchtap.reduce import Fingerprint, SampleSpread, Units
 from torchtap.sites import places

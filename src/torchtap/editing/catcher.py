@@ -20,10 +20,11 @@ from typing import Any, Self, final, overload
 
 from torch import Tensor, nn
 
+from torchtap.asked import Tap
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.editing.layer_catcher import CallArguments, LayerCatcher
 from torchtap.errors import PlanError
-from torchtap.plan import Tap, make_plan
+from torchtap.plan import make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector
 from torchtap.taps.walk.arguments import Args, Kwargs

@@ -22,10 +22,11 @@ from typing import Any, Self, TypeAlias, final
 import torch
 from torch import Tensor
 
+from torchtap.asked import Tap
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError
 from torchtap.names import belongs_to
-from torchtap.plan import Plan, Port, Tap, make_plan
+from torchtap.plan import Plan, Port, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site
 from torchtap.taps.walk.arguments import Args, Kwargs

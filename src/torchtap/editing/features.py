@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import version_of
+from torchtap.asked import Tap
 from torchtap.editing.eager_only import hookable
 from torchtap.errors import PlanError, SelectionError
-from torchtap.plan import Plan, Port, Tap, make_plan
+from torchtap.plan import Plan, Port, make_plan
 from torchtap.reduce import Stats
 from torchtap.sites import Selectable, Selector, Site, selectors_of
 from torchtap.taps.walk.arguments import Args, Kwargs

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 
+from torchtap.asked import Tap
 from torchtap.integrations.first_call import FirstCall
 from torchtap.integrations.models import called_models
-from torchtap.plan import Tap
 from torchtap.sessions.front import watch
 from torchtap.sessions.watching import Watch
 from torchtap.sites import Selectable

@@ -13,10 +13,11 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from torchtap.asked import Tap
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError, SelectionError, needing
 from torchtap.names import read_name, site_name
-from torchtap.plan import Tap, make_plan
+from torchtap.plan import make_plan
 from torchtap.reduce import Stats
 from torchtap.sessions.watching import Watch
 from torchtap.sites import Selectable, Selector, Site

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import final
 
-from torchtap.plan import Plan, Tap
+from torchtap.asked import Tap
+from torchtap.plan import Plan
 
 __all__ = ["Evaluations"]
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
+from torchtap.asked import Tap, tap
 from torchtap.errors import PlanError, SessionError
 from torchtap.names import Kind
-from torchtap.plan import Plan, Tap, candidates, make_plan, tap
+from torchtap.plan import Plan, candidates, make_plan
 from torchtap.ranks import identity
 from torchtap.reduce.base import AnyReduction
 from torchtap.schedule.base import Moment

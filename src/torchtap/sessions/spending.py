@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from torchtap.plan import Plan, Tap
+from torchtap.asked import Tap
+from torchtap.plan import Plan
 from torchtap.store.format.payload import nbytes_of
 from torchtap.store.record import TensorItem
 from torchtap.taps.receive.entries import Entry, Tally

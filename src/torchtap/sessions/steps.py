@@ -16,9 +16,8 @@ Not here: who moves the clock (`watching`, `following`), where records go (`outl
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, final
 
 from torchtap.plan import Plan
@@ -27,8 +26,9 @@ from torchtap.sessions.clock import Clock
 from torchtap.sessions.logged import Logged
 from torchtap.sessions.lull import Lull
 from torchtap.sessions.outlets import Outlets
+from torchtap.sessions.partial_record import PartialRecord
 from torchtap.sessions.tapping import Tapping
-from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
+from torchtap.store.record import StepRecord
 from torchtap.taps.receive.collect import PendingNumbers
 from torchtap.taps.receive.entries import Tally
 
@@ -39,40 +39,6 @@ __all__ = ["StepMaker"]
 
 _When: TypeAlias = tuple[int, int | None, int | None, str]
 _MOMENTS = 16  # of which the live taps are remembered, before those of old steps are forgotten
-
-
-@final
-@dataclass(slots=True)
-class _Part:
-    """A record in the making."""
-
-    moment: Moment
-    passes: int
-    skipped: bool
-    scalars: tuple[ScalarBlock, ...]
-    tensors: tuple[TensorItem, ...]
-    coming: list[PendingNumbers]
-
-    @property
-    def whole(self) -> bool:
-        """Whether all numbers are there."""
-        return not self.coming or all(each.done() for each in self.coming)
-
-    def record(self) -> StepRecord:
-        for each in self.coming:
-            each.fill()
-        moment = self.moment
-        return StepRecord(
-            moment.step,
-            moment.epoch,
-            moment.batch,
-            moment.phase,
-            time.time(),
-            self.scalars,
-            self.tensors,
-            self.passes,
-            self.skipped,
-        )
 
 
 @final
@@ -117,8 +83,8 @@ class StepMaker:
         self._asked: tuple[Moment, frozenset[int]] | None = (
             None  # the newest of these: it is asked for most often
         )
-        self._held: list[_Part] = []  # of the last step: numbers may still be logged for it
-        self._waiting: list[_Part] = []  # whole but for numbers that are on their way
+        self._held: list[PartialRecord] = []  # of the last step: numbers may still be logged for it
+        self._waiting: list[PartialRecord] = []  # whole but for numbers that are on their way
         self.passes_before = 0  # of training, before the clock was moved for the first time
 
     # -- what the receiver asks ---------------------------------------------------------------------------
@@ -218,7 +184,7 @@ class StepMaker:
         if block is None or tally is None or self.open is None:
             return None
         at = replace(self.open, phase=tally.phase)
-        return _Part(at, tally.passes, False, (block,), (), []).record()
+        return PartialRecord(at, tally.passes, False, (block,), (), []).record()
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -470,7 +436,7 @@ class StepMaker:
         at = moment
         if moment.phase != tally.phase:
             at = Moment(moment.step, moment.epoch, moment.batch, tally.phase)
-        self._held.append(_Part(at, passes, skipped, scalars, tensors, coming))
+        self._held.append(PartialRecord(at, passes, skipped, scalars, tensors, coming))
         return True
 
     def _release_for(self, moment: Moment | None) -> None:
@@ -482,7 +448,7 @@ class StepMaker:
                 scalars, tensors = self.logged.take(phase, coming)
                 if part is None:
                     at = replace(moment, phase=phase)
-                    self._held.append(_Part(at, 0, False, scalars, tensors, coming))
+                    self._held.append(PartialRecord(at, 0, False, scalars, tensors, coming))
                 else:
                     part.scalars, part.tensors = (*part.scalars, *scalars), (*part.tensors, *tensors)
                     part.coming += coming

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from torchtap._torch import pytree
+from torchtap.asked import Tap
 from torchtap.errors import PlanError, VerificationError
-from torchtap.plan import Tap
 from torchtap.sessions.front import capture
 from torchtap.sites import Selectable
 from torchtap.taps.walk.arguments import Args, Kwargs

@@ -17,13 +17,14 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor, nn
 
+from torchtap.asked import tap
 from torchtap.diagnosis.birth import Birth, Search
 from torchtap.diagnosis.flight.judge import Incident
 from torchtap.diagnosis.flight.moment import StepSnapshot
 from torchtap.diagnosis.flight.passes import copied
 from torchtap.diagnosis.flight.replay import Replayed, replay
 from torchtap.diagnosis.op_trail import Event
-from torchtap.plan import make_plan, tap
+from torchtap.plan import make_plan
 from torchtap.reduce import Full, Sample, Stats
 from torchtap.sessions.front import watch
 from torchtap.sessions.manifest import run_manifest

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from torchtap._torch import in_backward
+from torchtap.asked import Tap
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.flight.dump import Outcome, write_dump
 from torchtap.diagnosis.flight.history import Ring
@@ -31,7 +32,7 @@ from torchtap.diagnosis.flight.norms import norm_of
 from torchtap.diagnosis.flight.passes import PassKeeper
 from torchtap.diagnosis.flight.signals import Asked, Uncaught
 from torchtap.errors import PlanError
-from torchtap.plan import Plan, Tap
+from torchtap.plan import Plan
 from torchtap.sessions.front import watch
 from torchtap.sessions.outlets import warn
 from torchtap.sites import Selectable, unwrap

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtap.asked import Tap, tap
 from torchtap.diagnosis.doctor import Doctor, doctor
 from torchtap.errors import PlanError, RecordingLostError
 from torchtap.integrations.zero_code.discovery import Discovery
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
 from torchtap.pace import Pace
-from torchtap.plan import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.sessions.front import watch
 from torchtap.sessions.step_loss import StepLoss

@@ -32,13 +32,13 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import TORCH_VERSION
+from torchtap.asked import tap
 from torchtap.comparison.recorded.recordings import is_layer_folder
 from torchtap.errors import OutputError, SessionError
 from torchtap.monitors.layers.copies import BlockCopies
 from torchtap.monitors.layers.files import write_layers
 from torchtap.monitors.layers.names import final_norm
 from torchtap.monitors.layers.numbering import ChosenLayers
-from torchtap.plan import tap
 from torchtap.reduce import Full
 from torchtap.sessions.front import watch
 from torchtap.sessions.watching import Watch

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
+from torchtap.asked import Tap
 from torchtap.errors import PlanError, RecordingLostError, SessionError
 from torchtap.monitors.monitor.chosen import (
     LayerConfig,
@@ -36,7 +37,6 @@ from torchtap.monitors.monitor.forgotten import ForgottenClock
 from torchtap.monitors.monitor.own_hooks import put_on_own_hooks
 from torchtap.monitors.monitor.saver import Saver
 from torchtap.names import site_name
-from torchtap.plan import Tap
 from torchtap.reduce import Full
 from torchtap.schedule import Epochs
 from torchtap.sessions.front import watch

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import pytree
+from torchtap.asked import Tap
 from torchtap.errors import FormError, MissingExtraError, PlanError
 from torchtap.names import site_name
-from torchtap.plan import Plan, Tap, make_plan
+from torchtap.plan import Plan, make_plan
 from torchtap.sites import Selectable
 from torchtap.taps.carry.emitting import EmittingModel
 from torchtap.taps.travel.program_gate import check_tree

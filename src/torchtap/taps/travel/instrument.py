@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from torchtap.asked import Tap
 from torchtap.errors import FormError
-from torchtap.plan import Plan, Tap, make_plan
+from torchtap.plan import Plan, make_plan
 from torchtap.sites import Selectable
 from torchtap.taps.attach import form_of, tree_of
 from torchtap.taps.carry import op
