@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from torchtap.errors import PlanError
 from torchtap.schedule import (
-    NO_STEP,
     Always,
     Epochs,
     Every,
@@ -24,6 +23,7 @@ from torchtap.schedule import (
     When,
     schedule_of,
 )
+from torchtap.schedule.base import NO_STEP
 
 
 def live(schedule: Schedule, steps: range = range(12)) -> list[int]:
