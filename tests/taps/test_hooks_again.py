@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
 from collections import OrderedDict
@@ -86,16 +87,17 @@ def test_the_same_hooks_under_the_same_numbers_go_on_at_the_next_live_step() -> 
     assert not any(live[3])
 
 
-def test_other_taps_have_hooks_of_their_own_that_come_back_too() -> None:
-    model, records = made(), Records()
-    taps = [tt.tap("0:output", every=2), tt.tap("2:output", every=3)]
+def test_each_set_of_live_taps_has_hooks_of_its_own_however_many_sets_there_are() -> None:
+    schedule = {0: 2, 1: 3, 2: 5, 3: 7}  # 15 different sets of live taps
+    model, records = nn.Sequential(*(nn.Linear(4, 4) for _ in schedule)), Records()
+    taps = [tt.tap(f"{site}:output", every=every) for site, every in schedule.items()]
     with tt.watch(model, None, taps, sinks=[records]) as watch:
-        for _ in range(13):
+        for _ in range(215):
             step(watch, model)
     assert records.steps == {
-        number: {f"{site}:output" for site, every in ((0, 2), (2, 3)) if number % every == 0}
-        for number in range(13)
-        if number % 2 == 0 or number % 3 == 0
+        number: sites
+        for number in range(215)
+        if (sites := {f"{site}:output" for site, every in schedule.items() if number % every == 0})
     }
     assert not any(on(model))
 
@@ -305,3 +307,21 @@ def test_hooks_that_were_let_go_of_do_not_come_back() -> None:
     walker.leave()
     assert not walker.take_up("live")
     assert not any(on(model))
+
+
+def test_hooks_come_off_while_the_model_is_collected_as_garbage() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.model = made()
+            self.model.holder = self  # type: ignore[assignment]
+            self.walker = Walker(self.model)
+            self.walker.after(self.model[0], None, lambda *_: None, lambda _: None)
+
+        def __del__(self) -> None:
+            self.walker.leave()
+            left.append((any(on(self.model)), "__getstate__" in vars(self.model[0])))
+
+    left: list[tuple[bool, bool]] = []
+    Holder()
+    gc.collect()
+    assert left == [(False, False)]

@@ -63,30 +63,34 @@ static int add_to_count(PyObject *state, long more, long *count)
     return failed ? -1 : 0;
 }
 
-/* The `__dict__` of the module that a state refers to, a new reference; and the state that it has, borrowed or NULL. */
-static PyObject *own_of(PyObject *state, PyObject **present)
+/* Of a module and its state: the module's `__dict__`, a new reference; the state that it has, borrowed or NULL. */
+static PyObject *own_of(PyObject *pair, PyObject **state, PyObject **present)
 {
-    PyObject *module = state ? PyWeakref_GetObject(state) : NULL;
-    PyObject *own = module ? PyObject_GenericGetDict(module, NULL) : NULL;
+    if (!pair || !PyTuple_Check(pair) || PyTuple_Size(pair) != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected a module and its state");
+        return NULL;
+    }
+    *state = PyTuple_GetItem(pair, 1);
+    PyObject *own = PyObject_GenericGetDict(PyTuple_GetItem(pair, 0), NULL);
     if (!own)
         return NULL;
     *present = PyDict_GetItemWithError(own, name_state);
-    if (*present && Py_TYPE(*present) != Py_TYPE(state))
+    if (*present && Py_TYPE(*present) != Py_TYPE(*state))
         *present = NULL;
     if (PyErr_Occurred())
         Py_CLEAR(own);
     return own;
 }
 
-static int conceal_one(PyObject *state)
+static int conceal_one(PyObject *pair)
 {
-    PyObject *present, *own = own_of(state, &present), *one;
+    PyObject *state, *present, *own = own_of(pair, &state, &present);
     long count;
     int failed = !own;
     if (own && present)
         failed = add_to_count(present, 1, &count) < 0;
     else if (own) {
-        one = PyLong_FromLong(1);
+        PyObject *one = PyLong_FromLong(1);
         failed = !one || PyObject_SetAttr(state, name_count, one) < 0 || PyDict_SetItem(own, name_state, state) < 0;
         Py_XDECREF(one);
     }
@@ -94,9 +98,9 @@ static int conceal_one(PyObject *state)
     return failed ? -1 : 0;
 }
 
-static int reveal_one(PyObject *state)
+static int reveal_one(PyObject *pair)
 {
-    PyObject *present, *own = own_of(state, &present);
+    PyObject *state, *present, *own = own_of(pair, &state, &present);
     long count = 1;
     int failed = !own;
     if (own && present)
@@ -115,21 +119,21 @@ static int are_lists(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t expecte
     return nargs == expected;
 }
 
-/* put_hooks_on(entries, states): the tables into which they went. Where one fails, none is on. */
+/* put_hooks_on(entries, concealed): the tables into which they went. Where one fails, none is on. */
 static PyObject *py_put_hooks_on(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
     if (!are_lists(args, nargs, 2))
         return NULL;
-    PyObject *entries = args[0], *states = args[1], *tables = PyList_New(0);
+    PyObject *entries = args[0], *concealed = args[1], *tables = PyList_New(0);
     int failed = !tables;
     for (Py_ssize_t i = 0; !failed && i < PyList_Size(entries); i++) {
         PyObject *table = table_of(entries, i);
         failed = !table || PyList_Append(tables, table) < 0 || put_entry(table, entries, i) < 0;
         Py_XDECREF(table);
     }
-    for (Py_ssize_t i = 0; !failed && i < PyList_Size(states); i++)
-        failed = conceal_one(PyList_GetItem(states, i)) < 0;
+    for (Py_ssize_t i = 0; !failed && i < PyList_Size(concealed); i++)
+        failed = conceal_one(PyList_GetItem(concealed, i)) < 0;
     if (!failed)
         return tables;
     PyObject *type, *error, *trace;
@@ -141,7 +145,7 @@ static PyObject *py_put_hooks_on(PyObject *self, PyObject *const *args, Py_ssize
     return NULL;
 }
 
-/* take_hooks_off(entries, tables, states) */
+/* take_hooks_off(entries, tables, concealed) */
 static PyObject *py_take_hooks_off(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;

@@ -73,7 +73,8 @@ class EagerAttachment:
             self._state.arm(live)
         if live == self._armed:
             return
-        self._rest()
+        if self._armed:
+            self._rest()
         if not live:
             return
         self._armed = live

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchtap.reduce.kernel import native
-from torchtap.taps.walk.untraced import CleanState, clean_state, conceal, reveal
+from torchtap.taps.walk.untraced import Concealment, conceal, conceal_each, concealments, reveal, reveal_each
 
 __all__ = ["Entry", "Hooks", "RegisteredHook", "hook_entries", "new_number"]
 
@@ -42,7 +42,7 @@ def new_number() -> int:
     return number
 
 
-def put_on_in_python(entries: list[Entry], states: list[CleanState]) -> list[Table]:
+def put_on_in_python(entries: list[Entry], concealed: list[Concealment]) -> list[Table]:
     """Put hooks on; the tables into which they went. Where one fails, none is on."""
     tables: list[Table] = []
     try:
@@ -55,17 +55,15 @@ def put_on_in_python(entries: list[Entry], states: list[CleanState]) -> list[Tab
     except BaseException:
         take_off_in_python(entries, tables, [])
         raise
-    for state in states:
-        state.conceal()
+    conceal_each(concealed)
     return tables
 
 
-def take_off_in_python(entries: list[Entry], tables: list[Table], states: list[CleanState]) -> None:
+def take_off_in_python(entries: list[Entry], tables: list[Table], concealed: list[Concealment]) -> None:
     """Take hooks out of the tables into which they were put. What others have taken off already is no error."""
     for table, entry in zip(tables, entries, strict=False):
         table.pop(entry[2], None)
-    for state in states:
-        state.reveal()
+    reveal_each(concealed)
 
 
 def are_on_in_python(entries: list[Entry]) -> bool:
@@ -74,10 +72,10 @@ def are_on_in_python(entries: list[Entry]) -> bool:
 
 
 # A checkout may still hold the build of an older source, without them.
-put_on: Callable[[list[Entry], list[CleanState]], list[Table]] = getattr(
+put_on: Callable[[list[Entry], list[Concealment]], list[Table]] = getattr(
     native, "put_hooks_on", put_on_in_python
 )
-take_off: Callable[[list[Entry], list[Table], list[CleanState]], None] = getattr(
+take_off: Callable[[list[Entry], list[Table], list[Concealment]], None] = getattr(
     native, "take_hooks_off", take_off_in_python
 )
 are_on: Callable[[list[Entry]], bool] = getattr(native, "are_hooks_on", are_on_in_python)
@@ -95,11 +93,11 @@ def hook_entries(
 class Hooks:
     """Some hooks, which are on from the beginning."""
 
-    __slots__ = ("entries", "states", "tables")
+    __slots__ = ("concealed", "entries", "tables")
 
     def __init__(self, entries: list[Entry], modules: list[nn.Module]) -> None:
         self.entries = entries
-        self.states = [state for state in map(clean_state, modules) if state is not None]
+        self.concealed = concealments(modules)
         self.tables: list[Table] | None = None
         self.put_on()
 
@@ -111,20 +109,20 @@ class Hooks:
         parts = [part for part in parts if part.tables is not None]
         made = cls.__new__(cls)
         made.entries = list(chain.from_iterable(part.entries for part in parts))
-        made.states = list(chain.from_iterable(part.states for part in parts))
+        made.concealed = list(chain.from_iterable(part.concealed for part in parts))
         made.tables = list(chain.from_iterable(part.tables or () for part in parts))
         return made
 
     def put_on(self) -> None:
         """Put them on, behind those of others that came meanwhile; a second time does nothing."""
         if self.tables is None:
-            self.tables = put_on(self.entries, self.states)
+            self.tables = put_on(self.entries, self.concealed)
 
     def remove(self) -> None:
         """Take them off; a second time does nothing."""
         tables, self.tables = self.tables, None
         if tables is not None:
-            take_off(self.entries, tables, self.states)
+            take_off(self.entries, tables, self.concealed)
 
     @property
     def gone(self) -> list[nn.Module]:

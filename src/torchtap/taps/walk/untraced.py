@@ -9,27 +9,29 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from torch import fx, nn
 
 from torchtap._torch import patch_script_compiler
 
 __all__ = [
-    "CleanState",
+    "Concealment",
     "Hook",
     "ModeHook",
     "StandIn",
     "Traveller",
     "Wrapper",
-    "clean_state",
     "conceal",
+    "conceal_each",
+    "concealments",
     "held",
     "is_wrapper",
     "reveal",
+    "reveal_each",
 ]
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -83,6 +85,9 @@ class Wrapper:
     _torchtap_held: nn.Module
 
 
+_OTHERWISE = (fx.GraphModule, Wrapper)
+
+
 def is_wrapper(module: object) -> bool:
     """Whether a module is torchtap's wrapper around another."""
     return issubclass(type(module), Wrapper)  # it says that it is of the module's class
@@ -109,32 +114,6 @@ class CleanState(weakref.ref[nn.Module]):
         if isinstance(state, tuple):  # a class with slots
             return tuple(_cleaned(each) if isinstance(each, dict) else each for each in state)
         return _cleaned(state) if isinstance(state, dict) else state
-
-    # Both are done for each hook that goes on and off, by native code where it was built (`hooks`).
-
-    def conceal(self) -> None:
-        """Torchtap puts something on the module. It has this state now, unless it has such a one already."""
-        own = self._own()
-        known = own.get(_STATE)
-        if isinstance(known, CleanState):
-            known.count += 1
-        else:
-            self.count = 1
-            own[_STATE] = self
-
-    def reveal(self) -> None:
-        """Torchtap takes something off the module."""
-        own = self._own()
-        known = own.get(_STATE)
-        if isinstance(known, CleanState):
-            known.count -= 1
-            if not known.count:
-                del own[_STATE]
-
-    def _own(self) -> dict[str, Any]:
-        module = super().__call__()
-        assert module is not None
-        return module.__dict__
 
 
 def _cleaned(state: dict[str, Any]) -> dict[str, Any]:
@@ -170,27 +149,55 @@ def _tables_without_ours(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def clean_state(module: nn.Module) -> CleanState | None:
-    """What keeps things on a module out of its copies while it is concealed."""
-    module = held(module)
-    if isinstance(module, fx.GraphModule):
-        return None  # its class makes its pickles and copies, and asks for no state
+# Given with its module: while garbage is collected, a reference is dead before what it refers to is gone.
+Concealment: TypeAlias = tuple[nn.Module, CleanState]
+
+
+def concealments(modules: Iterable[nn.Module]) -> list[Concealment]:
+    """What keeps things on modules out of their copies, one for each that can be concealed."""
+    made = []
+    for module in modules:
+        inner = held(module) if isinstance(module, _OTHERWISE) else module
+        if not isinstance(inner, fx.GraphModule):  # its class makes its copies, and asks for no state
+            made.append((inner, CleanState(inner)))
     hide_from_script()
-    return CleanState(module)
+    return made
+
+
+# Both are done for each hook that goes on and off, by native code where it was built (`hooks`).
+
+
+def conceal_each(concealed: Iterable[Concealment]) -> None:
+    """Torchtap puts something on each module. It has the state now, unless it has such a one already."""
+    for module, state in concealed:
+        own = module.__dict__
+        known = own.get(_STATE)
+        if isinstance(known, CleanState):
+            known.count += 1
+        else:
+            state.count = 1
+            own[_STATE] = state
+
+
+def reveal_each(concealed: Iterable[Concealment]) -> None:
+    """Torchtap takes something off each module."""
+    for module, _ in concealed:
+        reveal(module)
 
 
 def conceal(module: nn.Module) -> None:
     """Torchtap puts something on a module: keep it out of copies."""
-    state = clean_state(module)
-    if state is not None:
-        state.conceal()
+    conceal_each(concealments([module]))
 
 
 def reveal(module: nn.Module) -> None:
     """Torchtap takes something off a module."""
-    state = clean_state(module)
-    if state is not None:
-        state.reveal()
+    own = module.__dict__
+    known = own.get(_STATE)
+    if isinstance(known, CleanState):
+        known.count -= 1
+        if not known.count:
+            del own[_STATE]
 
 
 @cache
