@@ -60,6 +60,7 @@ setup(
                     "hearing",
                     "copying",
                     "modules",
+                    "hooks",
                     "rows",
                 )
             ]

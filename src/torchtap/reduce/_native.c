@@ -278,6 +278,7 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
 #include "_native_hearing.h"
 #include "_native_copying.h"
 #include "_native_modules.h"
+#include "_native_hooks.h"
 #include "_native_rows.h"
 
 static PyMethodDef methods[] = {
@@ -292,6 +293,9 @@ static PyMethodDef methods[] = {
     {"is_sound", py_is_sound, METH_O, NULL},
     {"rows_of", (PyCFunction)(void (*)(void))py_rows_of, METH_FASTCALL, NULL},
     {"same_modules", (PyCFunction)(void (*)(void))py_same_modules, METH_FASTCALL, NULL},
+    {"put_hooks_on", (PyCFunction)(void (*)(void))py_put_hooks_on, METH_FASTCALL, NULL},
+    {"take_hooks_off", (PyCFunction)(void (*)(void))py_take_hooks_off, METH_FASTCALL, NULL},
+    {"are_hooks_on", py_are_hooks_on, METH_O, NULL},
     {"use_tensors", (PyCFunction)(void (*)(void))py_use_tensors, METH_FASTCALL, NULL},
     {"take_each", (PyCFunction)(void (*)(void))py_take_each, METH_FASTCALL, NULL},
     {"use_autograd", py_use_autograd, METH_VARARGS, NULL},
@@ -302,7 +306,7 @@ static PyMethodDef methods[] = {
 static int start(PyObject *module)
 {
     choose_instructions();
-    if (!name_questions() || !name_attributes() || add_records(module) < 0 || add_taker(module) < 0 ||
+    if (!name_questions() || !name_attributes() || !name_of_hooks() || add_records(module) < 0 || add_taker(module) < 0 ||
         add_hearing(module) < 0 || add_keeper(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "FIELDS", sizeof(State) / sizeof(double));

@@ -73,19 +73,34 @@ class EagerAttachment:
             self._state.arm(live)
         if live == self._armed:
             return
-        self._take_off()
-        self._armed = live
+        if self._armed:
+            self._rest()
         if not live:
             return
+        self._armed = live
         try:
             self._install(live)
         except BaseException:
-            self.disarm()
+            self.detach()
             raise
 
     def _install(self, live: frozenset[int]) -> None:
         receiver = self._receiver
         self._channel.open(receiver)
+        if not self._walker.take_up(live):
+            self._make_hooks(live)
+        if self._is_asked("value", live):
+            from torchtap.taps.receive.active import activate
+
+            self._walker.keep(activate(receiver))
+        if self._is_asked("attention", live):
+            from torchtap.taps.eager.attention import report_attention
+
+            self._walker.keep(report_attention(receiver))
+
+    def _make_hooks(self, live: frozenset[int]) -> None:
+        """Made once for each set of live taps, and put on. None of them knows the step."""
+        receiver = self._receiver
         if receiver.keeps:
             self._keep_outputs(live)
         else:
@@ -95,14 +110,6 @@ class EagerAttachment:
         self._walker.passes(self._begin_pass, receiver.end_pass, emitting_pass(self._channel, self._root))
         if receiver.placing is not None:
             self._walker.before(self._root, None, receiver.placing.see_inputs, _nothing)
-        if self._is_asked("value", live):
-            from torchtap.taps.receive.active import activate
-
-            self._walker.keep(activate(receiver))
-        if self._is_asked("attention", live):
-            from torchtap.taps.eager.attention import report_attention
-
-            self._walker.keep(report_attention(receiver))
 
     def _is_asked(self, kind: Kind, live: frozenset[int]) -> bool:
         plan = self._receiver.plan
@@ -164,15 +171,19 @@ class EagerAttachment:
     def disarm(self) -> None:
         if self._state is not None:
             self._state.disarm()
-        self._take_off()
+        self._rest()
 
-    def _take_off(self) -> None:
+    def _rest(self) -> None:
+        self._channel.close()
+        live, self._armed = self._armed, frozenset()
+        self._walker.lay_aside(live)
+
+    def detach(self) -> None:
+        if self._state is not None:
+            self._state.disarm()
         self._channel.close()
         self._armed = frozenset()
         self._walker.leave()
-
-    def detach(self) -> None:
-        self.disarm()
 
     def finish_step(self) -> None:
         if self._state is not None:

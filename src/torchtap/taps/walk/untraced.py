@@ -6,33 +6,32 @@ While torchtap has anything on a module, the module has a ``__getstate__`` that 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, TypeAlias, final
 
 from torch import fx, nn
-from torch.utils.hooks import RemovableHandle
 
 from torchtap._torch import patch_script_compiler
 
 __all__ = [
+    "Concealment",
     "Hook",
-    "HookHandle",
-    "HookHandles",
     "ModeHook",
     "StandIn",
-    "Table",
     "Traveller",
     "Wrapper",
     "conceal",
+    "conceal_each",
+    "concealments",
     "held",
     "is_wrapper",
     "reveal",
+    "reveal_each",
 ]
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -41,8 +40,6 @@ _NOTES_OF_HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
-Table: TypeAlias = Any  # torch's of hooks: an ordered dict from numbers
-_AT_ONCE = 1024  # numbers
 _STATE = "__getstate__"
 
 
@@ -88,7 +85,6 @@ class Wrapper:
     _torchtap_held: nn.Module
 
 
-# These are concealed in ways of their own.
 _OTHERWISE = (fx.GraphModule, Wrapper)
 
 
@@ -105,7 +101,7 @@ def held(module: Any) -> Any:
 
 
 @final
-class _CleanState(weakref.ref[nn.Module]):
+class CleanState(weakref.ref[nn.Module]):
     """A module's ``__getstate__`` without what is ours. It refers to the module, and is made in no time."""
 
     __slots__ = ("count",)
@@ -122,7 +118,7 @@ class _CleanState(weakref.ref[nn.Module]):
 
 def _cleaned(state: dict[str, Any]) -> dict[str, Any]:
     clean = {
-        name: value for name, value in state.items() if not isinstance(value, (_CleanState, Hook, Traveller))
+        name: value for name, value in state.items() if not isinstance(value, (CleanState, Hook, Traveller))
     }
     for value in state.values():
         if isinstance(value, Traveller):
@@ -153,27 +149,55 @@ def _tables_without_ours(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# Given with its module: while garbage is collected, a reference is dead before what it refers to is gone.
+Concealment: TypeAlias = tuple[nn.Module, CleanState]
+
+
+def concealments(modules: Iterable[nn.Module]) -> list[Concealment]:
+    """What keeps things on modules out of their copies, one for each that can be concealed."""
+    made = []
+    for module in modules:
+        inner = held(module) if isinstance(module, _OTHERWISE) else module
+        if not isinstance(inner, fx.GraphModule):  # its class makes its copies, and asks for no state
+            made.append((inner, CleanState(inner)))
+    hide_from_script()
+    return made
+
+
+# Both are done for each hook that goes on and off, by native code where it was built (`hooks`).
+
+
+def conceal_each(concealed: Iterable[Concealment]) -> None:
+    """Torchtap puts something on each module. It has the state now, unless it has such a one already."""
+    for module, state in concealed:
+        own = module.__dict__
+        known = own.get(_STATE)
+        if isinstance(known, CleanState):
+            known.count += 1
+        else:
+            state.count = 1
+            own[_STATE] = state
+
+
+def reveal_each(concealed: Iterable[Concealment]) -> None:
+    """Torchtap takes something off each module."""
+    for module, _ in concealed:
+        reveal(module)
+
+
 def conceal(module: nn.Module) -> None:
     """Torchtap puts something on a module: keep it out of copies."""
-    attributes = module.__dict__
-    known = attributes.get(_STATE)
-    if not isinstance(known, _CleanState):
-        module = held(module)
-        if isinstance(module, fx.GraphModule):
-            return  # its class makes its pickles and copies, and asks for no state
-        hide_from_script()
-        known = attributes[_STATE] = _CleanState(module)
-        known.count = 0
-    known.count += 1
+    conceal_each(concealments([module]))
 
 
 def reveal(module: nn.Module) -> None:
     """Torchtap takes something off a module."""
-    known = module.__dict__.get(_STATE)
-    if isinstance(known, _CleanState):
+    own = module.__dict__
+    known = own.get(_STATE)
+    if isinstance(known, CleanState):
         known.count -= 1
         if not known.count:
-            del module.__dict__[_STATE]
+            del own[_STATE]
 
 
 @cache
@@ -188,7 +212,7 @@ def _ours_off(model: nn.Module) -> Iterator[None]:
     taken: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
         attributes = module.__dict__
-        if isinstance(attributes.get(_STATE), _CleanState):
+        if isinstance(attributes.get(_STATE), CleanState):
             clean = _cleaned(attributes)
             for table in (*_HOOK_TABLES, *_NOTES_OF_HOOKS):
                 taken.append((attributes, table, attributes[table]))
@@ -198,122 +222,6 @@ def _ours_off(model: nn.Module) -> Iterator[None]:
     finally:
         for attributes, table, hooks in taken:
             attributes[table] = hooks
-
-
-_lock = threading.Lock()
-_numbers: Iterator[int] = iter(())
-
-
-def _new_number() -> int:
-    """A number that no hook has. They are torch's own, taken many at a time."""
-    global _numbers
-    number = next(_numbers, None)
-    while number is None:
-        with _lock:
-            first = RemovableHandle.next_id
-            RemovableHandle.next_id = first + _AT_ONCE
-            _numbers = iter(range(first, first + _AT_ONCE))
-        number = next(_numbers, None)
-    return number
-
-
-@final
-class HookHandle:
-    """A hook on a module, and what takes it off again.
-
-    It puts a hook on as torch's own functions do, in a third of the time: a look inside a small model is mostly hooks
-    that come and go. ``notes`` are the tables in which torch notes how a hook is to be called.
-    """
-
-    __slots__ = ("_module", "_notes", "_number", "_table")
-
-    def __init__(
-        self,
-        module: nn.Module,
-        table: Table,
-        hook: Callable[..., Any] | None,
-        notes: tuple[Table, ...] = (),
-        number: int = -1,
-        *,
-        first: bool = False,
-    ) -> None:
-        if number < 0:
-            number = _new_number()
-            table[number] = hook
-            for each in notes:
-                each[number] = True
-            if first:
-                table.move_to_end(number, last=False)
-        self._module: nn.Module | None = module
-        self._table, self._notes, self._number = table, notes, number
-        conceal(module)
-
-    @classmethod
-    def of(cls, module: nn.Module, handle: RemovableHandle) -> HookHandle:
-        """For a hook that torch, or a class in its own way, has put on."""
-        notes = tuple(table for each in handle.extra_dict_ref if (table := each()) is not None)
-        return cls(module, handle.hooks_dict_ref() or {}, None, notes, handle.id)
-
-    @property
-    def places(self) -> list[tuple[Table, int]]:
-        """Torch's table with the hook in it, and its number there."""
-        return [(self._table, self._number)]
-
-    @property
-    def gone(self) -> list[nn.Module]:
-        """The module, if somebody else has taken the hook off it."""
-        return [] if self._module is None or self._number in self._table else [self._module]
-
-    def remove(self) -> None:
-        """Take it off; a second time does nothing."""
-        module, self._module = self._module, None
-        if module is not None:
-            self._table.pop(self._number, None)
-            for each in self._notes:
-                each.pop(self._number, None)
-            reveal(module)
-
-
-@final
-class HookHandles:
-    """Hooks on many modules, one on each, and what takes them off again. They have the same number."""
-
-    __slots__ = ("_modules", "_number")
-
-    def __init__(self, hooks: list[tuple[nn.Module, Hook]]) -> None:
-        self._number = number = _new_number()
-        self._modules = [module for module, _ in hooks]
-        for module, hook in hooks:
-            module._forward_hooks[number] = hook
-            own = module.__dict__
-            if _STATE in own or isinstance(module, _OTHERWISE):
-                conceal(module)
-            else:  # as `conceal` does: there are many
-                state = own[_STATE] = _CleanState(module)
-                state.count = 1
-        hide_from_script()
-
-    @property
-    def places(self) -> list[tuple[Table, int]]:
-        """Torch's tables with the hooks in them, and their number there."""
-        return [(module._forward_hooks, self._number) for module in self._modules]
-
-    @property
-    def gone(self) -> list[nn.Module]:
-        """The modules that somebody else has taken the hook off."""
-        return [module for module in self._modules if self._number not in module._forward_hooks]
-
-    def remove(self) -> None:
-        """Take them off; a second time does nothing."""
-        modules, self._modules = self._modules, []
-        number = self._number
-        for module in modules:
-            module._forward_hooks.pop(number, None)
-            state = module.__dict__.get(_STATE)
-            if type(state) is _CleanState and state.count == 1:  # as `reveal` does: there are many
-                del module.__dict__[_STATE]
-            else:
-                reveal(module)
 
 
 @final

@@ -11,8 +11,7 @@ is not hot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from operator import contains
+from collections.abc import Callable, Hashable, Iterable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from torchtap._torch import graph_task, in_backward
-from torchtap.taps.walk.untraced import HookHandle, HookHandles, Table
+from torchtap.taps.walk.hooks import Hooks, RegisteredHook
 from torchtap.taps.walk.ways import Handle, WayName, way_for
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ Stop = TypeVar("Stop")
 # Takes what a module returned past all of this, and says how far it came: 0 nothing, 1 half, 2 all was done.
 Hear = Callable[[object], int]
 _ALL = 2
+_MOST_ASIDE = 8  # sets of hooks
 
 
 class Heard(Protocol):
@@ -104,9 +104,9 @@ class Walker:
         self._root = root
         self._way = way_for(root, way)
         self._heard = heard
-        self._handles: list[Handle] = []
-        # Torch's tables of hooks and our numbers in them, of so many handles.
-        self._put_on: tuple[list[Table], list[int], int] = [], [], 0
+        self._put: list[Handle] = []  # by the way
+        self._kept: list[Handle] = []  # for others
+        self._aside: dict[Hashable, Hooks] = {}
 
     def passes(
         self,
@@ -126,7 +126,7 @@ class Walker:
             elif not in_backward():
                 begin()
 
-        self.keep(self._way.before(self._root, on_begin, first=True))
+        self._put.append(self._way.before(self._root, on_begin, first=True))
         if end is None:
             return
 
@@ -134,7 +134,7 @@ class Walker:
             if not is_compiling():
                 end()
 
-        self.keep(self._way.after(self._root, on_end, always=True))
+        self._put.append(self._way.after(self._root, on_end, always=True))
 
     def after(
         self,
@@ -145,7 +145,9 @@ class Walker:
         hear: Hear | None = None,
     ) -> None:
         """Show what the module returns. Repetitions are left out."""
-        self.keep(self._way.after(module, shown_output(stop, visit, traced, self._heard, hear or _unheard)))
+        self._put.append(
+            self._way.after(module, shown_output(stop, visit, traced, self._heard, hear or _unheard))
+        )
 
     def after_each(
         self,
@@ -163,8 +165,7 @@ class Walker:
                 return visit(stop, output)
             return None
 
-        for handle in self._way.after_each(stops, hook):
-            self.keep(handle)
+        self._put.extend(self._way.after_each(stops, hook))
 
     def before(
         self,
@@ -183,7 +184,7 @@ class Walker:
                 return visit(stop, args, kwargs)
             return None
 
-        self.keep(self._way.before(module, hook))
+        self._put.append(self._way.before(module, hook))
 
     def after_and_again(
         self,
@@ -206,7 +207,7 @@ class Walker:
                 return visit(stop, output, graph_task() != -1)
             return None
 
-        self.keep(self._way.after(module, hook))
+        self._put.append(self._way.after(module, hook))
 
     def after_twice(
         self,
@@ -235,7 +236,7 @@ class Walker:
                     visit(stop, output)
                 visit_again(stop_again, output, repeated)
 
-        self.keep(self._way.after(module, hook))
+        self._put.append(self._way.after(module, hook))
 
     def before_and_again(
         self,
@@ -254,34 +255,58 @@ class Walker:
                 return visit(stop, args, kwargs, graph_task() != -1)
             return None
 
-        self.keep(self._way.before(module, hook))
+        self._put.append(self._way.before(module, hook))
 
     def at_the_end(self, module: nn.Module, stop: Stop, visit: Callable[[Stop], None]) -> None:
         """Say when a call of the module is over, also when it raised."""
-        self.keep(self._way.after(module, lambda *_: visit(stop), always=True))
+        self._put.append(self._way.after(module, lambda *_: visit(stop), always=True))
 
     def keep(self, handle: Handle) -> None:
-        """Have `leave` remove this too."""
-        self._handles.append(handle)
+        """Have this removed, too, with all the rest."""
+        self._kept.append(handle)
 
     def gone(self) -> list[nn.Module]:
         """The modules whose hooks somebody else has taken off."""
-        tables, numbers, known = self._put_on
-        if known != len(self._handles):
-            places = [place for handle in self._hooks() for place in handle.places]
-            tables, numbers = [table for table, _ in places], [number for _, number in places]
-            self._put_on = tables, numbers, len(self._handles)
-        if all(map(contains, tables, numbers)):  # asked at every step
-            return []
-        return list({id(module): module for handle in self._hooks() for module in handle.gone}.values())
+        self._join()
+        found = [
+            module for each in self._put if isinstance(each, (Hooks, RegisteredHook)) for module in each.gone
+        ]
+        return list({id(module): module for module in found}.values()) if found else found
 
-    def _hooks(self) -> list[HookHandle | HookHandles]:
-        return [handle for handle in self._handles if isinstance(handle, (HookHandle, HookHandles))]
+    def _join(self) -> None:
+        """Have all hooks gone through at once."""
+        if len(self._put) > 1:
+            hooks = [each for each in self._put if isinstance(each, Hooks)]
+            others = [each for each in self._put if not isinstance(each, Hooks)]
+            self._put = [*others, Hooks.joined(hooks)] if hooks else others
+
+    def lay_aside(self, name: Hashable) -> None:
+        """Take everything off, and remember the hooks, so that `take_up` has nothing to make."""
+        self._join()
+        match self._put:
+            case [Hooks() as hooks]:  # else torch's own tables are not all that there is to it
+                if name not in self._aside and len(self._aside) >= _MOST_ASIDE:
+                    del self._aside[next(iter(self._aside))]
+                self._aside[name] = hooks
+        self._take_off()
+
+    def take_up(self, name: Hashable) -> bool:
+        """Put the hooks on that were laid aside under a name; says whether there are any."""
+        hooks = self._aside.get(name)
+        if hooks is None:
+            return False
+        hooks.put_on()
+        self._put.append(hooks)
+        return True
 
     def leave(self) -> None:
-        """Take everything off; the walker can be used again."""
-        handles, self._handles = self._handles, []
-        self._put_on = [], [], 0
+        """Take everything off and remember nothing; the walker can be used again."""
+        self._aside.clear()
+        self._take_off()
+
+    def _take_off(self) -> None:
+        handles = [*self._put, *self._kept]
+        self._put, self._kept = [], []
         failed: BaseException | None = None
         for handle in reversed(handles):
             try:

@@ -15,7 +15,8 @@ from typing import Any, Literal, Protocol, TypeAlias, final, get_args
 from torch import nn
 
 from torchtap.errors import PlanError
-from torchtap.taps.walk.untraced import Hook, HookHandle, HookHandles
+from torchtap.taps.walk.hooks import Entry, Hooks, RegisteredHook, hook_entries, new_number
+from torchtap.taps.walk.untraced import Hook
 
 __all__ = ["Action", "Handle", "Hook", "HookWay", "Way", "WayName", "way_for"]
 
@@ -25,6 +26,9 @@ Action: TypeAlias = Callable[..., Any]
 # A class may have its own way to take hooks.
 _REGISTER_BEFORE = nn.Module.register_forward_pre_hook
 _REGISTER_AFTER = nn.Module.register_forward_hook
+# Where torch notes how it is to call a hook.
+_ALWAYS = ("_forward_hooks_always_called",)
+_WITH_KWARGS = ("_forward_hooks_with_kwargs",)
 
 
 class Handle(Protocol):
@@ -71,28 +75,29 @@ class HookWay:
     def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
         hook = action if self._travelling else Hook(action)
         if type(module).register_forward_pre_hook is _REGISTER_BEFORE:
-            table = module._forward_pre_hooks
-            return HookHandle(module, table, hook, (module._forward_pre_hooks_with_kwargs,), first=first)
-        return HookHandle.of(module, module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True))
+            notes = ("_forward_pre_hooks_with_kwargs",)
+            return Hooks(hook_entries(module, "_forward_pre_hooks", hook, notes, first=first), [module])
+        return RegisteredHook(module, module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True))
 
     def after(
         self, module: nn.Module, action: Action, *, always: bool = False, with_kwargs: bool = False
     ) -> Handle:
         hook = action if self._travelling else Hook(action)
-        if not with_kwargs and type(module).register_forward_hook is _REGISTER_AFTER:
-            notes = (module._forward_hooks_always_called,) if always else ()
-            return HookHandle(module, module._forward_hooks, hook, notes)
-        return HookHandle.of(
+        if type(module).register_forward_hook is _REGISTER_AFTER:
+            notes = _ALWAYS * always + _WITH_KWARGS * with_kwargs
+            return Hooks(hook_entries(module, "_forward_hooks", hook, notes), [module])
+        return RegisteredHook(
             module, module.register_forward_hook(hook, always_call=always, with_kwargs=with_kwargs)
         )
 
     def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
         handles: list[Handle] = []
-        many: list[tuple[nn.Module, Hook]] = []
+        entries: list[Entry] = []
+        number = new_number()  # no module has two of them
         for module, stop in stops:
             hook = Hook(action, stop)
             if type(module).register_forward_hook is _REGISTER_AFTER:
-                many.append((module, hook))
+                entries.append((module, "_forward_hooks", number, hook, False))
             else:
-                handles.append(HookHandle.of(module, module.register_forward_hook(hook)))
-        return [*handles, HookHandles(many)]
+                handles.append(RegisteredHook(module, module.register_forward_hook(hook)))
+        return [*handles, Hooks(entries, [entry[0] for entry in entries])]
