@@ -25,6 +25,8 @@ HERE = Path(__file__).parents[1]
 _MARK = "__rows__"
 # Columns in which less is better, with a number first.
 MEASURES = ("with / without", "as a ratio", "fixed ms", "seconds", "inside", "statistics µs")
+# torch loads what the installed torchtap names as its backend, which the other commit may not have.
+_NEUTRAL = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 # What a row is about; figures and bars are not.
 NAMES = ("model", "case", "what", "with", "dtype", "KiB", "threads", "over", "amount", "width")
 
@@ -70,7 +72,7 @@ def _measure(name: str, root: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--print", name, "--quick"],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])},
+        env={**os.environ, **_NEUTRAL, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -87,19 +87,21 @@ def _ours() -> dict[str, Use]:
         "hook by hand, by reference: blocks": _by_hand(_blocks, copied=False),
         "hook by hand, copied: blocks": _by_hand(_blocks, copied=True),
         "torchtap: blocks": _captured("blocks.*:output"),
+        "torchtap: blocks, each value read": _captured("blocks.*:output", read=True),
         "torchtap, by reference: blocks": _captured("blocks.*:output", tt.Full(copy=False)),
         "hook by hand, by reference: all modules": _by_hand(_modules, copied=False),
         "hook by hand, copied: all modules": _by_hand(_modules, copied=True),
         "torchtap: all modules": _captured("**:output"),
+        "torchtap: all modules, each value read": _captured("**:output", read=True),
         "torchtap, by reference: all modules": _captured("**:output", tt.Full(copy=False)),
     }
 
 
-def _captured(selector: str, keep: tt.Full | None = None) -> Use:
+def _captured(selector: str, keep: tt.Full | None = None, *, read: bool = False) -> Use:
     def use(model: nn.Module, tokens: Tensor) -> Any:
         with tt.capture(model, selector, keep=keep) as seen:
             model(tokens)
-        return seen
+        return list(seen.values()) if read else seen
 
     return use
 

@@ -32,7 +32,7 @@ def run(*, quick: bool = False, threads: Sequence[int] = (1, 2)) -> list[dict[st
             torch.set_num_threads(number)
             for dtype in _DTYPES:
                 for size in _SIZES:
-                    often = dtype is torch.float32 or (dtype is torch.bfloat16 and not quick)
+                    often = dtype is torch.float32 or (dtype in (torch.bfloat16, torch.float16) and not quick)
                     if often or size == _SIZES[-1]:
                         rows.append(_row(dtype, size, rounds=9 if quick else 31, threads=number))
     finally:
