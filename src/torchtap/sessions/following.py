@@ -17,7 +17,7 @@ from torchtap.errors import SessionError
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.receive.ears import Ears
 from torchtap.taps.receive.training import innermost, listen, stop_listening
-from torchtap.taps.walk.untraced import ModeHook
+from torchtap.taps.walk.modes import ModeHook
 
 __all__ = ["Following", "Sentry"]
 

@@ -21,7 +21,6 @@ from torchtap._torch import patch_script_compiler
 __all__ = [
     "Concealment",
     "Hook",
-    "ModeHook",
     "StandIn",
     "Traveller",
     "Wrapper",
@@ -222,27 +221,3 @@ def _ours_off(model: nn.Module) -> Iterator[None]:
     finally:
         for attributes, table, hooks in taken:
             attributes[table] = hooks
-
-
-@final
-class ModeHook:
-    """Tells when a module is switched to training or to evaluation."""
-
-    def __init__(self, module: nn.Module, told: Callable[[bool], None]) -> None:
-        self._module = module
-        self._told = told
-
-    def put_on(self) -> None:
-        """From now on it tells."""
-        conceal(self._module)
-        self._module.__dict__["train"] = Hook(self._train)
-
-    def take_off(self) -> None:
-        """The module is as it was."""
-        if self._module.__dict__.pop("train", None) is not None:
-            reveal(self._module)
-
-    def _train(self, mode: bool = True) -> nn.Module:
-        switched = type(self._module).train(self._module, mode)
-        self._told(mode)
-        return switched
