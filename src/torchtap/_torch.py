@@ -366,6 +366,12 @@ def dynamic_setting(settings: Any) -> bool | None:
     return getattr(settings, "_dynamic", None)
 
 
+def guard_options(settings: Any) -> dict[str, Any] | None:
+    """The ``options=`` that give a further compilation the user's choice of guards, if there is one."""
+    chosen = getattr(getattr(settings.callback, "hooks", None), "guard_filter_fn", None)
+    return None if chosen is None else {"guard_filter_fn": chosen}
+
+
 def skip_alone(function: Callable[..., Any]) -> None:
     """Let Dynamo trace a function with what calls it, and never by itself."""
     skip = _needed("torch._dynamo.eval_frame", "skip_code", "record inside compiled models")

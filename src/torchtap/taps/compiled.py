@@ -26,6 +26,7 @@ from torchtap._torch import (
     compiled_function,
     compiled_in_place,
     dynamic_setting,
+    guard_options,
     in_backward,
     inside_compiled,
     is_compiled_module,
@@ -133,6 +134,7 @@ class CompiledRegion:
             backend=_OwnBackend(user_backend(settings.callback)),
             dynamic=dynamic_setting(settings),
             fullgraph=settings.fullgraph,
+            options=guard_options(settings),
         )
         setattr(compiled, _REGION, self)  # while it stands in the module, it is what further sessions find
         return compiled

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,40 @@ def test_the_compiled_code_of_the_user_is_not_touched() -> None:
     assert compiled.__dict__["forward"] is own
     assert graphs() == 2
     assert not any(module._forward_hooks for module in compiled.modules())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_users_choice_of_guards_holds_for_the_tapped_compilation_too(in_place: bool) -> None:
+    """Without guards on attributes a changed one changes nothing, with taps as without."""
+
+    class Scaled(nn.Module):
+        factor = 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    asked = 0
+
+    def none_on_attributes(guards: Sequence[Any]) -> list[bool]:
+        nonlocal asked
+        asked += 1
+        return [not guard.name.endswith(".factor") for guard in guards]
+
+    model: Any = Scaled()
+    options = {"guard_filter_fn": none_on_attributes}
+    if in_place:
+        model.compile(backend="aot_eager", options=options)
+    compiled = model if in_place else torch.compile(model, backend="aot_eager", options=options)
+    compiled(torch.ones(2))
+    before = asked
+    with tt.watch(compiled, None, "*:output") as watch:
+        for factor in (2.0, 3.0):
+            model.factor = factor
+            with watch.step():
+                compiled(torch.ones(2))
+            assert watch.latest(":output", "mean") == 2.0
+    assert asked > before
+    assert graphs() == 2
 
 
 def test_on_an_off_step_no_code_of_torchtap_runs_in_a_compiled_model() -> None:
