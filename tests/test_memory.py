@@ -80,3 +80,37 @@ def test_a_value_that_the_model_lets_go_of_is_gone_at_once_though_the_step_is_op
             assert given() is None
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("taps", [["*:output"], ["*:input", "*:grad_output", "*:param", "*:param_grad"]])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_captured_model_is_gone_when_it_is_let_go_of(taps: list[str], times: int) -> None:
+    """At once, not when Python next looks for cycles: what is on a GPU is needed for the next model."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        there = weakref.ref(model)
+        for _ in range(times):
+            with tt.capture(model, *taps) as seen:
+                model(torch.randn(3, 4)).sum().backward()
+        values = dict(seen)
+        assert values
+        del model, seen
+        assert there() is None
+    finally:
+        gc.enable()
+
+
+def test_an_edited_model_is_gone_when_it_is_let_go_of() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        there = weakref.ref(model)
+        with tt.edit(model, {"0:output": lambda value: value * 2}):
+            model(torch.randn(3, 4))
+        del model
+        assert there() is None
+    finally:
+        gc.enable()

@@ -127,19 +127,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 def places(model: nn.Module) -> list[Place]:
     """Every module of a model, parents first, wrappers left out."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
-
-    def visit(module: nn.Module, path: str) -> None:
-        module = unwrap(module)
-        known = found.get(id(module))
-        if known is not None:
-            known[1].append(path)
-            return
-        found[id(module)] = (module, [path])
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, join_path(path, name))
-
-    visit(model, "")
+    _find_places(model, "", found)
     # The children of a shared module are reached by each of its names as well.
     for module, paths in list(found.values()):
         for other in paths[1:]:
@@ -148,6 +136,19 @@ def places(model: nn.Module) -> list[Place]:
                 if path not in names:
                     names.append(path)
     return [Place(paths[0], module, tuple(paths[1:])) for module, paths in found.values()]
+
+
+def _find_places(module: nn.Module, path: str, found: dict[int, tuple[nn.Module, list[str]]]) -> None:
+    # No function inside `places`: one that calls itself is a cycle, which would hold the model.
+    module = unwrap(module)
+    known = found.get(id(module))
+    if known is not None:
+        known[1].append(path)
+        return
+    found[id(module)] = (module, [path])
+    for name, child in module._modules.items():
+        if child is not None:
+            _find_places(child, join_path(path, name), found)
 
 
 def _descendants(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
