@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,30 @@ def test_every_file_says_its_job(path: Path) -> None:
     text = path.read_text().strip()
     if text:
         assert ast.get_docstring(ast.parse(text)), f"{module_name(path)} has no docstring"
+
+
+def identifiers(path: Path) -> set[str]:
+    """Every name that a file uses, also those in short strings, such as an attribute's."""
+    found = set(path.relative_to(SOURCE).with_suffix("").parts)
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.NAME or (token.type == tokenize.STRING and len(token.string) < 60):
+                found.update(re.findall(r"\w+", token.string))
+    return found
+
+
+def test_a_docstring_names_only_what_there_is() -> None:
+    """A file that was moved or renamed is not spoken of under its old name."""
+    known = set().union(*map(identifiers, files()))
+    for native in (*SOURCE.rglob("*.c"), *SOURCE.rglob("*.h")):
+        known.update(re.findall(r"\w+", native.read_text()))
+    stale = []
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                named = re.findall(r"(?<!`)`([a-z_]\w*)`(?!`)", ast.get_docstring(node) or "")
+                stale += [f"{path}: {name}" for name in named if name not in known]
+    assert not stale
 
 
 # -- one place for each job -----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Guarantees, each held by a test:
 - a series keeps real points (a step and its own values), never averages;
 - what already fits is returned unchanged.
 
-Not here: reading runs (`queries`) and colours (the page).
+Not here: reading runs (`series`, `heatmap`) and colours (the page).
 """
 
 from __future__ import annotations

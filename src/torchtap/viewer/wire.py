@@ -8,7 +8,7 @@
 Guarantees: a header never holds a number that JSON does not know (they become null) nor a text that JavaScript would
 trip over, and the page can view each array where it lies, without copying.
 
-Not here: which numbers are sent (`queries`).
+Not here: which numbers are sent (`routes`).
 """
 
 from __future__ import annotations

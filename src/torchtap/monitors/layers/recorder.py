@@ -12,7 +12,7 @@ guarantees:
 - each thread sees the layers of its own last pass;
 - with ``out_dir`` a pass is on disk when the model returns, and only the last one is in memory.
 
-The run is in ``out_dir/run``, the files for each layer (`layer_files`) in ``out_dir``: those of the first pass, and
+The run is in ``out_dir/run``, the files for each layer (`files`) in ``out_dir``: those of the first pass, and
 a folder for each later one (``decode_0001`` ... in generation with a cache, else ``pass_0001`` ...).
 """
 

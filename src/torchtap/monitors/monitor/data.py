@@ -5,7 +5,7 @@ It guarantees:
 - all outputs in memory, those waiting to be written among them, stay below the ceiling plus one batch;
 - an output that went to disk is in its final format already: saving moves the file.
 
-Not here: hooks and the clock (`monitor`), formats (`monitor_files`).
+Not here: hooks and the clock (`monitor`), formats (`files`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Monitor`: the outputs of named layers, at given epochs and batches, without touching model or training code.
 
 A plan, a clock and a store over the core: taps that keep whole tensors, a `Watch` whose clock is ``set_epoch``
-and ``set_batch_idx``, and the outputs that arrived (`monitor_data`). It guarantees:
+and ``set_batch_idx``, and the outputs that arrived (`data`). It guarantees:
 - nothing of the model is held: outputs are detached copies on the CPU;
 - a validation between two batches does not get into a batch's outputs: passes of the other mode are left out;
 - ``epoch_full`` needs no more memory than its ceiling, and its statistics are exact all the same;

@@ -6,7 +6,7 @@ A carrier knows names only, no session. It guarantees:
 - copies of the model have it; pickles have its name, packages a file about it, and both load and run where torchtap
   cannot be imported (`travelling`).
 
-Not here: TorchScript, which compiles hooks from source (`script_source`).
+Not here: TorchScript, which compiles hooks from source (`script/source`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plan on a scripted or traced model, made here or only loaded.
 
 While a tap is live, calls of the model go to a tapped copy of it that has the same parameters and buffers
-(`script_graph`); otherwise the model runs as it was.
+(`graph`); otherwise the model runs as it was.
 """
 
 from __future__ import annotations

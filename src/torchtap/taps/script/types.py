@@ -1,7 +1,7 @@
 """TorchScript source that hands every tensor inside a typed value to the op.
 
-Used where a scripted module is made from Python (`script_source`) and where only its graph is left
-(`script_graph`). The type alone says what there is: tensors, optionals, lists, dictionaries with text or
+Used where a scripted module is made from Python (`source`) and where only its graph is left
+(`graph`). The type alone says what there is: tensors, optionals, lists, dictionaries with text or
 number keys, tuples and named tuples, in any nesting, and values of any type as far as TorchScript can ask for theirs.
 """
 
