@@ -5,7 +5,7 @@ Text is parsed here, once. A tap is frozen and says itself as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final, overload
 
@@ -13,7 +13,7 @@ from torchtap.errors import PlanError
 from torchtap.names import KINDS, Kind
 from torchtap.reduce.base import AnyReduction, Reduction
 from torchtap.reduce.stats import Stats
-from torchtap.schedule.base import Always, Moment, Schedule, schedule_of
+from torchtap.schedule.base import Always, Schedule, schedule_of
 from torchtap.sites import Selectable, Selector, Site, selectors_of
 
 if TYPE_CHECKING:
@@ -143,18 +143,11 @@ def _one_tap(
     keep: AnyReduction | type[AnyReduction] | None = None,
     *,
     kind: Kind = "output",
-    every: int | None = None,
-    offset: int = 0,
-    steps: Collection[int] | None = None,
-    epochs: Collection[int] | None = None,
-    batches: Collection[int] | None = None,
-    first: int | None = None,
-    when: Schedule | Callable[[Moment], bool] | None = None,
-    phase: str | None = None,
     exclude: Selectable | Sequence[Selectable] | None = None,
     alias: str | None = None,
     budget: Budget | None = None,
     per_consumer: bool = False,
+    **when: Any,
 ) -> Tap:
     if kind not in KINDS:
         raise PlanError(f"kind={kind!r}: the kinds are {', '.join(KINDS)}")
@@ -170,16 +163,7 @@ def _one_tap(
     return Tap(
         selectors=selectors,
         keep=Stats() if keep is None else keep,
-        schedule=schedule_of(
-            every=every,
-            offset=offset,
-            steps=steps,
-            epochs=epochs,
-            batches=batches,
-            first=first,
-            when=when,
-            phase=phase,
-        ),
+        schedule=schedule_of(**when),
         exclude=selectors_of(exclude, kind),
         alias=alias,
         budget=budget,

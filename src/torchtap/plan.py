@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from torch import nn
 
@@ -22,9 +22,6 @@ from torchtap.reduce.base import AnyReduction, RowBlock
 from torchtap.reduce.stats_block import StatsBlock
 from torchtap.schedule.base import NO_STEP, Always, Moment, Never
 from torchtap.sites import Place, Selectable, Selector, Site, places
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["LISTED_KINDS", "Plan", "Port", "candidates", "make_plan"]
 
