@@ -80,3 +80,24 @@ def test_a_value_that_the_model_lets_go_of_is_gone_at_once_though_the_step_is_op
             assert given() is None
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled", "scripted", "traced by FX"])
+def test_what_a_look_kept_is_let_go_of_with_it_without_a_collection(form: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    if form == "compiled":
+        model = torch.compile(model, backend="aot_eager")
+    elif form == "scripted":
+        model = torch.jit.script(model)
+    elif form == "traced by FX":
+        model = torch.fx.symbolic_trace(model)
+    gc.collect()
+    gc.disable()
+    try:
+        with tt.capture(model, ["2:output", "2:grad_output"]) as seen:
+            model(torch.ones(2, 4)).sum().backward()
+        kept = weakref.ref(seen["2:output"])
+        del seen
+        assert kept() is None
+    finally:
+        gc.enable()
