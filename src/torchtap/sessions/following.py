@@ -17,7 +17,7 @@ from torchtap.errors import SessionError
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.receive.ears import Ears
 from torchtap.taps.receive.training import innermost, listen, stop_listening
-from torchtap.taps.walk.untraced import Hook, conceal, reveal
+from torchtap.taps.walk.modes import ModeHook
 
 __all__ = ["Following", "Sentry"]
 
@@ -134,30 +134,6 @@ class Sentry:
 
     def end_pass(self) -> None:
         pass
-
-
-@final
-class ModeHook:
-    """Tells when a module is switched to training or to evaluation."""
-
-    def __init__(self, module: nn.Module, told: Callable[[bool], None]) -> None:
-        self._module = module
-        self._told = told
-
-    def put_on(self) -> None:
-        """From now on it tells."""
-        conceal(self._module)
-        self._module.__dict__["train"] = Hook(self._train)
-
-    def take_off(self) -> None:
-        """The module is as it was."""
-        if self._module.__dict__.pop("train", None) is not None:
-            reveal(self._module)
-
-    def _train(self, mode: bool = True) -> nn.Module:
-        switched = type(self._module).train(self._module, mode)
-        self._told(mode)
-        return switched
 
 
 def _has_gradient(model: object) -> bool:

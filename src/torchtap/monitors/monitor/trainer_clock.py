@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol, Self, final
 
 from torch import nn
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from torchtap.taps.attach import form_of
 from torchtap.taps.receive.training import parameters_of
+from torchtap.taps.walk.modes import ModeHook
 from torchtap.taps.walk.ways import HookWay
 
 __all__ = ["Listener", "TrainingClock"]
@@ -60,7 +62,9 @@ class TrainingClock:
         self._updates_before = 0  # in earlier iterations
         self._handles: list[Any] = []
         self._hooked = False  # whether passes over the model are heard
-        self._undecided: _Undecided | None = None
+        self._undecided: ModeHook | None = (
+            None  # tells that an iteration in evaluation mode is one of training
+        )
         self._ahead: int | None = None  # batches fetched before the first was used; None until that is known
         self._fetched = 0  # in this iteration
         self._group = 0  # of these, since the last pass
@@ -106,16 +110,19 @@ class TrainingClock:
         self.passed_over += 1
         if not self._hooked:
             return iterator
-        self._undecided = _Undecided(self._model, lambda: self._begin_after_all(followed))
+        self._undecided = ModeHook(self._model, partial(self._switched, followed))
+        self._undecided.put_on()
         return followed
 
     def _decide(self) -> None:
         undecided, self._undecided = self._undecided, None
         if undecided is not None:
-            undecided.stop()
+            undecided.take_off()
 
-    def _begin_after_all(self, followed: _Followed) -> None:
-        """The training has switched to training mode before the first pass."""
+    def _switched(self, followed: _Followed, training: bool) -> None:
+        """The mode was switched before the first pass; to training means that the iteration is an epoch after all."""
+        if not training:
+            return
         self._decide()
         if self.hears_this_thread() and not self._in_an_iteration():
             self.passed_over -= 1
@@ -241,28 +248,6 @@ class _Followed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
-
-
-@final
-class _Undecided:
-    """Hears the model's ``train()``, which decides about an iteration that began in evaluation mode."""
-
-    def __init__(self, model: nn.Module, begin: Callable[[], None]) -> None:
-        self._model = model
-        original = model.train
-
-        def train(mode: bool = True) -> nn.Module:
-            switched = original(mode)
-            if mode:
-                begin()
-            return switched
-
-        # Beside nn.Module.__setattr__; gone with the first pass at the latest.
-        model.__dict__["train"] = train
-
-    def stop(self) -> None:
-        """The model's own method is back."""
-        self._model.__dict__.pop("train", None)
 
 
 # -- DataLoader.__iter__, replaced while any clock runs -----------------------------------------------------------

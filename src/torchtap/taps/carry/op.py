@@ -42,7 +42,6 @@ from torchtap.names import read_name
 from torchtap.taps.carry import channel
 from torchtap.taps.carry.fused import emit_measured, is_fused
 from torchtap.taps.receive import by_name, reasons
-from torchtap.taps.receive.active import take_from_inside
 from torchtap.taps.receive.gradients import ask_for_gradient, ask_while_traced
 from torchtap.taps.receive.receiver import Receiver
 
@@ -183,7 +182,7 @@ def _on_value(value: Tensor, site: str) -> None:
             receiver.end_pass()
             receiver.begin_pass(*_MODES[kind])
         elif kind in ("attention", "value"):
-            take_from_inside(receiver, kind, path, leaf, value)
+            receiver.take_from_inside(kind, path, leaf, value)
         else:
             by_name.take(receiver, path, kind, leaf, value, call)
 

@@ -11,7 +11,7 @@ from functools import partial
 from torchtap.taps.eager.attention_calls import AttentionCall, listen
 from torchtap.taps.eager.attention_maps import attention_pieces, with_batch
 from torchtap.taps.receive import reasons
-from torchtap.taps.receive.active import enclosing, owner_of
+from torchtap.taps.receive.active import owner_of
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.ways import Handle
 
@@ -26,7 +26,7 @@ def report_attention(receiver: Receiver) -> Handle:
 def _report(receiver: Receiver, call: AttentionCall) -> None:
     if not receiver.hears_this_thread():
         return
-    ports = enclosing(receiver, "attention", owner_of(call.frame, receiver.path_of) or "")
+    ports = receiver.enclosing("attention", owner_of(call.frame, receiver.path_of) or "")
     if not ports:
         return
     arguments = call.arguments

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.names import paths_around, site_name
+from torchtap.names import site_name
 from torchtap.taps.receive import inside
 
 if TYPE_CHECKING:
-    from torchtap.taps.receive.entries import LivePort
     from torchtap.taps.receive.receiver import Receiver
     from torchtap.taps.walk.ways import Handle
 
-__all__ = ["activate", "deactivate", "emit", "enclosing", "listening", "owner_of", "take_from_inside"]
+__all__ = ["activate", "deactivate", "emit", "listening", "owner_of"]
 
 Owner = TypeVar("Owner")
 
@@ -80,27 +79,6 @@ def owner_of(frame: FrameType | None, known: Callable[[nn.Module], Owner | None]
     return None
 
 
-def take_from_inside(receiver: Receiver, kind: str, owner: str | None, leaf: str, tensor: Tensor) -> None:
-    """A value made in a module's code: it goes to the innermost enclosing module that each tap asks about."""
-    for port in enclosing(receiver, kind, owner or ""):
-        receiver.take_leaf(port, leaf, port.next_leaf_call(receiver.pass_number, leaf), tensor)
-
-
-def enclosing(receiver: Receiver, kind: str, owner: str) -> tuple[LivePort, ...]:
-    """For each tap that asks for this kind, the port of the innermost module around ``owner``."""
-    known = receiver.enclosing.get((kind, owner))
-    if known is None:
-        found: dict[int, LivePort] = {}
-        for index in range(len(receiver.plan.taps)):
-            for path in (owner, *paths_around(owner)):
-                port = receiver.ports.get((path, kind, ""))
-                if port is not None and index in port.port.taps:
-                    found[id(port)] = port
-                    break
-        known = receiver.enclosing[kind, owner] = tuple(found.values())
-    return known
-
-
 def emit(name: str, value: Tensor) -> Tensor:
     """Name a value inside a forward, so that it has a site: ``<module path>:value.<name>``. Returns the value.
 
@@ -111,6 +89,5 @@ def emit(name: str, value: Tensor) -> Tensor:
     elif not torch.compiler.is_compiling() and _active:
         for receiver in listening():
             if receiver.listens_to("value"):
-                owner = owner_of(sys._getframe(1), receiver.path_of)
-                take_from_inside(receiver, "value", owner, name, value)
+                receiver.take_from_inside("value", owner_of(sys._getframe(1), receiver.path_of), name, value)
     return value

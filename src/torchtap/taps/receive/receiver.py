@@ -9,8 +9,7 @@ guarantees:
 - a pass of a thread that is not heard changes nothing, and is counted.
 
 Not here: hooks (`eager` and the other forms), the clock (`watching`), folding and entries (`folding`). Nor what only
-some plans need: to ask for gradients (`asking`), to take values by name (`by_name`), from inside modules (`active`), or
-what a model holds (`held`).
+some plans need: to ask for gradients (`asking`), to take values by name (`by_name`) or what a model holds (`held`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import is_traced_by_script
-from torchtap.names import site_name
+from torchtap.names import paths_around, site_name
 from torchtap.plan import Plan
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
@@ -81,7 +80,7 @@ class Receiver(ReceiverFields):
         self._passed_over: tuple[int | None] | None = (
             None  # whom to hear again after a pass that is not taken
         )
-        self.enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}  # what `active.enclosing` has found
+        self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
         # What a leaf is called in a pass, at a path, where the form is not certain of its names.
         self.rename: Callable[[int, str, str], str] | None = None
         self.pass_number = 0
@@ -322,6 +321,25 @@ class Receiver(ReceiverFields):
         if entry.generation != folding.generation:
             folding.refresh(entry)
         self._fold(entry, gradient)
+
+    def take_from_inside(self, kind: str, owner: str | None, leaf: str, tensor: Tensor) -> None:
+        """A value made in a module's code: it goes to the innermost enclosing module that each tap asks about."""
+        for port in self.enclosing(kind, owner or ""):
+            self.take_leaf(port, leaf, port.next_leaf_call(self.pass_number, leaf), tensor)
+
+    def enclosing(self, kind: str, owner: str) -> tuple[LivePort, ...]:
+        """For each tap that asks for this kind, the port of the innermost module around ``owner``."""
+        known = self._enclosing.get((kind, owner))
+        if known is None:
+            found: dict[int, LivePort] = {}
+            for index in range(len(self.plan.taps)):
+                for path in (owner, *paths_around(owner)):
+                    port = self.ports.get((path, kind, ""))
+                    if port is not None and index in port.port.taps:
+                        found[id(port)] = port
+                        break
+            known = self._enclosing[kind, owner] = tuple(found.values())
+        return known
 
     def _take_leaves(self, port: LivePort, call: int, found: Iterable[tuple[str, Tensor]]) -> bool:
         """The tensors of a structure; says whether it has any. Types of the user's may fail to be looked through."""
