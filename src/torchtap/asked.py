@@ -5,7 +5,7 @@ Text is parsed here, once. A tap is frozen and says itself as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final, overload
 
@@ -59,29 +59,6 @@ class Tap:
         selectors = tuple(selector.meant_in(paths) for selector in self.selectors)
         return replace(
             self, selectors=selectors, exclude=tuple(each.meant_in(paths) for each in self.exclude)
-        )
-
-    @classmethod
-    def from_spec(cls, spec: Mapping[str, Any]) -> Tap:
-        """The tap that a `spec` describes."""
-        from torchtap.budget import Budget
-        from torchtap.reduce.registry import reduction_from_spec
-        from torchtap.schedule.rules import schedule_from_spec
-
-        for text in (*spec["selectors"], *spec["exclude"]):
-            if not isinstance(text, str) or text.startswith("<"):
-                raise PlanError(
-                    f"the selector {text!r} was a module, a type or a function: a file does not hold it"
-                )
-        budget = spec.get("budget")
-        return cls(
-            selectors=selectors_of(spec["selectors"]),
-            keep=reduction_from_spec(spec["keep"]),
-            schedule=schedule_from_spec(spec["schedule"]),
-            exclude=selectors_of(spec["exclude"]),
-            alias=spec.get("alias"),
-            budget=None if budget is None else Budget(**budget),
-            per_consumer=bool(spec.get("per_consumer", False)),
         )
 
     def spec(self) -> dict[str, object]:
