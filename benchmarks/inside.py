@@ -22,7 +22,7 @@ from torchtap.diagnosis.probes.losses import LossProbe
 from torchtap.diagnosis.probes.padded import PaddingProbe
 from torchtap.reduce import kernel
 from torchtap.sessions.watching import Watch
-from torchtap.taps.receive import training
+from torchtap.taps.receive import by_name, training
 from torchtap.taps.receive.losses import LossCatcher
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.untraced import Hook
@@ -31,7 +31,8 @@ __all__ = ["Spent", "row_of_share", "timed_inside"]
 
 _ENTRIES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Hook, ("__call__",)),
-    (Receiver, ("take_gradient", "take_named")),  # the second from a compiled graph
+    (Receiver, ("take_gradient",)),
+    (by_name, ("take",)),  # from a compiled graph
     *((getattr(kernel.hearing, each), ("__call__",))  # what autograd's nodes call
       for each in ("Listener", "BaseListener") if kernel.hearing is not None),
     (training, ("_tell_ready", "_after_step")),

@@ -31,7 +31,7 @@ LAYERS = [
     ["reduce"],
     ["budget"],
     ["asked"],
-    ["plan"],
+    ["plan", "plan_words"],
     ["store.record"],
     # how a value leaves a running model
     ["taps.walk"],

@@ -56,6 +56,27 @@ def test_memory_and_files_stay_flat_over_ten_thousand_watched_steps(tmp_path: Pa
     assert len(tt.open(tmp_path / "run").series("2:output", "mean").steps) == 10_000
 
 
+@pytest.mark.parametrize("form", ["eager", "compiled", "scripted", "traced by FX"])
+def test_what_a_look_kept_is_let_go_of_with_it_without_a_collection(form: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    if form == "compiled":
+        model = torch.compile(model, backend="aot_eager")
+    elif form == "scripted":
+        model = torch.jit.script(model)
+    elif form == "traced by FX":
+        model = torch.fx.symbolic_trace(model)
+    gc.collect()
+    gc.disable()
+    try:
+        with tt.capture(model, ["2:output", "2:grad_output"]) as seen:
+            model(torch.ones(2, 4)).sum().backward()
+        kept = weakref.ref(seen["2:output"])
+        del seen
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 def test_a_step_leaves_no_tensor_behind() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     taps = [tt.tap("*:output"), tt.tap("*:grad_output"), tt.tap("*:output", tt.Full())]

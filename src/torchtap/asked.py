@@ -5,7 +5,7 @@ Text is parsed here, once. A tap is frozen and says itself as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final, overload
 
@@ -13,7 +13,7 @@ from torchtap.errors import PlanError
 from torchtap.names import KINDS, Kind
 from torchtap.reduce.base import AnyReduction, Reduction
 from torchtap.reduce.stats import Stats
-from torchtap.schedule.base import Always, Moment, Schedule, schedule_of
+from torchtap.schedule.base import Always, Schedule, schedule_of
 from torchtap.sites import Selectable, Selector, Site, selectors_of
 
 if TYPE_CHECKING:
@@ -59,29 +59,6 @@ class Tap:
         selectors = tuple(selector.meant_in(paths) for selector in self.selectors)
         return replace(
             self, selectors=selectors, exclude=tuple(each.meant_in(paths) for each in self.exclude)
-        )
-
-    @classmethod
-    def from_spec(cls, spec: Mapping[str, Any]) -> Tap:
-        """The tap that a `spec` describes."""
-        from torchtap.budget import Budget
-        from torchtap.reduce.registry import reduction_from_spec
-        from torchtap.schedule.rules import schedule_from_spec
-
-        for text in (*spec["selectors"], *spec["exclude"]):
-            if not isinstance(text, str) or text.startswith("<"):
-                raise PlanError(
-                    f"the selector {text!r} was a module, a type or a function: a file does not hold it"
-                )
-        budget = spec.get("budget")
-        return cls(
-            selectors=selectors_of(spec["selectors"]),
-            keep=reduction_from_spec(spec["keep"]),
-            schedule=schedule_from_spec(spec["schedule"]),
-            exclude=selectors_of(spec["exclude"]),
-            alias=spec.get("alias"),
-            budget=None if budget is None else Budget(**budget),
-            per_consumer=bool(spec.get("per_consumer", False)),
         )
 
     def spec(self) -> dict[str, object]:
@@ -143,18 +120,11 @@ def _one_tap(
     keep: AnyReduction | type[AnyReduction] | None = None,
     *,
     kind: Kind = "output",
-    every: int | None = None,
-    offset: int = 0,
-    steps: Collection[int] | None = None,
-    epochs: Collection[int] | None = None,
-    batches: Collection[int] | None = None,
-    first: int | None = None,
-    when: Schedule | Callable[[Moment], bool] | None = None,
-    phase: str | None = None,
     exclude: Selectable | Sequence[Selectable] | None = None,
     alias: str | None = None,
     budget: Budget | None = None,
     per_consumer: bool = False,
+    **when: Any,
 ) -> Tap:
     if kind not in KINDS:
         raise PlanError(f"kind={kind!r}: the kinds are {', '.join(KINDS)}")
@@ -170,16 +140,7 @@ def _one_tap(
     return Tap(
         selectors=selectors,
         keep=Stats() if keep is None else keep,
-        schedule=schedule_of(
-            every=every,
-            offset=offset,
-            steps=steps,
-            epochs=epochs,
-            batches=batches,
-            first=first,
-            when=when,
-            phase=phase,
-        ),
+        schedule=schedule_of(**when),
         exclude=selectors_of(exclude, kind),
         alias=alias,
         budget=budget,

@@ -10,21 +10,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from torch import nn
 
 from torchtap.asked import Tap, tap
-from torchtap.errors import PlanError, SelectionError, TorchtapError
-from torchtap.foreign_text import shown
+from torchtap.errors import PlanError
 from torchtap.names import KINDS, Kind
 from torchtap.reduce.base import AnyReduction, RowBlock
 from torchtap.reduce.stats_block import StatsBlock
 from torchtap.schedule.base import NO_STEP, Always, Moment, Never
-from torchtap.sites import Place, Selectable, Selector, Site, places
-
-if TYPE_CHECKING:
-    pass
+from torchtap.sites import Place, Selectable, Site, places
 
 __all__ = ["LISTED_KINDS", "Plan", "Port", "candidates", "make_plan"]
 
@@ -160,15 +156,9 @@ class Plan:
     @classmethod
     def from_json(cls, text: str, model: nn.Module) -> Plan:
         """A plan that `to_json` wrote, bound to a model. Its places are found anew."""
-        try:
-            read = json.loads(text)
-            taps = [Tap.from_spec(each) for each in read["taps"]]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if isinstance(error, TorchtapError):
-                raise
-            said = shown(f"{type(error).__name__}: {error}")
-            raise PlanError(f"this is not the JSON of a plan: {said}") from None
-        return make_plan(model, taps)
+        from torchtap.plan_words import taps_from_json
+
+        return make_plan(model, taps_from_json(text))
 
     def to_json(self) -> str:
         """The plan as JSON text: taps with their schedules and reductions, and the places they are bound to."""
@@ -182,17 +172,9 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        lines = [f"plan: {len(self.asked)} taps on {len(self.ports)} places"]
-        for index, each in enumerate(self.asked):
-            places_of_tap = [port.site.name for port in self.ports if index in port.taps]
-            some = ", ".join(places_of_tap[:4]) + (
-                f" … ({len(places_of_tap)})" if len(places_of_tap) > 4 else ""
-            )
-            chosen = " ".join(str(s) for s in each.selectors)
-            within = "" if each.budget is None else f"  within {each.budget.spec()}"
-            lines.append(f"  {index}: {chosen}  keep {each.keep.spec()}  when {each.schedule.spec()}{within}")
-            lines.append(f"     {some}")
-        return "\n".join(lines)
+        from torchtap.plan_words import described
+
+        return described(self)
 
 
 def _taps_of(asked: Any, keep: Any) -> Iterator[Tap]:
@@ -248,18 +230,14 @@ def _matched(asked: Tap, found_places: tuple[Place, ...], all_match: bool) -> li
     sites = [site for names in matched for site in names]
     for selector in asked.selectors if all_match else ():
         if not any(map(selector.picks_port, sites)):
-            raise _picks_nothing(selector, found_places)
+            from torchtap.plan_words import picks_nothing
+
+            raise picks_nothing(selector, found_places)
     if asked.alias and len(matched) > 1:
-        raise _picks_several(asked, matched)
+        from torchtap.plan_words import picks_several
+
+        raise picks_several(asked, matched)
     return matched
-
-
-def _picks_several(asked: Tap, matched: list[tuple[Site, ...]]) -> PlanError:
-    some = ", ".join(names[0].name for names in matched[:3])
-    return PlanError(
-        f"alias {asked.alias!r} stands for one place, but {asked.selectors[0].text!r} picks {len(matched)}: "
-        f"{some} …; use a narrower selector or no alias"
-    )
 
 
 def _check_aliases(aliases: list[str]) -> None:
@@ -267,28 +245,6 @@ def _check_aliases(aliases: list[str]) -> None:
         raise PlanError(
             f"alias {sorted(repeated)[0]!r} is used by more than one tap; an alias has to be unique"
         )
-
-
-def _picks_nothing(selector: Selector, found: Sequence[Place]) -> SelectionError:
-    if isinstance(selector.made_of[0], nn.Module):
-        foreign = type(selector.made_of[0]).__name__
-        return SelectionError(
-            f"the {foreign} that was given is none of this model's {len(found)} modules: give one of its own, as "
-            "in model.get_submodule(path), or its path"
-        )
-    sites = [site for names in candidates(found, selector.kinds) for site in names]
-    if not sites:
-        kinds = " or ".join(sorted(selector.kinds))
-        return SelectionError(f"{selector.text!r} matches nothing: this model has no {kinds}")
-    advice = "`torchtap sites` or tt.list_sites(model) lists them all."
-    asked, kind = selector.made_of
-    if isinstance(asked, str) and not asked.startswith("re:"):
-        deeper = f"**.{asked}"
-        if any(map(Selector.of(deeper, kind).picks_port, sites)):
-            advice = f"A path with a dot in it begins at the model: {deeper!r} picks it at any depth."
-    from torchtap.unmatched import no_such_site
-
-    return no_such_site(selector.text, [site.name for site in sites], "this model's", advice)
 
 
 def _fallbacks(asked: Sequence[Tap]) -> tuple[list[Tap], dict[int, tuple[int, ...]]]:

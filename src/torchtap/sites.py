@@ -44,7 +44,6 @@ __all__ = [
     "input_names",
     "places",
     "selectors_of",
-    "source_of",
     "unwrap",
 ]
 
@@ -179,22 +178,6 @@ def input_names(module: nn.Module) -> tuple[str, ...] | None:
     if len(names) == 1 and len(parameters) == 1:
         return ("",)
     return names
-
-
-def source_of(module: nn.Module) -> str | None:
-    """``file.py:line`` of the module's forward, where Python or TorchScript still knows it."""
-    forward = getattr(module, "forward", None)
-    graph = getattr(forward, "graph", None)
-    if graph is not None:  # TorchScript: every node knows the line it was compiled from
-        for node in graph.nodes():
-            line = re.match(r'\s*File "([^"]+)", line (\d+)', node.sourceRange())
-            if line is not None:
-                return f"{line[1]}:{line[2]}"
-        return None
-    if type(module).forward is nn.Module.forward:  # a stand-in, or a module that has none
-        return None
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 
 Predicate: TypeAlias = Callable[[Site], bool]

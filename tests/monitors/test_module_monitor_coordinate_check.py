@@ -3,100 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.models import CNN, GPT, Tagger, mlp
+from tests.models import mlp
+from tests.monitors.coordinate_checks import MODELS, checking
 from tests.monitors.module_monitoring import watching
 from torch import Tensor, nn
 from torch.nn import functional
 
 from torchtap import ModuleMonitor, RefinedCoordinateCheck
-from torchtap.errors import MonitorError
 from torchtap.reduce import row_norms
-
-
-def checking(model: nn.Module, **options: Any) -> tuple[ModuleMonitor, nn.Module, RefinedCoordinateCheck]:
-    options.setdefault("monitor_step_fn", lambda step: True)
-    reference = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.2)
-    monitor = ModuleMonitor(**options)
-    monitor.set_module(model)
-    monitor.set_reference_module(reference)
-    return monitor, reference, RefinedCoordinateCheck(monitor)
-
-
-class Writing(nn.Module):
-    """Writes into its input, which is the output of the module before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x += 1
-        return self.second(self.first(x))
-
-
-class Changed(nn.Module):
-    """A value is changed in place after the module that gave it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.writing, self.norm = nn.Linear(6, 6), Writing(), nn.LayerNorm(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.writing(self.fc(x)))
-        y.mul_(2)
-        return y
-
-
-class Pair(NamedTuple):
-    value: Tensor
-    text: str
-
-
-class Named(nn.Module):
-    """Takes and gives values inside something else than a tuple, a list or a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(6, 6)
-
-    def forward(self, pair: Pair) -> Pair:
-        return Pair(self.fc(pair.value), pair.text)
-
-
-class ChangedInside(nn.Module):
-    """Such a value is changed in place afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Named(), Named()
-
-    def forward(self, x: Tensor) -> Tensor:
-        pair = self.second(self.first(Pair(x * 1, "text")))
-        pair.value.mul_(2)
-        return pair.value
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "mlp": (mlp, lambda: torch.randn(5, 7)),
-    "nested": (
-        lambda: nn.Sequential(mlp(), nn.Sequential(nn.ReLU(), nn.Linear(3, 2))),
-        lambda: torch.randn(5, 7),
-    ),
-    "cnn in place": (lambda: CNN(inplace=True), lambda: torch.randn(2, 3, 8, 8)),
-    "gpt": (GPT, lambda: torch.randint(0, 11, (2, 6))),
-    "tuples": (Tagger, lambda: torch.randn(2, 5, 8)),
-    "changed in place": (Changed, lambda: torch.randn(4, 6)),
-    "changed inside": (ChangedInside, lambda: torch.randn(4, 6)),
-    "half": (lambda: mlp().bfloat16(), lambda: torch.randn(5, 7).bfloat16()),
-}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -207,71 +124,6 @@ def test_micro_batches_are_averaged_over_all_their_rows() -> None:
         assert metrics == pytest.approx(whole, rel=1e-5)
 
 
-def counted(module: nn.Module) -> list[int]:
-    calls: list[int] = []
-    forward = type(module).forward
-
-    class Counted(type(module)):  # type: ignore[misc]
-        def forward(self, *args: Any) -> Any:
-            calls.append(1)
-            return forward(self, *args)
-
-    module.__class__ = Counted
-    return calls
-
-
-def test_nothing_is_computed_for_a_check_that_is_not_asked_for() -> None:
-    monitor, reference, check = checking(mlp())
-    x = torch.randn(5, 7)
-    calls = counted(reference[0])
-    asked = [True, False, False, True]
-    ran = []
-    for step, ask in enumerate(asked):
-        monitor.begin_step(step)
-        reference(x)
-        monitor.module(x)
-        if ask:
-            check.refined_coordinate_check()
-        monitor.end_step()
-        ran.append(len(calls))
-        calls.clear()
-    # The second step could not know; the third does.
-    assert ran == [2, 2, 1, 2]
-
-
-def test_a_first_child_runs_once_for_itself_and_its_container() -> None:
-    monitor, reference, check = checking(nn.Sequential(nn.Sequential(nn.Linear(7, 4), nn.ReLU())))
-    calls = counted(reference[0][0])
-    x = torch.randn(5, 7)
-    for step in range(3):
-        monitor.begin_step(step)
-        reference(x)
-        calls.clear()
-        monitor.module(x)
-        check.refined_coordinate_check()
-        monitor.end_step()
-        assert len(calls) == 1
-
-
-def test_an_activation_function_is_not_run_again_and_has_no_share_of_its_own() -> None:
-    monitor, reference, check = checking(nn.Sequential(nn.Linear(7, 4), nn.Tanh()))
-    calls = counted(reference[1])
-    other = RefinedCoordinateCheck(monitor)  # made after the class was changed: it runs the function
-    x = torch.randn(5, 7)
-    monitor.begin_step(0)
-    reference(x)
-    monitor.module(x)
-    calls.clear()
-    check.refined_coordinate_check()
-    assert not calls
-    other.refined_coordinate_check()
-    assert calls
-    monitor.end_step()
-    got = monitor.get_step_metrics()
-    assert got["RCC (W_t-W_0)x_t/1/l2norm"] == 0
-    assert got["RCC W_0(x_t-x_0)/1/l2norm"] > 0
-
-
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_hook_that_changes_what_the_reference_gives_is_heard(part: int) -> None:
     monitor, reference, check = checking(nn.Sequential(nn.Linear(7, 4), nn.Tanh()))
@@ -288,50 +140,6 @@ def test_a_hook_that_changes_what_the_reference_gives_is_heard(part: int) -> Non
         assert monitor.get_step_metrics()[f"RCC (W_t-W_0)x_t/{part}/l2norm"] == pytest.approx(
             expected.norm(dim=-1).mean().item(), rel=1e-5
         )
-
-
-def test_a_check_where_it_happens_uses_up_no_random_numbers() -> None:
-    model = nn.Sequential(nn.Linear(7, 7), nn.Sequential(nn.Dropout(0.5), nn.Linear(7, 3)))
-    monitor, reference, check = checking(model)
-    x, states = torch.randn(4, 7), []
-    for step in range(2):
-        monitor.begin_step(step)
-        reference(x)
-        torch.manual_seed(5)
-        model(x)
-        check.refined_coordinate_check()
-        monitor.end_step()
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
-    assert not any("forward" in module.__dict__ for module in reference.modules())
-
-
-def test_an_unmonitored_step_gives_the_memory_back() -> None:
-    monitor, reference, check = checking(mlp(), monitor_step_fn=lambda step: step % 2 == 0)
-    x = torch.randn(9000, 7)
-    monitor.begin_step(0)
-    reference(x)
-    monitor.module(x)
-    check.refined_coordinate_check()
-    monitor.end_step()
-    pools = (check._copies, monitor._reference.copies)
-    assert all(copies._pool.nbytes for copies in pools)
-    monitor.begin_step(1)
-    assert not any(copies._pool.nbytes for copies in pools)
-
-
-def test_a_copy_that_is_held_on_to_is_not_written_over() -> None:
-    monitor, reference, _ = checking(nn.Sequential(nn.Linear(256, 256)))
-    kept = []
-    for step in range(3):
-        monitor.begin_step(step)
-        x = torch.full((256, 256), float(step))
-        with torch.no_grad():
-            y = reference(x)
-        kept.append((monitor.reference_module_activations["0"], y))
-        monitor.end_step()
-    for copied, value in kept:
-        assert torch.equal(copied, value)
 
 
 def test_the_terms_without_a_bias_are_those_of_the_weight() -> None:
@@ -375,27 +183,6 @@ def test_the_coordinate_check_needs_both_models_and_both_passes() -> None:
         check.refined_coordinate_check()
 
 
-def test_the_coordinate_check_uses_up_no_random_numbers_and_leaves_the_reference_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(7, 7), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(7, 3))
-    reference = copy.deepcopy(model)
-    monitor = watching(model)
-    monitor.set_reference_module(reference)
-    check = RefinedCoordinateCheck(monitor)
-    x = torch.randn(4, 7)
-    monitor.begin_step(0)
-    reference(x)
-    model(x)
-    before = torch.get_rng_state()
-    check.refined_coordinate_check()
-    assert torch.equal(torch.get_rng_state(), before)
-    monitor.end_step()
-    assert not any("forward" in module.__dict__ for module in reference.modules())
-    got = monitor.get_step_metrics()
-    hidden = functional.linear(x, model[0].weight).norm(dim=-1).mean().item()
-    assert got["RCC (W_t-W_0)x_t/0.weight/W_t x_t/l2norm"] == pytest.approx(hidden, rel=1e-5)
-    assert got["RCC (W_t-W_0)x_t/0/l2norm"] == got["RCC W_0(x_t-x_0)/0/l2norm"] == 0
-
-
 def test_the_coordinate_check_covers_what_the_peer_cannot_run() -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:
@@ -425,87 +212,3 @@ def test_the_coordinate_check_covers_what_the_peer_cannot_run() -> None:
     assert got["RCC (W_t-W_0)x_t/attention.q_proj.weight/l2norm"] == pytest.approx(moved, rel=1e-4)
     assert got["RCC (W_t-W_0)x_t/attention.k_proj.weight/l2norm"] == 0
     assert got["RCC W_0(x_t-x_0)/lstm[0]/l2norm"] > 0
-
-
-class BatchSecond(nn.Module):
-    """Positions first, then samples, as transformers of torch have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x).transpose(0, 1)
-        mixed: Tensor = self.attention(y, y, y, need_weights=False)[0]
-        return mixed.flatten(0, 1)
-
-
-PARTS = {
-    **{
-        name: MODELS[name]
-        for name in ("mlp", "nested", "tuples", "changed in place", "changed inside", "half")
-    },
-    "gpt": (GPT, lambda: torch.randint(0, 11, (8, 6))),
-    "batch second": (BatchSecond, lambda: torch.randn(8, 5, 8)),
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_part_of_a_batch_gives_exactly_what_that_part_alone_gives(name: str, at_once: bool) -> None:
-    build, batch = PARTS[name]
-    torch.manual_seed(0)
-    monitor, reference, _ = checking(build().eval())
-    model = monitor.module
-    x = batch()
-    monitor.remove_reference_module()
-    found = []
-    for share, given in ((0.4, lambda: x), (1.0, lambda: x[: -(-len(x) * 4 // 10)])):
-        monitor = ModuleMonitor(monitor_step_fn=lambda step: True)
-        monitor.set_module(model)
-        monitor.set_reference_module(reference)
-        check = RefinedCoordinateCheck(monitor, share=share)
-        for step in range(2 if at_once else 1):
-            monitor.begin_step(step)
-            with monitor.no_monitor():
-                reference(check.part(given()))
-            model(given())
-            check.refined_coordinate_check()
-            monitor.end_step()
-            metrics = monitor.get_step_metrics()
-        found.append({key: value for key, value in metrics.items() if key.startswith("RCC")})
-        monitor.remove_reference_module()
-        monitor.activation_hooks.remove_all_hooks()
-        check.rcc_forward_hooks.remove_all_hooks()
-    part, alone = found
-    assert part.keys() == alone.keys()
-    assert part
-    for key, value in part.items():
-        # What a layer makes of some rows may differ in the last bits from what it makes of them among others.
-        assert value == pytest.approx(alone[key], rel=2e-2 if name == "half" else 1e-4, abs=1e-5), key
-
-
-def test_a_part_of_a_batch_is_refused_where_it_tells_nothing_of_the_whole() -> None:
-    with pytest.raises(MonitorError, match="share=0"):
-        RefinedCoordinateCheck(checking(mlp())[0], share=0)
-    monitor, reference, _ = checking(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    check = RefinedCoordinateCheck(monitor, share=0.5)
-    with pytest.raises(MonitorError, match=r"1 \(BatchNorm1d\) trains on the statistics"):
-        monitor.begin_step(0)
-    monitor.module.eval()
-    monitor.begin_step(0)
-    reference.eval()(check.part(torch.randn(4, 3)))
-    with pytest.raises(MonitorError, match="has no part of shape"):
-        monitor.module(torch.randn(1, 3))
-
-
-def test_the_part_of_a_batch_is_its_first_rows() -> None:
-    check = RefinedCoordinateCheck(checking(mlp())[0], share=1 / 8)
-    batch = {"x": torch.arange(20), "pair": (torch.ones(3, 2), "text"), "none": None}
-    part = check.part(batch)
-    assert part["x"].tolist() == [0, 1, 2]
-    assert part["pair"][0].shape == (1, 2)
-    assert part["pair"][1] == "text"
-    assert part["none"] is None
-    whole = RefinedCoordinateCheck(checking(mlp())[0])
-    assert whole.part(batch) is batch

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
 from torchtap.reduce import kernel
+from torchtap.taps.receive.asking import Asking
 from torchtap.taps.receive.entries import LivePort
+from torchtap.taps.receive.held import Held
 from torchtap.taps.receive.receiver import Receiver
 
 pytestmark = pytest.mark.skipif(kernel.hearing is None, reason="native code was not built, or torch is older")
@@ -171,24 +174,27 @@ def test_from_the_second_step_on_python_takes_no_value_of_an_ordinary_training()
     model = fresh(MODELS["containers"])
     calls: list[str] = []
 
-    def noted(name: str) -> Any:
-        original = getattr(Receiver, name)
+    def noted(owner: type, name: str) -> Any:
+        original = getattr(owner, name)
 
         def method(*args: Any) -> Any:
-            calls.append(name)
+            calls.append(f"{owner.__name__}.{name}")
             return original(*args)
 
-        return patch.object(Receiver, name, method)
+        return patch.object(owner, name, method)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with noted("take"), noted("take_gradient_of"), noted("take_gradient"), noted("take_tensor"):
+    with ExitStack() as stack:
+        for owner in ((Receiver, "take"), (Receiver, "take_gradient"), (Asking, "of_output"), (Held, "take")):
+            stack.enter_context(noted(*owner))
         with tt.watch(model, None, EVERYTHING) as watch:
             for step in range(3):
                 with watch.step():
                     once(model, torch.randn(4, 5, 6))
                     optimizer.step()
                 if step == 0:
-                    assert {"take", "take_gradient_of", "take_gradient", "take_tensor"} == set(calls)
+                    taken = {"Receiver.take", "Receiver.take_gradient", "Asking.of_output", "Held.take"}
+                    assert taken == set(calls)
                     calls.clear()
     assert calls == []
 

@@ -52,7 +52,7 @@ def command(
 
 def _source(site: Site) -> str | None:
     """Where the forward that makes a site's value is written."""
-    from torchtap.sites import source_of
+    from torchtap.sessions.model_tree import source_of
 
     return source_of(site.module) if site.module is not None else None
 

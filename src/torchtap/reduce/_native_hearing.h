@@ -1,6 +1,6 @@
 /* A module's output and its gradient, heard without Python in between. Included by _native.c.
  *
- * `Ear.hear` does what `Receiver.take` and `Receiver.take_gradient_of` do for a call like most: a plain tensor, the first
+ * `Ear.hear` does what `Receiver.take` and `Asking.of_output` do for a call like most: a plain tensor, the first
  * call of its module in a pass that is heard, at a site of which nothing but its row is wanted. It says how far it came; the
  * rest is Python's, which asks all questions again. A `Listener` is what autograd calls with the gradient, and a
  * `BaseListener` what it calls at the node of a view's base (taps/receive/gradients.py says why). A value that several

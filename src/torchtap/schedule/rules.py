@@ -158,10 +158,9 @@ class When(Schedule):
         return {"when": getattr(self.predicate, "__qualname__", repr(self.predicate))}
 
 
-@final
 @dataclass(frozen=True, slots=True)
-class Both(Schedule):
-    """Live where both are."""
+class _OfTwo(Schedule):
+    """Asks two others."""
 
     left: Schedule
     right: Schedule
@@ -169,6 +168,13 @@ class Both(Schedule):
     @property
     def by_phase(self) -> bool:
         return self.left.by_phase or self.right.by_phase
+
+
+@final
+class Both(_OfTwo):
+    """Live where both are."""
+
+    __slots__ = ()
 
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) and self.right.live(moment)
@@ -181,16 +187,10 @@ class Both(Schedule):
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Either(Schedule):
+class Either(_OfTwo):
     """Live where at least one is."""
 
-    left: Schedule
-    right: Schedule
-
-    @property
-    def by_phase(self) -> bool:
-        return self.left.by_phase or self.right.by_phase
+    __slots__ = ()
 
     def live(self, moment: Moment) -> bool:
         return self.left.live(moment) or self.right.live(moment)

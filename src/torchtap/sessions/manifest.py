@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from torchtap.plan import Plan
-from torchtap.sessions.model_tree import model_tree
-from torchtap.sites import source_of
+from torchtap.sessions.model_tree import model_tree, source_of
 
 __all__ = ["run_manifest"]
 

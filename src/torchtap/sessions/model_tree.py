@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
+import re
 import sys
 from typing import Any
 
@@ -12,9 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from torchtap._torch import TORCH_VERSION
 from torchtap.ranks import identity
-from torchtap.sites import source_of, unwrap
+from torchtap.sites import unwrap
 
-__all__ = ["environment", "model_tree"]
+__all__ = ["environment", "model_tree", "source_of"]
 
 
 def model_tree(model: nn.Module) -> dict[str, object]:
@@ -45,6 +47,22 @@ def model_tree(model: nn.Module) -> dict[str, object]:
         return node
 
     return describe(model, "", "")
+
+
+def source_of(module: nn.Module) -> str | None:
+    """``file.py:line`` of the module's forward, where Python or TorchScript still knows it."""
+    forward = getattr(module, "forward", None)
+    graph = getattr(forward, "graph", None)
+    if graph is not None:  # TorchScript: every node knows the line it was compiled from
+        for node in graph.nodes():
+            line = re.match(r'\s*File "([^"]+)", line (\d+)', node.sourceRange())
+            if line is not None:
+                return f"{line[1]}:{line[2]}"
+        return None
+    if type(module).forward is nn.Module.forward:  # a stand-in, or a module that has none
+        return None
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 
 def environment() -> dict[str, object]:

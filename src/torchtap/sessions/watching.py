@@ -27,6 +27,7 @@ from torchtap.sessions.newest import Newest
 from torchtap.sessions.outlets import Outlets
 from torchtap.sessions.steps import StepMaker
 from torchtap.sessions.tapping import Tapping
+from torchtap.sessions.told_sites import ToldSites
 from torchtap.store.record import Consumer, StepRecord
 from torchtap.store.write.pool import HostPool
 from torchtap.taps.receive.receiver import Receiver
@@ -58,8 +59,8 @@ class Watch:
         follow_model: bool = False,
     ) -> None:
         self._model = model
-        self._placing = placing
         self._outlets = outlets = Outlets(consumers, strict=strict)
+        self._sites = ToldSites(outlets, placing)
         self._recorded = recorded  # steps that earlier attempts left in the folder
 
         def tap(steps: StepMaker, plan: Plan = plan) -> Tapping:
@@ -91,8 +92,6 @@ class Watch:
         self._logs = False  # whether the training logs numbers of its own
         self._newest = Newest()
         self._handed_on = 0
-        self._sites_told = 0
-        self._described: dict[str, dict[str, Any]] = {}  # sites of modules that the model had before
         self._skipped = False
         self._evaluations = Evaluations(plan)
         self._closed = False
@@ -120,11 +119,9 @@ class Watch:
 
     def _go_over_to(self, plan: Plan) -> Tapping:
         """The model has changed: the taps are put on what it consists of now."""
-        before = {port.site.name for port in self.plan.ports}
-        self._described = {site["name"]: site for site in self.described_sites()}
+        before, entries = self.plan, self._receiver.entries
         taps = self._steps.change_taps(lambda steps: self._tap(steps, plan))
-        now = {port.site.name for port in plan.ports}
-        self._outlets.tell("model", came=sorted(now - before), gone=sorted(before - now))
+        self._sites.model_changed(before, entries, plan)
         return taps
 
     def _is_training(self) -> bool:
@@ -382,28 +379,12 @@ class Watch:
     def _hand_on(self, record: StepRecord) -> None:
         self._handed_on += 1
         self._newest.add(record)
-        entries = self._maker.taps.receiver.entries
-        # Once at the start and then each time they have doubled: a model may have a new site every step.
-        if len(entries) >= 2 * self._sites_told and entries:
-            self._sites_told = len(entries)
-            self._outlets.tell("sites", sites=self.described_sites())
-        if self._placing is not None:
-            changes = self._placing.changes(entries, record.phase)
-            if changes is not None:
-                self._outlets.tell("placements", step=record.step, **changes)
+        self._sites.before(record, self._maker.taps.receiver.entries)
         self._outlets.write(record)
 
     def described_sites(self) -> list[dict[str, Any]]:
         """What was found out about the sites since the plan was made, in the order of execution."""
-        now: dict[str, dict[str, Any]] = {
-            entry.name: {
-                "name": entry.name,
-                "shape": None if entry.shape is None else list(entry.shape),
-                "dtype": None if entry.dtype is None else str(entry.dtype).removeprefix("torch."),
-            }
-            for entry in self._receiver.entries
-        }
-        return list((self._described | now).values())
+        return self._sites.described(self._receiver.entries)
 
     def coverage(self) -> list[Missing]:
         """Each site that the plan expects and that did not arrive so far, with the reason."""
@@ -452,7 +433,7 @@ class Watch:
                 self._following.stop()
             self._steps.taps.detach()
             if self._outlets.keep_events:
-                self._outlets.tell("sites", sites=self.described_sites())
+                self._sites.tell(self._receiver.entries)
                 missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
                 self._outlets.tell("coverage", missing=missing)
             self._outlets.close()

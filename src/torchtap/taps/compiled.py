@@ -52,7 +52,7 @@ from torchtap.taps.carry.forms import CarriedAttachment
 from torchtap.taps.carry.fused import emit_measured
 from torchtap.taps.carry.passes import PassHooks
 from torchtap.taps.eager.attention import report_attention
-from torchtap.taps.receive import inside, reasons
+from torchtap.taps.receive import by_name, inside, reasons
 from torchtap.taps.receive.active import activate, deactivate
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.receiver import Receiver
@@ -278,7 +278,7 @@ def _take_gradients(receiver: Receiver, port: LivePort, output: Any) -> None:
     sharing = Counter(id(value if base is None else base) for _, value, base in found)
     for leaf, value, base in found:
         if base is not None and sharing[id(base)] > 1:
-            receiver.await_gradient("", port.kind, leaf, value, again=True)
+            by_name.await_gradient(receiver, "", port.kind, leaf, value, again=True)
 
 
 @cache

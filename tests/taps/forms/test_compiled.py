@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import torchtap as tt
 from torchtap.taps.carry import channel, fused, op
-from torchtap.taps.receive.receiver import Receiver
+from torchtap.taps.receive import by_name
 
 
 @pytest.fixture(autouse=True)
@@ -268,7 +268,7 @@ def test_between_two_graphs_nothing_of_torchtap_is_compiled() -> None:
         compiled(*case.args, **case.kwargs)
     assert seen
     assert not _debug_get_cache_entry_list(op._on_value.__code__)
-    assert not _debug_get_cache_entry_list(Receiver.take_named.__code__)
+    assert not _debug_get_cache_entry_list(by_name.take.__code__)
 
 
 def test_dynamic_shapes_do_not_recompile_for_each_shape() -> None:

@@ -12,7 +12,8 @@ from tests.taps.forms.structures import UsesKeywords, UsesTensor
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.sites import places, source_of
+from torchtap.sessions.model_tree import source_of
+from torchtap.sites import places
 from torchtap.taps.attach import tree_of
 
 

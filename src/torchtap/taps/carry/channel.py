@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from torchtap.taps.receive.receiver import Receiver
@@ -33,15 +32,10 @@ class Channel:
     def __init__(self, purpose: str = "") -> None:
         self.number = _number_of(purpose) if purpose else next(_numbers)
         self.prefix = f"{self.number}|"
-        self._through: Callable[[Receiver], Any] = lambda receiver: receiver
 
     def open(self, receiver: Receiver) -> None:
         """From now on what is emitted under this prefix reaches the receiver."""
-        receivers[self.number] = self._through(receiver)
-
-    def open_through(self, between: Callable[[Receiver], object]) -> None:
-        """Let what ``between`` makes of the receiver hear in its place."""
-        self._through = between
+        receivers[self.number] = receiver
 
     def is_open(self) -> bool:
         """Whether a receiver listens."""

@@ -14,7 +14,7 @@ from torchtap.errors import FormError
 from torchtap.names import parse_name, path_of, read_name
 from torchtap.taps.carry import op
 from torchtap.taps.carry.forms import CarriedAttachment
-from torchtap.taps.receive import reasons
+from torchtap.taps.receive import by_name, reasons
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.stand_ins import skeleton
 
@@ -59,7 +59,7 @@ class EmittingModel:
             if receiver.hears_this_thread():
                 for site, tensor in found:
                     name = parse_name(site)
-                    receiver.take_named(name.path, name.kind, name.leaf, tensor)
+                    by_name.take(receiver, name.path, name.kind, name.leaf, tensor)
 
 
 @final

@@ -41,7 +41,7 @@ from torchtap._torch import (
 from torchtap.names import read_name
 from torchtap.taps.carry import channel
 from torchtap.taps.carry.fused import emit_measured, is_fused
-from torchtap.taps.receive import reasons
+from torchtap.taps.receive import by_name, reasons
 from torchtap.taps.receive.gradients import ask_for_gradient, ask_while_traced
 from torchtap.taps.receive.receiver import Receiver
 
@@ -111,7 +111,7 @@ def note(site: str, reason: str) -> None:
     """Tell whoever listens to a site why it brings nothing."""
     number, path, kind, _, _ = address(site)
     for receiver in _receivers(number):
-        receiver.note(path, kind, reason)
+        by_name.note(receiver, path, kind, reason)
 
 
 def _define() -> torch.library.Library:
@@ -184,7 +184,7 @@ def _on_value(value: Tensor, site: str) -> None:
         elif kind in ("attention", "value"):
             receiver.take_from_inside(kind, path, leaf, value)
         else:
-            receiver.take_named(path, kind, leaf, value, call)
+            by_name.take(receiver, path, kind, leaf, value, call)
 
 
 def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
@@ -194,7 +194,7 @@ def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
         return
     call = None if ticket is None else _booked_call(number, site)
     for receiver in receivers:
-        receiver.take_state(path, kind, leaf, state, shape, call)
+        by_name.take_state(receiver, path, kind, leaf, state, shape, call)
 
 
 def _booked_call(number: int | None, site: str) -> int | None:
@@ -214,7 +214,7 @@ def _on_awaited(value: Tensor, site: str) -> None:
     number, path, kind, leaf, ticket = address(site)
     if ticket is not None:  # in the forward graph of a compiled model
         for receiver in _receivers(number):
-            channel.booked.setdefault(number, {})[site] = receiver.next_call(path, kind, leaf)
+            channel.booked.setdefault(number, {})[site] = by_name.next_call(receiver, path, kind, leaf)
             channel.come.setdefault(number, set()).discard(site)
             if (
                 value.requires_grad
@@ -233,16 +233,16 @@ def _on_awaited(value: Tensor, site: str) -> None:
         return
     if not wanted:
         for receiver in _receivers(number):
-            receiver.note(path, kind, reasons.NO_GRADIENT)
+            by_name.note(receiver, path, kind, reasons.NO_GRADIENT)
         return
     for receiver in _receivers(number):
-        receiver.await_gradient(path, kind, leaf, value)
+        by_name.await_gradient(receiver, path, kind, leaf, value)
 
 
 def _note_unless_come(receiver: Receiver, site: str, gradient: Tensor | None) -> None:
     number, path, kind, _, _ = address(site)
     if gradient is not None and site not in channel.come.get(number, ()):
-        receiver.note(path, kind, reasons.OUTSIDE_THE_GRAPH)
+        by_name.note(receiver, path, kind, reasons.OUTSIDE_THE_GRAPH)
 
 
 def _emit_gradient(gradient: Tensor, site: str) -> None:

@@ -37,4 +37,8 @@ def _report(receiver: Receiver, call: AttentionCall) -> None:
     query, key = with_batch(arguments[0]), arguments[1]
     shape = (*query.shape[:3], key.shape[-2])
     for port in ports:
-        receiver.take_pieces(port, "", shape, lambda: attention_pieces(*arguments))
+        entry = receiver.folding.entry(port, "", port.next_leaf_call(receiver.pass_number, ""))
+        if (
+            entry is not None
+        ):  # a map may be too large to hold: reductions that do not mind get it piece by piece
+            receiver.folding.fold_pieces(entry, shape, lambda: attention_pieces(*arguments))

@@ -14,6 +14,7 @@ Not here: hooks (`walk`), choosing sites (`sites`, `plan`), arithmetic (`reduce`
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, final
 
 from torch import nn
@@ -29,6 +30,7 @@ from torchtap.taps.walk.walker import Walker
 from torchtap.taps.walk.ways import WayName
 
 if TYPE_CHECKING:
+    from torchtap.taps.receive.asking import Asking
     from torchtap.taps.receive.state import StateReader
     from torchtap.taps.walk.arguments import Args, Kwargs
 
@@ -145,14 +147,14 @@ class EagerAttachment:
                     self._walker.after(module, *first, ear)
                 else:
                     emit = emitting_output(self._channel, path, "grad_output")
-                    second = gradient, receiver.take_gradient_of, emit
+                    second = gradient, self._asking.of_output, emit
                     self._walker.after_twice(module, first, second, ear)
             case "input":
                 self._walker.before(module, port, receiver.take_inputs, emitting_inputs(self._channel, port))
             case "grad_output" if self._live_port(port.port.site.path, "output") is None:
                 emit = emitting_output(self._channel, port.port.site.path, "grad_output")
                 ear = receiver.ear(None, port)
-                self._walker.after_and_again(module, port, receiver.take_gradient_of, emit, ear)
+                self._walker.after_and_again(module, port, self._asking.of_output, emit, ear)
             case "grad_input":
                 emit_given = emitting_inputs(self._channel, port)
                 taps = receiver.plan.taps
@@ -194,14 +196,21 @@ class EagerAttachment:
     def _begin_pass(self) -> None:
         self._receiver.begin_pass(self._root.training)
 
+    @cached_property
+    def _asking(self) -> Asking:
+        """Asks for gradients, where a tap does."""
+        from torchtap.taps.receive.asking import Asking
+
+        return Asking(self._receiver)
+
     def _await_own_inputs(self) -> Callable[[LivePort, Args, Kwargs, bool], object]:
         from torchtap.taps.eager.own_inputs import awaiting_own_inputs
 
-        return awaiting_own_inputs(self._receiver)
+        return awaiting_own_inputs(self._asking)
 
     def _await_inputs(self, port: LivePort, args: Args, kwargs: Kwargs, repeated: bool) -> None:
         found = input_leaves(port.input_names, args, kwargs)
-        self._receiver.take_gradients(port, found, repeated)
+        self._asking.of_each(port, found, repeated)
 
 
 def _nothing(*_: object) -> None:

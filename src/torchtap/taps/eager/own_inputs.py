@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torchtap.taps.receive.asking import Asking
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.gradients import ask_at_its_node
-from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import input_leaves
 from torchtap.taps.walk.structure import map_leaves
@@ -21,14 +21,14 @@ __all__ = ["awaiting_own_inputs"]
 
 
 def awaiting_own_inputs(
-    receiver: Receiver,
+    asking: Asking,
 ) -> Callable[[LivePort, Args, Kwargs, bool], tuple[Args, Kwargs]]:
-    """A function that has a receiver await these gradients, and gives the module its views."""
+    """A function that asks for these gradients, and gives the module its views."""
 
     def wait(port: LivePort, args: Args, kwargs: Kwargs, repeated: bool) -> tuple[Args, Kwargs]:
         args, kwargs = map_leaves(args, _its_own), map_leaves(kwargs, _its_own)
         found = input_leaves(port.input_names, args, kwargs)
-        receiver.take_gradients(port, found, repeated, ask_at_its_node)
+        asking.of_each(port, found, repeated, ask_at_its_node)
         return args, kwargs
 
     return wait

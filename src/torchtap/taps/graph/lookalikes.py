@@ -7,14 +7,11 @@ name is certain only up to the first call of a second path.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import Tensor, nn
 
 from torchtap.names import is_inside, unplaced
-
-if TYPE_CHECKING:
-    from torchtap.taps.receive.receiver import Receiver
 
 __all__ = ["DoubtfulNames", "Lookalikes", "lookalike_paths"]
 
@@ -68,24 +65,14 @@ class Lookalikes:
 
 @final
 class DoubtfulNames:
-    """Stands before a receiver and numbers the leaves of calls whose names are not certain."""
+    """Numbers the leaves of calls whose names are not certain: a receiver's `rename`."""
 
-    def __init__(self, receiver: Receiver, groups: list[tuple[str, ...]]) -> None:
-        self._receiver = receiver
+    def __init__(self, groups: list[tuple[str, ...]]) -> None:
         self._lookalikes = Lookalikes(groups)
-        self._pass = receiver.passes
+        self._pass = -1
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._receiver, name)
-
-    def _leaf(self, path: str, leaf: str) -> str:
-        if self._pass != self._receiver.passes:
-            self._pass = self._receiver.passes
+    def __call__(self, pass_number: int, path: str, leaf: str) -> str:
+        if self._pass != pass_number:
+            self._pass = pass_number
             self._lookalikes.begin()
         return leaf if self._lookalikes.is_certain(path) else f"{unplaced(0)}{'.' if leaf else ''}{leaf}"
-
-    def take_named(self, path: str, kind: str, leaf: str, tensor: Tensor, call: int | None = None) -> None:
-        self._receiver.take_named(path, kind, self._leaf(path, leaf), tensor, call)
-
-    def await_gradient(self, path: str, kind: str, leaf: str, tensor: Tensor) -> None:
-        self._receiver.await_gradient(path, kind, self._leaf(path, leaf), tensor)

@@ -14,8 +14,7 @@ from torchtap.names import Kind
 from torchtap.plan import Port
 from torchtap.reduce.base import AnyReduction, RowBlock
 from torchtap.sites import Site, input_names
-from torchtap.taps.walk.counting import CallCounter
-from torchtap.taps.walk.records import EntryFields, TallyFields
+from torchtap.taps.walk.records import CallFields, EntryFields, TallyFields
 
 __all__ = ["Entry", "Fold", "LivePort", "RecentValues", "Tally", "gone"]
 
@@ -136,7 +135,7 @@ class Tally(TallyFields):
 
 
 @final
-class LivePort(CallCounter):
+class LivePort(CallFields):
     """A plan's port at run time: counts calls in a pass and keeps the entries of its leaves.
 
     ``apart`` are the taps that keep each pass by itself: their calls are counted on from pass to pass.
@@ -156,7 +155,10 @@ class LivePort(CallCounter):
     )
 
     def __init__(self, port: Port, apart: frozenset[int] = frozenset()) -> None:
-        super().__init__()
+        self.pass_number = -1
+        self.calls = self.recalls = 0
+        self.leaf_calls = {}
+        self.called = False
         self.port = port
         self.apart = apart.intersection(port.taps)
         self.earlier: tuple[int, dict[str, int]] = (0, {})  # calls, and calls of each leaf, in earlier passes
@@ -170,7 +172,30 @@ class LivePort(CallCounter):
         takes_arguments = self.kind in ("input", "grad_input") and module is not None
         self.input_names = input_names(module) if takes_arguments and module is not None else None
 
+    def next_call(self, pass_number: int) -> int:
+        """The number of this call in the pass."""
+        if self.pass_number != pass_number:
+            self.start_pass(pass_number)
+        call = self.calls
+        self.calls = call + 1
+        return call
+
+    def next_recall(self) -> int:
+        """The number of a call that activation checkpointing repeats: that of the call it repeats."""
+        call = self.recalls
+        self.recalls = call + 1
+        return call
+
+    def next_leaf_call(self, pass_number: int, leaf: str) -> int:
+        """The same for values that arrive one by one, not as one structure a call."""
+        if self.pass_number != pass_number:
+            self.start_pass(pass_number)
+        call = self.leaf_calls.get(leaf, 0)
+        self.leaf_calls[leaf] = call + 1
+        return call
+
     def start_pass(self, pass_number: int) -> None:
+        """Count from 0, but for taps that keep passes apart."""
         self.pass_number, self.called = pass_number, True
         if self.apart:
             self.earlier = self.calls, dict(self.leaf_calls)

@@ -13,7 +13,7 @@ Not here: which values are meant for us (`receiver`), arithmetic (`reduce`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, final
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from torchtap.errors import ReductionError, TorchtapError
 from torchtap.plan import Plan
-from torchtap.reduce import kernel
 from torchtap.sites import Site
 from torchtap.taps.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
 from torchtap.taps.walk.records import FoldingFields
@@ -114,18 +113,6 @@ class Folding(FoldingFields):
             for fold in entry.folds.get(tally.phase, {}).values():
                 fold.state = None
 
-    def take_back(self, port: LivePort, leaf: str) -> None:
-        """Drop what the tally holds of a leaf's first call: a later value of the same step takes its place."""
-        with self.lock:
-            entry, tally = port.entries.get((leaf, 0)), self.tally
-            while entry is not None:
-                if 0 <= entry.row < len(tally.arrived) and tally.arrived[entry.row]:
-                    tally.block.reset(slice(entry.row, entry.row + 1))
-                    tally.arrived[entry.row] = 0
-                for fold in entry.folds.get(tally.phase, {}).values():
-                    fold.state = None
-                entry = entry.also
-
     def forget_values(self) -> None:
         """Let go of what was remembered to recognise repeats."""
         with self.lock:
@@ -166,18 +153,6 @@ class Folding(FoldingFields):
                 self.lose(entry.name, error)
                 return
         self._fold_with_care(entry, tensor)
-
-    def fold_together(self, ports: list[LivePort], tensors: list[Tensor]) -> Sequence[int]:
-        """Fold the only value of each of these ports; the positions of those that are left to be folded one by one."""
-        if kernel.hearing is None:
-            return range(len(ports))
-        left: list[int] = kernel.hearing.take_each(self, ports, tensors)
-        if self._placing is not None:
-            missed = set(left)
-            for position, port in enumerate(ports):
-                if position not in missed and port.first is not None:
-                    self._placing.note(port.first, tensors[position], self.tally.phase)
-        return left
 
     def _fold_with_care(self, entry: Entry, tensor: Tensor) -> None:
         self.lock.acquire()

@@ -1,7 +1,7 @@
 """The way of most values past all Python: from a module's hook into a row, and from autograd's node into another.
 
 An ear (`reduce/_native_hearing.h`) does for a call that is like most what `Receiver.take` and
-`Receiver.take_gradient_of` do for every one: a plain tensor, the first call of its module in a pass that is heard, and
+`Asking.of_output` do for every one: a plain tensor, the first call of its module in a pass that is heard, and
 nothing wanted of the site but its row. It says how far it came, and has changed nothing of what is left: the hook goes
 on from there. It asks for a gradient as `gradients` does.
 """

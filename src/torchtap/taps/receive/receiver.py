@@ -8,7 +8,8 @@ guarantees:
 - a gradient goes to the phase of the pass that asked for it, or nowhere once that step is over;
 - a pass of a thread that is not heard changes nothing, and is counted.
 
-Not here: hooks (`eager` and the other forms), the clock (`watching`), folding and entries (`folding`).
+Not here: hooks (`eager` and the other forms), the clock (`watching`), folding and entries (`folding`). Nor what only
+some plans need: to ask for gradients (`asking`), to take values by name (`by_name`) or what a model holds (`held`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,8 @@ from torch import Tensor, nn
 from torchtap._torch import is_traced_by_script
 from torchtap.names import paths_around, site_name
 from torchtap.plan import Plan
-from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
-from torchtap.taps.receive.gradients import Ask, ask_for_gradient
 from torchtap.taps.receive.hearing import Hear, make_ear
 from torchtap.taps.walk.leaves import input_leaves, leaves
 from torchtap.taps.walk.records import ReceiverFields
@@ -82,6 +81,8 @@ class Receiver(ReceiverFields):
             None  # whom to hear again after a pass that is not taken
         )
         self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
+        # What a leaf is called in a pass, at a path, where the form is not certain of its names.
+        self.rename: Callable[[int, str, str], str] | None = None
         self.pass_number = 0
         self.between_passes = True
         self.passes = 0  # calls of the model in open steps
@@ -206,7 +207,7 @@ class Receiver(ReceiverFields):
         heard = self.thread if self._passed_over is None else self._passed_over[0]
         return self.open and (heard is None or heard == threading.get_ident())
 
-    def _begin_part(self, port: LivePort) -> bool:
+    def begin_part(self, port: LivePort) -> bool:
         """A module was called without the model around it: what comes until the next call of the model is one pass."""
         module = port.port.site.module
         if not self.open or not self._is_taken(getattr(module, "training", None), None):
@@ -250,7 +251,7 @@ class Receiver(ReceiverFields):
 
     def take(self, port: LivePort, tree: object) -> None:
         """A module's output, or any other structure of tensors, of the port's next call."""
-        if self.between_passes and not self._begin_part(port):
+        if self.between_passes and not self.begin_part(port):
             return
         # `next_call`, spelled out: this is where most values come.
         if port.pass_number != self.pass_number:
@@ -269,6 +270,8 @@ class Receiver(ReceiverFields):
 
             port.structure = skeleton(tree)
         if not self._take_leaves(port, call, leaves(tree)):
+            from torchtap.taps.receive import reasons
+
             port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)
 
     @property
@@ -291,80 +294,21 @@ class Receiver(ReceiverFields):
         self.take(self.ports[site.path, site.kind, site.leaf], tree)
 
     def ear(self, output: LivePort | None, gradient: LivePort | None) -> Hear | None:
-        """`take` and `take_gradient_of` in one go, for a call that is like most; None where there is no such thing."""
+        """`take` and `Asking.of_output` in one go, for a call like most; None where there is no such thing."""
         return make_ear(self, output, gradient) if self.placing is None else None
 
     def take_inputs(self, port: LivePort, args: Args, kwargs: Mapping[str, Any]) -> None:
         """A module's arguments."""
-        if self.between_passes and not self._begin_part(port):
+        if self.between_passes and not self.begin_part(port):
             return
         call = port.next_call(self.pass_number)
         if not self._take_leaves(port, call, input_leaves(port.input_names, args, kwargs)):
+            from torchtap.taps.receive import reasons
+
             port.note = reasons.NO_ARGUMENT
 
-    def take_gradients(
-        self,
-        port: LivePort,
-        found: Iterable[tuple[str, Tensor]],
-        recomputed: bool = False,
-        ask: Ask = ask_for_gradient,
-    ) -> None:
-        """Ask autograd for the gradients of these values, which a module was given or gave.
-
-        A checkpoint's repetition asks only where the call that it repeats could not: the values that came into the
-        checkpoint were there both times.
-        """
-        if self.between_passes and not recomputed and not self._begin_part(port):
-            return
-        call = port.next_recall() if recomputed else port.next_call(self.pass_number)
-        try:
-            for leaf, tensor in found:
-                self._await(port, leaf, call, tensor, recomputed, ask)
-        except Exception as error:
-            self.folding.lose(port.port.site.name, error)
-
-    def take_gradient_of(self, port: LivePort, tree: object, recomputed: bool) -> None:
-        """`take_gradients` of what a module returned. Most often that is one tensor."""
-        if not isinstance(tree, Tensor):
-            self.take_gradients(port, leaves(tree), recomputed)
-            return
-        if self.between_passes and not recomputed and not self._begin_part(port):
-            return
-        if recomputed:
-            call = port.next_recall()
-        else:
-            if port.pass_number != self.pass_number:
-                port.start_pass(self.pass_number)
-            call = port.calls
-            port.calls = call + 1
-        try:
-            self._await(port, "", call, tree, recomputed, ask_for_gradient)
-        except Exception as error:
-            self.folding.lose(port.port.site.name, error)
-
-    def _await(
-        self, port: LivePort, leaf: str, call: int, tensor: Tensor, recomputed: bool, ask: Ask
-    ) -> None:
-        if not tensor.requires_grad:
-            self._note_no_gradient(port, leaf, call)
-            return
-        folding = self.folding
-        entry = None if call or leaf else port.first
-        if entry is None or not entry.quick or entry.generation != folding.generation:
-            entry = self._entry(port, leaf, call)
-        if entry is not None and not (recomputed and entry.asked):
-            entry.asked = not recomputed
-            tally = folding.tally
-            ask(tensor, self.take_gradient, entry, tally, tally.serial)
-
-    @staticmethod
-    def _note_no_gradient(port: LivePort, leaf: str, call: int) -> None:
-        port.note = reasons.NO_GRADIENT
-        known = port.entries.get((leaf, call))
-        if known is not None:
-            known.asked = False
-
     def take_gradient(self, entry: Entry, tally: Tally, serial: int, gradient: Tensor | None) -> None:
+        """A gradient that was asked for (`asking`, or an ear) while a tally had this serial."""
         if gradient is None:
             return
         # A backward that comes after its step has ended has nowhere to put its values.
@@ -378,86 +322,10 @@ class Receiver(ReceiverFields):
             folding.refresh(entry)
         self._fold(entry, gradient)
 
-    def take_tensor(self, port: LivePort, tensor: Tensor) -> None:
-        """The value of a port that stands for one tensor: a parameter, its gradient, a buffer. The last one counts."""
-        port.next_call(self.pass_number)
-        self.folding.take_back(port, port.leaf)
-        self._take_leaf(port, port.leaf, 0, tensor)
-
-    def take_tensors(self, ports: list[LivePort], tensors: list[Tensor]) -> None:
-        """`take_tensor` for each of several ports, by one call into native code where that can be."""
-        for position in self.folding.fold_together(ports, tensors):
-            self.take_tensor(ports[position], tensors[position])
-
-    def take_part(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
-        """A tensor that belongs to a port's own, such as what an optimizer keeps for it. The last one counts."""
-        port.next_leaf_call(self.pass_number, leaf)
-        self.folding.take_back(port, leaf)
-        self._take_leaf(port, leaf, 0, tensor)
-
-    def take_number(self, port: LivePort, leaf: str, statistic: str, number: float | Tensor) -> None:
-        """A number that is a result already; it is kept whatever the reduction."""
-        port.next_leaf_call(self.pass_number, leaf)
-        entry = self._entry(port, leaf, 0)
-        if entry is not None:
-            entry.shape = entry.shape or ()
-            self.folding.tally.numbers.setdefault(statistic, {})[entry.name] = number
-
-    def take_named(self, path: str, kind: str, leaf: str, tensor: Tensor, call: int | None = None) -> None:
-        """A value of which only the name is known. It is dropped unless a tap of the plan asks for it."""
-        port = self.ports.get((path, kind, "")) or self.ports.get((path, kind, leaf))
-        if port is not None:
-            self._take_leaf(
-                port, leaf, port.next_leaf_call(self.pass_number, leaf) if call is None else call, tensor
-            )
-
-    def next_call(self, path: str, kind: str, leaf: str) -> int:
-        """The number of the call that a named value of which only the gradient will come belongs to."""
-        port = self.ports.get((path, kind, ""))
-        if port is None:
-            return 0
-        call = port.next_leaf_call(self.pass_number, leaf)
-        self._entry(
-            port, leaf, call
-        )  # sites are in the order of the forward; gradients come the other way round
-        return call
-
-    def note(self, path: str, kind: str, reason: str) -> None:
-        """Why a named place brings nothing."""
-        port = self.ports.get((path, kind, ""))
-        if port is not None:
-            port.note = reason
-
-    def await_gradient(self, path: str, kind: str, leaf: str, tensor: Tensor, *, again: bool = False) -> None:
-        """Ask autograd for the gradient of a value of which only the name is known.
-
-        ``again``: of the newest call, if it was not asked for already.
-        """
-        port = self.ports.get((path, kind, ""))
-        if port is None:
-            return
-        call = port.leaf_calls.get(leaf, 1) - 1 if again else port.next_leaf_call(self.pass_number, leaf)
-        entry = self._entry(port, leaf, call)
-        if entry is not None and not (again and entry.asked):
-            entry.asked = not again
-            tally = self.folding.tally
-            ask_for_gradient(tensor, self.take_gradient, entry, tally, tally.serial)
-
-    def take_state(
-        self, path: str, kind: str, leaf: str, state: Tensor, shape: Iterable[int], call: int | None = None
-    ) -> None:
-        """The statistics of a value that were computed where it was made; the value itself stays there."""
-        port = self.ports.get((path, kind, ""))
-        if port is None:
-            return
-        entry = self._entry(port, leaf, port.next_leaf_call(self.pass_number, leaf) if call is None else call)
-        if entry is not None:
-            self.folding.fold_state(entry, shape, state)
-
     def take_from_inside(self, kind: str, owner: str | None, leaf: str, tensor: Tensor) -> None:
         """A value made in a module's code: it goes to the innermost enclosing module that each tap asks about."""
         for port in self.enclosing(kind, owner or ""):
-            self._take_leaf(port, leaf, port.next_leaf_call(self.pass_number, leaf), tensor)
+            self.take_leaf(port, leaf, port.next_leaf_call(self.pass_number, leaf), tensor)
 
     def enclosing(self, kind: str, owner: str) -> tuple[LivePort, ...]:
         """For each tap that asks for this kind, the port of the innermost module around ``owner``."""
@@ -473,26 +341,19 @@ class Receiver(ReceiverFields):
             known = self._enclosing[kind, owner] = tuple(found.values())
         return known
 
-    def take_pieces(
-        self, port: LivePort, leaf: str, shape: tuple[int, ...], pieces: Callable[[], Iterable[Tensor]]
-    ) -> None:
-        """A value too large to hold, cut along dimension 1: reductions that do not mind get it piece by piece."""
-        entry = self._entry(port, leaf, port.next_leaf_call(self.pass_number, leaf))
-        if entry is not None:
-            self.folding.fold_pieces(entry, shape, pieces)
-
     def _take_leaves(self, port: LivePort, call: int, found: Iterable[tuple[str, Tensor]]) -> bool:
         """The tensors of a structure; says whether it has any. Types of the user's may fail to be looked through."""
         came = False
         try:
             for leaf, tensor in found:
                 came = True
-                self._take_leaf(port, leaf, call, tensor)
+                self.take_leaf(port, leaf, call, tensor)
         except Exception as error:
             self.folding.lose(port.port.site.name, error)
         return came
 
-    def _take_leaf(self, port: LivePort, leaf: str, call: int, tensor: Tensor) -> None:
+    def take_leaf(self, port: LivePort, leaf: str, call: int, tensor: Tensor) -> None:
+        """One tensor of a port's call."""
         entry = self._entry(port, leaf, call)
         if entry is not None:
             self._fold(entry, tensor)

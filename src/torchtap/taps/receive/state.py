@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer
 from torchtap._torch_distributed import fsdp_sharded, local_part, spec_of
 from torchtap.taps.receive import reasons, training
 from torchtap.taps.receive.entries import LivePort
+from torchtap.taps.receive.held import Held
 from torchtap.taps.receive.receiver import Receiver
 from torchtap.taps.receive.training import parameters_of
 
@@ -43,6 +44,7 @@ class StateReader:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
+        self._held = Held(receiver)
         self._armed: frozenset[int] = frozenset()
         self._parameters: dict[int, tuple[LivePort, ...]] = {}  # id of a parameter -> its live ports
         self._gradients: dict[int, tuple[int, ...]] = {}  # the ids of those of them that read its gradient
@@ -123,7 +125,7 @@ class StateReader:
         for port in self._buffers:
             buffer = _tensor_of(port)
             if buffer is not None:
-                self._receiver.take_tensor(port, buffer)
+                self._held.take(port, buffer)
         self._before.clear()
 
     def disarm(self) -> None:
@@ -251,7 +253,7 @@ class StateReader:
         read = [id(port) for port in found]
         taken.update(read)
         passed.difference_update(read)
-        self._receiver.take_tensors(found, values)
+        self._held.take_each(found, values)
 
     def _value_of(self, port: LivePort) -> Tensor | None:
         """What a port shows now; where it is nothing, the port says why."""
@@ -290,18 +292,18 @@ class StateReader:
             # Of this rank's part: the norm of the whole would be a collective.
             weight = torch.linalg.vector_norm(local_part(before))
             ratio = torch.linalg.vector_norm(local_part(change)) / weight
-        self._receiver.take_tensor(port, change)
-        self._receiver.take_number(port, leaf, "ratio", ratio)
+        self._held.take(port, change)
+        self._held.take_number(port, leaf, "ratio", ratio)
         if spec_of(parameter) is not None:  # what ranks' ratios are folded with
-            self._receiver.take_number(port, leaf, "weight_l2", weight)
+            self._held.take_number(port, leaf, "weight_l2", weight)
 
     def _take_optimizer_state(self, port: LivePort, state: dict[str, Any]) -> None:
         leaf = port.leaf
         for name, value in state.items():
             if isinstance(value, Tensor):
-                self._receiver.take_part(port, f"{leaf}.{name}", value)
+                self._held.take_part(port, f"{leaf}.{name}", value)
             elif isinstance(value, (int, float)):
-                self._receiver.take_number(port, f"{leaf}.{name}", "value", value)
+                self._held.take_number(port, f"{leaf}.{name}", "value", value)
         if not state:
             port.note = reasons.NO_OPTIMIZER_STATE
 
@@ -315,7 +317,7 @@ class StateReader:
         for number, group in enumerate(optimizer.param_groups):
             rate = group.get("lr")
             if rate is not None:
-                self._receiver.take_number(port, str(first + number), "value", rate)
+                self._held.take_number(port, str(first + number), "value", rate)
 
 
 def _of_kinds(asked: Iterable[tuple[LivePort, ...]], kinds: tuple[str, ...]) -> list[LivePort]:

@@ -62,7 +62,7 @@ def attach_script(model: nn.Module, receiver: Receiver, site_map: SiteMap | None
         _note_reasons(model, receiver, constant, traced)
     groups = [] if traced.is_traced else lookalike_paths(model)
     if groups:
-        channel.open_through(lambda heard: DoubtfulNames(heard, groups))
+        receiver.rename = DoubtfulNames(groups)
     return CarriedAttachment(receiver, channel, list(_routes(model, copy, receiver)))
 
 

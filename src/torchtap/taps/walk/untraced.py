@@ -1,16 +1,16 @@
 """Keep torchtap's hooks out of copies and pickles of a model.
 
 While torchtap has anything on a module, the module has a ``__getstate__`` that leaves it out. So ``torch.save``,
-``pickle`` and ``copy.deepcopy`` of a watched model give what they would give without torchtap, at any moment.
+``pickle`` and ``copy.deepcopy`` of a watched model give what they would give without torchtap, at any moment. What is
+left out, and how, is in `cleaning`.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, TypeAlias, final
 
@@ -19,6 +19,7 @@ from torch import fx, nn
 from torchtap._torch import patch_script_compiler
 
 __all__ = [
+    "CleanState",
     "Concealment",
     "Hook",
     "StandIn",
@@ -28,17 +29,12 @@ __all__ = [
     "conceal_each",
     "concealments",
     "held",
+    "is_concealed",
     "is_wrapper",
     "reveal",
     "reveal_each",
 ]
 
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NOTES_OF_HOOKS = (
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
 _STATE = "__getstate__"
 
 
@@ -107,45 +103,19 @@ class CleanState(weakref.ref[nn.Module]):
     count: int  # of our things on the module
 
     def __call__(self) -> Any:
+        from torchtap.taps.walk.cleaning import cleaned  # here: most models are never copied
+
         module = super().__call__()
         assert module is not None
         state = type(module).__getstate__(module)
         if isinstance(state, tuple):  # a class with slots
-            return tuple(_cleaned(each) if isinstance(each, dict) else each for each in state)
-        return _cleaned(state) if isinstance(state, dict) else state
+            return tuple(cleaned(each) if isinstance(each, dict) else each for each in state)
+        return cleaned(state) if isinstance(state, dict) else state
 
 
-def _cleaned(state: dict[str, Any]) -> dict[str, Any]:
-    clean = {
-        name: value for name, value in state.items() if not isinstance(value, (CleanState, Hook, Traveller))
-    }
-    for value in state.values():
-        if isinstance(value, Traveller):
-            clean.update(value.left())
-    forward = state.get("forward")
-    if isinstance(forward, StandIn):
-        clean.pop("forward")
-        if (own := forward.own()) is not None:
-            clean["forward"] = own
-    children = state.get("_modules")
-    if children and any(map(is_wrapper, children.values())):
-        clean["_modules"] = type(children)((name, held(child)) for name, child in children.items())
-    return clean | _tables_without_ours(state)
-
-
-def _tables_without_ours(state: dict[str, Any]) -> dict[str, Any]:
-    """The tables that hold torchtap's hooks, without these."""
-    ours = {
-        key
-        for table in _HOOK_TABLES
-        for key, hook in (state.get(table) or {}).items()
-        if isinstance(hook, (Hook, Traveller))
-    }
-    return {
-        table: OrderedDict((key, hook) for key, hook in state[table].items() if key not in ours)
-        for table in (*_HOOK_TABLES, *_NOTES_OF_HOOKS)
-        if ours and state.get(table)
-    }
+def is_concealed(attributes: dict[str, Any]) -> bool:
+    """Whether anything of torchtap's is on the module that has these attributes."""
+    return isinstance(attributes.get(_STATE), CleanState)
 
 
 # Given with its module: while garbage is collected, a reference is dead before what it refers to is gone.
@@ -205,19 +175,7 @@ def hide_from_script() -> None:
     patch_script_compiler(_ours_off)
 
 
-@contextmanager
-def _ours_off(model: nn.Module) -> Iterator[None]:
-    """A block in which the model's modules do not have torchtap's hooks."""
-    taken: list[tuple[dict[str, Any], str, Any]] = []
-    for module in model.modules():
-        attributes = module.__dict__
-        if isinstance(attributes.get(_STATE), CleanState):
-            clean = _cleaned(attributes)
-            for table in (*_HOOK_TABLES, *_NOTES_OF_HOOKS):
-                taken.append((attributes, table, attributes[table]))
-                attributes[table] = clean[table]
-    try:
-        yield
-    finally:
-        for attributes, table, hooks in taken:
-            attributes[table] = hooks
+def _ours_off(model: nn.Module) -> AbstractContextManager[None]:
+    from torchtap.taps.walk.cleaning import ours_off
+
+    return ours_off(model)
