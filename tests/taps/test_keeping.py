@@ -49,7 +49,7 @@ class Odd(nn.Module):
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
         monkeypatch.setattr(keeping, "make_keeper", lambda *_: None)
-    elif not kernel._has_keepers:
+    elif not kernel.hearing:
         pytest.skip("no native code")
     return str(request.param)
 

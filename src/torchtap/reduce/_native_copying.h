@@ -187,29 +187,35 @@ static PyObject *copy_of(Keeper *self, PyObject *tensor)
     return copy;
 }
 
-/* keep(number, pass, value): whether a copy is now waiting; False for what is left to Python. */
-static PyObject *keeper_keep(Keeper *self, PyObject *const *args, Py_ssize_t nargs)
+/* A copy is waiting now, with the place's number and the pass: 1; 0 for what is left to Python, -1 with the error set. */
+static int keep(Keeper *self, PyObject *number, Py_ssize_t pass_number, PyObject *value)
 {
-    if (nargs != 3) {
-        PyErr_SetString(PyExc_TypeError, "expected a number, a pass and a value");
-        return NULL;
+    PyObject *copy = copy_of(self, value);
+    if (!copy || copy == Py_None) {
+        Py_XDECREF(copy);
+        return copy ? 0 : -1;
     }
-    if (!is_plain(args[2]))
-        Py_RETURN_FALSE;
-    PyObject *copy = copy_of(self, args[2]);
-    if (!copy)
-        return NULL;
-    if (copy == Py_None) {
-        Py_DECREF(copy);
-        Py_RETURN_FALSE;
-    }
-    PyObject *item = PyTuple_Pack(3, args[0], args[1], copy);
-    Py_DECREF(copy);
+    PyObject *pass = PyLong_FromSsize_t(pass_number), *item = pass ? PyTuple_Pack(3, number, pass, copy) : NULL;
     const int failed = !item || PyList_Append(self->waiting, item) < 0;
+    Py_XDECREF(pass);
     Py_XDECREF(item);
-    if (failed)
+    Py_DECREF(copy);
+    return failed ? -1 : 1;
+}
+
+/* hear(receiver, stop, value): whether a copy is now waiting. False: nothing was done, Python asks again. A stop is a tuple
+ * that begins with the place's number. */
+static PyObject *keeper_hear(Keeper *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !is_record(args[0], receiver_fields) || !PyTuple_Check(args[1]) || !PyTuple_Size(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected a receiver, a stop and a value");
         return NULL;
-    Py_RETURN_TRUE;
+    }
+    const ReceiverFields *receiver = (ReceiverFields *)args[0];
+    const int heard = is_plain(args[2]) && !receiver->between_passes && hears_this_thread(receiver) && !is_repetition();
+    const int kept = heard ? keep(self, PyTuple_GetItem(args[1], 0), receiver->pass_number, args[2]) : 0;
+    PyErr_Clear(); /* whatever it was: Python asks again, and says it */
+    return PyBool_FromLong(kept > 0);
 }
 
 /* drain(): all that is waiting; nothing is, afterwards. */
@@ -293,7 +299,7 @@ static PyObject *keeper_waiting(Keeper *self, void *unused)
 }
 
 static PyMethodDef keeper_methods[] = {
-    {"keep", (PyCFunction)(void (*)(void))keeper_keep, METH_FASTCALL, NULL},
+    {"hear", (PyCFunction)(void (*)(void))keeper_hear, METH_FASTCALL, NULL},
     {"drain", (PyCFunction)keeper_drain, METH_NOARGS, NULL},
     {"forget", (PyCFunction)keeper_forget, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

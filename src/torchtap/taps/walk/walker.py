@@ -154,6 +154,7 @@ class Walker:
         stops: Iterable[tuple[nn.Module, Stop]],
         visit: Callable[[Stop, Any], object],
         traced: Callable[[Stop, Any], object],
+        hear: Callable[[Heard, Stop, Any], bool],
     ) -> None:
         """`after` for many modules, each once: one function serves them all, so that less is made and let go of."""
         heard = self._heard
@@ -161,6 +162,8 @@ class Walker:
         def hook(stop: Stop, module: nn.Module, args: object, output: object) -> Any:
             if is_compiling():
                 return traced(stop, output)
+            if hear(heard, stop, output):
+                return None
             if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
                 return visit(stop, output)
             return None
