@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
 from torchtap.errors import ReductionError
@@ -169,6 +171,38 @@ def test_memory_that_is_not_there_is_an_error_with_the_sites_name(way: str) -> N
         model(torch.ones(2, 2))
     assert "1:output" in seen.lost[0]
     assert torch.equal(seen["0:output"], torch.ones(2, 2))
+
+
+def test_memory_that_cannot_be_had_is_an_error_with_the_sites_name(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, WIDE))
+
+    def lend(nbytes: int) -> None:
+        raise MemoryError(f"{nbytes} bytes are too many")
+
+    monkeypatch.setattr(pool_of(model), "lend", lend)
+    with pytest.raises(ReductionError, match=r"1:output.*too many"), tt.capture(model, "**:output"):
+        model(torch.ones(1, 4))
+    with tt.capture(model, "**:output", strict=False) as seen:
+        model(torch.ones(1, 4))
+    assert "1:output" in seen.lost[0]
+    assert torch.equal(seen["0:output"], torch.ones(1, 4))
+
+
+def test_a_checkpoint_s_repetition_is_not_kept_again(way: str) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Again()
+    with tt.capture(model, "inner:output") as seen:
+        model(torch.ones(1, 4)).sum().backward()
+    assert list(seen) == ["inner:output"]
 
 
 def test_other_threads_are_heard_if_they_are_asked_for(way: str) -> None:

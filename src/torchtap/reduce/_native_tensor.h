@@ -265,17 +265,19 @@ static int name_questions(void)
     return !PyErr_Occurred();
 }
 
-/* The C functions of bound methods; 0 where one is of another kind. */
+/* The C functions of bound methods; 0 where one is of another kind, and nothing was taken. */
 static int take_questions(PyObject *methods)
 {
+    PyCFunction found[QUESTIONS];
     if (PyTuple_Size(methods) != QUESTIONS)
         return 0;
     for (int i = 0; i < QUESTIONS; i++) {
         PyObject *method = PyTuple_GetItem(methods, i);
         if (Py_TYPE(method) != &PyCFunction_Type || PyCFunction_GetFlags(method) != METH_NOARGS)
             return 0;
-        questions[i] = PyCFunction_GetFunction(method);
+        found[i] = PyCFunction_GetFunction(method);
     }
+    memcpy(questions, found, sizeof(found));
     storage_type = Py_TYPE(PyCFunction_GetSelf(PyTuple_GetItem(methods, BYTES)));
     Py_INCREF((PyObject *)storage_type); /* for good, as all of this */
     return 1;

@@ -94,7 +94,7 @@ hearing = native if _has_takers and hasattr(native, "Ear") else None
 
 def make_keeper(lend: Callable[[int], object], give_back: Callable[[Any], None]) -> Any:
     """What keeps whole values (`_native_copying.h`), large ones in memory that is lent; None without native code."""
-    return native.Keeper(lend, give_back, _OTHERS, SMALL) if hearing is not None else None
+    return None if hearing is None else hearing.Keeper(lend, give_back, _OTHERS, SMALL)
 
 
 # What is copied where one of these runs is not a plain value.

@@ -120,11 +120,10 @@ class EagerAttachment:
 
     def _keep_outputs(self, live: frozenset[int], hear: HearAt) -> None:
         """Stop where outputs are kept whole, and where nothing else is."""
-        ports = self._receiver.plan.ports
         stops = [
-            (module, (number, site.path))
-            for number, port in enumerate(ports)
-            if not live.isdisjoint(port.taps) and (module := (site := port.site).module) is not None
+            (module, stop)
+            for taps, site, stop in self._receiver.plan.stops
+            if not live.isdisjoint(taps) and (module := site.module) is not None
         ]
         self._walker.after_each(stops, self._receiver.keep, emitting_outputs(self._channel), hear)
 

@@ -192,7 +192,7 @@ class Receiver(ReceiverFields):
         if not self._is_own_pass():
             self.overheard += self.open
             return
-        if self.hears_this_thread():
+        if self._passed_over is None:
             if is_traced_by_script() or not self._is_taken(training, learning):
                 self._passed_over = (self.thread,)
                 self.thread = _NO_THREAD

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 import torch
 from torch import nn
 
-from torchtap._torch import graph_task, in_backward
+from torchtap._torch import graph_task
 from torchtap.taps.walk.hooks import Hooks, RegisteredHook
 from torchtap.taps.walk.ways import Handle, WayName, way_for
 
@@ -123,18 +123,18 @@ class Walker:
             if is_compiling():
                 if traced is not None:
                     traced(args, kwargs)
-            elif not in_backward():
+            elif graph_task() == -1:
                 begin()
 
-        self._put.append(self._way.before(self._root, on_begin, first=True))
         if end is None:
+            self._put.append(self._way.before(self._root, on_begin, first=True))
             return
 
         def on_end(*_: object) -> None:
             if not is_compiling():
                 end()
 
-        self._put.append(self._way.after(self._root, on_end, always=True))
+        self._put.extend(self._way.around(self._root, on_begin, on_end))
 
     def after(
         self,
