@@ -157,6 +157,22 @@ def test_values_inside_of_a_transform_are_plain(way: str) -> None:
         assert seen[name].numpy().shape == (3, 4)
 
 
+def test_what_a_trace_inside_of_a_pass_runs_is_seen_as_it_is(way: str) -> None:
+    class Tracing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.jit.trace(self.inner, x, check_trace=False)
+            return x
+
+    model, x = Tracing(), torch.randn(2, 4)
+    with tt.capture(model, "inner:output") as seen:
+        model(x)
+    assert torch.equal(seen["inner:output"], model.inner(x))
+
+
 def test_memory_that_is_not_there_is_an_error_with_the_sites_name(way: str) -> None:
     class Freed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

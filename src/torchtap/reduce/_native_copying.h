@@ -22,7 +22,6 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD PyObject *lend, *give_back; /* large memory, and what takes it back */
-    PyObject *others;                         /* functions; each answers None where nobody makes something of a copy */
     Py_ssize_t small;                         /* values of fewer bytes are small */
     PyObject *waiting;                        /* (a place's number, the pass, a copy), in the order in which they came */
     Copied *last;                             /* of small values */
@@ -134,15 +133,9 @@ static PyObject *copy_large(Keeper *self, const Memory *memory, Py_ssize_t bytes
     return (PyObject *)copied;
 }
 
-/* Whether a tensor is plain memory in order, and nobody follows; what it found is then in `memory`. */
-static int is_copied_here(Keeper *self, PyObject *tensor, Memory *memory)
+/* Whether a tensor is plain memory in order; what it found is then in `memory`. A value of a transform has none. */
+static int is_copied_here(PyObject *tensor, Memory *memory)
 {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(self->others); i++) {
-        PyObject *other = PyObject_CallNoArgs(PyTuple_GetItem(self->others, i));
-        Py_XDECREF(other);
-        if (other != Py_None)
-            return 0;
-    }
     if (!locate(tensor, memory))
         return 0;
     if (memory->contiguous && memory->elements)
@@ -176,7 +169,7 @@ static PyObject *shared_copy(Keeper *self, PyObject *tensor, const Memory *memor
 static PyObject *copy_of(Keeper *self, PyObject *tensor)
 {
     Memory memory;
-    if (!is_copied_here(self, tensor, &memory)) {
+    if (!is_copied_here(tensor, &memory)) {
         PyErr_Clear(); /* whatever it was: Python asks again, and says it */
         Py_RETURN_NONE;
     }
@@ -250,13 +243,13 @@ static PyObject *keeper_forget(Keeper *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* Keeper(lend, give_back, others, small) */
+/* Keeper(lend, give_back, small) */
 static PyObject *keeper_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    PyObject *lend, *give_back, *others;
+    PyObject *lend, *give_back;
     Py_ssize_t small;
     (void)keywords;
-    if (!PyArg_ParseTuple(args, "OOO!n", &lend, &give_back, &PyTuple_Type, &others, &small))
+    if (!PyArg_ParseTuple(args, "OOn", &lend, &give_back, &small))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Keeper *self = (Keeper *)make(type, 0);
@@ -264,10 +257,8 @@ static PyObject *keeper_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         return NULL;
     Py_INCREF(lend);
     Py_INCREF(give_back);
-    Py_INCREF(others);
     self->lend = lend;
     self->give_back = give_back;
-    self->others = others;
     self->small = small;
     self->waiting = PyList_New(0);
     forget_copies(self);
@@ -284,7 +275,6 @@ static void keeper_free(Keeper *self)
     forget_copies(self);
     Py_DECREF(self->lend);
     Py_DECREF(self->give_back);
-    Py_DECREF(self->others);
     Py_XDECREF(self->waiting);
     freefunc let_go = (freefunc)PyType_GetSlot(type, Py_tp_free);
     let_go(self);

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtap._torch import graph_task, innermost_transform, script_tracer
+from torchtap._torch import graph_task
 from torchtap.reduce.memory import PLAIN_TYPES, located
 from torchtap.reduce.moments import WIDTH
 
@@ -94,11 +94,9 @@ hearing = native if _has_takers and hasattr(native, "Ear") else None
 
 def make_keeper(lend: Callable[[int], object], give_back: Callable[[Any], None]) -> Any:
     """What keeps whole values (`_native_copying.h`), large ones in memory that is lent; None without native code."""
-    return None if hearing is None else hearing.Keeper(lend, give_back, _OTHERS, SMALL)
+    return None if hearing is None else hearing.Keeper(lend, give_back, SMALL)
 
 
-# What is copied where one of these runs is not a plain value.
-_OTHERS = (innermost_transform, script_tracer)
 # Below so many bytes torch's allocator itself uses memory again: an ordinary copy costs least.
 SMALL = 64 << 10
 
