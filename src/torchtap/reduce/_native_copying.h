@@ -22,6 +22,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD PyObject *lend, *give_back; /* large memory, and what takes it back */
+    PyObject *tracer;                         /* () -> the tracer that follows the model; None where none does */
     Py_ssize_t small;                         /* values of fewer bytes are small */
     PyObject *waiting;                        /* (a place's number, the pass, a copy), in the order in which they came */
     Copied *last;                             /* of small values */
@@ -133,10 +134,14 @@ static PyObject *copy_large(Keeper *self, const Memory *memory, Py_ssize_t bytes
     return (PyObject *)copied;
 }
 
-/* Whether a tensor is plain memory in order; what it found is then in `memory`. A value of a transform has none. */
-static int is_copied_here(PyObject *tensor, Memory *memory)
+/* Whether a tensor is plain memory in order; what it found is then in `memory`. A value of a transform has none. What is
+ * traced is left to Python each time: TorchScript's tracer names values by the variables of the frames above it, and
+ * compares two runs. */
+static int is_copied_here(Keeper *self, PyObject *tensor, Memory *memory)
 {
-    if (!locate(tensor, memory))
+    PyObject *tracer = PyObject_CallNoArgs(self->tracer);
+    Py_XDECREF(tracer);
+    if (tracer != Py_None || !locate(tensor, memory))
         return 0;
     if (memory->contiguous && memory->elements)
         return 1;
@@ -169,7 +174,7 @@ static PyObject *shared_copy(Keeper *self, PyObject *tensor, const Memory *memor
 static PyObject *copy_of(Keeper *self, PyObject *tensor)
 {
     Memory memory;
-    if (!is_copied_here(tensor, &memory)) {
+    if (!is_copied_here(self, tensor, &memory)) {
         PyErr_Clear(); /* whatever it was: Python asks again, and says it */
         Py_RETURN_NONE;
     }
@@ -243,13 +248,13 @@ static PyObject *keeper_forget(Keeper *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* Keeper(lend, give_back, small) */
+/* Keeper(lend, give_back, tracer, small) */
 static PyObject *keeper_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    PyObject *lend, *give_back;
+    PyObject *lend, *give_back, *tracer;
     Py_ssize_t small;
     (void)keywords;
-    if (!PyArg_ParseTuple(args, "OOn", &lend, &give_back, &small))
+    if (!PyArg_ParseTuple(args, "OOOn", &lend, &give_back, &tracer, &small))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Keeper *self = (Keeper *)make(type, 0);
@@ -257,6 +262,8 @@ static PyObject *keeper_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         return NULL;
     Py_INCREF(lend);
     Py_INCREF(give_back);
+    Py_INCREF(tracer);
+    self->tracer = tracer;
     self->lend = lend;
     self->give_back = give_back;
     self->small = small;
@@ -275,6 +282,7 @@ static void keeper_free(Keeper *self)
     forget_copies(self);
     Py_DECREF(self->lend);
     Py_DECREF(self->give_back);
+    Py_DECREF(self->tracer);
     Py_XDECREF(self->waiting);
     freefunc let_go = (freefunc)PyType_GetSlot(type, Py_tp_free);
     let_go(self);

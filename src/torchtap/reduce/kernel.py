@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtap._torch import graph_task
+from torchtap._torch import graph_task, script_tracer
 from torchtap.reduce.memory import PLAIN_TYPES, located
 from torchtap.reduce.moments import WIDTH
 
@@ -94,7 +94,7 @@ hearing = native if _has_takers and hasattr(native, "Ear") else None
 
 def make_keeper(lend: Callable[[int], object], give_back: Callable[[Any], None]) -> Any:
     """What keeps whole values (`_native_copying.h`), large ones in memory that is lent; None without native code."""
-    return None if hearing is None else hearing.Keeper(lend, give_back, SMALL)
+    return None if hearing is None else hearing.Keeper(lend, give_back, script_tracer, SMALL)
 
 
 # Below so many bytes torch's allocator itself uses memory again: an ordinary copy costs least.
