@@ -139,6 +139,15 @@ class Plan:
         return all(each.keep == _whole_tensors() for each in self.taps)
 
     @cached_property
+    def stops(self) -> list[tuple[tuple[int, ...], Site, tuple[int, str]]]:
+        """For each port its taps, its site, and what a hook knows it by: its number and the module's path."""
+        sites = [port.site for port in self.ports]
+        return [
+            (port.taps, site, (number, site.path))
+            for number, (port, site) in enumerate(zip(self.ports, sites, strict=True))
+        ]
+
+    @cached_property
     def aliases(self) -> dict[str, str]:
         """Alias to the bare name of the site that it stands for."""
         return {

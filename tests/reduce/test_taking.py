@@ -53,6 +53,17 @@ def test_any_dtype_and_layout_has_the_numbers_of_the_longer_way(
         assert_statistics(statistics(block, 0), [value])
 
 
+def test_a_torch_whose_methods_are_no_plain_functions_is_refused_and_nothing_changes() -> None:
+    tensor = torch.zeros(())
+    asked = (tensor.storage_offset, *[len] * 4)
+    exchange = Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+    assert kernel.native is not None
+    assert not kernel.native.use_tensors(exchange, (Tensor,), asked, lambda: -1)
+    block = StatsBlock(1)
+    assert block.take(0, torch.ones(3))
+    assert statistics(block, 0)["mean"] == 1.0
+
+
 @pytest.mark.parametrize("name", sorted(GONE))
 def test_memory_that_is_gone_is_not_taken(name: str) -> None:
     block = StatsBlock(1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
 from torchtap.errors import ReductionError
@@ -49,7 +51,7 @@ class Odd(nn.Module):
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
         monkeypatch.setattr(keeping, "make_keeper", lambda *_: None)
-    elif not kernel._has_keepers:
+    elif not kernel.hearing:
         pytest.skip("no native code")
     return str(request.param)
 
@@ -155,6 +157,22 @@ def test_values_inside_of_a_transform_are_plain(way: str) -> None:
         assert seen[name].numpy().shape == (3, 4)
 
 
+def test_what_a_trace_inside_of_a_pass_runs_is_seen_as_it_is(way: str) -> None:
+    class Tracing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.jit.trace(self.inner, x, check_trace=False)
+            return x
+
+    model, x = Tracing(), torch.randn(2, 4)
+    with tt.capture(model, "inner:output") as seen:
+        model(x)
+    assert torch.equal(seen["inner:output"], model.inner(x))
+
+
 def test_memory_that_is_not_there_is_an_error_with_the_sites_name(way: str) -> None:
     class Freed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -169,6 +187,38 @@ def test_memory_that_is_not_there_is_an_error_with_the_sites_name(way: str) -> N
         model(torch.ones(2, 2))
     assert "1:output" in seen.lost[0]
     assert torch.equal(seen["0:output"], torch.ones(2, 2))
+
+
+def test_memory_that_cannot_be_had_is_an_error_with_the_sites_name(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, WIDE))
+
+    def lend(nbytes: int) -> None:
+        raise MemoryError(f"{nbytes} bytes are too many")
+
+    monkeypatch.setattr(pool_of(model), "lend", lend)
+    with pytest.raises(ReductionError, match=r"1:output.*too many"), tt.capture(model, "**:output"):
+        model(torch.ones(1, 4))
+    with tt.capture(model, "**:output", strict=False) as seen:
+        model(torch.ones(1, 4))
+    assert "1:output" in seen.lost[0]
+    assert torch.equal(seen["0:output"], torch.ones(1, 4))
+
+
+def test_a_checkpoint_s_repetition_is_not_kept_again(way: str) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Again()
+    with tt.capture(model, "inner:output") as seen:
+        model(torch.ones(1, 4)).sum().backward()
+    assert list(seen) == ["inner:output"]
 
 
 def test_other_threads_are_heard_if_they_are_asked_for(way: str) -> None:

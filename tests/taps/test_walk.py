@@ -176,6 +176,23 @@ def test_a_pass_begins_before_and_ends_after_everything_in_it_also_when_it_raise
     assert events == ["begin", "root", "end", "begin", "end"]
 
 
+def test_a_class_that_takes_hooks_in_its_own_way_is_asked_for_both_ends_of_a_pass() -> None:
+    class Registering(Twice):
+        def register_forward_hook(self, *given: Any, **options: Any) -> Any:
+            events.append("registered")
+            return super().register_forward_hook(*given, **options)
+
+    events: list[str] = []
+    model = Registering()
+    walker = Walker(model)
+    walker.passes(lambda: events.append("begin"), lambda: events.append("end"))
+    model(torch.ones(2, 3))
+    walker.leave()
+    model(torch.ones(2, 3))
+    assert events == ["registered", "begin", "end"]
+    assert not hooks_on(model)
+
+
 def test_other_threads_are_not_heard_unless_asked_for() -> None:
     import threading
 

@@ -22,7 +22,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD PyObject *lend, *give_back; /* large memory, and what takes it back */
-    PyObject *others;                         /* functions; each answers None where nobody makes something of a copy */
+    PyObject *tracer;                         /* () -> the tracer that follows the model; None where none does */
     Py_ssize_t small;                         /* values of fewer bytes are small */
     PyObject *waiting;                        /* (a place's number, the pass, a copy), in the order in which they came */
     Copied *last;                             /* of small values */
@@ -134,16 +134,14 @@ static PyObject *copy_large(Keeper *self, const Memory *memory, Py_ssize_t bytes
     return (PyObject *)copied;
 }
 
-/* Whether a tensor is plain memory in order, and nobody follows; what it found is then in `memory`. */
+/* Whether a tensor is plain memory in order; what it found is then in `memory`. A value of a transform has none. What is
+ * traced is left to Python each time: TorchScript's tracer names values by the variables of the frames above it, and
+ * compares two runs. */
 static int is_copied_here(Keeper *self, PyObject *tensor, Memory *memory)
 {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(self->others); i++) {
-        PyObject *other = PyObject_CallNoArgs(PyTuple_GetItem(self->others, i));
-        Py_XDECREF(other);
-        if (other != Py_None)
-            return 0;
-    }
-    if (!locate(tensor, memory))
+    PyObject *tracer = PyObject_CallNoArgs(self->tracer);
+    Py_XDECREF(tracer);
+    if (tracer != Py_None || !locate(tensor, memory))
         return 0;
     if (memory->contiguous && memory->elements)
         return 1;
@@ -187,29 +185,35 @@ static PyObject *copy_of(Keeper *self, PyObject *tensor)
     return copy;
 }
 
-/* keep(number, pass, value): whether a copy is now waiting; False for what is left to Python. */
-static PyObject *keeper_keep(Keeper *self, PyObject *const *args, Py_ssize_t nargs)
+/* A copy is waiting now, with the place's number and the pass: 1; 0 for what is left to Python, -1 with the error set. */
+static int keep(Keeper *self, PyObject *number, Py_ssize_t pass_number, PyObject *value)
 {
-    if (nargs != 3) {
-        PyErr_SetString(PyExc_TypeError, "expected a number, a pass and a value");
-        return NULL;
+    PyObject *copy = copy_of(self, value);
+    if (!copy || copy == Py_None) {
+        Py_XDECREF(copy);
+        return copy ? 0 : -1;
     }
-    if (!is_plain(args[2]))
-        Py_RETURN_FALSE;
-    PyObject *copy = copy_of(self, args[2]);
-    if (!copy)
-        return NULL;
-    if (copy == Py_None) {
-        Py_DECREF(copy);
-        Py_RETURN_FALSE;
-    }
-    PyObject *item = PyTuple_Pack(3, args[0], args[1], copy);
-    Py_DECREF(copy);
+    PyObject *pass = PyLong_FromSsize_t(pass_number), *item = pass ? PyTuple_Pack(3, number, pass, copy) : NULL;
     const int failed = !item || PyList_Append(self->waiting, item) < 0;
+    Py_XDECREF(pass);
     Py_XDECREF(item);
-    if (failed)
+    Py_DECREF(copy);
+    return failed ? -1 : 1;
+}
+
+/* hear(receiver, stop, value): whether a copy is now waiting. False: nothing was done, Python asks again. A stop is a tuple
+ * that begins with the place's number. */
+static PyObject *keeper_hear(Keeper *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !is_record(args[0], receiver_fields) || !PyTuple_Check(args[1]) || !PyTuple_Size(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected a receiver, a stop and a value");
         return NULL;
-    Py_RETURN_TRUE;
+    }
+    const ReceiverFields *receiver = (ReceiverFields *)args[0];
+    const int heard = is_plain(args[2]) && !receiver->between_passes && hears_this_thread(receiver) && !is_repetition();
+    const int kept = heard ? keep(self, PyTuple_GetItem(args[1], 0), receiver->pass_number, args[2]) : 0;
+    PyErr_Clear(); /* whatever it was: Python asks again, and says it */
+    return PyBool_FromLong(kept > 0);
 }
 
 /* drain(): all that is waiting; nothing is, afterwards. */
@@ -244,13 +248,13 @@ static PyObject *keeper_forget(Keeper *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* Keeper(lend, give_back, others, small) */
+/* Keeper(lend, give_back, tracer, small) */
 static PyObject *keeper_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    PyObject *lend, *give_back, *others;
+    PyObject *lend, *give_back, *tracer;
     Py_ssize_t small;
     (void)keywords;
-    if (!PyArg_ParseTuple(args, "OOO!n", &lend, &give_back, &PyTuple_Type, &others, &small))
+    if (!PyArg_ParseTuple(args, "OOOn", &lend, &give_back, &tracer, &small))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Keeper *self = (Keeper *)make(type, 0);
@@ -258,10 +262,10 @@ static PyObject *keeper_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         return NULL;
     Py_INCREF(lend);
     Py_INCREF(give_back);
-    Py_INCREF(others);
+    Py_INCREF(tracer);
+    self->tracer = tracer;
     self->lend = lend;
     self->give_back = give_back;
-    self->others = others;
     self->small = small;
     self->waiting = PyList_New(0);
     forget_copies(self);
@@ -278,7 +282,7 @@ static void keeper_free(Keeper *self)
     forget_copies(self);
     Py_DECREF(self->lend);
     Py_DECREF(self->give_back);
-    Py_DECREF(self->others);
+    Py_DECREF(self->tracer);
     Py_XDECREF(self->waiting);
     freefunc let_go = (freefunc)PyType_GetSlot(type, Py_tp_free);
     let_go(self);
@@ -293,7 +297,7 @@ static PyObject *keeper_waiting(Keeper *self, void *unused)
 }
 
 static PyMethodDef keeper_methods[] = {
-    {"keep", (PyCFunction)(void (*)(void))keeper_keep, METH_FASTCALL, NULL},
+    {"hear", (PyCFunction)(void (*)(void))keeper_hear, METH_FASTCALL, NULL},
     {"drain", (PyCFunction)keeper_drain, METH_NOARGS, NULL},
     {"forget", (PyCFunction)keeper_forget, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

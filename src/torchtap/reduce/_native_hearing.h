@@ -19,7 +19,6 @@ enum { NOTHING_DONE, OUTPUT_TAKEN, ALL_DONE };
 static PyObject *bearer;     /* a tensor that tables of hooks are handed over by */
 static PyObject *empties;    /* a tensor without elements for each of the first dtypes */
 static PyObject *cut_out;    /* (gradient of the base, shape, strides) -> gradient of the view */
-static PyObject *graph_task; /* () -> which backward runs; -1 for none */
 static PyObject *zero;
 static PyObject *name_grad_fn, *name_base, *name_output_nr, *name_hooks, *name_register, *name_data, *name_take_gradient;
 static PyObject *name_detach, *name_requires_grad;
@@ -502,15 +501,15 @@ static PyObject *ear_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     return (PyObject *)self;
 }
 
-/* use_autograd(bearer, empties, cut_out, graph_task): what torch has to ask for gradients by. */
+/* use_autograd(bearer, empties, cut_out): what torch has to ask for gradients by. */
 static PyObject *py_use_autograd(PyObject *self, PyObject *args)
 {
-    PyObject *given[4];
+    PyObject *given[3];
     (void)self;
-    if (!PyArg_ParseTuple(args, "OO!OO", given, &PyTuple_Type, given + 1, given + 2, given + 3))
+    if (!PyArg_ParseTuple(args, "OO!O", given, &PyTuple_Type, given + 1, given + 2))
         return NULL;
-    PyObject **kept[4] = {&bearer, &empties, &cut_out, &graph_task};
-    for (int i = 0; i < 4; i++) {
+    PyObject **kept[3] = {&bearer, &empties, &cut_out};
+    for (int i = 0; i < 3; i++) {
         PyObject *before = *kept[i];
         Py_INCREF(given[i]);
         *kept[i] = given[i];

@@ -37,7 +37,14 @@ enum { ON_CPU = 1, DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL
 /* What is the same for all of them, set once by `use_tensors`. */
 static const Exchange *exchange = NULL;
 static PyObject *plain_types[PLAIN];
-static PyObject *name_is_inference, *name_version, *name_is_neg, *name_storage, *name_nbytes, *name_data_ptr;
+static PyObject *name_version;
+
+/* Methods of no arguments, of a plain tensor and of its storage, as the C functions that they are. Between two hooks a
+ * model's own code takes the caches: each name that is not looked up is memory that is not fetched. */
+enum { IS_NEG, IS_INFERENCE, STORAGE, BEGIN, BYTES, QUESTIONS };
+static PyCFunction questions[QUESTIONS];
+static PyTypeObject *storage_type; /* whose methods the last two are */
+static PyObject *graph_task;       /* () -> which backward runs in this thread; -1 for none */
 
 static int dl_dtype(const DLTensor *dl)
 {
@@ -60,10 +67,10 @@ static int dl_dtype(const DLTensor *dl)
     }
 }
 
-/* A number that a method of no arguments answers with; -1 where it raised, with the error set. */
-static long long ask_number(PyObject *of, PyObject *method)
+/* A number that a method answers with; -1 where it raised, with the error set. */
+static long long ask_number(PyObject *of, int question)
 {
-    PyObject *answer = PyObject_CallMethodObjArgs(of, method, NULL);
+    PyObject *answer = questions[question](of, NULL);
     if (!answer)
         return -1;
     const long long number = PyLong_AsLongLong(answer);
@@ -72,9 +79,9 @@ static long long ask_number(PyObject *of, PyObject *method)
 }
 
 /* 1, 0, or -1 with the error set. */
-static int ask_whether(PyObject *of, PyObject *method)
+static int ask_whether(PyObject *of, int question)
 {
-    PyObject *answer = PyObject_CallMethodObjArgs(of, method, NULL);
+    PyObject *answer = questions[question](of, NULL);
     if (!answer)
         return -1;
     const int is_true = answer == Py_True;
@@ -85,7 +92,7 @@ static int ask_whether(PyObject *of, PyObject *method)
 /* How often a tensor was changed in place; -1 where nothing tells (inference tensors keep no version). */
 static long long version_of(PyObject *tensor)
 {
-    if (ask_whether(tensor, name_is_inference) != 0)
+    if (ask_whether(tensor, IS_INFERENCE) != 0)
         return -1;
     PyObject *version = PyObject_GetAttr(tensor, name_version);
     if (!version)
@@ -196,10 +203,11 @@ static Py_ssize_t take_layout(const DLTensor *dl, Memory *memory)
 /* Whether the storage is there and reaches as far as sizes and strides say. FSDP frees one by giving it no size. */
 static int storage_reaches(PyObject *tensor, Memory *memory, size_t bytes)
 {
-    PyObject *storage = PyObject_CallMethodObjArgs(tensor, name_storage, NULL);
+    PyObject *storage = questions[STORAGE](tensor, NULL);
     if (!storage)
         return 0;
-    const long long begin = ask_number(storage, name_data_ptr), size = ask_number(storage, name_nbytes);
+    const int known = Py_TYPE(storage) == storage_type;
+    const long long begin = known ? ask_number(storage, BEGIN) : -1, size = known ? ask_number(storage, BYTES) : -1;
     const long long at = (long long)(intptr_t)memory->raw;
     if (begin <= 0 || size < 0 || at < begin || (size_t)(at - begin) + bytes > (size_t)size) {
         Py_DECREF(storage);
@@ -214,7 +222,7 @@ static int locate(PyObject *tensor, Memory *memory)
 {
     DLTensor dl;
     memory->storage = NULL;
-    if (ask_whether(tensor, name_is_neg) != 0 || exchange->look(tensor, &dl) != 0)
+    if (ask_whether(tensor, IS_NEG) != 0 || exchange->look(tensor, &dl) != 0)
         return 0;
     if (dl.device.type != ON_CPU || (memory->dtype = dl_dtype(&dl)) < 0)
         return 0;
@@ -253,21 +261,35 @@ static PyObject *py_is_sound(PyObject *self, PyObject *tensor)
 
 static int name_questions(void)
 {
-    name_is_inference = PyUnicode_InternFromString("is_inference");
     name_version = PyUnicode_InternFromString("_version");
-    name_is_neg = PyUnicode_InternFromString("is_neg");
-    name_storage = PyUnicode_InternFromString("untyped_storage");
-    name_nbytes = PyUnicode_InternFromString("nbytes");
-    name_data_ptr = PyUnicode_InternFromString("data_ptr");
     return !PyErr_Occurred();
 }
 
-/* use_tensors(exchange, types): the capsule by which tensors of these types tell their memory. Says whether it will do. */
+/* The C functions of bound methods; 0 where one is of another kind, and nothing was taken. */
+static int take_questions(PyObject *methods)
+{
+    PyCFunction found[QUESTIONS];
+    if (PyTuple_Size(methods) != QUESTIONS)
+        return 0;
+    for (int i = 0; i < QUESTIONS; i++) {
+        PyObject *method = PyTuple_GetItem(methods, i);
+        if (Py_TYPE(method) != &PyCFunction_Type || PyCFunction_GetFlags(method) != METH_NOARGS)
+            return 0;
+        found[i] = PyCFunction_GetFunction(method);
+    }
+    memcpy(questions, found, sizeof(found));
+    storage_type = Py_TYPE(PyCFunction_GetSelf(PyTuple_GetItem(methods, BYTES)));
+    Py_INCREF((PyObject *)storage_type); /* for good, as all of this */
+    return 1;
+}
+
+/* use_tensors(exchange, types, methods, graph_task): the capsule by which tensors of these types tell their memory, what
+ * else they are asked, in the order of `questions`, and what tells the backward that runs. Says whether it will do. */
 static PyObject *py_use_tensors(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
-    if (nargs != 2 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) > PLAIN) {
-        PyErr_SetString(PyExc_TypeError, "expected a capsule and a few types");
+    if (nargs != 4 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) > PLAIN || !PyTuple_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "expected a capsule, a few types, their methods and a function");
         return NULL;
     }
     const Exchange *given = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
@@ -275,13 +297,15 @@ static PyObject *py_use_tensors(PyObject *self, PyObject *const *args, Py_ssize_
         return NULL;
     while (given && given->version.major > 1)
         given = given->older;
-    if (!given || given->version.major != 1 || !given->look)
+    if (!given || given->version.major != 1 || !given->look || !take_questions(args[2]))
         Py_RETURN_FALSE;
     for (Py_ssize_t i = 0; i < PyTuple_Size(args[1]); i++) {
         PyObject *type = PyTuple_GetItem(args[1], i);
         Py_INCREF(type); /* for good: they are torch's own */
         plain_types[i] = type;
     }
+    Py_INCREF(args[3]);
+    graph_task = args[3];
     exchange = given;
     Py_RETURN_TRUE;
 }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtap._torch import innermost_transform, script_tracer
+from torchtap._torch import graph_task, script_tracer
 from torchtap.reduce.memory import PLAIN_TYPES, located
 from torchtap.reduce.moments import WIDTH
 
@@ -72,9 +72,12 @@ def _takes_tensors() -> bool:
     """Whether tensors tell the kernel themselves where they lie: torch from 2.10 on has DLPack's exchange interface."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     # A checkout may still hold the build of an older source.
-    if exchange is None or not hasattr(getattr(native, "Taker", None), "put"):
+    if exchange is None or not hasattr(getattr(native, "Keeper", None), "hear"):
         return False
-    return bool(native.use_tensors(exchange, tuple(PLAIN_TYPES)))  # type: ignore[union-attr]
+    tensor = torch.zeros(())
+    storage = tensor.untyped_storage()
+    asked = tensor.is_neg, tensor.is_inference, tensor.untyped_storage, storage.data_ptr, storage.nbytes
+    return bool(native.use_tensors(exchange, tuple(PLAIN_TYPES), asked, graph_task))  # type: ignore[union-attr]
 
 
 _has_takers = _takes_tensors()
@@ -91,12 +94,9 @@ hearing = native if _has_takers and hasattr(native, "Ear") else None
 
 def make_keeper(lend: Callable[[int], object], give_back: Callable[[Any], None]) -> Any:
     """What keeps whole values (`_native_copying.h`), large ones in memory that is lent; None without native code."""
-    return native.Keeper(lend, give_back, _OTHERS, SMALL) if _has_keepers else None  # type: ignore[union-attr]
+    return None if hearing is None else hearing.Keeper(lend, give_back, script_tracer, SMALL)
 
 
-_has_keepers = _has_takers and hasattr(native, "Keeper")
-# What is copied where one of these runs is not a plain value.
-_OTHERS = (innermost_transform, script_tracer)
 # Below so many bytes torch's allocator itself uses memory again: an ordinary copy costs least.
 SMALL = 64 << 10
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]
 
+_AT_ONCE = Moment(0)  # when a capture looks
+
 
 @final
 class Capture:
@@ -76,7 +78,7 @@ class Capture:
         self._any_thread = all_threads
 
     def __enter__(self) -> Seen:
-        live = self.plan.live(Moment(0))
+        live = self.plan.live(_AT_ONCE)
         self._taps.receiver.turn_to("train", live)
         self._taps.begin(None if self._any_thread else threading.get_ident())
         self._taps.arm(live)

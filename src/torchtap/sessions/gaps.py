@@ -67,7 +67,7 @@ class Gaps:
         """Call it before a step begins."""
         if self._tree_changed():
             self._modules_changed()
-        elif self._taps.armed and self._state_changed():
+        elif self._state_asked and self._taps.armed and self._state_changed():
             self._put_on_again()  # an optimizer's parameters are known by their identity
             self._modules_changed()
         gone = self._taps.hooks_gone()

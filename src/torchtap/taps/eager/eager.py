@@ -31,6 +31,7 @@ from torchtap.taps.walk.ways import WayName
 
 if TYPE_CHECKING:
     from torchtap.taps.receive.asking import Asking
+    from torchtap.taps.receive.keeping import HearAt
     from torchtap.taps.receive.state import StateReader
     from torchtap.taps.walk.arguments import Args, Kwargs
 
@@ -103,8 +104,8 @@ class EagerAttachment:
     def _make_hooks(self, live: frozenset[int]) -> None:
         """Made once for each set of live taps, and put on. None of them knows the step."""
         receiver = self._receiver
-        if receiver.keeps:
-            self._keep_outputs(live)
+        if receiver.keeps is not None:
+            self._keep_outputs(live, receiver.keeps)
         else:
             for port in receiver.ports.values():
                 if not live.isdisjoint(port.port.taps):
@@ -119,15 +120,14 @@ class EagerAttachment:
             port.site.kind == kind and not live.isdisjoint(port.taps) for port in plan.ports
         )
 
-    def _keep_outputs(self, live: frozenset[int]) -> None:
+    def _keep_outputs(self, live: frozenset[int], hear: HearAt) -> None:
         """Stop where outputs are kept whole, and where nothing else is."""
-        ports = self._receiver.plan.ports
         stops = [
-            (module, (number, site.path))
-            for number, port in enumerate(ports)
-            if not live.isdisjoint(port.taps) and (module := (site := port.site).module) is not None
+            (module, stop)
+            for taps, site, stop in self._receiver.plan.stops
+            if not live.isdisjoint(taps) and (module := site.module) is not None
         ]
-        self._walker.after_each(stops, self._receiver.keep, emitting_outputs(self._channel))
+        self._walker.after_each(stops, self._receiver.keep, emitting_outputs(self._channel), hear)
 
     def _put_on(self, port: LivePort) -> None:
         """Stop at a port's module. Kinds that do not pass there are read elsewhere.

@@ -226,24 +226,33 @@ class RecentValues:
     SLOTS = 4
     __slots__ = ("copies", "keys", "measured", "next_slot", "slots", "tensors", "versions")
 
+    keys: list[int]
+    tensors: list[Callable[[], Tensor | None]]
+    versions: list[int]
+    measured: bytearray  # whether the block has the numbers of what is in a slot
+    copies: list[dict[str, Any]]  # what Full made of it, by key
+
     def __init__(self) -> None:
         self.next_slot = 0
-        self._empty()
+        self.slots: dict[int, int] = {}  # id of a tensor, which may be gone by now -> its slot
 
     def forget(self) -> None:
         if self.slots:
-            self._empty()
+            self.slots = {}
+            self.copies = []
 
-    def _empty(self) -> None:
-        self.slots: dict[int, int] = {}  # id of a tensor, which may be gone by now -> its slot
+    def _begin(self) -> None:
+        """Made for the first value: most go past this."""
         self.keys = [0] * self.SLOTS
-        self.tensors: list[Callable[[], Tensor | None]] = [gone] * self.SLOTS
+        self.tensors = [gone] * self.SLOTS
         self.versions = [0] * self.SLOTS
-        self.measured = bytearray(self.SLOTS)  # whether the block has the numbers of what is in a slot
-        self.copies: list[dict[str, Any]] = [{} for _ in range(self.SLOTS)]  # what Full made of it, by key
+        self.measured = bytearray(self.SLOTS)
+        self.copies = [{} for _ in range(self.SLOTS)]
 
     def slot_of(self, tensor: Tensor) -> tuple[int, bool]:
         """A slot for this tensor, and whether the very same value is in it already."""
+        if not self.slots:
+            self._begin()
         version = version_of(tensor)
         key = id(tensor)
         slot = self.slots.get(key, -1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchtap._torch import gradient_bearer, graph_task
+from torchtap._torch import gradient_bearer
 from torchtap.reduce import kernel
 from torchtap.taps.receive.gradients import nothing, of_the_view
 
@@ -47,5 +47,5 @@ def _native() -> ModuleType | None:
     if native is None or bearer is None:
         return None
     empties = tuple(nothing(dtype, torch.device("cpu")) for dtype in _LEARNING)
-    native.use_autograd(bearer, empties, of_the_view, graph_task)
+    native.use_autograd(bearer, empties, of_the_view)
     return native

@@ -9,7 +9,7 @@ folded when it comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,11 @@ from torchtap.reduce.kernel import DTYPES, make_keeper
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.folding import Folding
 
-__all__ = ["Kept", "Lender", "make_kept"]
+__all__ = ["HearAt", "Kept", "Lender", "make_kept"]
+
+# Given who listens, a stop and what the module returned: whether a copy is kept. False: nothing was done. A stop is a
+# port's number and the module's path.
+HearAt: TypeAlias = Callable[[Any, tuple[int, str], object], bool]
 
 
 class Lender(Protocol):
@@ -45,12 +49,11 @@ def make_kept(lender: Lender) -> Kept | None:
 class Kept:
     """Copies in the order in which the values came. Any thread may add one."""
 
-    __slots__ = ("_keeper", "keep")
+    __slots__ = ("_keeper", "hear")
 
     def __init__(self, keeper: Any) -> None:
         self._keeper = keeper
-        # Copies what came to a port, known by its number, in a pass. False: it is to be taken in the ordinary way.
-        self.keep: Callable[[int, int, object], bool] = keeper.keep
+        self.hear: HearAt = keeper.hear
 
     @property
     def waiting(self) -> list[tuple[int, int, Any]]:

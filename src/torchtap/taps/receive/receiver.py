@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import is_traced_by_script
-from torchtap.names import paths_around, site_name
+from torchtap.names import paths_around
 from torchtap.plan import Plan
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
@@ -34,7 +34,7 @@ from torchtap.taps.walk.records import ReceiverFields
 
 if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
-    from torchtap.taps.receive.keeping import Kept, Lender
+    from torchtap.taps.receive.keeping import HearAt, Kept, Lender
     from torchtap.taps.receive.pass_clock import PassClock
     from torchtap.taps.walk.arguments import Args
 
@@ -193,7 +193,7 @@ class Receiver(ReceiverFields):
         if not self._is_own_pass():
             self.overheard += self.open
             return
-        if self.hears_this_thread():
+        if self._passed_over is None:
             if is_traced_by_script() or not self._is_taken(training, learning):
                 self._passed_over = (self.thread,)
                 self.thread = _NO_THREAD
@@ -275,21 +275,12 @@ class Receiver(ReceiverFields):
             port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)
 
     @property
-    def keeps(self) -> bool:
-        """Whether outputs are to be given to `keep`."""
-        return self._kept is not None
+    def keeps(self) -> HearAt | None:
+        """What keeps outputs where whole ones are all that is asked for; None elsewhere."""
+        return None if self._kept is None else self._kept.hear
 
     def keep(self, stop: tuple[int, str], tree: object) -> None:
-        """`take` where whole outputs are all that is asked for. A stop is a port's number and the module's path."""
-        kept = self._kept
-        assert kept is not None
-        if not self.between_passes:
-            try:
-                if kept.keep(stop[0], self.pass_number, tree):
-                    return
-            except Exception as error:
-                self.folding.lose(site_name(stop[1], "output"), error)
-                return
+        """`take` what `keeps` has left."""
         site = self.plan.ports[stop[0]].site
         self.take(self.ports[site.path, site.kind, site.leaf], tree)
 

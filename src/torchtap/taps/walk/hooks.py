@@ -86,7 +86,7 @@ def hook_entries(
 ) -> list[Entry]:
     """One hook under a new number. ``notes`` name the tables in which torch notes how a hook is to be called."""
     number = new_number()
-    return [(module, table, number, hook, first), *((module, note, number, True, False) for note in notes)]
+    return [(module, table, number, hook, first), *[(module, note, number, True, False) for note in notes]]
 
 
 @final

@@ -126,9 +126,11 @@ def concealments(modules: Iterable[nn.Module]) -> list[Concealment]:
     """What keeps things on modules out of their copies, one for each that can be concealed."""
     made = []
     for module in modules:
-        inner = held(module) if isinstance(module, _OTHERWISE) else module
-        if not isinstance(inner, fx.GraphModule):  # its class makes its copies, and asks for no state
-            made.append((inner, CleanState(inner)))
+        if isinstance(module, _OTHERWISE):
+            module = held(module)
+            if isinstance(module, fx.GraphModule):  # its class makes its copies, and asks for no state
+                continue
+        made.append((module, CleanState(module)))
     hide_from_script()
     return made
 

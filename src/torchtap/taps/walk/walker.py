@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 import torch
 from torch import nn
 
-from torchtap._torch import graph_task, in_backward
+from torchtap._torch import graph_task
 from torchtap.taps.walk.hooks import Hooks, RegisteredHook
 from torchtap.taps.walk.ways import Handle, WayName, way_for
 
@@ -123,18 +123,18 @@ class Walker:
             if is_compiling():
                 if traced is not None:
                     traced(args, kwargs)
-            elif not in_backward():
+            elif graph_task() == -1:
                 begin()
 
-        self._put.append(self._way.before(self._root, on_begin, first=True))
         if end is None:
+            self._put.append(self._way.before(self._root, on_begin, first=True))
             return
 
         def on_end(*_: object) -> None:
             if not is_compiling():
                 end()
 
-        self._put.append(self._way.after(self._root, on_end, always=True))
+        self._put.extend(self._way.around(self._root, on_begin, on_end))
 
     def after(
         self,
@@ -154,6 +154,7 @@ class Walker:
         stops: Iterable[tuple[nn.Module, Stop]],
         visit: Callable[[Stop, Any], object],
         traced: Callable[[Stop, Any], object],
+        hear: Callable[[Heard, Stop, Any], bool],
     ) -> None:
         """`after` for many modules, each once: one function serves them all, so that less is made and let go of."""
         heard = self._heard
@@ -161,6 +162,8 @@ class Walker:
         def hook(stop: Stop, module: nn.Module, args: object, output: object) -> Any:
             if is_compiling():
                 return traced(stop, output)
+            if hear(heard, stop, output):
+                return None
             if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
                 return visit(stop, output)
             return None

@@ -29,6 +29,7 @@ _REGISTER_AFTER = nn.Module.register_forward_hook
 # Where torch notes how it is to call a hook.
 _ALWAYS = ("_forward_hooks_always_called",)
 _WITH_KWARGS = ("_forward_hooks_with_kwargs",)
+_GIVEN_KWARGS = ("_forward_pre_hooks_with_kwargs",)
 
 
 class Handle(Protocol):
@@ -46,6 +47,9 @@ class Way(Protocol):
 
     def after(self, module: nn.Module, action: Action, *, always: bool = False) -> Handle:
         """Run ``action`` after each call; ``always`` runs it also when the call raised, with output None."""
+
+    def around(self, module: nn.Module, begin: Action, end: Action) -> list[Handle]:
+        """Run ``begin`` ahead of all that comes before a call, and ``end`` after it, also when the call raised."""
 
     def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
         """Run ``action`` after each call of these modules, with what stands beside the module as its first argument.
@@ -72,23 +76,35 @@ class HookWay:
     def __init__(self, *, travelling: bool = False) -> None:
         self._travelling = travelling
 
+    def _hook(self, action: Action) -> Action:
+        return action if self._travelling else Hook(action)
+
     def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
-        hook = action if self._travelling else Hook(action)
+        hook = self._hook(action)
         if type(module).register_forward_pre_hook is _REGISTER_BEFORE:
-            notes = ("_forward_pre_hooks_with_kwargs",)
-            return Hooks(hook_entries(module, "_forward_pre_hooks", hook, notes, first=first), [module])
+            return Hooks(
+                hook_entries(module, "_forward_pre_hooks", hook, _GIVEN_KWARGS, first=first), [module]
+            )
         return RegisteredHook(module, module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True))
 
     def after(
         self, module: nn.Module, action: Action, *, always: bool = False, with_kwargs: bool = False
     ) -> Handle:
-        hook = action if self._travelling else Hook(action)
+        hook = self._hook(action)
         if type(module).register_forward_hook is _REGISTER_AFTER:
             notes = _ALWAYS * always + _WITH_KWARGS * with_kwargs
             return Hooks(hook_entries(module, "_forward_hooks", hook, notes), [module])
         return RegisteredHook(
             module, module.register_forward_hook(hook, always_call=always, with_kwargs=with_kwargs)
         )
+
+    def around(self, module: nn.Module, begin: Action, end: Action) -> list[Handle]:
+        own = type(module)
+        if (own.register_forward_pre_hook, own.register_forward_hook) != (_REGISTER_BEFORE, _REGISTER_AFTER):
+            return [self.before(module, begin, first=True), self.after(module, end, always=True)]
+        first = hook_entries(module, "_forward_pre_hooks", self._hook(begin), _GIVEN_KWARGS, first=True)
+        last = hook_entries(module, "_forward_hooks", self._hook(end), _ALWAYS)
+        return [Hooks([*first, *last], [module])]
 
     def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
         handles: list[Handle] = []

@@ -100,6 +100,9 @@ class _Replacing(ABC):
         around = self._around(module)
         return around.put(around.always if always else around.after, action)
 
+    def around(self, module: nn.Module, begin: Action, end: Action) -> list[Handle]:
+        return [self.before(module, begin, first=True), self.after(module, end, always=True)]
+
     def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
         return [self.after(module, functools.partial(action, stop)) for module, stop in stops]
 
