@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtap.asked import tap
 from torchtap.errors import PlanError
 from torchtap.schedule import (
     Always,
@@ -152,3 +153,8 @@ def test_a_schedule_says_whether_the_phase_matters() -> None:
         for step in range(12):
             answers = {each.live(Moment(step, 1, 1, phase)) for phase in ("train", "eval", "mine")}
             assert len(answers) == 1
+
+
+def test_an_option_that_a_tap_does_not_have_is_told_with_those_it_has() -> None:
+    with pytest.raises(PlanError, match=r"a tap has no option 'evry': there are every, .*phase, kind"):
+        tap("*:output", evry=10)

@@ -33,7 +33,7 @@ NOT_NEEDED = {
     "other reductions": "reduce.metric reduce.quantiles reduce.histogram reduce.sample reduce.registry",
     "other schedules, budgets, plans as text": "schedule.rules budget sessions.spending plan_words",
     "run folders": "store.files store.read store.write.writer store.format.payload sessions.manifest sinks",
-    "what is missing, and why": "sessions.coverage taps.receive.reasons",
+    "what is missing": "sessions.coverage",
     "pictures and other rooms": "display registry viewer comparison diagnosis editing monitors integrations",
 }
 

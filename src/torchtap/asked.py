@@ -33,9 +33,8 @@ class Tap:
     exclude: tuple[Selector, ...] = ()
     alias: str | None = None
     budget: Budget | None = None
-    per_consumer: bool = (
-        False  # a grad_input is what this module sends back, not what all users of the value do
-    )
+    # A grad_input is what this module sends back, not what all users of the value do.
+    per_consumer: bool = False
 
     def wants(self, names: Iterable[Site]) -> bool:
         """Whether a site, its leaf and call known, is one of the tap's. ``names`` are all the names it has."""
@@ -140,12 +139,21 @@ def _one_tap(
     return Tap(
         selectors=selectors,
         keep=Stats() if keep is None else keep,
-        schedule=schedule_of(**when),
+        schedule=_schedule_of(when),
         exclude=selectors_of(exclude, kind),
         alias=alias,
         budget=budget,
         per_consumer=per_consumer,
     )
+
+
+def _schedule_of(when: dict[str, Any]) -> Schedule:
+    known = list(schedule_of.__kwdefaults__ or ())
+    for name in when:
+        if name not in known:
+            others = "kind, exclude, alias, budget, per_consumer"
+            raise PlanError(f"a tap has no option {name!r}: there are {', '.join(known)}, {others}")
+    return schedule_of(**when)
 
 
 def _check_budget(budget: object) -> None:

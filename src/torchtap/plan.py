@@ -141,11 +141,7 @@ class Plan:
     @cached_property
     def stops(self) -> list[tuple[tuple[int, ...], Site, tuple[int, str]]]:
         """For each port its taps, its site, and what a hook knows it by: its number and the module's path."""
-        sites = [port.site for port in self.ports]
-        return [
-            (port.taps, site, (number, site.path))
-            for number, (port, site) in enumerate(zip(self.ports, sites, strict=True))
-        ]
+        return [(port.taps, port.site, (number, port.site.path)) for number, port in enumerate(self.ports)]
 
     @cached_property
     def aliases(self) -> dict[str, str]:

@@ -62,9 +62,8 @@ class TrainingClock:
         self._updates_before = 0  # in earlier iterations
         self._handles: list[Any] = []
         self._hooked = False  # whether passes over the model are heard
-        self._undecided: ModeHook | None = (
-            None  # tells that an iteration in evaluation mode is one of training
-        )
+        # Tells that an iteration which began in evaluation mode is one of training after all.
+        self._undecided: ModeHook | None = None
         self._ahead: int | None = None  # batches fetched before the first was used; None until that is known
         self._fetched = 0  # in this iteration
         self._group = 0  # of these, since the last pass

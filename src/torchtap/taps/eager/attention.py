@@ -38,7 +38,6 @@ def _report(receiver: Receiver, call: AttentionCall) -> None:
     shape = (*query.shape[:3], key.shape[-2])
     for port in ports:
         entry = receiver.folding.entry(port, "", port.next_leaf_call(receiver.pass_number, ""))
-        if (
-            entry is not None
-        ):  # a map may be too large to hold: reductions that do not mind get it piece by piece
+        # A map may be too large to hold: reductions that do not mind get it piece by piece.
+        if entry is not None:
             receiver.folding.fold_pieces(entry, shape, lambda: attention_pieces(*arguments))

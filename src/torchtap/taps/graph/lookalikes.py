@@ -69,10 +69,10 @@ class DoubtfulNames:
 
     def __init__(self, groups: list[tuple[str, ...]]) -> None:
         self._lookalikes = Lookalikes(groups)
-        self._pass = -1
+        self._passes = -1
 
-    def __call__(self, pass_number: int, path: str, leaf: str) -> str:
-        if self._pass != pass_number:
-            self._pass = pass_number
+    def __call__(self, passes: int, path: str, leaf: str) -> str:
+        if self._passes != passes:
+            self._passes = passes
             self._lookalikes.begin()
         return leaf if self._lookalikes.is_certain(path) else f"{unplaced(0)}{'.' if leaf else ''}{leaf}"

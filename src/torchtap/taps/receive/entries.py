@@ -242,7 +242,7 @@ class RecentValues:
             self.copies = []
 
     def _begin(self) -> None:
-        """Made for the first value: most go past this."""
+        """Made for the first value that Python folds: most are folded by native code."""
         self.keys = [0] * self.SLOTS
         self.tensors = [gone] * self.SLOTS
         self.versions = [0] * self.SLOTS

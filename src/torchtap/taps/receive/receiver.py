@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torchtap._torch import is_traced_by_script
 from torchtap.names import paths_around
 from torchtap.plan import Plan
+from torchtap.taps.receive import reasons
 from torchtap.taps.receive.entries import Entry, LivePort, Tally
 from torchtap.taps.receive.folding import Folding
 from torchtap.taps.receive.hearing import Hear, make_ear
@@ -81,7 +82,7 @@ class Receiver(ReceiverFields):
             None  # whom to hear again after a pass that is not taken
         )
         self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
-        # What a leaf is called in a pass, at a path, where the form is not certain of its names.
+        # Given the number of passes so far, a path and a leaf: what the leaf is called, where a form is not certain.
         self.rename: Callable[[int, str, str], str] | None = None
         self.pass_number = 0
         self.between_passes = True
@@ -270,8 +271,6 @@ class Receiver(ReceiverFields):
 
             port.structure = skeleton(tree)
         if not self._take_leaves(port, call, leaves(tree)):
-            from torchtap.taps.receive import reasons
-
             port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)
 
     @property
@@ -294,8 +293,6 @@ class Receiver(ReceiverFields):
             return
         call = port.next_call(self.pass_number)
         if not self._take_leaves(port, call, input_leaves(port.input_names, args, kwargs)):
-            from torchtap.taps.receive import reasons
-
             port.note = reasons.NO_ARGUMENT
 
     def take_gradient(self, entry: Entry, tally: Tally, serial: int, gradient: Tensor | None) -> None:

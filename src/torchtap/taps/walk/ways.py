@@ -18,7 +18,7 @@ from torchtap.errors import PlanError
 from torchtap.taps.walk.hooks import Entry, Hooks, RegisteredHook, hook_entries, new_number
 from torchtap.taps.walk.untraced import Hook
 
-__all__ = ["Action", "Handle", "Hook", "HookWay", "Way", "WayName", "way_for"]
+__all__ = ["Action", "Handle", "Hook", "HookWay", "Way", "WayName", "each_end", "way_for"]
 
 WayName = Literal["hook", "wrap", "forward"]
 # Before a call it gets (module, args, kwargs), after it (module, args, output), with the keywords if asked for.
@@ -69,6 +69,11 @@ def way_for(root: nn.Module, name: str) -> Way:
     return WrapWay(root) if name == "wrap" else ForwardWay()
 
 
+def each_end(way: Way, module: nn.Module, begin: Action, end: Action) -> list[Handle]:
+    """`Way.around` where the two ends are put on one by one."""
+    return [way.before(module, begin, first=True), way.after(module, end, always=True)]
+
+
 @final
 class HookWay:
     """torch's own hooks. ``travelling`` ones are put on as they are, for tracers to read and copies to take along."""
@@ -101,7 +106,7 @@ class HookWay:
     def around(self, module: nn.Module, begin: Action, end: Action) -> list[Handle]:
         own = type(module)
         if (own.register_forward_pre_hook, own.register_forward_hook) != (_REGISTER_BEFORE, _REGISTER_AFTER):
-            return [self.before(module, begin, first=True), self.after(module, end, always=True)]
+            return each_end(self, module, begin, end)
         first = hook_entries(module, "_forward_pre_hooks", self._hook(begin), _GIVEN_KWARGS, first=True)
         last = hook_entries(module, "_forward_hooks", self._hook(end), _ALWAYS)
         return [Hooks([*first, *last], [module])]

@@ -29,7 +29,7 @@ from torch import nn
 from torchtap.errors import FormError
 from torchtap.taps.walk.arguments import Args, Function, Kwargs
 from torchtap.taps.walk.untraced import StandIn, Wrapper, conceal, is_wrapper, reveal
-from torchtap.taps.walk.ways import Action, Handle
+from torchtap.taps.walk.ways import Action, Handle, each_end
 
 __all__ = ["ForwardWay", "WrapWay", "replace_forward"]
 
@@ -101,7 +101,7 @@ class _Replacing(ABC):
         return around.put(around.always if always else around.after, action)
 
     def around(self, module: nn.Module, begin: Action, end: Action) -> list[Handle]:
-        return [self.before(module, begin, first=True), self.after(module, end, always=True)]
+        return each_end(self, module, begin, end)
 
     def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
         return [self.after(module, functools.partial(action, stop)) for module, stop in stops]
