@@ -411,3 +411,21 @@ def test_a_platform_without_wheels_is_not_warned(
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     tt.watch(nn.Linear(2, 2), None, [":output"]).close()
     assert not [each for each in recwarn if "compiled parts" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"steps": [0, 5]}, r"steps= is said of a tap: tt.watch\(model, run, tt.tap\(.*steps="),
+        ({"evry": 10}, "watch has no option 'evry'; those of a run are .*compress"),
+    ],
+)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_option_that_a_watch_does_not_have_is_told_and_nothing_is_begun(
+    options: dict[str, Any], told: str, recorded: bool, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(tt.PlanError, match=told):
+        tt.watch(model, tmp_path / "run" if recorded else None, "*:output", **options)
+    assert not (tmp_path / "run").exists()
+    assert not model._forward_hooks

@@ -19,7 +19,7 @@ from torchtap.names import Kind
 from torchtap.plan import Plan, candidates, make_plan
 from torchtap.ranks import identity
 from torchtap.reduce.base import AnyReduction
-from torchtap.schedule.base import Moment
+from torchtap.schedule.base import Moment, schedule_of
 from torchtap.sessions.compiled_parts import warn_of_missing_parts
 from torchtap.sessions.outlets import warn
 from torchtap.sessions.remembered import remember, remembered
@@ -221,6 +221,8 @@ def watch(
         raise PlanError(
             "Full(copy=False) is for capture: a watch writes while the training goes on and changes values"
         )
+    if writer_options:
+        _check_run_options(writer_options, run)
     placing = _placing(model, layout or {})
     consumers = list(sinks)
     recorded = range(0)
@@ -242,10 +244,6 @@ def watch(
             **writer_options,
         )
         consumers.insert(0, writer)
-    elif writer_options:
-        raise PlanError(
-            f"{', '.join(writer_options)}: these are options of a run, but no run folder was given"
-        )
     return Watch(
         model,
         bound,
@@ -348,3 +346,18 @@ def list_sites(model: object, *kinds: Kind) -> list[str]:
     found = places(tree_of(model))
     listed = candidates(found) if wanted is None else candidates(found, wanted)
     return [names[0].name for names in listed]
+
+
+def _check_run_options(options: Mapping[str, object], run: object) -> None:
+    from torchtap.store.write.writer import RunWriter
+
+    known = [
+        name for name in RunWriter.__init__.__kwdefaults__ or () if name not in ("rank", "world", "strict")
+    ]
+    for name in options:
+        if name in (schedule_of.__kwdefaults__ or ()):
+            raise PlanError(f"{name}= is said of a tap: tt.watch(model, run, tt.tap('*:output', {name}=...))")
+        if name not in known:
+            raise PlanError(f"watch has no option {name!r}; those of a run are {', '.join(known)}")
+    if run is None:
+        raise PlanError(f"{', '.join(options)}: these are options of a run, but no run folder was given")
