@@ -214,6 +214,28 @@ def test_a_capture_that_is_not_strict_says_what_it_could_not_keep() -> None:
         seen[":output"]
 
 
+class _Freed(nn.Module):
+    """Gives back a value whose memory is gone, as a sharded parameter's is between two uses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = x * 2
+        value.untyped_storage().resize_(0)
+        return value
+
+
+@pytest.mark.parametrize("keep", [tt.Full(), tt.Stats()])
+def test_what_could_not_be_kept_is_not_among_what_came(keep: tt.Full | tt.Stats) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Identity())
+    model.add_module("freed", _Freed())
+    with tt.capture(model, ["0:output", "freed:output"], keep=keep, strict=False) as seen:
+        model(torch.ones(2, 3))
+    assert list(dict(seen)) == ["0:output"]
+    assert ("freed:output" in seen, len(seen), seen.get("freed:output", "none")) == (False, 1, "none")
+    assert "freed:output" not in repr(seen)
+    with pytest.raises(tt.SelectionError, match=r"came, but nothing of it could be kept: .*no memory"):
+        seen["freed:output"]
+
+
 class _Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

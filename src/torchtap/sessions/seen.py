@@ -41,11 +41,10 @@ class Seen(Mapping[str, Any]):
 
             reason = self._why_not(name)
             raise no_such_site(name, list(self), "the captured", reason)
-        result = self._result(entry)
-        if isinstance(result, dict) and not result:
-            reasons = [message for message in self.lost if message.startswith(f"{entry.name}: ")]
-            raise SelectionError(f"{name!r} came, but nothing of it could be kept: {', '.join(reasons)}")
-        return result
+        if self._is_lost(entry):
+            reasons = ", ".join(self._losses(entry))
+            raise SelectionError(f"{name!r} came, but nothing of it could be kept: {reasons}")
+        return self._result(entry)
 
     def _named(self, name: str | nn.Module) -> str:
         """A module of the model stands for its output."""
@@ -62,11 +61,22 @@ class Seen(Mapping[str, Any]):
         if isinstance(name, nn.Module):
             path = self._receiver.path_of(unwrap(name))
             name = None if path is None else site_name(path, "output")
-        return isinstance(name, str) and self._find(name) is not None
+        entry = self._find(name) if isinstance(name, str) else None
+        return entry is not None and not self._is_lost(entry)
 
     def get(self, name: str | nn.Module, default: object = None) -> Any:
         entry = self._find(self._named(name))
-        return default if entry is None else self._result(entry)
+        return default if entry is None or self._is_lost(entry) else self._result(entry)
+
+    def _losses(self, entry: Entry) -> list[str]:
+        return [message for message in self.lost if message.startswith(f"{entry.name}: ")]
+
+    def _is_lost(self, entry: Entry) -> bool:
+        """Whether a value came of which nothing could be kept. Of one reduction of several there may be something."""
+        if not self._losses(entry):
+            return False
+        result = self._result(entry)
+        return isinstance(result, dict) and not result
 
     def _result(self, entry: Entry) -> Any:
         try:
@@ -75,7 +85,12 @@ class Seen(Mapping[str, Any]):
             raise ReductionError(f"{entry.name}: {error}") from error
 
     def __iter__(self) -> Iterator[str]:
-        return (entry.name for entry in self._receiver.entries if entry.shape is not None)
+        return (entry.name for entry in self._came())
+
+    def _came(self) -> Iterator[Entry]:
+        for entry in self._receiver.entries:
+            if entry.shape is not None and not self._is_lost(entry):
+                yield entry
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -93,13 +108,12 @@ class Seen(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         lines = [f"Seen({len(self)} sites)"]
-        for entry in self._receiver.entries:
-            if entry.shape is not None:
-                # Statistics that a compiled graph makes come without the value's own dtype.
-                dtype = "" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
-                # Two backward passes of one forward, for instance, are joined: what is given counts.
-                shape = self._shape(entry)
-                lines.append(f"  {entry.name}  {dtype}{list(shape)}")
+        for entry in self._came():
+            # Statistics that a compiled graph makes come without the value's own dtype.
+            dtype = "" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
+            # Two backward passes of one forward, for instance, are joined: what is given counts.
+            shape = self._shape(entry)
+            lines.append(f"  {entry.name}  {dtype}{list(shape)}")
         return "\n".join(lines)
 
     def _shape(self, entry: Entry) -> Sequence[int]:
