@@ -1,8 +1,9 @@
-"""CPU time of the training's thread inside torchtap: timed where torchtap is entered, whoever calls it.
+"""Time of the training's thread inside torchtap: timed where torchtap is entered, whoever calls it.
 
 Entries are its hooks on modules, gradient callbacks, what listens to optimizers and to ``backward()``, the functions
 of torch that a doctor looks at, and the beginning and the end of a step. One inside another counts once. What torch
-takes to call a hook at all is not in it (1.4 µs each).
+takes to call a hook at all is not in it (1.4 µs each). The clock is the thread's CPU time; where several threads share
+the work it is to be the wall's.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ _ENTRIES: tuple[tuple[Any, tuple[str, ...]], ...] = (
 class Spent:
     """Seconds inside torchtap since `clear`; what the clock takes is taken off."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self.clock = clock
         self._raw, self._entries, self.depth = 0.0, 0, 0
         # Seconds that timing an entry adds to what is measured, and beside it.
         self._inside, self._beside = 0.0, 0.0
         empty, calls = self.timed(lambda: None), 2000
-        begin = time.thread_time()
+        begin = clock()
         for _ in range(calls):
             empty()
-        whole = (time.thread_time() - begin) / calls
+        whole = (clock() - begin) / calls
         self._inside, self._beside = self._raw / calls, whole - self._raw / calls
         self.clear()
 
@@ -75,16 +77,17 @@ class Spent:
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose seconds count."""
+        clock = self.clock
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             if self.depth:
                 return function(*args, **kwargs)
             self.depth += 1
-            begin = time.thread_time()
+            begin = clock()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._raw += time.thread_time() - begin
+                self._raw += clock() - begin
                 self._entries += 1
                 self.depth -= 1
 
@@ -92,9 +95,9 @@ class Spent:
 
 
 @contextmanager
-def timed_inside() -> Iterator[Spent]:
+def timed_inside(clock: Callable[[], float] = time.thread_time) -> Iterator[Spent]:
     """Count the seconds inside torchtap within this block. What was opened before the block is not counted."""
-    spent = Spent()
+    spent = Spent(clock)
     begin_step: Callable[[Watch], AbstractContextManager[Watch]] = Watch.step
 
     @contextmanager

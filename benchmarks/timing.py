@@ -21,7 +21,7 @@ from typing import Any, final
 
 import torch
 
-__all__ = ["Case", "Ratio", "case", "compare", "fastest", "one_thread", "quartiles", "table"]
+__all__ = ["Case", "Ratio", "case", "compare", "fastest", "one_thread", "quartiles", "table", "verdict"]
 
 # Entered before the work is timed and left afterwards; gives the work.
 Case = Callable[[], AbstractContextManager[Callable[[], Any]]]
@@ -45,12 +45,22 @@ class Ratio:
 
     def verdict(self, bar: float) -> str:
         """Whether the ratio is at most ``bar``; "undecided" where the noise is larger than the distance to it."""
-        if self.ratio + self.error <= bar:
-            return "yes"
-        return "no" if self.ratio - self.error > bar else f"undecided (± {self.error:.3f})"
+        return verdict(self.ratio, self.error, bar)
+
+    def share_of(self, other: Ratio) -> tuple[float, float]:
+        """What this case adds to the base over what another adds to it, and twice the standard error of that."""
+        share = (self.ratio - 1) / (other.ratio - 1)
+        return share, math.hypot(self.error, share * other.error) / abs(other.ratio - 1)
 
     def __str__(self) -> str:
         return f"{self.ratio:.3f} [{self.low:.3f}–{self.high:.3f}]"
+
+
+def verdict(found: float, error: float, bar: float) -> str:
+    """Whether what was found is at most ``bar``, as far as its error lets one tell."""
+    if found + error <= bar:
+        return "yes"
+    return "no" if found - error > bar else f"undecided (± {error:.3f})"
 
 
 def case(work: Callable[[], Any]) -> Case:
