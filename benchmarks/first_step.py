@@ -1,6 +1,6 @@
 """The first step of a compiled training, in which it is compiled: with taps and without, each in a new process.
 
-``python -m benchmarks.first_step MODEL taps`` (or ``plain``) runs one such step with the caches that it finds.
+``python -m benchmarks.first_step MODEL "all outputs"`` (or ``plain``) runs one such step with the caches that it finds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 import torchtap as tt
 from benchmarks.models import Training, gpt2_training, gpt_training
-from benchmarks.steps import OUTPUTS
+from benchmarks.steps import EVERYTHING, OUTPUTS
 from benchmarks.timing import one_thread
 
 __all__ = ["run"]
@@ -31,16 +31,23 @@ MODELS: dict[str, Callable[[], Training]] = {
     "GPT-2 4 × 768": lambda: gpt2_training(layers=4),
     "GPT-2 12 × 768": gpt2_training,
 }
+TAPS = {"plain": (), "all outputs": OUTPUTS, "with gradients and parameters": EVERYTHING}
 _COLD, _WARM = "empty caches", "in a second process, from the first one's caches"
 
 
 def run(models: list[str]) -> list[dict[str, Any]]:
-    """Two rows for each model: compiled for the first time, and taken from Inductor's caches."""
-    return [row for model in models for row in _rows(model)]
+    """Two rows for each model and what is asked of it: compiled for the first time, and from Inductor's caches."""
+    rows = []
+    for model in models:
+        plain = _twice(model, "plain")
+        for what in TAPS:
+            if what != "plain":
+                rows += _rows(model, what, plain)
+    return rows
 
 
-def _rows(model: str) -> list[dict[str, Any]]:
-    plain, tapped = _twice(model, "plain"), _twice(model, "taps")
+def _rows(model: str, what: str, plain: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    tapped = _twice(model, what)
     rows = []
     for case, bar in ((_COLD, 1.3), (_WARM, None)):
         without, with_taps = plain[case], tapped[case]
@@ -50,7 +57,7 @@ def _rows(model: str) -> list[dict[str, Any]]:
         rows.append(
             {
                 "model": f"compiled {model}",
-                "case": f"first step, all outputs, {case}",
+                "case": f"first step, {what}, {case}",
                 "with / without": f"{ratio:.2f} ({seconds}; CPU time {of_cpu_time:.2f})",
                 "ms": with_taps["wall"] * 1e3,
                 "bar": "" if bar is None else f"≤ {bar}",
@@ -87,10 +94,10 @@ def _measure(model: str, what: str) -> dict[str, float]:
         training.step()  # what the first step of any training costs, compiled or not
         compiled: Any = torch.compile(training.model)
         wall, cpu = time.perf_counter(), _cpu_time()
-        if what == "plain":
+        if not TAPS[what]:
             training.step(compiled)
         else:
-            with tt.watch(compiled, None, list(OUTPUTS)) as watch, watch.step():
+            with tt.watch(compiled, None, list(TAPS[what])) as watch, watch.step():
                 training.step(compiled)
         return {
             "wall": time.perf_counter() - wall,
