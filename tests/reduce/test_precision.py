@@ -171,3 +171,40 @@ def test_a_large_number_among_vanishing_ones_is_seen(path: str) -> None:
         assert (found["nans"], found["infs"]) == (x.isnan().sum(), x.isinf().sum())
         assert found["max"] == finite.max()
         assert found["l2"] == pytest.approx(finite.square().sum().sqrt().item(), rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zeros_are_counted_wherever_they_begin_and_end(path: str, dtype: torch.dtype) -> None:
+    block = 8192
+    torch.manual_seed(0)
+    for begin, end in (
+        (0, 3),
+        (5, block),
+        (block + 7, 2 * block + 9),
+        (3 * block - 1, 4 * block),
+        (0, 4 * block),
+    ):
+        value = torch.randn(4 * block + 37).abs().add(0.5).to(dtype)
+        value[begin:end] = 0
+        value[begin:end:3] *= -1  # zeros with a sign are zeros, too
+        found, x = measured(value), value.double()
+        assert found["zeros"] == (end - begin) / len(value)
+        assert (found["min"], found["max"]) == (0, x.max())
+        _, std, norm = exactly(x.tolist())
+        assert found["std"] == pytest.approx(std, rel=1e-6)
+        assert found["l2"] == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_whose_size_changes_from_block_to_block_cost_no_digits(path: str, dtype: torch.dtype) -> None:
+    block = 8192
+    torch.manual_seed(0)
+    for sizes in ((1.0, 1e-25, 1e-12), (1e-30, 1.0, 1e-38), (1e-17, 1e-33, 1e-15), (1e-25, 1e12, 1e-25)):
+        value = torch.cat([torch.randn(block, dtype=torch.float64) * size for size in sizes]).to(dtype)
+        for part in (*value.split(block), value, value.clamp(min=0)):
+            found, x = measured(part), part.double()
+            mean, std, norm = exactly(x.tolist())
+            assert abs(found["mean"] - float(mean)) <= 1e-6 * std
+            assert found["std"] == pytest.approx(std, rel=1e-6, abs=0)
+            assert found["l2"] == pytest.approx(norm, rel=1e-6, abs=0)
+            assert found["zeros"] == (x == 0).double().mean()

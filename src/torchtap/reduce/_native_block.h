@@ -6,7 +6,7 @@
  *   IS_ZERO(s)       where zero is told in memory with less than WIDEN
  *   LARGEST, TINY    the largest finite T, and the sum of squares below which single squares may have vanished
  *   LOOK             what a first look finds, and, where there is a faster one than the plain loops, LOOK_AT
- *   STRETCHED        the function for a block of T, where numbers whose squares vanish are looked at in multiples
+ *   STRETCHES        where numbers whose squares vanish are squared as multiples of them
  *   TARGET           the function attribute that chooses the instruction set
  *   NAME(x)          makes names unique
  *
@@ -31,11 +31,14 @@
             x7 = WIDEN((p)[7 * LANES + lane])
 #define FROM_CENTER(x) ((x)-center)
 #define FROM_ZERO(x) (x)
-#define DISTANCES(from)                                                                                           \
+#define AS_IT_IS(d) (d)
+#define STRETCHED(d) ((d)*scale)
+#define SQUARE(of, d) (of(d) * of(d))
+#define DISTANCES(from, of)                                                                                       \
     const T d0 = from(x0), d1 = from(x1), d2 = from(x2), d3 = from(x3), d4 = from(x4), d5 = from(x5),             \
             d6 = from(x6), d7 = from(x7);                                                                         \
-    const T q0 = d0 * d0, q1 = d1 * d1, q2 = d2 * d2, q3 = d3 * d3, q4 = d4 * d4, q5 = d5 * d5, q6 = d6 * d6,     \
-            q7 = d7 * d7
+    const T q0 = SQUARE(of, d0), q1 = SQUARE(of, d1), q2 = SQUARE(of, d2), q3 = SQUARE(of, d3),                   \
+            q4 = SQUARE(of, d4), q5 = SQUARE(of, d5), q6 = SQUARE(of, d6), q7 = SQUARE(of, d7)
 #define MAGNITUDES                                                                                                \
     const T a0 = FABS(x0), a1 = FABS(x1), a2 = FABS(x2), a3 = FABS(x3), a4 = FABS(x4), a5 = FABS(x5),             \
             a6 = FABS(x6), a7 = FABS(x7)
@@ -46,10 +49,10 @@
         (so_far) = pick(c6, (so_far));                                                                            \
     } while (0)
 /* One group; `how` the sums of this group go into `d`, `q` and `a`: = or +=. */
-#define ONE_GROUP(p, from, how)                                                                                   \
+#define ONE_GROUP(p, from, of, how)                                                                               \
     do {                                                                                                          \
         LOADED(p);                                                                                                \
-        DISTANCES(from);                                                                                          \
+        DISTANCES(from, of);                                                                                      \
         MAGNITUDES;                                                                                               \
         d how TREE(+, d);                                                                                         \
         q how TREE(+, q);                                                                                         \
@@ -62,20 +65,20 @@
     drift[lane] += (double)d;                                                                                     \
     squares[lane] += (double)q;                                                                                   \
     l1[lane] += (double)a
-#define FIRST_LOOK(from)                                                                                          \
+#define FIRST_LOOK(from, of)                                                                                      \
     do {                                                                                                          \
         size_t i = 0;                                                                                             \
         for (; i + 2 * GROUP <= n; i += 2 * GROUP)                                                                \
             for (int lane = 0; lane < LANES; lane++) {                                                            \
                 T d, q, a;                                                                                        \
-                ONE_GROUP(x + i, from, =);                                                                        \
-                ONE_GROUP(x + i + GROUP, from, +=);                                                               \
+                ONE_GROUP(x + i, from, of, =);                                                                    \
+                ONE_GROUP(x + i + GROUP, from, of, +=);                                                           \
                 KEPT;                                                                                             \
             }                                                                                                     \
         if (i < n)                                                                                                \
             for (int lane = 0; lane < LANES; lane++) {                                                            \
                 T d, q, a;                                                                                        \
-                ONE_GROUP(x + i, from, =);                                                                        \
+                ONE_GROUP(x + i, from, of, =);                                                                    \
                 KEPT;                                                                                             \
             }                                                                                                     \
     } while (0)
@@ -166,15 +169,15 @@ TARGET static void NAME(careful)(const S *x, size_t n, State *out)
     *out = s;
 }
 
-/* Sums of distances from `center` and of their squares; `n` is a multiple of GROUP. */
-TARGET static void NAME(second_look)(const S *x, size_t n, T center, double *drifted, double *squared)
+/* Sums of distances from `center` and of the squares of their multiples; `n` is a multiple of GROUP. */
+TARGET static void NAME(second_look)(const S *x, size_t n, T center, T scale, double *drifted, double *squared)
 {
     double drift[LANES] = {0}, squares[LANES] = {0};
     for (size_t i = 0; i < n; i += GROUP) {
         const S *p = x + i;
         for (int lane = 0; lane < LANES; lane++) {
             LOADED(p);
-            DISTANCES(FROM_CENTER);
+            DISTANCES(FROM_CENTER, STRETCHED);
             drift[lane] += (double)TREE(+, d);
             squares[lane] += (double)TREE(+, q);
         }
@@ -197,8 +200,8 @@ TARGET static double NAME(zeros)(const S *x, size_t n)
     return total;
 }
 
-/* A first center, from the first group. */
-TARGET static double NAME(guess)(const S *x)
+/* A first center, from the first group, and about how large its numbers are. */
+TARGET static double NAME(guess)(const S *x, double *size)
 {
     double sum[LANES] = {0}, spread[LANES] = {0};
     for (size_t i = 0; i < GROUP; i += LANES)
@@ -210,24 +213,28 @@ TARGET static double NAME(guess)(const S *x)
         for (int lane = 0; lane < LANES; lane++)
             spread[lane] += fabs((double)WIDEN(x[i + lane]) - mean);
     SUM_OF_LANES(spread);
+    *size = fabs(mean) + spread[0] / GROUP;
     return blunt(mean, spread[0] / GROUP);
 }
 
 #ifndef LOOK_AT
 #define LOOK_AT NAME(look)
 /* The first look, at whole groups. */
-TARGET static void NAME(look)(const S *x, size_t n, T center, LOOK *out)
+TARGET static void NAME(look)(const S *x, size_t n, T center, T scale, int counting, LOOK *out)
 {
+    (void)counting;
     double drift[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};
     T low[LANES], high[LANES], least[LANES];
     for (int lane = 0; lane < LANES; lane++) {
         low[lane] = high[lane] = WIDEN(x[lane]);
         least[lane] = FABS(low[lane]);
     }
-    if (center == 0)
-        FIRST_LOOK(FROM_ZERO);
+    if (scale != 1)
+        FIRST_LOOK(FROM_CENTER, STRETCHED);
+    else if (center == 0)
+        FIRST_LOOK(FROM_ZERO, AS_IT_IS);
     else
-        FIRST_LOOK(FROM_CENTER);
+        FIRST_LOOK(FROM_CENTER, AS_IT_IS);
     SUM_OF_LANES(drift);
     SUM_OF_LANES(squares);
     SUM_OF_LANES(l1);
@@ -243,50 +250,37 @@ TARGET static void NAME(look)(const S *x, size_t n, T center, LOOK *out)
     out->low = low[0];
     out->high = high[0];
     out->least = least[0];
+    out->zeros = -1;
 }
 
 #endif
 
-#ifdef STRETCHED
-TARGET static void STRETCHED(const T *x, size_t n, State *out, const State *before);
-
-/* Small numbers, as the gradients of early layers are: those of a power of two that makes the largest about one. */
-TARGET static void NAME(stretched)(const S *x, size_t n, double size, State *out)
+/* What to multiply distances with before they are squared, of numbers up to `size`, if that is below `small`: a power of
+ * two. Only the smallest numbers, as the gradients of early layers are, need any. */
+TARGET static T NAME(scale_for)(double size, double small)
 {
+#ifdef STRETCHES
     int exponent;
-    T room[BLOCK];
-    frexp(size, &exponent);
-    const int power = -exponent < 126 ? -exponent : 126;
-    const T scale = (T)ldexp(1, power);
-    for (size_t i = 0; i < n; i++)
-        room[i] = WIDEN(x[i]) * scale;
-    STRETCHED(room, n, out, NULL);
-    const double back = ldexp(1, -power);
-    out->mean *= back;
-    out->rest *= back;
-    out->deviation *= back;
-    out->low *= back;
-    out->high *= back;
-    out->l1 *= back;
-}
+    if (size > 0 && size < small) {
+        frexp(size, &exponent);
+        return (T)ldexp(1, -exponent < 126 ? -exponent : 126);
+    }
 #endif
+    (void)size, (void)small;
+    return 1;
+}
 
 /* `n` is a multiple of GROUP. `before` is the state of values nearby, or NULL. */
 TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *before)
 {
-#ifdef STRETCHED
-    const double near = before ? MORE(-before->low, before->high) : 1;
-    if (near > 0 && near < 0x1p-50) {
-        NAME(stretched)(x, n, near, out);
-        if (out->nans == 0 && out->infs == 0)
-            return; /* else there are such numbers, or some that are too large for these multiples */
-    }
-#endif
-    T center = (T)(before ? center_of(before) : NAME(guess)(x));
+    double size = before ? MORE(-before->low, before->high) : 0;
+    T center = (T)(before ? center_of(before) : NAME(guess)(x, &size));
+    T scale = NAME(scale_for)(size, 0x1p-50);
     if (!(center - center == 0))
         center = 0;
+    const int counting = before ? before->zeros > 0 : NAME(zeros)(x, GROUP) > 0;
     LOOK look;
-    LOOK_AT(x, n, center, &look);
+    LOOK_AT(x, n, center, scale, counting, &look);
     /* A sum of magnitudes that is finite had no NaN, no infinity and no overflow in it. */
     if (!(look.l1 - look.l1 == 0)) {
         NAME(careful)(x, n, out);
@@ -294,35 +288,35 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
     }
     State s = {(double)n, 0, 0, 0, 0, 0, (double)look.low, (double)look.high, look.l1, 0};
     if (look.least == 0)
-        s.zeros = NAME(zeros)(x, n);
+        s.zeros = look.zeros < 0 ? NAME(zeros)(x, n) : look.zeros;
     if (s.low == s.high) {
         s.mean = s.low;
         *out = s;
         return;
     }
-    double drifted = look.drift / (double)n, squared = look.squares;
-#ifdef STRETCHED
-    const double size = MORE(-s.low, s.high);
-    if (squared < TINY && size < 0x1p-40) {
-        NAME(stretched)(x, n, size, out);
-        return;
+    const T other = NAME(scale_for)(MORE(-s.low, s.high), 0x1p-40);
+    if (other != scale && (look.squares < TINY || !(look.squares - look.squares == 0))) {
+        /* The numbers before were of another size: of these, squares have vanished or overflowed. */
+        scale = other;
+        LOOK_AT(x, n, center, scale, counting, &look);
     }
-#endif
-    double excess = (double)n * drifted * drifted;
-    if (excess > 0.5 * squared) {
-        const double left = squared - excess;
+    /* Squares of what they are multiples of, in double, where none of them vanish. */
+    const double unit = (double)scale * (double)scale;
+    double drifted = look.drift / (double)n, squared = look.squares, excess = (double)n * drifted * drifted;
+    if (excess > 0.5 * (squared / unit)) {
+        const double left = squared / unit - excess;
         center = (T)blunt((double)center + drifted, left > 1e-3 * excess ? sqrt(left / (double)n) : 0);
-        NAME(second_look)(x, n, center, &drifted, &squared);
+        NAME(second_look)(x, n, center, scale, &drifted, &squared);
         drifted /= (double)n;
         excess = (double)n * drifted * drifted;
     }
     /* Squares that overflowed or vanished in T, or so little spread that what is left is rounding. */
-    if (!(squared - squared == 0) || squared < TINY || !(excess <= 0.5 * squared)) {
+    if (!(squared - squared == 0) || squared < TINY || !(excess <= 0.5 * (squared / unit))) {
         NAME(careful)(x, n, out);
         return;
     }
     set_mean(&s, (double)center, drifted);
-    s.deviation = sqrt((squared - excess) / (double)n);
+    s.deviation = sqrt((squared / unit - excess) / (double)n);
     *out = s;
 }
 
@@ -336,6 +330,9 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
 #undef LOADED
 #undef FROM_CENTER
 #undef FROM_ZERO
+#undef AS_IT_IS
+#undef STRETCHED
+#undef SQUARE
 #undef DISTANCES
 #undef MAGNITUDES
 #undef CHOSEN
@@ -348,4 +345,4 @@ TARGET static void NAME(block)(const S *x, size_t n, State *out, const State *be
 #undef IS_ZERO
 #undef NAME
 #undef LOOK_AT
-#undef STRETCHED
+#undef STRETCHES

@@ -12,7 +12,7 @@
 #define S float
 #define WIDEN(s) (s)
 #define NAME(x) ISA(x##_float)
-#define STRETCHED ISA(block_float)
+#define STRETCHES
 #ifdef LOOK_AT_FLOAT
 #define LOOK_AT LOOK_AT_FLOAT
 #endif
@@ -22,7 +22,7 @@
 #define WIDEN(s) widen_bfloat16(s)
 #define IS_ZERO(s) (((s) & 0x7fff) == 0)
 #define NAME(x) ISA(x##_bfloat16)
-#define STRETCHED ISA(block_float)
+#define STRETCHES
 #ifdef LOOK_AT_BFLOAT16
 #define LOOK_AT LOOK_AT_BFLOAT16
 #endif
@@ -205,7 +205,7 @@ TARGET static void ISA(move_by)(int64_t from, State *state)
         const State s = {count, 0, 0, zeros, mean, sqrt((double)apart) / count, low, high, sizes, 0};             \
         *out = s;                                                                                                 \
     } while (0)
-#define AS_IT_IS(v) (v)
+#define AS_BYTE(v) (v)
 #define AS_TRUTH(v) ((v) != 0)
 
 TARGET static void ISA(bytes)(int dtype, const char *raw, size_t n, State *out)
@@ -229,9 +229,9 @@ TARGET static void ISA(bytes)(int dtype, const char *raw, size_t n, State *out)
     }
 #endif
     if (dtype == INT8)
-        STATE_OF_BYTES(int8_t, AS_IT_IS);
+        STATE_OF_BYTES(int8_t, AS_BYTE);
     else if (dtype == UINT8)
-        STATE_OF_BYTES(uint8_t, AS_IT_IS);
+        STATE_OF_BYTES(uint8_t, AS_BYTE);
     else
         STATE_OF_BYTES(uint8_t, AS_TRUTH);
 }

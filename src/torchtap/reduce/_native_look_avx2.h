@@ -15,36 +15,46 @@ AVX2 static inline double sum_of_four(__m256d x)
     return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
-#define LOOK_ONE(x, d, q, a)                                                                                      \
+#define AS_IT_IS(away) (away)
+#define STRETCHED(away) _mm256_mul_ps(away, stretch)
+#define LOOK_ONE(x, d, q, a, of)                                                                                  \
     do {                                                                                                          \
         const __m256 away = _mm256_sub_ps(x, middle), size = _mm256_and_ps(x, magnitude);                         \
         d = _mm256_add_ps(d, away);                                                                               \
-        q = _mm256_fmadd_ps(away, away, q);                                                                       \
+        q = _mm256_fmadd_ps(of(away), of(away), q);                                                               \
         a = _mm256_add_ps(a, size);                                                                               \
         low = _mm256_min_ps(x, low);                                                                              \
         high = _mm256_max_ps(x, high);                                                                            \
         least = _mm256_min_ps(size, least);                                                                       \
     } while (0)
 
+#define LOOK_THROUGH(LOAD, of)                                                                                    \
+    for (size_t i = 0; i < n; i += 128) {                                                                         \
+        __m256 d = _mm256_setzero_ps(), q = d, a = d, e = d, r = d, b = d;                                        \
+        for (int k = 0; k < 8; k++) {                                                                             \
+            __m256 x, y;                                                                                          \
+            LOAD(p + i + 16 * k, x, y);                                                                           \
+            LOOK_ONE(x, d, q, a, of);                                                                             \
+            LOOK_ONE(y, e, r, b, of);                                                                             \
+        }                                                                                                         \
+        drift = _mm256_add_pd(drift, _mm256_add_pd(in_double(d), in_double(e)));                                  \
+        squares = _mm256_add_pd(squares, _mm256_add_pd(in_double(q), in_double(r)));                              \
+        l1 = _mm256_add_pd(l1, _mm256_add_pd(in_double(a), in_double(b)));                                        \
+    }
+
 /* `n` is a multiple of 128. */
 #define DEFINE_LOOK(name, type, LOAD)                                                                             \
-    AVX2 static void name(const type *p, size_t n, float center, Look *out)                                       \
+    AVX2 static void name(const type *p, size_t n, float center, float scale, int counting, Look *out)            \
     {                                                                                                             \
-        const __m256 middle = _mm256_set1_ps(center), magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)); \
+        (void)counting;                                                                                           \
+        const __m256 middle = _mm256_set1_ps(center), stretch = _mm256_set1_ps(scale);                            \
+        const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));                              \
         __m256d drift = _mm256_setzero_pd(), squares = drift, l1 = drift;                                         \
         __m256 low = _mm256_set1_ps(INFINITY), high = _mm256_set1_ps(-INFINITY), least = low;                     \
-        for (size_t i = 0; i < n; i += 128) {                                                                     \
-            __m256 d = _mm256_setzero_ps(), q = d, a = d, e = d, r = d, b = d;                                    \
-            for (int k = 0; k < 8; k++) {                                                                         \
-                __m256 x, y;                                                                                      \
-                LOAD(p + i + 16 * k, x, y);                                                                       \
-                LOOK_ONE(x, d, q, a);                                                                             \
-                LOOK_ONE(y, e, r, b);                                                                             \
-            }                                                                                                     \
-            drift = _mm256_add_pd(drift, _mm256_add_pd(in_double(d), in_double(e)));                              \
-            squares = _mm256_add_pd(squares, _mm256_add_pd(in_double(q), in_double(r)));                          \
-            l1 = _mm256_add_pd(l1, _mm256_add_pd(in_double(a), in_double(b)));                                    \
-        }                                                                                                         \
+        if (scale == 1)                                                                                           \
+            LOOK_THROUGH(LOAD, AS_IT_IS)                                                                          \
+        else                                                                                                      \
+            LOOK_THROUGH(LOAD, STRETCHED)                                                                         \
         float lows[8], highs[8], leasts[8];                                                                       \
         _mm256_storeu_ps(lows, low);                                                                              \
         _mm256_storeu_ps(highs, high);                                                                            \
@@ -60,6 +70,7 @@ AVX2 static inline double sum_of_four(__m256d x)
         out->low = lows[0];                                                                                       \
         out->high = highs[0];                                                                                     \
         out->least = leasts[0];                                                                                   \
+        out->zeros = -1;                                                                                          \
     }
 
 #define LOAD_FLOAT(p, x, y)                                                                                       \
@@ -78,7 +89,10 @@ AVX2 static inline double sum_of_four(__m256d x)
 DEFINE_LOOK(look_float_avx2, float, LOAD_FLOAT)
 DEFINE_LOOK(look_bfloat16_avx2, uint16_t, LOAD_BFLOAT16)
 DEFINE_LOOK(look_float16_avx2, uint16_t, LOAD_FLOAT16)
+#undef AS_IT_IS
+#undef STRETCHED
 #undef LOOK_ONE
+#undef LOOK_THROUGH
 #undef DEFINE_LOOK
 #undef LOAD_FLOAT
 #undef LOAD_BFLOAT16

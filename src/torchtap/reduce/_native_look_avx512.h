@@ -21,28 +21,38 @@ typedef struct {
 } Totals;
 
 typedef struct {
-    __m512i largest, largest_signed, least;
+    __m512i largest, largest_signed, least, zeros;
 } Ends;
 
 #define SMALLER_SIZE 0xa /* of two numbers, without its sign */
 #define LARGER_SIZE 0xb
 
-/* What a lane of one width has added up in float. Where the center is zero, nothing is subtracted. */
+/* What is known of a look before it begins, so that it does no more than it must: whether the center is zero, and nothing is
+ * subtracted; whether distances are multiplied before they are squared; whether there are zeros to be counted. */
+#define AWAY 1
+#define STRETCHED 2
+#define COUNTING 4
+
+/* What a lane of one width has added up in float. */
 #define DEFINE_SUMS(Sums, Floats, V, add_pair)                                                                    \
     typedef struct {                                                                                              \
         Floats drift, l1, squares, more;                                                                          \
     } Sums;                                                                                                       \
                                                                                                                   \
-    INLINE void add_pair(Sums *to, Floats x, Floats y, Floats center, int away)                                   \
+    INLINE void add_pair(Sums *to, Floats x, Floats y, Floats center, Floats scale, int how)                      \
     {                                                                                                             \
         const Floats one = V(set1_ps)(1);                                                                         \
         const Floats sum = V(add_ps)(x, y), apart = V(fnmadd_ps)(y, one, x);                                      \
         to->l1 = V(fmadd_ps)(V(range_ps)(sum, apart, LARGER_SIZE), one, to->l1);                                  \
-        if (away) {                                                                                               \
+        if (how & AWAY) {                                                                                         \
             x = V(sub_ps)(x, center);                                                                             \
             y = V(sub_ps)(y, center);                                                                             \
         }                                                                                                         \
-        to->drift = V(fmadd_ps)(away ? V(add_ps)(x, y) : sum, one, to->drift);                                    \
+        to->drift = V(fmadd_ps)(how & AWAY ? V(add_ps)(x, y) : sum, one, to->drift);                              \
+        if (how & STRETCHED) {                                                                                    \
+            x = V(mul_ps)(x, scale);                                                                              \
+            y = V(mul_ps)(y, scale);                                                                              \
+        }                                                                                                         \
         to->squares = V(fmadd_ps)(x, x, to->squares);                                                             \
         to->more = V(fmadd_ps)(y, y, to->more);                                                                   \
     }
@@ -83,76 +93,103 @@ INLINE void add_narrow_in_double(Totals *to, const NarrowSums *s)
 #define BITS(x) _mm512_castps_si512(x)
 #define NEARER(x, y) _mm512_range_ps(x, y, SMALLER_SIZE)
 
+/* Zeros of either sign are counted where there are any to be expected: each lane counts its own. */
+INLINE void count_zeros(__m512i x, Ends *ends)
+{
+    const __mmask16 there = _mm512_testn_epi32_mask(x, _mm512_set1_epi32(0x7fffffff));
+    ends->zeros = _mm512_mask_sub_epi32(ends->zeros, there, ends->zeros, _mm512_set1_epi32(-1));
+}
+
 /* Each of these looks at 64 numbers. */
-INLINE void look_at_floats(const float *p, __m512 center, int away, WideSums *sums, Ends *ends)
+INLINE void look_at_floats(const float *p, __m512 center, __m512 scale, int how, WideSums *sums, Ends *ends)
 {
     const __m512 x0 = _mm512_loadu_ps(p), x1 = _mm512_loadu_ps(p + 16), x2 = _mm512_loadu_ps(p + 32),
                  x3 = _mm512_loadu_ps(p + 48);
-    add_wide_pair(sums, x0, x1, center, away);
-    add_wide_pair(sums + 1, x2, x3, center, away);
+    add_wide_pair(sums, x0, x1, center, scale, how);
+    add_wide_pair(sums + 1, x2, x3, center, scale, how);
     ends->largest =
         _mm512_max_epu32(ends->largest, OF_FOUR(_mm512_max_epu32, BITS(x0), BITS(x1), BITS(x2), BITS(x3)));
     ends->largest_signed =
         _mm512_max_epi32(ends->largest_signed, OF_FOUR(_mm512_max_epi32, BITS(x0), BITS(x1), BITS(x2), BITS(x3)));
     ends->least = BITS(NEARER(_mm512_castsi512_ps(ends->least), OF_FOUR(NEARER, x0, x1, x2, x3)));
+    if (how & COUNTING) {
+        count_zeros(BITS(x0), ends);
+        count_zeros(BITS(x1), ends);
+        count_zeros(BITS(x2), ends);
+        count_zeros(BITS(x3), ends);
+    }
 }
 
 /* Halves need not be widened for their ends, and twice as many fit into a vector. */
-INLINE void find_ends_of_halves(__m512i h, Ends *ends)
+INLINE void find_ends_of_halves(__m512i h, int how, Ends *ends)
 {
+    const __m512i size = _mm512_and_si512(h, _mm512_set1_epi16(0x7fff));
     ends->largest = _mm512_max_epu16(ends->largest, h);
     ends->largest_signed = _mm512_max_epi16(ends->largest_signed, h);
-    ends->least = _mm512_min_epu16(ends->least, _mm512_and_si512(h, _mm512_set1_epi16(0x7fff)));
+    ends->least = _mm512_min_epu16(ends->least, size);
+    if (how & COUNTING) { /* 256 in a lane of a block at most */
+        const __mmask32 there = _mm512_testn_epi16_mask(size, size);
+        ends->zeros = _mm512_mask_sub_epi16(ends->zeros, there, ends->zeros, _mm512_set1_epi16(-1));
+    }
 }
 
 /* Of each pair one is the upper half as it lies, the other one shift away. */
-INLINE void look_at_bfloat16s(const uint16_t *p, __m512 center, int away, WideSums *sums, Ends *ends)
+INLINE void look_at_bfloat16s(const uint16_t *p, __m512 center, __m512 scale, int how, WideSums *sums, Ends *ends)
 {
     for (int i = 0; i < 2; i++) {
         const __m512i h = _mm512_loadu_si512(p + 32 * i);
         const __m512i upper = _mm512_and_si512(h, _mm512_set1_epi32((int)0xffff0000u));
-        add_wide_pair(sums + i, _mm512_castsi512_ps(_mm512_slli_epi32(h, 16)), _mm512_castsi512_ps(upper), center, away);
-        find_ends_of_halves(h, ends);
+        add_wide_pair(sums + i, _mm512_castsi512_ps(_mm512_slli_epi32(h, 16)), _mm512_castsi512_ps(upper), center, scale, how);
+        find_ends_of_halves(h, how, ends);
     }
 }
 
 /* In half a vector, since widening to a whole one takes a shuffle as well. */
-INLINE void look_at_float16s(const uint16_t *p, __m256 center, int away, NarrowSums *sums, Ends *ends)
+INLINE void look_at_float16s(const uint16_t *p, __m256 center, __m256 scale, int how, NarrowSums *sums, Ends *ends)
 {
     for (int i = 0; i < 4; i++) {
         const __m128i *given = (const __m128i *)(p + 16 * i);
         add_narrow_pair(sums + i, _mm256_cvtph_ps(_mm_loadu_si128(given)), _mm256_cvtph_ps(_mm_loadu_si128(given + 1)),
-                        center, away);
+                        center, scale, how);
     }
-    find_ends_of_halves(_mm512_loadu_si512(p), ends);
-    find_ends_of_halves(_mm512_loadu_si512(p + 32), ends);
+    find_ends_of_halves(_mm512_loadu_si512(p), how, ends);
+    find_ends_of_halves(_mm512_loadu_si512(p + 32), how, ends);
 }
 
 #define IN_FLOAT 1024 /* so many numbers are added up in float: 16 pairs in each sum of each lane */
 
-#define LOOK_THROUGH(away, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                                     \
+#define LOOK_THROUGH(how, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                                      \
     for (size_t i = 0; i < n;) {                                                                                  \
         const size_t end = n - i < IN_FLOAT ? n : i + IN_FLOAT;                                                   \
         Sums sums[sets] = {0};                                                                                    \
         for (; i < end; i += 64)                                                                                  \
-            LOOK_AT_64(p + i, middle, away, sums, &ends);                                                         \
+            LOOK_AT_64(p + i, middle, stretch, how, sums, &ends);                                                 \
         IN_DOUBLE(&totals, sums);                                                                                 \
     }
 
 /* `n` is a multiple of 64. `farthest` is above every size, `KEEP` puts what was found among the ends into `out`. */
 #define DEFINE_LOOK(name, type, Floats, V, Sums, sets, LOOK_AT_64, IN_DOUBLE, farthest, KEEP)                     \
-    AVX512 static void name(const type *p, size_t n, float center, Look *out)                                     \
+    AVX512 static void name(const type *p, size_t n, float center, float scale, int counting, Look *out)          \
     {                                                                                                             \
-        const Floats middle = V(set1_ps)(center);                                                                 \
+        const Floats middle = V(set1_ps)(center), stretch = V(set1_ps)(scale);                                    \
         Totals totals = {_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()};                          \
-        Ends ends = {_mm512_setzero_si512(), _mm512_set1_epi32(-1), _mm512_set1_epi32(farthest)};                 \
-        if (center == 0)                                                                                          \
+        Ends ends = {_mm512_setzero_si512(), _mm512_set1_epi32(-1), _mm512_set1_epi32(farthest),                  \
+                     _mm512_setzero_si512()};                                                                     \
+        if (scale != 1) {                                                                                         \
+            counting = 1;                                                                                         \
+            LOOK_THROUGH(AWAY | STRETCHED | COUNTING, Sums, sets, LOOK_AT_64, IN_DOUBLE)                          \
+        } else if (counting && center == 0)                                                                       \
+            LOOK_THROUGH(COUNTING, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                             \
+        else if (counting)                                                                                        \
+            LOOK_THROUGH(AWAY | COUNTING, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                      \
+        else if (center == 0)                                                                                     \
             LOOK_THROUGH(0, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                                    \
         else                                                                                                      \
-            LOOK_THROUGH(1, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                                    \
+            LOOK_THROUGH(AWAY, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                                 \
         out->drift = _mm512_reduce_add_pd(totals.drift);                                                          \
         out->squares = _mm512_reduce_add_pd(totals.squares);                                                      \
         out->l1 = _mm512_reduce_add_pd(totals.l1);                                                                \
+        out->zeros = -1;                                                                                          \
         KEEP;                                                                                                     \
     }
 
@@ -193,9 +230,14 @@ static inline float float_of_bits(uint32_t bits)
         out->least = widen(nearest);                                                                              \
     } while (0)
 #define KEEP_FLOAT                                                                                                \
+    if (counting)                                                                                                 \
+        out->zeros = _mm512_reduce_add_epi32(ends.zeros);                                                         \
     KEEP_ENDS(uint32_t, 0x80000000u, _mm512_reduce_max_epu32(ends.largest),                                       \
               _mm512_reduce_max_epi32(ends.largest_signed), _mm512_reduce_min_epu32(ends.least), float_of_bits)
+/* As pairs of halves of 32 bits: each lane has counted 256 at most. */
 #define KEEP_HALVES(widen)                                                                                        \
+    if (counting)                                                                                                 \
+        out->zeros = _mm512_reduce_add_epi32(_mm512_madd_epi16(ends.zeros, _mm512_set1_epi16(1)));                \
     KEEP_ENDS(uint16_t, 0x8000u, largest_half(ends.largest), largest_signed_half(ends.largest_signed),            \
               least_half(ends.least), widen)
 #define KEEP_FLOAT16 KEEP_HALVES(widen_float16)
@@ -209,8 +251,9 @@ DEFINE_LOOK(look_float16_avx512, uint16_t, __m256, NARROW, NarrowSums, 4, look_a
 
 /* 64-bit integers, as doubles. Whoever asks looks at the ends: where both are numbers that double counts one by one, nothing
  * was rounded. `n` is a multiple of 64. */
-AVX512 static void look_int64_avx512(const int64_t *p, size_t n, double center, WideLook *out)
+AVX512 static void look_int64_avx512(const int64_t *p, size_t n, double center, double scale, int counting, WideLook *out)
 {
+    (void)scale, (void)counting;
     const __m512d middle = _mm512_set1_pd(center);
     __m512d drift = _mm512_setzero_pd(), squares = drift, more = drift, l1 = drift;
     __m512i low = _mm512_set1_epi64(INT64_MAX), high = _mm512_set1_epi64(INT64_MIN), least = _mm512_set1_epi64(-1);
@@ -232,6 +275,7 @@ AVX512 static void look_int64_avx512(const int64_t *p, size_t n, double center, 
     out->low = (double)_mm512_reduce_min_epi64(low);
     out->high = (double)_mm512_reduce_max_epi64(high);
     out->least = (double)_mm512_reduce_min_epu64(least);
+    out->zeros = -1;
 }
 
 /* Sums of unsigned bytes, at most 4096 of them, a multiple of 32. */
@@ -271,6 +315,9 @@ AVX512 static void look_bytes_avx512(const uint8_t *p, size_t n, ByteLook *out)
 #undef INLINE
 #undef SMALLER_SIZE
 #undef LARGER_SIZE
+#undef AWAY
+#undef STRETCHED
+#undef COUNTING
 #undef DEFINE_SUMS
 #undef WIDE
 #undef NARROW

@@ -102,6 +102,8 @@ static double blunt(double mean, double spread)
     int exponent;
     if (!(spread > 0 && spread - spread == 0))
         return mean;
+    if (fabs(mean) <= spread)
+        return 0; /* near enough, and nothing need be subtracted */
     frexp(spread, &exponent);
     const double step = ldexp(1, exponent - 1), steps = mean / step;
     return fabs(steps) < 0x1p52 ? floor(steps + 0.5) * step : mean;
@@ -112,12 +114,15 @@ static double center_of(const State *state)
     return blunt(state->mean, state->deviation);
 }
 
-/* What a first look at a block finds: sums of distances from a center, of their squares and of magnitudes. */
+/* What a first look at a block finds: sums of distances from a center, of their squares and of magnitudes. `zeros` is
+ * negative where it has not counted them: not every look can, and one that need not is the faster. */
 typedef struct {
     double drift, squares, l1;
     float low, high, least;
+    int zeros;
 } Look;
 
 typedef struct {
     double drift, squares, l1, low, high, least;
+    int zeros;
 } WideLook;
