@@ -93,7 +93,8 @@ INLINE void add_narrow_in_double(Totals *to, const NarrowSums *s)
 #define BITS(x) _mm512_castps_si512(x)
 #define NEARER(x, y) _mm512_range_ps(x, y, SMALLER_SIZE)
 
-/* Zeros of either sign are counted where there are any to be expected: each lane counts its own. */
+/* Zeros of either sign are counted where there are any to be expected: each lane counts its own. Zero is then the number
+ * nearest to zero, and none is looked for. */
 INLINE void count_zeros(__m512i x, Ends *ends)
 {
     const __mmask16 there = _mm512_testn_epi32_mask(x, _mm512_set1_epi32(0x7fffffff));
@@ -111,25 +112,27 @@ INLINE void look_at_floats(const float *p, __m512 center, __m512 scale, int how,
         _mm512_max_epu32(ends->largest, OF_FOUR(_mm512_max_epu32, BITS(x0), BITS(x1), BITS(x2), BITS(x3)));
     ends->largest_signed =
         _mm512_max_epi32(ends->largest_signed, OF_FOUR(_mm512_max_epi32, BITS(x0), BITS(x1), BITS(x2), BITS(x3)));
-    ends->least = BITS(NEARER(_mm512_castsi512_ps(ends->least), OF_FOUR(NEARER, x0, x1, x2, x3)));
     if (how & COUNTING) {
         count_zeros(BITS(x0), ends);
         count_zeros(BITS(x1), ends);
         count_zeros(BITS(x2), ends);
         count_zeros(BITS(x3), ends);
+    } else {
+        ends->least = BITS(NEARER(_mm512_castsi512_ps(ends->least), OF_FOUR(NEARER, x0, x1, x2, x3)));
     }
 }
 
 /* Halves need not be widened for their ends, and twice as many fit into a vector. */
 INLINE void find_ends_of_halves(__m512i h, int how, Ends *ends)
 {
-    const __m512i size = _mm512_and_si512(h, _mm512_set1_epi16(0x7fff));
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
     ends->largest = _mm512_max_epu16(ends->largest, h);
     ends->largest_signed = _mm512_max_epi16(ends->largest_signed, h);
-    ends->least = _mm512_min_epu16(ends->least, size);
     if (how & COUNTING) { /* 256 in a lane of a block at most */
-        const __mmask32 there = _mm512_testn_epi16_mask(size, size);
+        const __mmask32 there = _mm512_testn_epi16_mask(h, magnitude);
         ends->zeros = _mm512_mask_sub_epi16(ends->zeros, there, ends->zeros, _mm512_set1_epi16(-1));
+    } else {
+        ends->least = _mm512_min_epu16(ends->least, _mm512_and_si512(h, magnitude));
     }
 }
 
@@ -168,28 +171,35 @@ INLINE void look_at_float16s(const uint16_t *p, __m256 center, __m256 scale, int
     }
 
 /* `n` is a multiple of 64. `farthest` is above every size, `KEEP` puts what was found among the ends into `out`. */
-#define DEFINE_LOOK(name, type, Floats, V, Sums, sets, LOOK_AT_64, IN_DOUBLE, farthest, KEEP)                     \
+#define DEFINE_LOOK(name, type, Floats, V, Sums, sets, LOOK_AT_64, IN_DOUBLE, farthest, ZEROS, KEEP)              \
     AVX512 static void name(const type *p, size_t n, float center, float scale, int counting, Look *out)          \
     {                                                                                                             \
         const Floats middle = V(set1_ps)(center), stretch = V(set1_ps)(scale);                                    \
         Totals totals = {_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()};                          \
         Ends ends = {_mm512_setzero_si512(), _mm512_set1_epi32(-1), _mm512_set1_epi32(farthest),                  \
                      _mm512_setzero_si512()};                                                                     \
-        if (scale != 1) {                                                                                         \
-            counting = 1;                                                                                         \
+        if (scale != 1 && counting)                                                                               \
             LOOK_THROUGH(AWAY | STRETCHED | COUNTING, Sums, sets, LOOK_AT_64, IN_DOUBLE)                          \
-        } else if (counting && center == 0)                                                                       \
+        else if (scale != 1)                                                                                      \
+            LOOK_THROUGH(AWAY | STRETCHED, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                     \
+        else if (center == 0 && counting)                                                                         \
             LOOK_THROUGH(COUNTING, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                             \
-        else if (counting)                                                                                        \
-            LOOK_THROUGH(AWAY | COUNTING, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                      \
         else if (center == 0)                                                                                     \
             LOOK_THROUGH(0, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                                    \
+        else if (counting)                                                                                        \
+            LOOK_THROUGH(AWAY | COUNTING, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                      \
         else                                                                                                      \
             LOOK_THROUGH(AWAY, Sums, sets, LOOK_AT_64, IN_DOUBLE)                                                 \
+        out->zeros = counting ? ZEROS : -1;                                                                       \
+        if (out->zeros == 0) { /* so the number nearest to zero is not known */                                   \
+            name(p, n, center, scale, 0, out);                                                                    \
+            return;                                                                                               \
+        }                                                                                                         \
+        if (counting)                                                                                             \
+            ends.least = _mm512_setzero_si512();                                                                  \
         out->drift = _mm512_reduce_add_pd(totals.drift);                                                          \
         out->squares = _mm512_reduce_add_pd(totals.squares);                                                      \
         out->l1 = _mm512_reduce_add_pd(totals.l1);                                                                \
-        out->zeros = -1;                                                                                          \
         KEEP;                                                                                                     \
     }
 
@@ -230,24 +240,23 @@ static inline float float_of_bits(uint32_t bits)
         out->least = widen(nearest);                                                                              \
     } while (0)
 #define KEEP_FLOAT                                                                                                \
-    if (counting)                                                                                                 \
-        out->zeros = _mm512_reduce_add_epi32(ends.zeros);                                                         \
     KEEP_ENDS(uint32_t, 0x80000000u, _mm512_reduce_max_epu32(ends.largest),                                       \
               _mm512_reduce_max_epi32(ends.largest_signed), _mm512_reduce_min_epu32(ends.least), float_of_bits)
-/* As pairs of halves of 32 bits: each lane has counted 256 at most. */
 #define KEEP_HALVES(widen)                                                                                        \
-    if (counting)                                                                                                 \
-        out->zeros = _mm512_reduce_add_epi32(_mm512_madd_epi16(ends.zeros, _mm512_set1_epi16(1)));                \
     KEEP_ENDS(uint16_t, 0x8000u, largest_half(ends.largest), largest_signed_half(ends.largest_signed),            \
               least_half(ends.least), widen)
 #define KEEP_FLOAT16 KEEP_HALVES(widen_float16)
 #define KEEP_BFLOAT16 KEEP_HALVES(widen_bfloat16)
 
-DEFINE_LOOK(look_float_avx512, float, __m512, WIDE, WideSums, 2, look_at_floats, add_wide_in_double, 0x7f800000, KEEP_FLOAT)
+#define ZERO_FLOATS _mm512_reduce_add_epi32(ends.zeros)
+#define ZERO_HALVES _mm512_reduce_add_epi32(_mm512_madd_epi16(ends.zeros, _mm512_set1_epi16(1)))
+
+DEFINE_LOOK(look_float_avx512, float, __m512, WIDE, WideSums, 2, look_at_floats, add_wide_in_double, 0x7f800000, ZERO_FLOATS,
+            KEEP_FLOAT)
 DEFINE_LOOK(look_bfloat16_avx512, uint16_t, __m512, WIDE, WideSums, 2, look_at_bfloat16s, add_wide_in_double, 0x7fff7fff,
-            KEEP_BFLOAT16)
+            ZERO_HALVES, KEEP_BFLOAT16)
 DEFINE_LOOK(look_float16_avx512, uint16_t, __m256, NARROW, NarrowSums, 4, look_at_float16s, add_narrow_in_double, 0x7fff7fff,
-            KEEP_FLOAT16)
+            ZERO_HALVES, KEEP_FLOAT16)
 
 /* 64-bit integers, as doubles. Whoever asks looks at the ends: where both are numbers that double counts one by one, nothing
  * was rounded. `n` is a multiple of 64. */
@@ -332,3 +341,5 @@ AVX512 static void look_bytes_avx512(const uint8_t *p, size_t n, ByteLook *out)
 #undef KEEP_HALVES
 #undef KEEP_FLOAT16
 #undef KEEP_BFLOAT16
+#undef ZERO_FLOATS
+#undef ZERO_HALVES
