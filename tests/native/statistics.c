@@ -33,10 +33,25 @@ static double number_at(int dtype, const char *raw, size_t i)
     }
 }
 
-static void fill(int dtype, char *raw, size_t n, int strange)
+/* What a tensor may be like. */
+enum { PLAIN, STRANGE, RECTIFIED, SMALL, OF_MANY_SIZES, KINDS };
+
+/* Some of them: of each kind what is hard about it. Rectified ones begin with none, and many sizes change in blocks. */
+static double number_of(int kind, size_t i)
 {
+    const double x = normal() * 30 + 5;
+    if (kind == RECTIFIED)
+        return i > 9000 && x < 20 ? (i % 2 ? 0.0 : -0.0) : x;
+    if (kind == SMALL)
+        return x * 1e-24;
+    return kind == OF_MANY_SIZES ? ldexp(x, (int)(i / 3000 * 37 % 140) - 120) : x;
+}
+
+static void fill(int dtype, char *raw, size_t n, int kind)
+{
+    const int strange = kind == STRANGE;
     for (size_t i = 0; i < n; i++) {
-        const double x = normal() * 30 + 5;
+        const double x = number_of(kind, i);
         const int odd = strange && bits64() % 50 == 0;
         const float f = odd ? (bits64() % 2 ? NAN : INFINITY) : (float)x;
         uint32_t bits;
@@ -104,11 +119,11 @@ static void every_size(size_t most)
 {
     for (int dtype = 0; dtype < DTYPES; dtype++)
         for (size_t s = 0; s < sizeof SIZES / sizeof *SIZES && SIZES[s] <= most; s++)
-            for (int strange = 0; strange < 2; strange++) {
+            for (int kind = 0; kind < KINDS; kind++) {
                 const size_t n = SIZES[s], bytes = ITEM_BYTES[dtype];
                 char *raw = malloc(n * bytes + 1); /* as long as it must be: what is read beside it is found out */
                 State found, shared;
-                fill(dtype, raw, n, strange);
+                fill(dtype, raw, n, kind);
                 measure_contiguous(dtype, raw, n, 1, &found);
                 compare(dtype, raw, n, 1, &found);
                 measure_contiguous(dtype, raw, n, 3, &shared);
@@ -147,7 +162,7 @@ static void at_once(void)
     pthread_t threads[4];
     Shared shared[4];
     char *raw = malloc(4 << 20);
-    fill(FLOAT32, raw, 1 << 20, 1);
+    fill(FLOAT32, raw, 1 << 20, STRANGE);
     for (int round = 0; round < 10; round++) {
         for (int i = 0; i < 4; i++) {
             shared[i].raw = raw;
