@@ -76,7 +76,9 @@ def _takes_tensors() -> bool:
         return False
     tensor = torch.zeros(())
     storage = tensor.untyped_storage()
-    asked = tensor.is_neg, tensor.is_inference, tensor.untyped_storage, storage.data_ptr, storage.nbytes
+    if len(storage) != tensor.nbytes:
+        return False
+    asked = tensor.is_neg, tensor.is_inference, tensor.untyped_storage, storage.data_ptr
     return bool(native.use_tensors(exchange, tuple(PLAIN_TYPES), asked, graph_task))  # type: ignore[union-attr]
 
 

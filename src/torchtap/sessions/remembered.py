@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, final, overload
+from typing import Any, final, overload
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -24,7 +24,7 @@ from torchtap.reduce.kernel import native
 from torchtap.sites import Place, Site
 from torchtap.store.write.pool import HostPool, pool_of
 
-__all__ = ["Remembered", "remember", "remembered"]
+__all__ = ["remember", "remembered"]
 
 _MOST = 8  # different captures of one model
 
@@ -112,16 +112,13 @@ class _Memory:
 _OF_MODELS: WeakKeyDictionary[nn.Module, _Memory] = WeakKeyDictionary()
 
 
-class Remembered(NamedTuple):
-    """What an earlier capture has found, and the memory that it has used."""
+def remembered(
+    model: object, taps: tuple[object, ...], keep: object
+) -> tuple[Plan, list[nn.Module], HostPool] | None:
+    """The plan of an earlier capture with the same words, for the model as it is; None where there is none.
 
-    plan: Plan
-    modules: list[nn.Module]  # the plan does not hold them: whoever uses it does
-    pool: HostPool
-
-
-def remembered(model: object, taps: tuple[object, ...], keep: object) -> Remembered | None:
-    """What a capture with the same words has found, for the model as it is; None where there was none."""
+    The plan does not hold the model's modules. Whoever uses it does: here they are, and the memory that it has used.
+    """
     if not isinstance(model, nn.Module) or (memory := _OF_MODELS.get(model)) is None:
         return None
     plan = memory.plans.get(_key(taps, keep))
@@ -131,7 +128,7 @@ def remembered(model: object, taps: tuple[object, ...], keep: object) -> Remembe
     if modules is None:
         _OF_MODELS.pop(model, None)
         return None
-    return Remembered(plan, modules, memory.pool)
+    return plan, modules, memory.pool
 
 
 def remember(model: object, taps: tuple[object, ...], keep: object, plan: Plan) -> None:
