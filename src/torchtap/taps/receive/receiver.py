@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Receiver"]
 
 _NO_THREAD = -1
-_BEGINNING = threading.Lock()
+_BEGINNING = threading.RLock()  # reentrant: garbage that is collected meanwhile may begin to look, too
 
 
 @cache
