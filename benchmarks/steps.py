@@ -3,6 +3,7 @@
 GPT-like, 12 blocks of width 384, 8 × 128 tokens, AdamW: arithmetic dominates. GPT-2, 12 × 768 of Hugging Face, 2 × 256
 tokens, vocabulary of 8,192, AdamW: 1.3 GB are read in a step. MLP, 50 layers of width 256, batch 32,
 AdamW: nothing but overhead. All twelve statistics are taken at every site, every step; peers take what they offer.
+"By hand: sum()" reads each value once and does nothing else, so it is about what one reading of them costs.
 All cases of a table share one model, which has no hook on it between cases. One torch thread and CPU time, unless
 "two threads" is said: then it is the wall's time, since CPU time would count the threads one after the other.
 """
@@ -111,6 +112,9 @@ def _mlp(rounds: int) -> list[dict[str, Any]]:
                 "all outputs, into a run": watched(training, OUTPUTS, folder=folder),
                 "outputs, their gradients, parameters, their gradients": watched(training, EVERYTHING),
                 "armed, off schedule": watched(training, NEVER),
+                "by hand: sum() of each output, gradient, parameter, parameter's gradient": _sums_of_training(
+                    training
+                ),
                 "peer: hook by hand, mean std norm absmax, one read a step": _by_hand(training),
                 "peer: torch-module-monitor, the same four": _module_monitor(training),
                 "peer: TensorBoard histogram in a hook": _tensorboard(training, folder),
@@ -168,6 +172,7 @@ def _served(rounds: int) -> list[dict[str, Any]]:
             "plain again": case(request),
             "statistics at every request": watched_requests(tt.tap("*:output")),
             "statistics at every 100th": watched_requests(tt.tap("*:output", every=100)),
+            "by hand: sum() of each output": _sums_of_outputs(model, request),
         },
         base="plain",
         rounds=rounds,
@@ -218,17 +223,72 @@ def watched(
     return entered
 
 
-# -- peers --------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def _hooked(training: Training, hook: Callable[[nn.Module, Any, Tensor], None]) -> Iterator[None]:
-    handles = [module.register_forward_hook(hook) for module in training.model.modules()]
+def _hooked(model: nn.Module, hook: Callable[[nn.Module, Any, Tensor], None]) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+# -- one reading of each value ------------------------------------------------------------------------------
+
+
+def _sums_of_outputs(model: nn.Module, request: Callable[[], None]) -> Case:
+    @contextlib.contextmanager
+    def entered() -> Iterator[Callable[[], None]]:
+        taken: list[Tensor] = []
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            taken.append(output.sum())
+
+        def step() -> None:
+            request()
+            torch.stack(taken).tolist()
+            taken.clear()
+
+        with _hooked(model, hook):
+            yield step
+
+    return entered
+
+
+def _sums_of_training(training: Training) -> Case:
+    @contextlib.contextmanager
+    def entered() -> Iterator[Callable[[], None]]:
+        taken: list[Tensor] = []
+
+        def take(value: Tensor) -> None:
+            taken.append(value.detach().sum())
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            take(output)
+            output.register_hook(take)
+
+        def take_state(*_: object) -> None:
+            for parameter in training.model.parameters():
+                take(parameter)
+                if parameter.grad is not None:
+                    take(parameter.grad)
+
+        def step() -> None:
+            training.step()
+            torch.stack(taken).tolist()
+            taken.clear()
+
+        before_update = training.optimizer.register_step_pre_hook(take_state)
+        try:
+            with _hooked(training.model, hook):
+                yield step
+        finally:
+            before_update.remove()
+
+    return entered
+
+
+# -- peers --------------------------------------------------------------------------------------------------
 
 
 def _by_hand(training: Training) -> Case:
@@ -245,7 +305,7 @@ def _by_hand(training: Training) -> Case:
             torch.stack(taken).tolist()
             taken.clear()
 
-        with _hooked(training, hook):
+        with _hooked(training.model, hook):
             yield step
 
     return entered
@@ -296,7 +356,7 @@ def _tensorboard(training: Training, folder: str) -> Case:
             def hook(module: nn.Module, args: Any, output: Tensor) -> None:
                 writer.add_histogram(names[id(module)] or "model", output)
 
-            with _hooked(training, hook):
+            with _hooked(training.model, hook):
                 yield training.step
 
     return entered

@@ -114,7 +114,7 @@ class Fuzzer:
         odd = self.random.random() < 0.2
         if odd:
             place, field = self.random.choice(
-                [(port, "first"), (receiver, "folding"), (receiver.folding, "tally"), (port, "leaf_calls")]
+                [(port, "first"), (receiver, "_folding"), (receiver._folding, "tally"), (port, "leaf_calls")]
             )
             held = getattr(place, field)
             setattr(place, field, self.random.choice([None, 1, "x", object(), {"x": 1}]))
@@ -129,7 +129,7 @@ class Fuzzer:
     def ear(self) -> tuple[Callable[[object], int], Any, Any]:
         """An ear whose output goes to row 0 and whose gradient goes to row 1, of a pass that has begun."""
         receiver, folding, tally = _Receiver(), FoldingFields(), TallyFields()
-        receiver.thread, receiver.folding, receiver.open, receiver.pass_number = None, folding, True, 1
+        receiver.thread, receiver._folding, receiver.open, receiver.pass_number = None, folding, True, 1
         folding.tally = tally
         tally.taker, tally.arrived = self.block.taker, bytearray(len(self.block))
         ports = []

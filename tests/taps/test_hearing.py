@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
 from torchtap.reduce import kernel
+from torchtap.taps.receive import hearing
 from torchtap.taps.receive.asking import Asking
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.held import Held
@@ -301,7 +302,7 @@ def test_fields_that_hold_nonsense_are_not_believed() -> None:
         places: list[tuple[Any, str]] = [
             (port, "first"),
             (port, "leaf_calls"),
-            (receiver, "folding"),
+            (receiver, "_folding"),
             (receiver.folding, "tally"),
             (receiver.folding.tally, "taker"),
             (receiver.folding.tally, "arrived"),
@@ -311,7 +312,7 @@ def test_fields_that_hold_nonsense_are_not_believed() -> None:
             for nonsense in (None, 5, "x", [held], {"x": 1}, object()):
                 setattr(place, field, nonsense)
                 assert hear(value) == 0
-                if field not in ("folding", "leaf_calls"):
+                if field not in ("_folding", "leaf_calls"):
                     assert native.take_each(receiver.folding, [port], [value]) == [0]
             setattr(place, field, held)
         receiver.thread = "main"  # type: ignore[assignment]
@@ -369,3 +370,28 @@ def test_without_native_code_the_same_sites_have_values() -> None:
     expected = records_of(fresh(MODELS["containers"]), once, EVERYTHING)
     lines = [str(sorted((site, numbers[0]) for site, numbers in step.items())) for step in expected]
     assert done.stdout.splitlines() == lines
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_that_serves_does_not_close_the_way_past_python(mode: Callable[[], Any]) -> None:
+    hearing._native.cache_clear()
+    served, x = fresh(MODELS["wide"]), torch.ones(2, 3, 6)
+    taken: list[str] = []
+    take = Receiver.take
+
+    def noted(self: Receiver, port: LivePort, tree: object) -> None:
+        taken.append(port.port.site.path)
+        take(self, port, tree)
+
+    with patch.object(Receiver, "take", noted), mode(), tt.watch(served, None, [tt.tap("*:output")]) as watch:
+        for _ in range(3):
+            taken.clear()
+            with watch.step():
+                served(x)
+    assert set(taken) <= {"twice"}  # a module's second call is Python's
+    found = records_of(fresh(MODELS["wide"]), once, EVERYTHING)
+    with patch.object(kernel, "hearing", None):
+        hearing._native.cache_clear()
+        expected = records_of(fresh(MODELS["wide"]), once, EVERYTHING)
+    hearing._native.cache_clear()
+    assert found == expected

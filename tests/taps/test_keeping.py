@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -16,7 +17,8 @@ import torchtap as tt
 from torchtap.errors import ReductionError
 from torchtap.reduce import kernel
 from torchtap.store.write.pool import pool_of
-from torchtap.taps.receive import keeping
+from torchtap.taps.receive import keeping, receiver
+from torchtap.taps.receive.folding import Folding
 
 WIDE = 32 << 10  # floats: no longer a small value
 
@@ -50,7 +52,7 @@ class Odd(nn.Module):
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr(keeping, "make_keeper", lambda *_: None)
+        monkeypatch.setattr(keeping, "make_keeper", None)
     elif not kernel.hearing:
         pytest.skip("no native code")
     return str(request.param)
@@ -72,7 +74,7 @@ def test_what_is_seen_is_the_same_with_and_without(
     torch.manual_seed(0)
     model = Odd()
     found = [_look(model, passes, **options) for _ in range(2)]
-    monkeypatch.setattr(keeping, "make_keeper", lambda *_: None)
+    monkeypatch.setattr(keeping, "make_keeper", None)
     found.append(_look(model, passes, **options))
     for other in found[1:]:
         assert list(other) == list(found[0])
@@ -240,6 +242,31 @@ def test_other_threads_are_heard_if_they_are_asked_for(way: str) -> None:
         expected = model[0](torch.ones(1, 4)).detach()
         assert len(seen) == (passes or 1)
         assert all(torch.equal(value, expected) for value in seen.values())
+
+
+def test_threads_whose_first_values_come_at_the_same_time_lose_none(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made_slowly(*args: Any, **kwargs: Any) -> Folding:
+        time.sleep(0.01)  # the other threads come by
+        return Folding(*args, **kwargs)
+
+    monkeypatch.setattr(receiver, "Folding", made_slowly)
+    model, together = nn.Sequential(Twins(), nn.Identity()), threading.Barrier(4)
+
+    def call(number: int) -> None:
+        x = torch.full((2,), float(number))
+        together.wait()
+        model[0](x)  # what it returns is left to Python, which has nothing to put it into yet
+
+    with tt.capture(model, "**:output", all_threads=True) as seen:
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = sorted(value[0].item() for name, value in seen.items() if ":output.0" in name)
+    assert found == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_what_nobody_looked_at_goes_at_once(way: str) -> None:

@@ -248,13 +248,13 @@ static PyObject *keeper_forget(Keeper *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* Keeper(lend, give_back, tracer, small) */
+/* Keeper(tracer, small, lend, give_back) */
 static PyObject *keeper_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     PyObject *lend, *give_back, *tracer;
     Py_ssize_t small;
     (void)keywords;
-    if (!PyArg_ParseTuple(args, "OOOn", &lend, &give_back, &tracer, &small))
+    if (!PyArg_ParseTuple(args, "OnOO", &tracer, &small, &lend, &give_back))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Keeper *self = (Keeper *)make(type, 0);

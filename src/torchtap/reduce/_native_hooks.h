@@ -5,14 +5,14 @@
 
 static PyObject *name_state, *name_count, *name_move;
 
-enum { ENTRY_MODULE, ENTRY_TABLE, ENTRY_NUMBER, ENTRY_VALUE, ENTRY_FIRST, ENTRY_FIELDS };
+enum { ENTRY_MODULE, ENTRY_TABLE, ENTRY_NUMBER, ENTRY_VALUE, ENTRY_FIRST, ENTRY_STATE, ENTRY_FIELDS };
 
 /* A field of entry i, borrowed; NULL with an error where the list holds something else. */
 static PyObject *field_of(PyObject *entries, Py_ssize_t i, Py_ssize_t field)
 {
     PyObject *entry = PyList_GetItem(entries, i);
     if (entry && !(PyTuple_Check(entry) && PyTuple_Size(entry) == ENTRY_FIELDS)) {
-        PyErr_SetString(PyExc_TypeError, "an entry is a tuple of five");
+        PyErr_SetString(PyExc_TypeError, "an entry is a tuple of six");
         return NULL;
     }
     return entry ? PyTuple_GetItem(entry, field) : NULL;
@@ -63,29 +63,28 @@ static int add_to_count(PyObject *state, long more, long *count)
     return failed ? -1 : 0;
 }
 
-/* Of a module and its state: the module's `__dict__`, a new reference; the state that it has, borrowed or NULL. */
-static PyObject *own_of(PyObject *pair, PyObject **state, PyObject **present)
+/* The `__dict__` of entry i's module, a new reference; and the state that is in it already, borrowed or NULL. */
+static PyObject *own_of(PyObject *entries, Py_ssize_t i, PyObject *state, PyObject **present)
 {
-    if (!pair || !PyTuple_Check(pair) || PyTuple_Size(pair) != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected a module and its state");
-        return NULL;
-    }
-    *state = PyTuple_GetItem(pair, 1);
-    PyObject *own = PyObject_GenericGetDict(PyTuple_GetItem(pair, 0), NULL);
+    PyObject *own = PyObject_GenericGetDict(field_of(entries, i, ENTRY_MODULE), NULL);
     if (!own)
         return NULL;
     *present = PyDict_GetItemWithError(own, name_state);
-    if (*present && Py_TYPE(*present) != Py_TYPE(*state))
+    if (*present && Py_TYPE(*present) != Py_TYPE(state))
         *present = NULL;
     if (PyErr_Occurred())
         Py_CLEAR(own);
     return own;
 }
 
-static int conceal_one(PyObject *pair)
+/* Keep entry i out of its module's copies, if it has a state for that. */
+static int conceal_entry(PyObject *entries, Py_ssize_t i)
 {
-    PyObject *state, *present, *own = own_of(pair, &state, &present);
+    PyObject *state = field_of(entries, i, ENTRY_STATE), *present;
     long count;
+    if (!state || state == Py_None)
+        return state ? 0 : -1;
+    PyObject *own = own_of(entries, i, state, &present);
     int failed = !own;
     if (own && present)
         failed = add_to_count(present, 1, &count) < 0;
@@ -98,10 +97,13 @@ static int conceal_one(PyObject *pair)
     return failed ? -1 : 0;
 }
 
-static int reveal_one(PyObject *pair)
+static int reveal_entry(PyObject *entries, Py_ssize_t i)
 {
-    PyObject *state, *present, *own = own_of(pair, &state, &present);
+    PyObject *state = field_of(entries, i, ENTRY_STATE), *present;
     long count = 1;
+    if (!state || state == Py_None)
+        return state ? 0 : -1;
+    PyObject *own = own_of(entries, i, state, &present);
     int failed = !own;
     if (own && present)
         failed = add_to_count(present, -1, &count) < 0 || (!count && PyDict_DelItem(own, name_state) < 0);
@@ -119,21 +121,21 @@ static int are_lists(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t expecte
     return nargs == expected;
 }
 
-/* put_hooks_on(entries, concealed): the tables into which they went. Where one fails, none is on. */
-static PyObject *py_put_hooks_on(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+/* put_in_tables(entries): the tables into which they went. Where one fails, none is on. */
+static PyObject *py_put_in_tables(PyObject *self, PyObject *entries)
 {
     (void)self;
-    if (!are_lists(args, nargs, 2))
+    if (!are_lists(&entries, 1, 1))
         return NULL;
-    PyObject *entries = args[0], *concealed = args[1], *tables = PyList_New(0);
+    PyObject *tables = PyList_New(0);
     int failed = !tables;
     for (Py_ssize_t i = 0; !failed && i < PyList_Size(entries); i++) {
         PyObject *table = table_of(entries, i);
         failed = !table || PyList_Append(tables, table) < 0 || put_entry(table, entries, i) < 0;
         Py_XDECREF(table);
     }
-    for (Py_ssize_t i = 0; !failed && i < PyList_Size(concealed); i++)
-        failed = conceal_one(PyList_GetItem(concealed, i)) < 0;
+    for (Py_ssize_t i = 0; !failed && i < PyList_Size(entries); i++)
+        failed = conceal_entry(entries, i) < 0;
     if (!failed)
         return tables;
     PyObject *type, *error, *trace;
@@ -145,20 +147,20 @@ static PyObject *py_put_hooks_on(PyObject *self, PyObject *const *args, Py_ssize
     return NULL;
 }
 
-/* take_hooks_off(entries, tables, concealed) */
-static PyObject *py_take_hooks_off(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+/* take_from_tables(entries, tables) */
+static PyObject *py_take_from_tables(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
-    if (!are_lists(args, nargs, 3) || take_entries(args[0], args[1]) < 0)
+    if (!are_lists(args, nargs, 2) || take_entries(args[0], args[1]) < 0)
         return NULL;
-    for (Py_ssize_t i = 0; i < PyList_Size(args[2]); i++)
-        if (reveal_one(PyList_GetItem(args[2], i)) < 0)
+    for (Py_ssize_t i = 0; i < PyList_Size(args[0]); i++)
+        if (reveal_entry(args[0], i) < 0)
             return NULL;
     Py_RETURN_NONE;
 }
 
-/* are_hooks_on(entries): whether each is in the table that its module has now. */
-static PyObject *py_are_hooks_on(PyObject *self, PyObject *entries)
+/* are_in_tables(entries): whether each is in the table that its module has now. */
+static PyObject *py_are_in_tables(PyObject *self, PyObject *entries)
 {
     (void)self;
     if (!are_lists(&entries, 1, 1))

@@ -128,7 +128,7 @@ static PyMemberDef folding_members[] = {
 
 static PyMemberDef receiver_members[] = {
     {"thread", T_OBJECT, offsetof(ReceiverFields, thread), 0, NULL},
-    {"folding", T_OBJECT, offsetof(ReceiverFields, folding), 0, NULL},
+    {"_folding", T_OBJECT, offsetof(ReceiverFields, folding), 0, NULL}, /* None until there is one */
     {"pass_number", T_PYSSIZET, offsetof(ReceiverFields, pass_number), 0, NULL},
     {"open", T_BOOL, offsetof(ReceiverFields, open), 0, NULL},
     {"between_passes", T_BOOL, offsetof(ReceiverFields, between_passes), 0, NULL},

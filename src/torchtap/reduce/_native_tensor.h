@@ -41,9 +41,9 @@ static PyObject *name_version;
 
 /* Methods of no arguments, of a plain tensor and of its storage, as the C functions that they are. Between two hooks a
  * model's own code takes the caches: each name that is not looked up is memory that is not fetched. */
-enum { IS_NEG, IS_INFERENCE, STORAGE, BEGIN, BYTES, QUESTIONS };
+enum { IS_NEG, IS_INFERENCE, STORAGE, BEGIN, QUESTIONS };
 static PyCFunction questions[QUESTIONS];
-static PyTypeObject *storage_type; /* whose methods the last two are */
+static PyTypeObject *storage_type; /* whose method the last one is; its length is in bytes */
 static PyObject *graph_task;       /* () -> which backward runs in this thread; -1 for none */
 
 static int dl_dtype(const DLTensor *dl)
@@ -207,7 +207,7 @@ static int storage_reaches(PyObject *tensor, Memory *memory, size_t bytes)
     if (!storage)
         return 0;
     const int known = Py_TYPE(storage) == storage_type;
-    const long long begin = known ? ask_number(storage, BEGIN) : -1, size = known ? ask_number(storage, BYTES) : -1;
+    const long long begin = known ? ask_number(storage, BEGIN) : -1, size = known ? PyObject_Size(storage) : -1;
     const long long at = (long long)(intptr_t)memory->raw;
     if (begin <= 0 || size < 0 || at < begin || (size_t)(at - begin) + bytes > (size_t)size) {
         Py_DECREF(storage);
@@ -278,7 +278,7 @@ static int take_questions(PyObject *methods)
         found[i] = PyCFunction_GetFunction(method);
     }
     memcpy(questions, found, sizeof(found));
-    storage_type = Py_TYPE(PyCFunction_GetSelf(PyTuple_GetItem(methods, BYTES)));
+    storage_type = Py_TYPE(PyCFunction_GetSelf(PyTuple_GetItem(methods, BEGIN)));
     Py_INCREF((PyObject *)storage_type); /* for good, as all of this */
     return 1;
 }

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-_FUNCTIONS = ("count", "fold", "measure", "measure_strided", "measure_tensor", "use_pool")
+_FUNCTIONS = ("count", "fold", "measure", "measure_strided", "measure_tensor", "put_in_tables", "use_pool")
 
 
 def _load() -> ModuleType | None:
@@ -76,7 +76,9 @@ def _takes_tensors() -> bool:
         return False
     tensor = torch.zeros(())
     storage = tensor.untyped_storage()
-    asked = tensor.is_neg, tensor.is_inference, tensor.untyped_storage, storage.data_ptr, storage.nbytes
+    if len(storage) != tensor.nbytes:
+        return False
+    asked = tensor.is_neg, tensor.is_inference, tensor.untyped_storage, storage.data_ptr
     return bool(native.use_tensors(exchange, tuple(PLAIN_TYPES), asked, graph_task))  # type: ignore[union-attr]
 
 
@@ -92,13 +94,13 @@ def make_taker() -> Any:
 hearing = native if _has_takers and hasattr(native, "Ear") else None
 
 
-def make_keeper(lend: Callable[[int], object], give_back: Callable[[Any], None]) -> Any:
-    """What keeps whole values (`_native_copying.h`), large ones in memory that is lent; None without native code."""
-    return None if hearing is None else hearing.Keeper(lend, give_back, script_tracer, SMALL)
-
-
 # Below so many bytes torch's allocator itself uses memory again: an ordinary copy costs least.
 SMALL = 64 << 10
+
+# Given what lends large memory and what takes it back: what keeps whole values (`_native_copying.h`). None without.
+make_keeper: Callable[[Callable[[int], object], Callable[[Any], None]], Any] | None = (
+    None if hearing is None else partial(hearing.Keeper, script_tracer, SMALL)
+)
 
 
 def is_sound(value: Tensor) -> bool:

@@ -36,7 +36,7 @@ class Clock:
 
     def next_step(self, step: int | None = None) -> None:
         """On to the next step, or to a given one."""
-        following = self.following if step is None else _whole(step, "step")
+        following = self.step + 1 if step is None else _whole(step, "step")
         if following <= self.step and self._began:  # the first may have any number
             raise SessionError(
                 f"step {following} was asked for after step {self.step}: steps only grow; "

@@ -79,8 +79,9 @@ class Capture:
 
     def __enter__(self) -> Seen:
         live = self.plan.live(_AT_ONCE)
-        self._taps.receiver.turn_to("train", live)
-        self._taps.begin(None if self._any_thread else threading.get_ident())
+        receiver = self._taps.receiver
+        receiver.turn_to("train", live)
+        receiver.begin_step(None if self._any_thread else threading.get_ident())
         self._taps.arm(live)
         return self.seen
 
@@ -154,12 +155,13 @@ def capture(
     site_map = None
     modules: Sequence[nn.Module] = ()
     if known is not None:
-        bound, modules = known
+        bound, modules, pool = known
     else:
         tree = tree_of(model)
         if like is not None:
             tree, site_map = _named_like(tree, model, like, inputs)
         bound = make_plan(tree, taps, keep)
+        pool = pool_of(tree)
         if tree is model:
             remember(model, taps, keep, bound)
     apart = bound.whole if merge is None else frozenset(() if merge else range(len(bound.taps)))
@@ -169,7 +171,7 @@ def capture(
         apart=apart,
         all_threads=all_threads,
         strict=strict,
-        pool=pool_of(tree),
+        pool=pool,
         way=way,
         site_map=site_map,
         form=None if known is None else "eager",

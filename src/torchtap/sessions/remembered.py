@@ -22,6 +22,7 @@ from torch import nn
 from torchtap.plan import LISTED_KINDS, Plan, Port
 from torchtap.reduce.kernel import native
 from torchtap.sites import Place, Site
+from torchtap.store.write.pool import HostPool, pool_of
 
 __all__ = ["remember", "remembered"]
 
@@ -104,16 +105,19 @@ class _Memory:
 
     def __init__(self, model: nn.Module) -> None:
         self.shape = _Shape(model)
+        self.pool = pool_of(model)
         self.plans: dict[tuple[object, ...] | None, Plan] = {}
 
 
 _OF_MODELS: WeakKeyDictionary[nn.Module, _Memory] = WeakKeyDictionary()
 
 
-def remembered(model: object, taps: tuple[object, ...], keep: object) -> tuple[Plan, list[nn.Module]] | None:
+def remembered(
+    model: object, taps: tuple[object, ...], keep: object
+) -> tuple[Plan, list[nn.Module], HostPool] | None:
     """The plan of an earlier capture with the same words, for the model as it is; None where there is none.
 
-    The plan does not hold the model's modules. Whoever uses it does: here they are.
+    The plan does not hold the model's modules. Whoever uses it does: here they are, and the memory that it has used.
     """
     if not isinstance(model, nn.Module) or (memory := _OF_MODELS.get(model)) is None:
         return None
@@ -124,7 +128,7 @@ def remembered(model: object, taps: tuple[object, ...], keep: object) -> tuple[P
     if modules is None:
         _OF_MODELS.pop(model, None)
         return None
-    return plan, modules
+    return plan, modules, memory.pool
 
 
 def remember(model: object, taps: tuple[object, ...], keep: object, plan: Plan) -> None:

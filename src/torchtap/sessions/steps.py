@@ -190,7 +190,7 @@ class StepMaker:
 
     def listen_before(self) -> None:
         """Nobody has moved the clock yet. Passes are taken, of any thread; whose they are the first step tells."""
-        self.taps.begin(None)
+        self.taps.receiver.begin_step(None)
         self.taps.arm(self._wanted(self._coming_first()))
 
     def begin(
@@ -216,7 +216,7 @@ class StepMaker:
             self._forget_others_than(moment, self.last or moment)
         if self._spending is not None:
             self._spending.begin_step()
-        self.taps.begin(thread)
+        self.taps.receiver.begin_step(thread)
         if wanted is None:
             wanted = self._wanted(moment)
         if wanted or self.taps.armed:
@@ -298,7 +298,7 @@ class StepMaker:
             if tally.phase != "train":
                 self._collect_one(self.open, tally)
         self._release()
-        self.taps.begin(thread)
+        self.taps.receiver.begin_step(thread)
 
     def end(self, *, skipped: bool = False) -> bool:
         """The open step is over: its values are collected, and held for what is still logged. Says if there are any."""

@@ -60,7 +60,6 @@ class Tapping:
             clock=clock,
             placing=placing,
         )
-        self.tallies: Mapping[str, Tally] = self.receiver.folding.tallies  # what each phase holds
         self._among_ranks = placing is not None
         self._attachment = attach(model, self.receiver, way, site_map, form)
         self._members = [] if models is None else self._each_called(models)
@@ -74,6 +73,11 @@ class Tapping:
         return [PassHooks(each, self.receiver) for each in models.values()]
 
     @cached_property
+    def tallies(self) -> Mapping[str, Tally]:
+        """What each phase holds."""
+        return self.receiver.folding.tallies
+
+    @cached_property
     def _collector(self) -> Collector:
         return Collector(self.receiver.folding, among_ranks=self._among_ranks)
 
@@ -84,15 +88,11 @@ class Tapping:
         """Everything that a phase holds; afterwards it holds nothing. Bound once: a capture never asks for it."""
         return self._collector.collect
 
-    def begin(self, thread: int | None) -> None:
-        """A step begins: values of this thread (of every thread: None) are heard."""
-        self.receiver.begin_step(thread)
-
     def arm(self, live: frozenset[int]) -> None:
         """Have the model bring what these taps ask for."""
         self.armed = live
         self._attachment.arm(live)
-        if self._hears_members != bool(live):
+        if self._members and self._hears_members != bool(live):
             self._hear_members(bool(live))
 
     def _hear_members(self, wanted: bool) -> None:

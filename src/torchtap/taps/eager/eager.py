@@ -92,6 +92,8 @@ class EagerAttachment:
         self._channel.open(receiver)
         if not self._walker.take_up(live):
             self._make_hooks(live)
+        if self._of_passes:
+            return
         if self._is_asked("value", live):
             from torchtap.taps.receive.active import activate
 
@@ -110,7 +112,8 @@ class EagerAttachment:
             for port in receiver.ports.values():
                 if not live.isdisjoint(port.port.taps):
                     self._put_on(port)
-        self._walker.passes(self._begin_pass, receiver.end_pass, emitting_pass(self._channel, self._root))
+        begin = receiver.begin_pass if receiver.takes_all else self._begin_pass
+        self._walker.passes(begin, receiver.end_pass, emitting_pass(self._channel, self._root))
         if receiver.placing is not None:
             self._walker.before(self._root, None, receiver.placing.see_inputs, _nothing)
 

@@ -99,7 +99,8 @@ class Collector:
         return tuple(scalars), tuple(tensors), coming
 
     def _statistics(self, tally: Tally, coming: list[PendingNumbers]) -> ScalarBlock | None:
-        tally.reserve(len(self._folding.rows))
+        if len(self._folding.rows) > len(tally.arrived):
+            tally.reserve(len(self._folding.rows))
         if 1 not in tally.arrived:
             return None
         rows, sites = self._rows_of(tally)

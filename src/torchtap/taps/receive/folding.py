@@ -87,7 +87,8 @@ class Folding(FoldingFields):
 
     def turn_to(self, tally: Tally) -> None:
         """Fold into this tally from now on."""
-        tally.reserve(len(self.rows))
+        if len(self.rows) > len(tally.arrived):
+            tally.reserve(len(self.rows))
         tally.touched = True
         if tally is not self.tally:
             self.tally = tally
@@ -116,7 +117,8 @@ class Folding(FoldingFields):
     def forget_values(self) -> None:
         """Let go of what was remembered to recognise repeats."""
         with self.lock:
-            self._recent.forget()
+            if self._recent.slots:
+                self._recent.forget()
             for tally in self.tallies.values():
                 tally.forget()
 

@@ -42,10 +42,11 @@ def make_ear(receiver: Receiver, output: LivePort | None, gradient: LivePort | N
 
 @cache
 def _native() -> ModuleType | None:
-    """The native part, which knows by now how to ask for gradients."""
-    native, bearer = kernel.hearing, gradient_bearer()
-    if native is None or bearer is None:
-        return None
-    empties = tuple(nothing(dtype, torch.device("cpu")) for dtype in _LEARNING)
-    native.use_autograd(bearer, empties, of_the_view)
-    return native
+    """The native part, which knows by now how to ask for gradients. The first to ask may be a model that serves."""
+    with torch.inference_mode(False), torch.enable_grad():
+        native, bearer = kernel.hearing, gradient_bearer()
+        if native is None or bearer is None:
+            return None
+        empties = tuple(nothing(dtype, torch.device("cpu")) for dtype in _LEARNING)
+        native.use_autograd(bearer, empties, of_the_view)
+        return native

@@ -9,17 +9,16 @@ folded when it comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchtap.plan import Port
 from torchtap.reduce.kernel import DTYPES, make_keeper
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.folding import Folding
 
-__all__ = ["HearAt", "Kept", "Lender", "make_kept"]
+__all__ = ["HearAt", "Keeper", "Lender", "book", "make_kept"]
 
 # Given who listens, a stop and what the module returned: whether a copy is kept. False: nothing was done. A stop is a
 # port's number and the module's path.
@@ -39,51 +38,40 @@ class Lender(Protocol):
         """A copy on the host."""
 
 
-def make_kept(lender: Lender) -> Kept | None:
-    """Where whole outputs wait; None without native code to copy them."""
-    keeper = make_keeper(lender.lend, lender.give_back)
-    return None if keeper is None else Kept(keeper)
-
-
-@final
-class Kept:
-    """Copies in the order in which the values came. Any thread may add one."""
-
-    __slots__ = ("_keeper", "hear")
-
-    def __init__(self, keeper: Any) -> None:
-        self._keeper = keeper
-        self.hear: HearAt = keeper.hear
+class Keeper(Protocol):
+    """Has copies in the order in which the values came. Any thread may add one. It is native code."""
 
     @property
-    def waiting(self) -> list[tuple[int, int, Any]]:
+    def hear(self) -> HearAt: ...
+
+    @property
+    def waiting(self) -> Sequence[tuple[int, int, Any]]:
         """A port's number, the pass and the copy of all that came and was not booked."""
-        waiting: list[tuple[int, int, Any]] = self._keeper.waiting
-        return waiting
+
+    def drain(self) -> list[tuple[int, int, Any]]:
+        """All that is waiting; nothing is, afterwards."""
 
     def forget(self) -> None:
         """Recognise none of the values that came."""
-        self._keeper.forget()
 
-    def book(self, folding: Folding, ports: Sequence[LivePort]) -> None:
-        """Have entries for all that came."""
-        with folding.lock:
-            tensors: dict[int, Tensor] = {}  # one for all places that showed the same value
-            for number, pass_number, copied in self._keeper.drain():
-                port = ports[number]
-                entry = folding.entry(port, "", port.next_call(pass_number))
-                if entry is not None:
-                    tensor = tensors.get(id(copied))
-                    if tensor is None:
-                        tensor = tensors[id(copied)] = _tensor_over(copied)
-                    folding.fold_copy(entry, tensor)
 
-    def strike_off(self, taps: set[int], ports: Sequence[Port]) -> None:
-        """Leave only those of the taps for which nothing waits."""
-        for number, _, _ in self.waiting:
-            taps.difference_update(ports[number].taps)
-            if not taps:
-                return
+def make_kept(lender: Lender) -> Keeper | None:
+    """Where whole outputs wait; None without native code to copy them."""
+    return None if make_keeper is None else make_keeper(lender.lend, lender.give_back)
+
+
+def book(kept: Keeper, folding: Folding, ports: Sequence[LivePort]) -> None:
+    """Have entries for all that came."""
+    with folding.lock:
+        tensors: dict[int, Tensor] = {}  # one for all places that showed the same value
+        for number, pass_number, copied in kept.drain():
+            port = ports[number]
+            entry = folding.entry(port, "", port.next_call(pass_number))
+            if entry is not None:
+                tensor = tensors.get(id(copied))
+                if tensor is None:
+                    tensor = tensors[id(copied)] = _tensor_over(copied)
+                folding.fold_copy(entry, tensor)
 
 
 def _tensor_over(copied: Any) -> Tensor:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
-from torchtap._torch import is_traced_by_script
+from torchtap._torch import script_tracer
 from torchtap.names import paths_around
 from torchtap.plan import Plan
 from torchtap.taps.receive import reasons
@@ -35,20 +36,29 @@ from torchtap.taps.walk.records import ReceiverFields
 
 if TYPE_CHECKING:
     from torchtap.taps.place.placing import Placing
-    from torchtap.taps.receive.keeping import HearAt, Kept, Lender
+    from torchtap.taps.receive.keeping import HearAt, Keeper, Lender
     from torchtap.taps.receive.pass_clock import PassClock
     from torchtap.taps.walk.arguments import Args
 
 __all__ = ["Receiver"]
 
 _NO_THREAD = -1
+_BEGINNING = threading.RLock()  # reentrant: garbage that is collected meanwhile may begin to look, too
+
+
+@cache
+def _keeping() -> ModuleType:
+    """Loaded where whole outputs are kept: most sessions keep none."""
+    from torchtap.taps.receive import keeping
+
+    return keeping
 
 
 @final
 class Receiver(ReceiverFields):
     """Takes values from a model, keeps what live taps ask for."""
 
-    folding: Folding
+    _folding: Folding | None
 
     def __init__(
         self,
@@ -64,20 +74,22 @@ class Receiver(ReceiverFields):
     ) -> None:
         self.plan = plan
         self._apart = apart
-        self._kept: Kept | None = None  # but where whole outputs are all that is asked for
+        self._kept: Keeper | None = None  # but where whole outputs are all that is asked for
         if lender is not None and clock is None and placing is None and plan.keeps_outputs:
-            from torchtap.taps.receive.keeping import make_kept
-
-            self._kept = make_kept(lender)
+            self._kept = _keeping().make_kept(lender)
         self.placing = placing  # None where this process is alone
-        self.folding = folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing)
-        # Bound once: they are called for every value.
-        self._entry = folding.entry
-        self._fold = folding.fold if placing is None else folding.fold_placed
+        self._make_folding = partial(
+            Folding, plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing
+        )
+        self._turned_to: tuple[str, frozenset[int]] | None = None  # before there was anything to turn
+        self._folding = None
+        if self._kept is None:
+            self._begin_folding()
         self.thread = _NO_THREAD
         self.open = False
         self.phase: str | None = None  # that the user named, for all passes until it is taken back
         self._clock = clock  # None: all passes are of one phase
+        self.takes_all = clock is None and placing is None  # whatever kind of pass it is
         self._passed_over: tuple[int | None] | None = (
             None  # whom to hear again after a pass that is not taken
         )
@@ -98,10 +110,27 @@ class Receiver(ReceiverFields):
     def _paths(self) -> dict[int, str]:
         return {id(place.module): place.path for place in self.plan.places}
 
-    @cached_property
-    def _ports(self) -> dict[tuple[str, str, str], LivePort]:
-        sites = [(port, port.site) for port in self.plan.ports]
-        return {(site.path, site.kind, site.leaf): LivePort(port, self._apart) for port, site in sites}
+    @property
+    def folding(self) -> Folding:
+        """The other half. Where outputs are only kept, it is made for whoever is the first to look."""
+        return self._begin_folding() if self._folding is None else self._folding
+
+    def _begin_folding(self) -> Folding:
+        with _BEGINNING:
+            folding = self._folding
+            if folding is None:
+                folding = self._make_folding()
+                sites = [(port, port.site) for port in self.plan.ports]
+                self._ports: dict[tuple[str, str, str], LivePort] = {
+                    (site.path, site.kind, site.leaf): LivePort(port, self._apart) for port, site in sites
+                }
+                # Bound once: they are called for every value.
+                self._entry = folding.entry
+                self._fold = folding.fold if self.placing is None else folding.fold_placed
+                if self._turned_to is not None:
+                    folding.turn_to(folding.tally_of(*self._turned_to))
+                self._folding = folding  # last: another thread may ask meanwhile
+            return folding
 
     @property
     def ports(self) -> dict[tuple[str, str, str], LivePort]:
@@ -117,15 +146,19 @@ class Receiver(ReceiverFields):
         return self.folding.entries
 
     def _book(self) -> None:
+        """Have all that came where it is looked for."""
+        folding = self.folding
         if self._kept is not None and self._kept.waiting:
-            self._kept.book(self.folding, list(self._ports.values()))
+            _keeping().book(self._kept, folding, list(self._ports.values()))
 
     def silent_taps(self) -> list[int]:
         """The taps that were asked for and have brought nothing at all."""
         silent = set(range(len(self.plan.asked)))
-        if self._kept is not None:
-            self._kept.strike_off(silent, self.plan.ports)
-        for entry in self.entries if silent else ():
+        for number, _, _ in () if self._kept is None else self._kept.waiting:
+            silent.difference_update(self.plan.ports[number].taps)
+            if not silent:
+                return []
+        for entry in self.entries:
             if entry.shape is not None:
                 silent.difference_update(entry.taps, entry.also.taps if entry.also is not None else ())
         return sorted(silent)
@@ -165,11 +198,13 @@ class Receiver(ReceiverFields):
         self.thread, self.open = _NO_THREAD, False
         self._passed_over = None
 
-    def turn_to(self, phase: str, live: frozenset[int]) -> Tally:
+    def turn_to(self, phase: str, live: frozenset[int]) -> None:
         """What comes from now on belongs to this phase, with these taps live."""
-        tally = self.folding.tally_of(phase, live)
-        self.folding.turn_to(tally)
-        return tally
+        folding = self._folding
+        if folding is None:
+            self._turned_to = phase, live
+        else:
+            folding.turn_to(folding.tally_of(phase, live))
 
     def turn_to_state(self) -> None:
         """What comes now is read from the model, not from a pass: it belongs to the phase that trains."""
@@ -195,11 +230,11 @@ class Receiver(ReceiverFields):
             self.overheard += self.open
             return
         if self._passed_over is None:
-            if is_traced_by_script() or not self._is_taken(training, learning):
+            if script_tracer() is None and (self.takes_all or self._is_taken(training, learning)):
+                self.passes += 1
+            else:
                 self._passed_over = (self.thread,)
                 self.thread = _NO_THREAD
-            else:
-                self.passes += 1
         self.pass_number += 1
         self.between_passes = False
 
@@ -228,8 +263,9 @@ class Receiver(ReceiverFields):
             live = self._clock.pass_begins(phase, learning)
             if live is None:
                 return False
-            self.turn_to(phase, live)
-        self.folding.tally.passes += 1
+            folding = self.folding
+            folding.turn_to(folding.tally_of(phase, live))
+            folding.tally.passes += 1
         return True
 
     @property
@@ -244,7 +280,8 @@ class Receiver(ReceiverFields):
         if self._passed_over is not None:
             (self.thread,), self._passed_over = self._passed_over, None
         self.between_passes = True
-        self.folding.forget_values()
+        if self._folding is not None:
+            self._folding.forget_values()
         if self._kept is not None:
             self._kept.forget()
 

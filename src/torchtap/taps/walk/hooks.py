@@ -15,14 +15,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchtap.reduce.kernel import native
-from torchtap.taps.walk.untraced import Concealment, conceal, conceal_each, concealments, reveal, reveal_each
+from torchtap.taps.walk.untraced import CleanState, clean_state, conceal, reveal
 
 __all__ = ["Entry", "Hooks", "RegisteredHook", "hook_entries", "new_number"]
 
 Table: TypeAlias = Any  # torch's of hooks: an ordered dict from numbers
 # A module, the name of torch's table there, our number in it, what stands under the number (a hook, or True where torch
-# notes how the hook is to be called), and whether it goes ahead of all others.
-Entry: TypeAlias = tuple[nn.Module, str, int, object, bool]
+# notes how the hook is to be called), whether it goes ahead of all others, and what keeps it out of the module's copies
+# (None: another entry has that). While garbage is collected, such a reference is dead before the module is gone.
+Entry: TypeAlias = tuple[nn.Module, str, int, object, bool, CleanState | None]
 _AT_ONCE = 1024  # numbers
 
 _lock = threading.Lock()
@@ -42,43 +43,47 @@ def new_number() -> int:
     return number
 
 
-def put_on_in_python(entries: list[Entry], concealed: list[Concealment]) -> list[Table]:
+def put_on_in_python(entries: list[Entry]) -> list[Table]:
     """Put hooks on; the tables into which they went. Where one fails, none is on."""
     tables: list[Table] = []
     try:
-        for module, name, number, value, first in entries:
+        for module, name, number, value, first, _ in entries:
             table = getattr(module, name)
             tables.append(table)
             table[number] = value
             if first:
                 table.move_to_end(number, last=False)
     except BaseException:
-        take_off_in_python(entries, tables, [])
+        _take_out(entries, tables)
         raise
-    conceal_each(concealed)
+    for module, *_, state in entries:
+        if state is not None:
+            conceal(module, state)
     return tables
 
 
-def take_off_in_python(entries: list[Entry], tables: list[Table], concealed: list[Concealment]) -> None:
+def take_off_in_python(entries: list[Entry], tables: list[Table]) -> None:
     """Take hooks out of the tables into which they were put. What others have taken off already is no error."""
+    _take_out(entries, tables)
+    for module, *_, state in entries:
+        if state is not None:
+            reveal(module)
+
+
+def _take_out(entries: list[Entry], tables: list[Table]) -> None:
     for table, entry in zip(tables, entries, strict=False):
         table.pop(entry[2], None)
-    reveal_each(concealed)
 
 
 def are_on_in_python(entries: list[Entry]) -> bool:
     """Whether each hook is in the table that its module has now."""
-    return all(number in getattr(module, name) for module, name, number, _, _ in entries)
+    return all(number in getattr(module, name) for module, name, number, *_ in entries)
 
 
 # A checkout may still hold the build of an older source, without them.
-put_on: Callable[[list[Entry], list[Concealment]], list[Table]] = getattr(
-    native, "put_hooks_on", put_on_in_python
-)
-take_off: Callable[[list[Entry], list[Table], list[Concealment]], None] = getattr(
-    native, "take_hooks_off", take_off_in_python
-)
-are_on: Callable[[list[Entry]], bool] = getattr(native, "are_hooks_on", are_on_in_python)
+put_on: Callable[[list[Entry]], list[Table]] = getattr(native, "put_in_tables", put_on_in_python)
+take_off: Callable[[list[Entry], list[Table]], None] = getattr(native, "take_from_tables", take_off_in_python)
+are_on: Callable[[list[Entry]], bool] = getattr(native, "are_in_tables", are_on_in_python)
 
 
 def hook_entries(
@@ -86,20 +91,19 @@ def hook_entries(
 ) -> list[Entry]:
     """One hook under a new number. ``notes`` name the tables in which torch notes how a hook is to be called."""
     number = new_number()
-    return [(module, table, number, hook, first), *[(module, note, number, True, False) for note in notes]]
+    entry = module, table, number, hook, first, clean_state(module)
+    return [entry, *[(module, note, number, True, False, None) for note in notes]]
 
 
 @final
 class Hooks:
     """Some hooks, which are on from the beginning."""
 
-    __slots__ = ("concealed", "entries", "tables")
+    __slots__ = ("entries", "tables")
 
-    def __init__(self, entries: list[Entry], modules: list[nn.Module]) -> None:
+    def __init__(self, entries: list[Entry]) -> None:
         self.entries = entries
-        self.concealed = concealments(modules)
-        self.tables: list[Table] | None = None
-        self.put_on()
+        self.tables: list[Table] | None = put_on(entries)
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Self:
@@ -109,20 +113,19 @@ class Hooks:
         parts = [part for part in parts if part.tables is not None]
         made = cls.__new__(cls)
         made.entries = list(chain.from_iterable(part.entries for part in parts))
-        made.concealed = list(chain.from_iterable(part.concealed for part in parts))
         made.tables = list(chain.from_iterable(part.tables or () for part in parts))
         return made
 
     def put_on(self) -> None:
         """Put them on, behind those of others that came meanwhile; a second time does nothing."""
         if self.tables is None:
-            self.tables = put_on(self.entries, self.concealed)
+            self.tables = put_on(self.entries)
 
     def remove(self) -> None:
         """Take them off; a second time does nothing."""
         tables, self.tables = self.tables, None
         if tables is not None:
-            take_off(self.entries, tables, self.concealed)
+            take_off(self.entries, tables)
 
     @property
     def gone(self) -> list[nn.Module]:

@@ -59,7 +59,7 @@ class ReceiverFields:
     """Who is heard, and where in a step it is."""
 
     thread: int | None  # the one that is heard; None hears every thread
-    folding: Any
+    _folding: Any
     pass_number: int
     open: bool  # whether a step is
     between_passes: bool  # a value that comes now is of a part that was called without the model

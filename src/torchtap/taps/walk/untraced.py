@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 from torch import fx, nn
 
@@ -20,19 +20,16 @@ from torchtap._torch import patch_script_compiler
 
 __all__ = [
     "CleanState",
-    "Concealment",
     "Hook",
     "StandIn",
     "Traveller",
     "Wrapper",
+    "clean_state",
     "conceal",
-    "conceal_each",
-    "concealments",
     "held",
     "is_concealed",
     "is_wrapper",
     "reveal",
-    "reveal_each",
 ]
 
 _STATE = "__getstate__"
@@ -118,47 +115,28 @@ def is_concealed(attributes: dict[str, Any]) -> bool:
     return isinstance(attributes.get(_STATE), CleanState)
 
 
-# Given with its module: while garbage is collected, a reference is dead before what it refers to is gone.
-Concealment: TypeAlias = tuple[nn.Module, CleanState]
-
-
-def concealments(modules: Iterable[nn.Module]) -> list[Concealment]:
-    """What keeps things on modules out of their copies, one for each that can be concealed."""
-    made = []
-    for module in modules:
-        if isinstance(module, _OTHERWISE):
-            module = held(module)
-            if isinstance(module, fx.GraphModule):  # its class makes its copies, and asks for no state
-                continue
-        made.append((module, CleanState(module)))
+def clean_state(module: nn.Module) -> CleanState | None:
+    """What keeps things on a module out of its copies; None where its class makes them, and asks for no state."""
     hide_from_script()
-    return made
+    if isinstance(module, _OTHERWISE):
+        module = held(module)
+        if isinstance(module, fx.GraphModule):
+            return None
+    return CleanState(module)
 
 
 # Both are done for each hook that goes on and off, by native code where it was built (`hooks`).
 
 
-def conceal_each(concealed: Iterable[Concealment]) -> None:
-    """Torchtap puts something on each module. It has the state now, unless it has such a one already."""
-    for module, state in concealed:
-        own = module.__dict__
-        known = own.get(_STATE)
-        if isinstance(known, CleanState):
-            known.count += 1
-        else:
-            state.count = 1
-            own[_STATE] = state
-
-
-def reveal_each(concealed: Iterable[Concealment]) -> None:
-    """Torchtap takes something off each module."""
-    for module, _ in concealed:
-        reveal(module)
-
-
-def conceal(module: nn.Module) -> None:
-    """Torchtap puts something on a module: keep it out of copies."""
-    conceal_each(concealments([module]))
+def conceal(module: nn.Module, state: CleanState | None = None) -> None:
+    """Torchtap puts something on a module: keep it out of copies. It has the state now, if it has no such one yet."""
+    own = module.__dict__
+    known = own.get(_STATE)
+    if isinstance(known, CleanState):
+        known.count += 1
+    elif (state := state or clean_state(module)) is not None:
+        state.count = 1
+        own[_STATE] = state
 
 
 def reveal(module: nn.Module) -> None:

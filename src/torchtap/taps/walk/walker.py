@@ -270,22 +270,24 @@ class Walker:
 
     def gone(self) -> list[nn.Module]:
         """The modules whose hooks somebody else has taken off."""
-        self._join()
-        found = [
-            module for each in self._put if isinstance(each, (Hooks, RegisteredHook)) for module in each.gone
-        ]
+        if len(self._put) > 1:
+            self._join()
+        found: list[nn.Module] = []
+        for each in self._put:
+            if isinstance(each, (Hooks, RegisteredHook)):
+                found += each.gone
         return list({id(module): module for module in found}.values()) if found else found
 
     def _join(self) -> None:
         """Have all hooks gone through at once."""
-        if len(self._put) > 1:
-            hooks = [each for each in self._put if isinstance(each, Hooks)]
-            others = [each for each in self._put if not isinstance(each, Hooks)]
-            self._put = [*others, Hooks.joined(hooks)] if hooks else others
+        hooks = [each for each in self._put if isinstance(each, Hooks)]
+        others = [each for each in self._put if not isinstance(each, Hooks)]
+        self._put = [*others, Hooks.joined(hooks)] if hooks else others
 
     def lay_aside(self, name: Hashable) -> None:
         """Take everything off, and remember the hooks, so that `take_up` has nothing to make."""
-        self._join()
+        if len(self._put) > 1:
+            self._join()
         match self._put:
             case [Hooks() as hooks]:  # else torch's own tables are not all that there is to it
                 if name not in self._aside and len(self._aside) >= _MOST_ASIDE:

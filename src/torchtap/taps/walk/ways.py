@@ -16,7 +16,7 @@ from torch import nn
 
 from torchtap.errors import PlanError
 from torchtap.taps.walk.hooks import Entry, Hooks, RegisteredHook, hook_entries, new_number
-from torchtap.taps.walk.untraced import Hook
+from torchtap.taps.walk.untraced import Hook, clean_state
 
 __all__ = ["Action", "Handle", "Hook", "HookWay", "Way", "WayName", "each_end", "way_for"]
 
@@ -61,7 +61,7 @@ class Way(Protocol):
 def way_for(root: nn.Module, name: str) -> Way:
     """The way of a name; ``root`` is the model that all modules belong to."""
     if name == "hook":
-        return HookWay()
+        return _HOOKS
     if name not in get_args(WayName):
         raise PlanError(f"way={name!r}: a tap is put on by {', '.join(map(repr, get_args(WayName)))}")
     from torchtap.taps.walk.wrap import ForwardWay, WrapWay
@@ -87,9 +87,7 @@ class HookWay:
     def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
         hook = self._hook(action)
         if type(module).register_forward_pre_hook is _REGISTER_BEFORE:
-            return Hooks(
-                hook_entries(module, "_forward_pre_hooks", hook, _GIVEN_KWARGS, first=first), [module]
-            )
+            return Hooks(hook_entries(module, "_forward_pre_hooks", hook, _GIVEN_KWARGS, first=first))
         return RegisteredHook(module, module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True))
 
     def after(
@@ -98,7 +96,7 @@ class HookWay:
         hook = self._hook(action)
         if type(module).register_forward_hook is _REGISTER_AFTER:
             notes = _ALWAYS * always + _WITH_KWARGS * with_kwargs
-            return Hooks(hook_entries(module, "_forward_hooks", hook, notes), [module])
+            return Hooks(hook_entries(module, "_forward_hooks", hook, notes))
         return RegisteredHook(
             module, module.register_forward_hook(hook, always_call=always, with_kwargs=with_kwargs)
         )
@@ -109,7 +107,7 @@ class HookWay:
             return each_end(self, module, begin, end)
         first = hook_entries(module, "_forward_pre_hooks", self._hook(begin), _GIVEN_KWARGS, first=True)
         last = hook_entries(module, "_forward_hooks", self._hook(end), _ALWAYS)
-        return [Hooks([*first, *last], [module])]
+        return [Hooks([*first, *last])]
 
     def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
         handles: list[Handle] = []
@@ -118,7 +116,10 @@ class HookWay:
         for module, stop in stops:
             hook = Hook(action, stop)
             if type(module).register_forward_hook is _REGISTER_AFTER:
-                entries.append((module, "_forward_hooks", number, hook, False))
+                entries.append((module, "_forward_hooks", number, hook, False, clean_state(module)))
             else:
                 handles.append(RegisteredHook(module, module.register_forward_hook(hook)))
-        return [*handles, Hooks(entries, [entry[0] for entry in entries])]
+        return [*handles, Hooks(entries)]
+
+
+_HOOKS = HookWay()
