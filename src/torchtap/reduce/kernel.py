@@ -25,6 +25,7 @@ __all__ = [
     "DTYPE_CODES",
     "MANY",
     "SMALL",
+    "Copied",
     "count",
     "hearing",
     "is_sound",
@@ -32,7 +33,7 @@ __all__ = [
     "make_taker",
     "measure",
     "native",
-    "rows_of",
+    "rows_by",
     "share_threads",
 ]
 
@@ -72,7 +73,7 @@ def _takes_tensors() -> bool:
     """Whether tensors tell the kernel themselves where they lie: torch from 2.10 on has DLPack's exchange interface."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     # A checkout may still hold the build of an older source.
-    if exchange is None or not hasattr(getattr(native, "Keeper", None), "hear"):
+    if exchange is None or not hasattr(getattr(native, "Keeper", None), "copies"):
         return False
     tensor = torch.zeros(())
     storage = tensor.untyped_storage()
@@ -97,6 +98,13 @@ def make_keeper(lend: Callable[[int], object], give_back: Callable[[Any], None])
     return None if hearing is None else hearing.Keeper(lend, give_back, script_tracer, SMALL)
 
 
+class _Never:
+    """Nothing is of this type."""
+
+
+# What a keeper answers with: the bytes of a value, its shape, and the number of its dtype.
+Copied: type = getattr(hearing, "Copied", _Never)
+
 # Below so many bytes torch's allocator itself uses memory again: an ordinary copy costs least.
 SMALL = 64 << 10
 
@@ -112,18 +120,13 @@ def is_sound(value: Tensor) -> bool:
 _has_sound = _has_takers and hasattr(native, "is_sound")
 
 
-def rows_of(values: tuple[Tensor, ...], ends: tuple[Tensor, ...] = ()) -> tuple[int, ...] | None:
-    """``(dtype, rows, width, address, ...)`` of small values that lie alike, and of ends: one row each.
-
-    None where they do not. The addresses hold as long as the caller holds the values and lets nobody else run.
-    """
-    if native is None or not _has_rows:
+def rows_by(sums: ModuleType) -> Callable[..., int] | None:
+    """``rows_into`` of `_native_rows.h`, with the arithmetic of `_rows.c`; None where there is no such thing."""
+    if not _has_takers or not hasattr(native, "rows_into") or not hasattr(sums, "sum_rows"):
         return None
-    found: tuple[int, ...] | None = native.rows_of(len(ends), *values, *ends)
-    return found
-
-
-_has_rows = _has_takers and hasattr(native, "rows_of")
+    native.use_row_sums(sums.sum_rows)  # type: ignore[union-attr]
+    into: Callable[..., int] = native.rows_into  # type: ignore[union-attr]
+    return into
 
 
 # The numbers by which `_native.c` knows the dtypes.

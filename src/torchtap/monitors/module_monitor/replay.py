@@ -76,13 +76,16 @@ def _is_calm(module: nn.Module) -> bool:
 class _Answer:
     """What a part answered to which arguments, and how old all of these were."""
 
-    __slots__ = ("args", "output", "output_version", "versions")
+    __slots__ = ("args", "output", "versions")
 
     def __init__(self, args: Args, output: Tensor) -> None:
         self.args = args
-        self.versions = [_version(each) for each in args]
         self.output = output
-        self.output_version = _version(output)
+        self.versions = [*map(_version, args), _version(output)]
+
+    def is_ageless(self) -> bool:
+        """Whether one of these keeps no version, so that nothing would prove it unchanged."""
+        return min(self.versions) < 0
 
     def is_to(self, args: Args) -> bool:
         """Whether it is the answer to these arguments."""
@@ -90,9 +93,7 @@ class _Answer:
 
     def is_unchanged(self) -> bool:
         """Whether nobody has written into it or into what it is an answer to."""
-        return (
-            _version(self.output) == self.output_version and list(map(_version, self.args)) == self.versions
-        )
+        return [*map(_version, self.args), _version(self.output)] == self.versions
 
 
 @final
@@ -119,7 +120,10 @@ class Replay:
         if part._forward_pre_hooks or compiled_in_place(part) is not None or has_global_hooks():
             return True
         own = self._own
-        return any(type(hook) is not Hook or hook.func not in own for hook in part._forward_hooks.values())
+        for hook in part._forward_hooks.values():  # noqa: SIM110 (asked for every module: a generator takes longer)
+            if type(hook) is not Hook or hook.func not in own:
+                return True
+        return False
 
     def is_calm(self, part: nn.Module) -> bool:
         """Whether a part writes into no input and draws no random number, as far as its code is known."""
@@ -134,8 +138,10 @@ class Replay:
             output = self._run_calm(part, args, kwargs)
         else:
             output = self._run(part, map_leaves(args, self._stand_in), map_leaves(kwargs, self._stand_in))
-        if remember and not kwargs and isinstance(output, Tensor) and not _is_ageless((*args, output)):
-            self._answers[part] = _Answer(args, output)
+        if remember and not kwargs and isinstance(output, Tensor):
+            answer = _Answer(args, output)
+            if not answer.is_ageless():
+                self._answers[part] = answer
         return output
 
     def forget(self) -> None:
@@ -207,9 +213,4 @@ class _Remembering:
 
 
 def _version(value: Any) -> int:
-    return version_of(value) if isinstance(value, Tensor) else -1
-
-
-def _is_ageless(values: Args) -> bool:
-    """Whether one of these keeps no version, so that nothing would prove it unchanged."""
-    return any(isinstance(each, Tensor) and each.is_inference() for each in values)
+    return version_of(value) if isinstance(value, Tensor) else 0
