@@ -72,10 +72,10 @@ class Terms:
             f"RCC W_0(x_t-x_0)/{weight}/x_t-x_0/l2norm",
         )
         self._cells, output, given = cells.add()
-        input_columns = Columns(given, self._input, (0, 1))
-        self._steps_columns = _choices(Columns(output, self._steps_of(""), (0, 1)), input_columns)
-        self._weight_columns = _choices(Columns(output, self._weight, _OF_WEIGHT), input_columns)
-        self._unbiased_columns = _choices(Columns(output, self._weight, _WITHOUT_BIAS), input_columns)
+        keys, sums = (self._weight, _WITHOUT_BIAS) if self._has_weight else (self._steps_of(""), (0, 1))
+        of_input = Columns(given, self._input, (0, 1))
+        self._columns = _choices(Columns(output, keys, sums), of_input)
+        self._biased_columns = _choices(Columns(output, self._weight, _OF_WEIGHT), of_input)
         self.filled: tuple[Columns, ...] = ()  # the cells that hold the last call's terms
         self.listed: list[Measured] = []  # its terms that are in no cells
 
@@ -89,18 +89,17 @@ class Terms:
         cutter: Cutter | None,
     ) -> None:
         """All terms of one call. With a cutter the values may be longer than the reference's."""
+        into, at, cut = row_norms.rows_into, self._cells, cutter is not None
         given, start_given = inputs[0] if inputs else None, start_inputs[0] if start_inputs else None
-        values = given, start_given, output, between, start
-        cut = cutter is not None
+        bias = _bias_of(self._module) if self._has_weight else None
+        columns = self._columns if bias is None else self._biased_columns
         if self._is_embedding:
-            done, columns = 0, self._steps_columns
-        elif not self._has_weight:
-            done, columns = row_norms.rows_into(self._cells, cut, *values), self._steps_columns
-        elif (bias := _bias_of(self._module)) is None:
-            done, columns = row_norms.rows_into(self._cells, cut, *values), self._unbiased_columns
+            done = 0
+        elif bias is None:
+            done = into(at, cut, given, start_given, output, between, start)
         else:
-            biases = bias, _bias_of(self._reference)
-            done, columns = row_norms.rows_into(self._cells, cut, *values, *biases), self._weight_columns
+            start_bias = _bias_of(self._reference)
+            done = into(at, cut, given, start_given, output, between, start, bias, start_bias)
         self.filled = columns[done]
         self.listed = []
         if done < _ALL or self._is_norm or self._has_projections:
@@ -119,7 +118,7 @@ class Terms:
     ) -> None:
         """The terms that native code has not put into cells."""
         if cutter is not None:
-            inputs = cutter.arguments_like(inputs, start_inputs)
+            inputs, _ = cutter.call_like(inputs, {}, (start_inputs, {}, None))
             output, between = cutter.like(output, start), cutter.like(between, start)
         if not done & _OUTPUT:
             self.listed += self._of_output(output, between, start)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torchtap._torch import RunningNorm
 from torchtap.errors import MonitorError
 from torchtap.reduce.kernel import Copied
+from torchtap.monitors.module_monitor.reference import Call
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import map_leaves
 
@@ -57,12 +59,14 @@ class Cutter:
             value, lambda name, each: self._tensor(each, likes[name].shape) if name in likes else each
         )
 
-    def arguments_like(self, args: tuple[Any, ...], like: tuple[Any, ...]) -> tuple[Any, ...]:
+    def call_like(self, args: Args, kwargs: Kwargs, like: Call) -> tuple[Args, Kwargs]:
         """The same for a call's arguments, most of which are one tensor."""
-        if len(args) == 1 == len(like):
-            return (self.like(args[0], like[0]),)
-        parts: tuple[Any, ...] = self.like(args, like)
-        return parts
+        others, named, _ = like
+        if len(args) == 1 == len(others) and type(args[0]) is Tensor and type(others[0]) in _OF_A_SHAPE:
+            args = (self._tensor(args[0], others[0].shape),)
+        else:
+            args = self.like(args, others)
+        return args, self.like(kwargs, named) if kwargs else kwargs
 
     def _tensor(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         known = self._cut.get(id(value))

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchtap._torch import set_grad_enabled
+from torchtap._torch import has_global_hooks, set_grad_enabled
 from torchtap.errors import MonitorError
 from torchtap.monitors.module_monitor.coordinate_cells import Cells, Numbers, Sums
 from torchtap.monitors.module_monitor.coordinate_terms import Measured, Terms
@@ -161,7 +161,7 @@ class RefinedCoordinateCheck:
     def _hears_reference(self) -> bool:
         """Whether every module of the monitor's reference has a hook of this check."""
         theirs, own = self.monitor.reference_activation_hooks.hooks, self.rcc_reference_forward_hooks.hooks
-        return theirs.keys() <= own.keys()
+        return self.monitor.reference_module is self.reference_module and theirs.keys() <= own.keys()
 
     # -- both forwards ------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class RefinedCoordinateCheck:
             return
         self._measured.pop(name, None)
         if pair.start is not None and self._cutter is not None:
-            args, kwargs = self._cut_call(pair.start, args, kwargs)
+            args, kwargs = self._cutter.call_like(args, kwargs, pair.start)
             output = self._cutter.like(output, pair.start[2])
         copied = self._copies.of_all
         self.module_inputs[name] = copied(args)
@@ -269,18 +269,12 @@ class RefinedCoordinateCheck:
             set_grad_enabled(False)
             try:
                 if self._cutter is not None:
-                    args, kwargs = self._cut_call(start, args, kwargs)
+                    args, kwargs = self._cutter.call_like(args, kwargs, start)
                 between = self._replay.output_of(pair.reference, args, kwargs, remember=pair.shares)
             finally:
                 set_grad_enabled(had_grad)
         pair.terms.take(args, output, between, start[0], start[2], self._cutter)
         self._measured[pair.name] = pair
-
-    def _cut_call(self, start: Call, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """A call on the part of the batch that the reference was given."""
-        assert self._cutter is not None
-        args = self._cutter.arguments_like(args, start[0])
-        return args, self._cutter.like(kwargs, start[1]) if kwargs else kwargs
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -337,8 +331,9 @@ class _Pair:
 
     def is_same_function(self) -> bool:
         """Whether the reference would answer what the module has answered, whatever was learned."""
+        has_other_hook = self._replay.has_other_hook
         return self._is_function and not (
-            self._replay.has_other_hook(self.module) or self._replay.has_other_hook(self.reference)
+            has_global_hooks() or has_other_hook(self.module) or has_other_hook(self.reference)
         )
 
 

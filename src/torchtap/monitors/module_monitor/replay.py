@@ -65,6 +65,7 @@ def is_function(module: nn.Module, reference: nn.Module) -> bool:
 
 
 def _is_calm(module: nn.Module) -> bool:
+    """Whether a module writes into no input and draws no random number, as far as its code is known."""
     if "forward" in module.__dict__ or getattr(module, "inplace", False):
         return False
     if type(module) is nn.Sequential:
@@ -116,8 +117,11 @@ class Replay:
         self._pool = HostPool(limit=64 << 20)
 
     def has_other_hook(self, part: nn.Module) -> bool:
-        """Whether calling a part does anything besides its forward, but for the monitor's own hooks."""
-        if part._forward_pre_hooks or compiled_in_place(part) is not None or has_global_hooks():
+        """Whether a part has hooks, but for the monitor's own, or is compiled: calling it may do more than its forward.
+
+        Hooks on all modules of the process are another question.
+        """
+        if part._forward_pre_hooks or compiled_in_place(part) is not None:
             return True
         own = self._own
         for hook in part._forward_hooks.values():  # noqa: SIM110 (asked for every module: a generator takes longer)
@@ -125,16 +129,12 @@ class Replay:
                 return True
         return False
 
-    def is_calm(self, part: nn.Module) -> bool:
-        """Whether a part writes into no input and draws no random number, as far as its code is known."""
+    def output_of(self, part: nn.Module, args: Args, kwargs: Kwargs, *, remember: bool) -> object:
+        """What a part answers to a call. ``remember`` it where a container gets the same arguments."""
         calm = self._calm.get(part)
         if calm is None:
             calm = self._calm[part] = _is_calm(part)
-        return calm
-
-    def output_of(self, part: nn.Module, args: Args, kwargs: Kwargs, *, remember: bool) -> object:
-        """What a part answers to a call. ``remember`` it where a container gets the same arguments."""
-        if self.is_calm(part):
+        if calm and not has_global_hooks():
             output = self._run_calm(part, args, kwargs)
         else:
             output = self._run(part, map_leaves(args, self._stand_in), map_leaves(kwargs, self._stand_in))
@@ -158,7 +158,7 @@ class Replay:
         value = args[0]
         for each in part._modules.values():
             assert each is not None
-            known = self._remembered(each, (value,))
+            known = self._remembered(each, (value,)) if each in self._answers else None
             value = self._run_calm(each, (value,), {}) if known is None else known
         return value
 
