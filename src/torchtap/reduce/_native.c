@@ -280,6 +280,7 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
 #include "_native_modules.h"
 #include "_native_hooks.h"
 #include "_native_rows.h"
+#include "_native_fetching.h"
 
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
@@ -291,6 +292,7 @@ static PyMethodDef methods[] = {
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
     {"use_pool", py_use_pool, METH_O, NULL},
     {"is_sound", py_is_sound, METH_O, NULL},
+    {"fetch", (PyCFunction)(void (*)(void))py_fetch, METH_FASTCALL, NULL},
     {"rows_into", (PyCFunction)(void (*)(void))py_rows_into, METH_FASTCALL, NULL},
     {"use_row_sums", py_use_row_sums, METH_O, NULL},
     {"same_modules", (PyCFunction)(void (*)(void))py_same_modules, METH_FASTCALL, NULL},

@@ -45,6 +45,14 @@ static int one_more(Operands *operands, PyObject *value)
     return memory->contiguous && memory->elements && memory->dimensions;
 }
 
+/* The last value stands for the next one, too. */
+static int once_more(Operands *operands)
+{
+    operands->of[operands->count] = operands->of[operands->count - 1];
+    Py_XINCREF(operands->of[operands->count++].storage);
+    return 1;
+}
+
 /* Whether a tensor has these sizes, or with `cut` begins with a tensor of these sizes. */
 static int begins_with(const Memory *memory, const Memory *like, int cut)
 {
@@ -60,7 +68,7 @@ static int begins_with(const Memory *memory, const Memory *like, int cut)
 static int find_operands(PyObject *const *values, int whole, int ends, int cut, Operands *found)
 {
     for (int i = 0; i < whole + ends; i++)
-        if (!one_more(found, values[i]))
+        if (!(i && values[i] == values[i - 1] ? once_more(found) : one_more(found, values[i])))
             return 0;
     const Memory *like = found->of + whole - 1;
     if (like->dtype >= FLOAT_DTYPES)

@@ -27,6 +27,7 @@ __all__ = [
     "SMALL",
     "Copied",
     "count",
+    "fetch",
     "hearing",
     "is_sound",
     "make_keeper",
@@ -96,6 +97,15 @@ hearing = native if _has_takers and hasattr(native, "Ear") else None
 def make_keeper(lend: Callable[[int], object], give_back: Callable[[Any], None]) -> Any:
     """What keeps whole values (`_native_copying.h`), large ones in memory that is lent; None without native code."""
     return None if hearing is None else hearing.Keeper(lend, give_back, script_tracer, SMALL)
+
+
+def fetch(value: Tensor, least: int, most: int) -> None:
+    """Bring a value of so many bytes into the cache, where native code can."""
+    if _has_fetch:
+        native.fetch(value, least, most)  # type: ignore[union-attr]
+
+
+_has_fetch = _has_takers and hasattr(native, "fetch")
 
 
 class _Never:

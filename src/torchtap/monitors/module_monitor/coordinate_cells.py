@@ -71,5 +71,7 @@ class _Layout:
 
     def __init__(self, filled: list[Columns]) -> None:
         self.keys = tuple(key for columns in filled for key in columns.keys)
-        self.totals = np.array([each.first + 2 + sum_ for each in filled for sum_ in each.sums], dtype=np.intp)
+        self.totals = np.array(
+            [each.first + 2 + sum_ for each in filled for sum_ in each.sums], dtype=np.intp
+        )
         self.rows = np.array([each.first for each in filled for _ in each.sums], dtype=np.intp)

@@ -209,10 +209,12 @@ def _choices(output: Columns, given: Columns) -> tuple[tuple[Columns, ...], ...]
     return (), (output,), (given,), (output, given)
 
 
-def _bias_of(module: nn.Module) -> Tensor | None:
+def _bias_of(module: Any) -> Tensor | None:
     """What ``module.bias`` says, past nn.Module's own search for it. (A parametrized bias is no parameter.)"""
-    own = module._parameters
-    bias: Tensor | None = own["bias"] if "bias" in own else module.bias
+    own: dict[str, Tensor | None] = module._parameters
+    if "bias" in own:
+        return own["bias"]
+    bias: Tensor | None = module.bias
     return bias
 
 

@@ -12,7 +12,7 @@ Not here: recognising formulas (`expressions`), keys and steps (`storage`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -84,7 +84,7 @@ class Ledger:
         self._results: list[tuple[BoundMetrics, PlacedMetric, Tensor]] = []
         self._norms: list[tuple[list[BoundMetrics], Tensor]] = []
         # Sums of what was added under several keys, and over how many numbers each is.
-        self._added: dict[tuple[str, ...], tuple[Numbers, Numbers]] = {}
+        self._added: list[tuple[tuple[str, ...], Numbers, Numbers]] = []
         self._recent = RecentValues()
         self._recent_rows = [-1] * RecentValues.SLOTS  # the row of what is in each slot; -1: not measured
         self._layout: _Layout | None = None
@@ -136,8 +136,11 @@ class Ledger:
 
     def add(self, keys: tuple[str, ...], totals: Numbers, counts: Numbers) -> None:
         """Sums, each over so many numbers, to be averaged under their keys."""
-        known = self._added.get(keys)
-        self._added[keys] = (totals, counts) if known is None else (known[0] + totals, known[1] + counts)
+        for index, (known, before, counted) in enumerate(self._added):
+            if known is keys or known == keys:
+                self._added[index] = (keys, before + totals, counted + counts)
+                return
+        self._added.append((keys, totals, counts))
 
     def take_pair(self, bound: BoundMetrics, value: Tensor, reference: Tensor) -> None:
         """All metrics of a place on a value and its reference."""
@@ -249,9 +252,8 @@ class Ledger:
             for bound, norm in zip(bounds, norms.tolist(), strict=True):
                 for metric in bound.read:
                     storage.log_scalar(step, metric.key, norm)
-        for keys, (totals, counts) in self._added.items():
-            for key, mean, count in zip(keys, totals / counts, counts.tolist(), strict=True):
-                storage.log_tensor(step, key, torch.tensor(mean, dtype=torch.float64).expand(int(count)))
+        for key, mean, count in self._means_of_added():
+            storage.log_tensor(step, key, torch.tensor(mean, dtype=torch.float64).expand(int(count)))
         for bound, metric, result in self._results:
             if bound.scalar:
                 storage.log_scalar(step, metric.key, result)
@@ -268,12 +270,17 @@ class Ledger:
             return
         into.update(zip(layout.keys, layout.averaged(self._evaluate(layout)).tolist(), strict=True))
         into.update(norms)
-        for added, (totals, counts) in self._added.items():
-            into.update(zip(added, (totals / counts).tolist(), strict=True))
+        for keys, totals, counts in self._added:
+            into.update(zip(keys, (totals / counts).tolist(), strict=True))
         if self._results:
-            keys = [metric.key for _, metric, _ in self._results]
-            into.update(zip(keys, means([[result] for _, _, result in self._results]), strict=True))
+            called = [metric.key for _, metric, _ in self._results]
+            into.update(zip(called, means([[result] for _, _, result in self._results]), strict=True))
         self._forget()
+
+    def _means_of_added(self) -> Iterator[tuple[str, float, float]]:
+        """What was added under each key, and over how many numbers."""
+        for keys, totals, counts in self._added:
+            yield from zip(keys, (totals / counts).tolist(), counts.tolist(), strict=True)
 
     def _norms_by_key(self) -> dict[str, float] | None:
         """The norms that came in batches, read together; None where a key came more than once."""
@@ -303,7 +310,10 @@ class Ledger:
         metrics = [metric for _, metric, _ in self._results]
         if not layout.plain or any(metric.aggregate is not None for metric in metrics):
             return True
-        sources = [into, layout.keys, norms, *self._added, [metric.key for metric in metrics]]
+        if len(self._added) == 1 and not (into or layout.keys or norms or metrics):
+            return False
+        added = [keys for keys, _, _ in self._added]
+        sources = [into, layout.keys, norms, *added, [metric.key for metric in metrics]]
         return len(set().union(*sources)) < sum(map(len, sources))
 
     def _evaluate(self, layout: _Layout) -> npt.NDArray[np.float64]:
@@ -320,7 +330,7 @@ class Ledger:
         self._bound_rows.clear()
         self._results.clear()
         self._norms.clear()
-        self._added = {}
+        self._added = []
         self._used = 0
         self._recent.forget()
         if self._taker is not None:

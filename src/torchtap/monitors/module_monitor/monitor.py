@@ -165,11 +165,9 @@ class ModuleMonitor(MetricRegistry):
         of_module.passes(self._calls.clear)
         self._walkers = [of_reference, of_module]
 
-    def _put_on(
-        self, hooks: HooksManager, part: nn.Module, action: Action, *, with_kwargs: bool = False
-    ) -> None:
+    def _put_on(self, hooks: HooksManager, part: nn.Module, action: Action) -> None:
         self._own_actions.add(action)
-        hooks.put_on(part, action, with_kwargs=with_kwargs)
+        hooks.put_on(part, action)
 
     def has_reference_module(self) -> bool:
         """Whether there is a reference."""

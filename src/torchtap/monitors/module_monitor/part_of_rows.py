@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from torchtap._torch import RunningNorm
 from torchtap.errors import MonitorError
-from torchtap.reduce.kernel import Copied
 from torchtap.monitors.module_monitor.reference import Call
+from torchtap.reduce.kernel import Copied
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import map_leaves

@@ -45,6 +45,7 @@ from torchtap.names import paths_around
 from torchtap.reduce import row_norms
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.structure import map_leaves
+from torchtap.taps.walk.untraced import Hook
 from torchtap.taps.walk.walker import shown_call
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
@@ -106,12 +107,13 @@ class RefinedCoordinateCheck:
         self.rcc_reference_forward_hooks = HooksManager()
         self._replay = Replay(monitor._own_actions, self._aside)
         self._pairs = self._paired()
+        on_forward, on_reference = shown_call(self._on_forward), shown_call(self._on_reference_forward)
+        monitor._own_actions |= {on_forward, on_reference}
         for pair in self._pairs:
-            for hooks, module, take in (
-                (self.rcc_forward_hooks, pair.module, self._on_forward),
-                (self.rcc_reference_forward_hooks, pair.reference, self._on_reference_forward),
-            ):
-                monitor._put_on(hooks, module, shown_call(pair, take), with_kwargs=True)
+            self.rcc_forward_hooks.put_on(pair.module, Hook(on_forward, pair), with_kwargs=True)
+            self.rcc_reference_forward_hooks.put_on(
+                pair.reference, Hook(on_reference, pair), with_kwargs=True
+            )
         monitor._companions.append(self._arm)
 
     def _paired(self) -> list[_Pair]:
@@ -119,8 +121,10 @@ class RefinedCoordinateCheck:
         modules, references = self._listed(self.module), self._listed(self.reference_module)
         lonely = modules.keys() ^ references.keys()
         if lonely:
-            raise MonitorError(f"Module {min(lonely)} has no counterpart in the other of model and reference.")
-        self._cells = Cells(2 * len(modules))
+            raise MonitorError(
+                f"Module {min(lonely)} has no counterpart in the other of model and reference."
+            )
+        self._cells = Cells(len(modules))
         return [
             _Pair(name, module, references[name], self._replay, self._cells)
             for name, module in modules.items()
@@ -314,6 +318,19 @@ class RefinedCoordinateCheck:
 @final
 class _Pair:
     """A module and its counterpart in the reference."""
+
+    __slots__ = (
+        "_is_function",
+        "_replay",
+        "containers",
+        "is_awaited",
+        "module",
+        "name",
+        "reference",
+        "shares",
+        "start",
+        "terms",
+    )
 
     def __init__(
         self, name: str, module: nn.Module, reference: nn.Module, replay: Replay, cells: Cells
