@@ -222,21 +222,22 @@ class RefinedCoordinateCheck:
         self._was_asked = True
         if self.cpu_offload:
             self._bring_back(next(self.module.parameters()).device)
-        self._take_kept()
-        self._log_measured()
-
-    def _log_measured(self) -> None:
+        if self.module_inputs:
+            self._take_kept()
         terms = [pair.terms for pair in self._pairs if pair.name in self._measured]
-        ledger = self.monitor._ledger
-        for keys, totals, rows, widths in (
-            self._cells.sums([filled for each in terms for filled in each.filled]),
-            _joined([listed for each in terms for listed in each.listed]),
-        ):
-            if keys:
-                ledger.add(keys, totals, rows)
-                if self._rms_norms:
-                    ledger.add(_rms_keys(keys), totals / np.sqrt(widths), rows)
+        self._log(self._cells.sums([filled for each in terms for filled in each.filled]))
+        listed = [one for each in terms if each.listed for one in each.listed]
+        if listed:
+            self._log(_joined(listed))
         self._forget()
+
+    def _log(self, sums: Sums) -> None:
+        keys, totals, rows, widths = sums
+        ledger = self.monitor._ledger
+        if keys:
+            ledger.add(keys, totals, rows)
+            if self._rms_norms:
+                ledger.add(_rms_keys(keys), totals / np.sqrt(widths), rows)
 
     def _take_kept(self) -> None:
         """The terms of the calls that were kept: from the inside out, as the hooks were called."""

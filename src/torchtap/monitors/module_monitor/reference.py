@@ -117,10 +117,9 @@ class ReferenceActivations:
         self._first: dict[str, Any] = {}  # to be opened
         self.copies = Copies(offload=offload)
         self._further: dict[tuple[str, int], Tensor] = {}
-        self._calls: dict[str, int] = {}
-        self._pass_of: dict[
-            str, int
-        ] = {}  # the pass over the whole reference in which a module was last called
+        self._calls: dict[str, int] = {}  # of those that were called more than once
+        # The pass over the whole reference in which a module was last called.
+        self._pass_of: dict[str, int] = {}
         self._quiet: set[str] = set()  # kept under no_monitor
         self._pass = 0
         self._inside = False
@@ -174,12 +173,12 @@ class ReferenceActivations:
                     "reference was called twice; call after_micro_batch() between two batches, or make further "
                     "calls under no_monitor()"
                 )
-        call = self._calls.get(name, 0)
-        if call == 0:
-            self._first[name] = value
-        else:
+        if further_call:
+            call = self._calls.get(name, 1)
             self._further[name, call] = opened(value)
-        self._calls[name] = call + 1
+            self._calls[name] = call + 1
+        else:
+            self._first[name] = value
         self._pass_of[name] = self._pass
         if quiet:
             self._quiet.add(name)

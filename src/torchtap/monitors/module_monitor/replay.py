@@ -16,6 +16,7 @@ from operator import is_
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules import activation, batchnorm, conv, normalization, pooling
 
 from torchtap._torch import compiled_in_place, has_global_hooks, version_of
@@ -160,8 +161,12 @@ class Replay:
         if self.has_other_hook(part) or (is_sequence and (kwargs or len(args) != 1)):
             return self._run(part, args, kwargs)
         if not is_sequence:
-            if type(part) is nn.Linear and (weight := part._parameters.get("weight")) is not None:
-                fetch(weight, _FAR, _CACHED)
+            own: Any = part._parameters
+            if type(part) is nn.Linear and len(args) == 1 and "weight" in own and "bias" in own:
+                fetch(own["weight"], _FAR, _CACHED)
+                return functional.linear(
+                    args[0], own["weight"], own["bias"]
+                )  # as forward, which searches for both
             return part.forward(*args, **kwargs)
         value = args[0]
         for each in part._modules.values():
