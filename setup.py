@@ -62,6 +62,7 @@ setup(
                     "modules",
                     "hooks",
                     "rows",
+                    "fetching",
                 )
             ]
             + SHARED,

@@ -106,7 +106,11 @@ def _rows(model: str, training: Training, effort: _Effort) -> list[dict[str, Any
         some = compare({"plain": plain, **cases}, base="plain", rounds=effort.some, repeats=10, warm_up=10)
         found += _as_rows((model, "1 step of 10"), some, {}, None)
     eighth = compare(
-        {"plain": plain, "torchtap": _checked(training, PACKAGES["torchtap"], _untimed, share=1 / 8)},
+        {
+            "plain": plain,
+            "by hand: reference, linears again, one sum() in each hook": _summed(training, share=1 / 8),
+            OURS: _checked(training, PACKAGES[OURS], _untimed, share=1 / 8),
+        },
         base="plain",
         rounds=effort.check,
         repeats=repeats,
@@ -309,6 +313,50 @@ def _checked(training: Training, package: ModuleType, timed: Timed, share: float
         check.rcc_forward_hooks.remove_all_hooks()
         monitor.remove_reference_module()
         monitor.activation_hooks.remove_all_hooks()
+
+    return entered
+
+
+def _summed(training: Training, share: float) -> Case:
+    """What a check on a part of the batch cannot do without, and one number for each output: the limit of a check."""
+    rows = max(1, int(len(training.inputs) * share))
+
+    @contextmanager
+    def entered() -> Iterator[Callable[[], None]]:
+        reference = copy.deepcopy(training.model)
+        taken: list[Tensor] = []
+
+        def summed(module: nn.Module, args: Any, output: Tensor) -> None:
+            taken.append(output.detach()[:rows].sum())
+
+        def run_again(linear: nn.Linear) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+                with torch.no_grad():
+                    linear.forward(args[0][:rows])
+
+            return hook
+
+        handles = [
+            module.register_forward_hook(summed)
+            for model in (training.model, reference)
+            for module in model.modules()
+        ]
+        handles += [
+            module.register_forward_hook(run_again(other))
+            for module, other in zip(training.model.modules(), reference.modules(), strict=True)
+            if isinstance(other, nn.Linear)
+        ]
+
+        def work() -> None:
+            with torch.no_grad():
+                reference(training.inputs[:rows])
+            training.step()
+            torch.stack(taken).tolist()
+            taken.clear()
+
+        yield work
+        for handle in handles:
+            handle.remove()
 
     return entered
 

@@ -74,6 +74,7 @@ __all__ = [
     "script_tensors",
     "script_tracer",
     "sequence_number",
+    "set_grad_enabled",
     "shape_from",
     "skip_alone",
     "something_was_compiled",
@@ -236,6 +237,10 @@ def has_global_hooks() -> bool:
     """Whether hooks are on all modules of the process. Where torch does not say, they may be."""
     asked = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
     return True if asked is None else bool(asked())
+
+
+# What ``torch.set_grad_enabled`` calls, without an object around it.
+set_grad_enabled: Callable[[bool], object] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
 
 
 def foreach_norm(values: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> Sequence[Tensor]:

@@ -100,33 +100,133 @@ def test_norms_of_sixteen_bits_neither_overflow_nor_round(way: str) -> None:
     assert numbers(of_change(value, torch.zeros_like(value)))[0] == pytest.approx(2 * 3000 * 8, rel=1e-9)
 
 
-ALIKE = {
-    "values": ((torch.ones(3, 4), torch.ones(3, 4)), ()),
-    "ends of one row": ((torch.ones(2, 3, 4), torch.ones(2, 3, 4)), (torch.ones(4),)),
-}
+needs_rows_into = pytest.mark.skipif(
+    row_norms.rows_into is row_norms._nothing_done, reason="tensors do not tell native code where they lie"
+)
+
+
+def into(cut: bool, *values: object) -> tuple[int, list[float], list[float]]:
+    """What was done, and the numbers of the output and of the input; -1 where nothing was written."""
+    cells = torch.full((2, row_norms.CELLS), -1.0, dtype=torch.float64)
+    done = row_norms.rows_into(cells.data_ptr(), cut, *values)
+    return done, *cells.tolist()
+
+
+@needs_rows_into
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 40), (600, 1024)], ids=str)
+@pytest.mark.parametrize("cut", [False, True])
+def test_tensors_go_into_cells_as_they_are(dtype: torch.dtype, shape: tuple[int, ...], cut: bool) -> None:
+    longer = (shape[0] + 3 * cut, *shape[1:])
+    given, output = (torch.randn(longer).to(dtype) for _ in range(2))
+    start_given, between, start = (torch.randn(shape).to(dtype) for _ in range(3))
+    biases = [torch.nn.Parameter(torch.randn(shape[-1]).to(dtype)) for _ in range(2)]
+    x, y, x_0, b, s, p, q = (
+        each.detach().double()
+        for each in (given[: shape[0]], output[: shape[0]], start_given, between, start, *biases)
+    )
+    rows, width = float(math.prod(shape[:-1])), float(shape[-1])
+    done, of_output, of_input = into(cut, given, start_given, output, between, start)
+    assert done == 3
+    assert of_input[:2] == of_output[:2] == [rows, width]
+    assert of_output[2:6] == pytest.approx(sums(y - b, b - s, y, s), rel=2e-6)
+    assert of_input[2:4] == pytest.approx(sums(x, x - x_0), rel=2e-6)
+    done, of_output, _ = into(cut, given, start_given, output, between, start, *biases)
+    assert done == 3
+    assert of_output[2:] == pytest.approx(sums(y - b, b - s, y - p, s - q, (y - p) - (b - q)), rel=2e-6)
+    # A value that stands twice is found once.
+    assert into(cut, given, start_given, output, output, start)[1][2:4] == pytest.approx(
+        sums(y - y, y - s), rel=2e-6
+    )
+
+
+@needs_rows_into
+def test_copies_of_a_call_are_as_good_as_its_tensors() -> None:
+    given, output = torch.randn(4, 6), torch.randn(4, 6)
+    keeper = kernel.make_keeper(lambda _: None, lambda _: None)
+    (given_copy,), _, output_copy = keeper.copies((given,), {}, output)
+    expected = into(False, given, given.clone(), output, output.clone(), output.clone())
+    given_now, output_now = given.clone(), output.clone()
+    given.zero_()
+    output.zero_()
+    assert into(False, given_now, given_copy, output_now, output_copy, output_copy) == expected
+
+
+def freed() -> Tensor:
+    value = torch.ones(3, 4)
+    value.untyped_storage().resize_(0)
+    return value
+
+
 UNLIKE = {
-    "other sizes": ((torch.ones(3, 4), torch.ones(4, 3)), ()),
-    "other dimensions": ((torch.ones(3, 4), torch.ones(1, 3, 4)), ()),
-    "other dtypes": ((torch.ones(3, 4), torch.ones(3, 4).double()), ()),
-    "whole numbers": ((torch.ones(3, 4).long(), torch.ones(3, 4).long()), ()),
-    "no dimensions": ((torch.ones(()), torch.ones(())), ()),
-    "no elements": ((torch.ones(0, 4), torch.ones(0, 4)), ()),
-    "an end of another width": ((torch.ones(3, 4), torch.ones(3, 4)), (torch.ones(3),)),
-    "an end of several rows": ((torch.ones(3, 4), torch.ones(3, 4)), (torch.ones(1, 4),)),
-    "gaps": ((torch.ones(3, 8)[:, ::2], torch.ones(3, 4)), ()),
-    "large": ((torch.ones(1024, 512), torch.ones(1024, 512)), ()),
-    "no memory": ((torch.ones(3, 4), torch.ones(3, 4, device="meta")), ()),
+    "other sizes": torch.ones(4, 3),
+    "other dimensions": torch.ones(1, 3, 4),
+    "more columns": torch.ones(3, 5),
+    "fewer rows": torch.ones(2, 4),
+    "other dtypes": torch.ones(3, 4).double(),
+    "whole numbers": torch.ones(3, 4).long(),
+    "no dimensions": torch.ones(()),
+    "no elements": torch.ones(0, 4),
+    "gaps": torch.ones(3, 8)[:, ::2],
+    "another order": torch.ones(4, 3).t(),
+    "expanded": torch.ones(1, 4).expand(3, 4),
+    "negated": torch._neg_view(torch.ones(3, 4)),
+    "on another device": torch.ones(3, 4, device="meta"),
+    "no memory": freed(),
+    "no tensor": (torch.ones(3, 4),),
+    "nothing": None,
 }
 
 
-@pytest.mark.skipif(not kernel._has_rows, reason="tensors do not tell native code where they lie")
-def test_values_are_located_together_only_where_they_lie_alike() -> None:
-    for values, ends in ALIKE.values():
-        dtype, rows, width, *addresses = kernel.rows_of(values, ends)
-        assert (dtype, rows, width) == (0, row_count(values[0]), values[0].shape[-1])
-        assert addresses == [each.data_ptr() for each in (*values, *ends)]
-    for name, (values, ends) in UNLIKE.items():
-        assert kernel.rows_of(values, ends) is None, name
+@needs_rows_into
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_does_not_lie_alike_is_left_and_nothing_is_written(name: str) -> None:
+    odd, value = UNLIKE[name], torch.ones(3, 4)
+    nothing = [-1.0] * row_norms.CELLS
+    for place in range(3):
+        values = [value] * 3
+        values[place] = odd
+        done, of_output, of_input = into(False, value, value, *values)
+        assert (done, of_output) == (2, nothing), place
+        assert of_input[:2] == [3, 4]
+    done, of_output, of_input = into(False, odd, value, value, value, value)
+    assert (done, of_input) == (1, nothing)
+    for bias in (torch.ones(3), torch.ones(1, 4), torch.ones(4).double(), odd):
+        assert into(False, value, value, value, value, value, bias, torch.ones(4))[0] == 2
+
+
+@needs_rows_into
+def test_a_longer_value_is_cut_only_where_it_may_be() -> None:
+    value, longer = torch.ones(3, 4), torch.ones(5, 4)
+    assert into(False, longer, value, longer, value, value)[0] == 0
+    assert into(True, longer, value, longer, value, value)[0] == 3
+    assert into(True, value, longer, value, longer, longer)[0] == 0
+
+
+@needs_rows_into
+def test_numbers_go_to_no_address_that_cannot_be() -> None:
+    value = torch.ones(3, 4)
+    room = torch.zeros(14, dtype=torch.float64)
+    for address in (0, room.data_ptr() + 1):
+        with pytest.raises(ValueError, match="no numbers"):
+            row_norms.rows_into(address, 0, value, value, value, value, value)
+    for values in ([value] * 4, [value] * 6, [value] * 8):
+        with pytest.raises(TypeError, match="five or seven"):
+            row_norms.rows_into(room.data_ptr(), 0, *values)
+
+
+@pytest.mark.skipif(not kernel._has_fetch, reason="no native code")
+def test_only_plain_memory_of_the_right_size_is_fetched() -> None:
+    assert kernel.native is not None
+    fetch, value = kernel.native.fetch, torch.arange(1000.0)
+    assert fetch(value, 4000, 4000)
+    assert fetch(value[:7], 0, 28)
+    assert value.tolist() == list(range(1000))
+    assert not fetch(value, 4001, 5000)
+    assert not fetch(value, 0, 3999)
+    assert not fetch(value, -1, 5000)
+    for odd in (value[::2], freed(), torch.ones(9, device="meta"), torch.ones(0), None, "text"):
+        assert not fetch(odd, 0, 1 << 20)
 
 
 LAYOUTS = {

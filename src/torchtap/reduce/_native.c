@@ -280,6 +280,7 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
 #include "_native_modules.h"
 #include "_native_hooks.h"
 #include "_native_rows.h"
+#include "_native_fetching.h"
 
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
@@ -291,7 +292,9 @@ static PyMethodDef methods[] = {
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
     {"use_pool", py_use_pool, METH_O, NULL},
     {"is_sound", py_is_sound, METH_O, NULL},
-    {"rows_of", (PyCFunction)(void (*)(void))py_rows_of, METH_FASTCALL, NULL},
+    {"fetch", (PyCFunction)(void (*)(void))py_fetch, METH_FASTCALL, NULL},
+    {"rows_into", (PyCFunction)(void (*)(void))py_rows_into, METH_FASTCALL, NULL},
+    {"use_row_sums", py_use_row_sums, METH_O, NULL},
     {"same_modules", (PyCFunction)(void (*)(void))py_same_modules, METH_FASTCALL, NULL},
     {"put_in_tables", py_put_in_tables, METH_O, NULL},
     {"take_from_tables", (PyCFunction)(void (*)(void))py_take_from_tables, METH_FASTCALL, NULL},

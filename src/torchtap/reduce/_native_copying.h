@@ -6,7 +6,7 @@
  * object itself, those of large ones in memory that was used before and that is lent for as long as the object lives.
  *
  * One copy serves every place at which the same value is shown, since copies are never changed: one of the last few large
- * tensors that comes again, or the last small one, gets the copy that it has. What lies in another order or is no plain
+ * tensors that comes again, or of the last few small ones, gets the copy that it has. What lies in another order or is no plain
  * memory is left to Python, and nothing of it was read. */
 
 #define COPY_ALIGNMENT 64 /* as torch's own memory: what is computed from it may depend on that in its last digits */
@@ -25,9 +25,12 @@ typedef struct {
     PyObject *tracer;                         /* () -> the tracer that follows the model; None where none does */
     Py_ssize_t small;                         /* values of fewer bytes are small */
     PyObject *waiting;                        /* (a place's number, the pass, a copy), in the order in which they came */
-    Copied *last;                             /* of small values */
-    const char *from;                         /* where it was copied from */
-    Marks recent;                             /* large values */
+    struct {
+        Copied *copy;
+        const char *from; /* where it was copied from */
+    } last[RECENT];       /* of small values */
+    int next;             /* which of them is the oldest */
+    Marks recent;         /* large values */
     PyObject *copies[RECENT];                 /* of the tensors that are marked */
 } Keeper;
 
@@ -70,19 +73,20 @@ static Copied *new_copied(const Memory *memory, Py_ssize_t bytes, Py_ssize_t ins
     return copied;
 }
 
-/* Whether the last small value is this one: the same bytes, shape and place. Asked sooner than a tensor's version. */
-static int is_last(const Keeper *self, const Memory *memory, Py_ssize_t bytes)
+/* Whether a small value is this copy's: the same bytes, shape and place. Asked sooner than a tensor's version. */
+static int is_copy_of(const Copied *copy, const Memory *memory, Py_ssize_t bytes)
 {
-    const Copied *last = self->last;
-    return last && self->from == memory->raw && last->dtype == memory->dtype &&
-           last->dimensions == memory->dimensions &&
-           memcmp(last->shape, memory->shape, sizeof(int64_t) * (size_t)last->dimensions) == 0 &&
-           memcmp(last->data, memory->raw, (size_t)bytes) == 0;
+    return copy->dtype == memory->dtype && copy->dimensions == memory->dimensions &&
+           memcmp(copy->shape, memory->shape, sizeof(int64_t) * (size_t)copy->dimensions) == 0 &&
+           memcmp(copy->data, memory->raw, (size_t)bytes) == 0;
 }
 
 static PyObject *copy_small(Keeper *self, const Memory *memory, Py_ssize_t bytes)
 {
-    Copied *copied = is_last(self, memory, bytes) ? self->last : NULL;
+    Copied *copied = NULL;
+    for (int i = 0; !copied && i < RECENT; i++)
+        if (self->last[i].copy && self->last[i].from == memory->raw && is_copy_of(self->last[i].copy, memory, bytes))
+            copied = self->last[i].copy;
     if (copied) {
         Py_INCREF((PyObject *)copied);
         return (PyObject *)copied;
@@ -91,10 +95,12 @@ static PyObject *copy_small(Keeper *self, const Memory *memory, Py_ssize_t bytes
     if (!copied)
         return NULL;
     memcpy(copied->data, memory->raw, (size_t)bytes);
-    Py_XDECREF((PyObject *)self->last);
+    PyObject *oldest = (PyObject *)self->last[self->next].copy;
     Py_INCREF((PyObject *)copied);
-    self->last = copied;
-    self->from = memory->raw;
+    self->last[self->next].copy = copied;
+    self->last[self->next].from = memory->raw;
+    self->next = (self->next + 1) % RECENT;
+    Py_XDECREF(oldest);
     return (PyObject *)copied;
 }
 
@@ -216,6 +222,29 @@ static PyObject *keeper_hear(Keeper *self, PyObject *const *args, Py_ssize_t nar
     return PyBool_FromLong(kept > 0);
 }
 
+/* copies(args, kwargs, output): a call as it was: ((copy,), kwargs, copy), of one tensor that is given and one that comes
+ * back. None for any other call: nothing was done, Python asks again. */
+static PyObject *keeper_copies(Keeper *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyTuple_Check(args[0]) || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected a call's arguments and its output");
+        return NULL;
+    }
+    PyObject *input = PyTuple_Size(args[0]) == 1 && !PyDict_Size(args[1]) ? PyTuple_GetItem(args[0], 0) : NULL;
+    PyObject *answer = NULL;
+    if (input && is_plain(input) && is_plain(args[2])) {
+        PyObject *given = copy_of(self, input), *made = given && given != Py_None ? copy_of(self, args[2]) : NULL;
+        if (made && made != Py_None)
+            answer = Py_BuildValue("((O)OO)", given, args[1], made);
+        Py_XDECREF(given);
+        Py_XDECREF(made);
+    }
+    if (answer)
+        return answer;
+    PyErr_Clear(); /* whatever it was: Python asks again, and says it */
+    Py_RETURN_NONE;
+}
+
 /* drain(): all that is waiting; nothing is, afterwards. */
 static PyObject *keeper_drain(Keeper *self, PyObject *unused)
 {
@@ -229,14 +258,13 @@ static PyObject *keeper_drain(Keeper *self, PyObject *unused)
 
 static void forget_copies(Keeper *self)
 {
-    PyObject *last = (PyObject *)self->last;
-    self->last = NULL;
-    Py_XDECREF(last);
     forget_marks(&self->recent);
     for (int i = 0; i < RECENT; i++) {
-        PyObject *before = self->copies[i];
+        PyObject *large = self->copies[i], *small = (PyObject *)self->last[i].copy;
         self->copies[i] = NULL;
-        Py_XDECREF(before);
+        self->last[i].copy = NULL;
+        Py_XDECREF(large);
+        Py_XDECREF(small);
     }
 }
 
@@ -298,6 +326,7 @@ static PyObject *keeper_waiting(Keeper *self, void *unused)
 
 static PyMethodDef keeper_methods[] = {
     {"hear", (PyCFunction)(void (*)(void))keeper_hear, METH_FASTCALL, NULL},
+    {"copies", (PyCFunction)(void (*)(void))keeper_copies, METH_FASTCALL, NULL},
     {"drain", (PyCFunction)keeper_drain, METH_NOARGS, NULL},
     {"forget", (PyCFunction)keeper_forget, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -395,5 +424,5 @@ static int add_keeper(PyObject *module)
         return -1;
     const int added = PyModule_AddObjectRef(module, "Keeper", type);
     Py_DECREF(type);
-    return added;
+    return added < 0 ? added : PyModule_AddObjectRef(module, "Copied", (PyObject *)copied_type);
 }

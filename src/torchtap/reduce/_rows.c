@@ -96,9 +96,12 @@ static PyMethodDef methods[] = {
 
 static int start(PyObject *module)
 {
-    (void)module;
     choose_instructions();
-    return 0;
+    /* For `_native_rows.h`, which finds tensors by itself. */
+    PyObject *function = PyCapsule_New((void *)sum_rows, "torchtap.reduce._rows.sum_rows", NULL);
+    const int added = function ? PyModule_AddObjectRef(module, "sum_rows", function) : -1;
+    Py_XDECREF(function);
+    return added;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)start}, {0, NULL}};

@@ -25,14 +25,16 @@ __all__ = [
     "DTYPE_CODES",
     "MANY",
     "SMALL",
+    "Copied",
     "count",
+    "fetch",
     "hearing",
     "is_sound",
     "make_keeper",
     "make_taker",
     "measure",
     "native",
-    "rows_of",
+    "rows_by",
     "share_threads",
 ]
 
@@ -72,7 +74,7 @@ def _takes_tensors() -> bool:
     """Whether tensors tell the kernel themselves where they lie: torch from 2.10 on has DLPack's exchange interface."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     # A checkout may still hold the build of an older source.
-    if exchange is None or not hasattr(getattr(native, "Keeper", None), "hear"):
+    if exchange is None or not hasattr(getattr(native, "Keeper", None), "copies"):
         return False
     tensor = torch.zeros(())
     storage = tensor.untyped_storage()
@@ -94,6 +96,22 @@ def make_taker() -> Any:
 hearing = native if _has_takers and hasattr(native, "Ear") else None
 
 
+def fetch(value: Tensor, least: int, most: int) -> None:
+    """Bring a value of so many bytes into the cache, where native code can."""
+    if _has_fetch:
+        native.fetch(value, least, most)  # type: ignore[union-attr]
+
+
+_has_fetch = _has_takers and hasattr(native, "fetch")
+
+
+class _Never:
+    """Nothing is of this type."""
+
+
+# What a keeper answers with: the bytes of a value, its shape, and the number of its dtype.
+Copied: type = getattr(hearing, "Copied", _Never)
+
 # Below so many bytes torch's allocator itself uses memory again: an ordinary copy costs least.
 SMALL = 64 << 10
 
@@ -114,18 +132,13 @@ def is_sound(value: Tensor) -> bool:
 _has_sound = _has_takers and hasattr(native, "is_sound")
 
 
-def rows_of(values: tuple[Tensor, ...], ends: tuple[Tensor, ...] = ()) -> tuple[int, ...] | None:
-    """``(dtype, rows, width, address, ...)`` of small values that lie alike, and of ends: one row each.
-
-    None where they do not. The addresses hold as long as the caller holds the values and lets nobody else run.
-    """
-    if native is None or not _has_rows:
+def rows_by(sums: ModuleType) -> Callable[..., int] | None:
+    """``rows_into`` of `_native_rows.h`, with the arithmetic of `_rows.c`; None where there is no such thing."""
+    if not _has_takers or not hasattr(native, "rows_into") or not hasattr(sums, "sum_rows"):
         return None
-    found: tuple[int, ...] | None = native.rows_of(len(ends), *values, *ends)
-    return found
-
-
-_has_rows = _has_takers and hasattr(native, "rows_of")
+    native.use_row_sums(sums.sum_rows)  # type: ignore[union-attr]
+    into: Callable[..., int] = native.rows_into  # type: ignore[union-attr]
+    return into
 
 
 # The numbers by which `_native.c` knows the dtypes.

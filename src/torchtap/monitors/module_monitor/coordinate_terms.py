@@ -3,6 +3,9 @@
 ``output`` is W_t x_t, ``between`` W_0 x_t and ``start`` W_0 x_0. Each term is the mean of its rows' norms; here it is
 the sum over rows, with their number, so that micro-batches add up. Keys are made once and used in every step.
 
+Most values go past Python: native code finds them and leaves their sums in the module's cells of a table
+(`coordinate_cells`). What it cannot read is cut, summed and listed here.
+
 Not here: where the values come from (`rcc`, `replay`), the arithmetic (`reduce.row_norms`).
 """
 
@@ -12,10 +15,15 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchtap.monitors.module_monitor.coordinate_cells import Cells, Columns
 from torchtap.monitors.module_monitor.naming import leaf_name
+from torchtap.monitors.module_monitor.part_of_rows import Cutter
+from torchtap.monitors.module_monitor.reference import opened
+from torchtap.reduce import row_norms
 from torchtap.reduce.row_norms import RowNorms, of_change, of_steps, row_count
 from torchtap.taps.walk.arguments import Args
 from torchtap.taps.walk.leaves import leaves
@@ -27,17 +35,19 @@ __all__ = ["Measured", "Terms"]
 Measured = tuple[tuple[str, ...], Callable[[Any], tuple[float, ...]], RowNorms, int, int]
 
 _FIRST, _SECOND, _BOTH = itemgetter(slice(0, 1)), itemgetter(slice(1, 2)), itemgetter(slice(0, 2))
-_OF_WEIGHT = itemgetter(0, 1, 2, 3, 4, 1)
-_WITHOUT_BIAS = itemgetter(0, 1, 2, 3, 0, 1)
+_OF_WEIGHT = (0, 1, 2, 3, 4, 1)
+_WITHOUT_BIAS = (0, 1, 2, 3, 0, 1)
+
+_OUTPUT, _INPUT, _ALL = 1, 2, 3  # what `rows_into` has done
 
 _OWN, _INHERITED = "RCC (W_t-W_0)x_t/{}/l2norm", "RCC W_0(x_t-x_0)/{}/l2norm"
 
 
 @final
 class Terms:
-    """The terms of one module and its reference."""
+    """The terms of one module and its reference, of the call that was taken last."""
 
-    def __init__(self, name: str, module: nn.Module, reference: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, reference: nn.Module, cells: Cells) -> None:
         self._name = name
         self._module: Any = module
         self._reference: Any = reference
@@ -61,27 +71,78 @@ class Terms:
             f"RCC (W_t-W_0)x_t/{weight}/x_t/l2norm",
             f"RCC W_0(x_t-x_0)/{weight}/x_t-x_0/l2norm",
         )
+        self._cells, output, given = cells.add()
+        keys, sums = (self._weight, _WITHOUT_BIAS) if self._has_weight else (self._steps_of(""), (0, 1))
+        of_input = Columns(given, self._input, (0, 1))
+        self._columns = _choices(Columns(output, keys, sums), of_input)
+        self._biased_columns = _choices(Columns(output, self._weight, _OF_WEIGHT), of_input)
+        self.filled: tuple[Columns, ...] = ()  # the cells that hold the last call's terms
+        self.listed: list[Measured] = []  # its terms that are in no cells
 
-    def of(
-        self, inputs: Args, output: object, between: object, start_inputs: Args, start: object
-    ) -> list[Measured]:
-        """All terms of one call. The caller keeps no gradients."""
-        found = self._of_output(output, between, start)
+    def take(
+        self,
+        inputs: Args,
+        output: object,
+        between: object,
+        start_inputs: Args,
+        start: object,
+        cutter: Cutter | None,
+    ) -> None:
+        """All terms of one call. With a cutter the values may be longer than the reference's."""
+        into, at, cut = row_norms.rows_into, self._cells, cutter is not None
+        given, start_given = inputs[0] if inputs else None, start_inputs[0] if start_inputs else None
+        bias = _bias_of(self._module) if self._has_weight else None
+        columns = self._columns if bias is None else self._biased_columns
         if self._is_embedding:
-            return found  # its input is an index
+            done = 0
+        elif bias is None:
+            done = into(at, cut, given, start_given, output, between, start)
+        else:
+            start_bias = _bias_of(self._reference)
+            done = into(at, cut, given, start_given, output, between, start, bias, start_bias)
+        self.filled = columns[done]
+        self.listed = []
+        if done < _ALL or self._is_norm or self._has_projections:
+            with torch.no_grad():
+                self._list_others(done, inputs, output, between, opened(start_inputs), opened(start), cutter)
+
+    def _list_others(
+        self,
+        done: int,
+        inputs: Args,
+        output: object,
+        between: object,
+        start_inputs: Args,
+        start: object,
+        cutter: Cutter | None,
+    ) -> None:
+        """The terms that native code has not put into cells."""
+        if cutter is not None:
+            inputs, _ = cutter.call_like(inputs, {}, (start_inputs, {}, None))
+            output, between = cutter.like(output, start), cutter.like(between, start)
+        if not done & _OUTPUT:
+            self.listed += self._of_output(output, between, start)
+        self.listed += self._of_inputs(inputs, start_inputs, bool(done & _INPUT))
+
+    def _of_inputs(self, inputs: Args, start_inputs: Args, is_filled: bool) -> list[Measured]:
+        if self._is_embedding:
+            return []  # its input is an index
+        found: list[Measured] = []
         first = inputs[0] if inputs else None
         if isinstance(first, Tensor) and first.is_floating_point() and first.dim():
-            found += self._of_input(first, start_inputs[0] if start_inputs else None)
+            found += self._of_input(first, start_inputs[0] if start_inputs else None, is_filled)
         if self._has_projections:
             found += self._of_projections(inputs, start_inputs)
         return found
 
-    def _of_input(self, first: Tensor, other: object) -> list[Measured]:
+    def _of_input(self, first: Tensor, other: object, is_filled: bool) -> list[Measured]:
         """An input and its change since the start, where it can be told."""
         rows, width = row_count(first), first.shape[-1]
         if not isinstance(other, Tensor) or other.shape != first.shape:
             return [(self._input[:1], _FIRST, of_change(first, first), rows, width)]
-        found: list[Measured] = [(self._input, _BOTH, of_change(first, other), rows, width)]
+        found: list[Measured] = []
+        if not is_filled:
+            found.append((self._input, _BOTH, of_change(first, other), rows, width))
         if self._is_norm:
             found.append((self._normalised, _BOTH, self._of_normalised(first, other), rows, width))
         return found
@@ -93,9 +154,12 @@ class Terms:
             # The same terms without the bias, too: those of the weight alone.
             bias = self._module.bias
             if bias is None:
-                wanted, norms = _WITHOUT_BIAS, of_steps(output, between, start)
+                wanted, norms = itemgetter(*_WITHOUT_BIAS), of_steps(output, between, start)
             else:
-                wanted, norms = _OF_WEIGHT, of_steps(output, between, start, (bias, self._reference.bias))
+                wanted, norms = (
+                    itemgetter(*_OF_WEIGHT),
+                    of_steps(output, between, start, (bias, self._reference.bias)),
+                )
             return [(self._weight, wanted, norms, row_count(output), output.shape[-1])]
         betweens, starts = dict(leaves(between)), dict(leaves(start))
         return [
@@ -138,6 +202,20 @@ class Terms:
             keys = (_OWN.format(place), _INHERITED.format(place))
             found.append((keys, _BOTH, of_steps(value, between, start), row_count(value), value.shape[-1]))
         return found
+
+
+def _choices(output: Columns, given: Columns) -> tuple[tuple[Columns, ...], ...]:
+    """What is filled, by what `rows_into` says."""
+    return (), (output,), (given,), (output, given)
+
+
+def _bias_of(module: Any) -> Tensor | None:
+    """What ``module.bias`` says, past nn.Module's own search for it. (A parametrized bias is no parameter.)"""
+    own: dict[str, Tensor | None] = module._parameters
+    if "bias" in own:
+        return own["bias"]
+    bias: Tensor | None = module.bias
+    return bias
 
 
 def _projection(module: nn.MultiheadAttention, part: str, index: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Forward hooks on modules: put on together, paused together, and dead in every copy of the model.
+"""Forward hooks on modules: put on together, rest together, and dead in every copy of the model.
 
 It guarantees:
 - a copy or a pickle of a model with these hooks on carries none of them;
-- ``pause`` leaves no hook on any module, ``resume`` puts all of them back.
+- resting hooks are on no module, and come back all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HooksManager:
         self.hooks: dict[nn.Module, Handle] = {}
         self._functions: dict[nn.Module, tuple[Callable[..., object], bool]] = {}
         self._way = HookWay()
-        self._paused = False
+        self._resting = False
 
     def register_forward_hook(self, module: nn.Module, hook_fn: Callable[..., object]) -> None:
         """Put a hook on a module, in place of the one it has from here, if any."""
@@ -35,7 +35,7 @@ class HooksManager:
         self.remove_hook(module)
         self._functions[module] = (hook_fn, with_kwargs)
         self.hooks[module] = self._way.after(module, hook_fn, with_kwargs=with_kwargs)
-        if self._paused:
+        if self._resting:
             self.hooks[module].remove()
 
     def remove_hook(self, module: nn.Module) -> None:
@@ -49,18 +49,15 @@ class HooksManager:
         for module in list(self.hooks):
             self.remove_hook(module)
 
-    def pause(self) -> None:
-        """Take the hooks off until `resume`; they stay listed."""
-        if not self._paused:
-            self._paused = True
-            for handle in self.hooks.values():
-                handle.remove()
-
-    def resume(self) -> None:
-        """Put the hooks back."""
-        if self._paused:
-            self._paused = False
-            for module, (function, with_kwargs) in self._functions.items():
+    def rest(self, resting: bool) -> None:
+        """Take the hooks off, or put them back; meanwhile they stay listed."""
+        if resting == self._resting:
+            return
+        self._resting = resting
+        for module, (function, with_kwargs) in self._functions.items():
+            if resting:
+                self.hooks[module].remove()
+            else:
                 self.hooks[module] = self._way.after(module, function, with_kwargs=with_kwargs)
 
     def __len__(self) -> int:

@@ -12,8 +12,7 @@ Not here: recognising formulas (`expressions`), keys and steps (`storage`).
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -37,6 +36,7 @@ __all__ = ["BoundMetrics", "Ledger", "PlacedMetric"]
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _ROW_BYTES = WIDTH * 8
+Numbers = npt.NDArray[np.float64]
 
 
 @final
@@ -83,8 +83,8 @@ class Ledger:
         self._bound_rows: list[int] = []
         self._results: list[tuple[BoundMetrics, PlacedMetric, Tensor]] = []
         self._norms: list[tuple[list[BoundMetrics], Tensor]] = []
-        # Sums of what was added under several keys, and over how many numbers they are.
-        self._added: dict[tuple[str, ...], tuple[Sequence[float], int]] = {}
+        # Sums of what was added under several keys, and over how many numbers each is.
+        self._added: list[tuple[tuple[str, ...], Numbers, Numbers]] = []
         self._recent = RecentValues()
         self._recent_rows = [-1] * RecentValues.SLOTS  # the row of what is in each slot; -1: not measured
         self._layout: _Layout | None = None
@@ -134,12 +134,13 @@ class Ledger:
                 wide = torch.float32 if dtype in _HALVES else None
                 self._norms.append((some, torch.stack(list(foreach_norm(their, 2, wide)))))
 
-    def add(self, keys: tuple[str, ...], totals: Sequence[float], count: int) -> None:
-        """Sums over so many numbers, each to be averaged under its key."""
-        known = self._added.get(keys)
-        if known is not None:
-            totals, count = tuple(map(operator.add, known[0], totals)), known[1] + count
-        self._added[keys] = totals, count
+    def add(self, keys: tuple[str, ...], totals: Numbers, counts: Numbers) -> None:
+        """Sums, each over so many numbers, to be averaged under their keys."""
+        for index, (known, before, counted) in enumerate(self._added):
+            if known is keys or known == keys:
+                self._added[index] = (keys, before + totals, counted + counts)
+                return
+        self._added.append((keys, totals, counts))
 
     def take_pair(self, bound: BoundMetrics, value: Tensor, reference: Tensor) -> None:
         """All metrics of a place on a value and its reference."""
@@ -252,7 +253,7 @@ class Ledger:
                 for metric in bound.read:
                     storage.log_scalar(step, metric.key, norm)
         for key, mean, count in self._means_of_added():
-            storage.log_tensor(step, key, torch.tensor(mean, dtype=torch.float64).expand(count))
+            storage.log_tensor(step, key, torch.tensor(mean, dtype=torch.float64).expand(int(count)))
         for bound, metric, result in self._results:
             if bound.scalar:
                 storage.log_scalar(step, metric.key, result)
@@ -269,17 +270,17 @@ class Ledger:
             return
         into.update(zip(layout.keys, layout.averaged(self._evaluate(layout)).tolist(), strict=True))
         into.update(norms)
-        into.update({key: mean for key, mean, _ in self._means_of_added()})
+        for keys, totals, counts in self._added:
+            into.update(zip(keys, (totals / counts).tolist(), strict=True))
         if self._results:
-            keys = [metric.key for _, metric, _ in self._results]
-            into.update(zip(keys, means([[result] for _, _, result in self._results]), strict=True))
+            called = [metric.key for _, metric, _ in self._results]
+            into.update(zip(called, means([[result] for _, _, result in self._results]), strict=True))
         self._forget()
 
-    def _means_of_added(self) -> Iterator[tuple[str, float, int]]:
+    def _means_of_added(self) -> Iterator[tuple[str, float, float]]:
         """What was added under each key, and over how many numbers."""
-        for keys, (totals, count) in self._added.items():
-            for key, total in zip(keys, totals, strict=True):
-                yield key, total / count, count
+        for keys, totals, counts in self._added:
+            yield from zip(keys, (totals / counts).tolist(), counts.tolist(), strict=True)
 
     def _norms_by_key(self) -> dict[str, float] | None:
         """The norms that came in batches, read together; None where a key came more than once."""
@@ -309,7 +310,10 @@ class Ledger:
         metrics = [metric for _, metric, _ in self._results]
         if not layout.plain or any(metric.aggregate is not None for metric in metrics):
             return True
-        sources = [into, layout.keys, norms, *self._added, [metric.key for metric in metrics]]
+        if len(self._added) == 1 and not (into or layout.keys or norms or metrics):
+            return False
+        added = [keys for keys, _, _ in self._added]
+        sources = [into, layout.keys, norms, *added, [metric.key for metric in metrics]]
         return len(set().union(*sources)) < sum(map(len, sources))
 
     def _evaluate(self, layout: _Layout) -> npt.NDArray[np.float64]:
@@ -326,7 +330,7 @@ class Ledger:
         self._bound_rows.clear()
         self._results.clear()
         self._norms.clear()
-        self._added = {}
+        self._added = []
         self._used = 0
         self._recent.forget()
         if self._taker is not None:

@@ -108,6 +108,9 @@ class MetricRegistry:
     def gradient_metrics(self) -> Listed:
         return self._gradients.listed
 
+    def _metric_added(self) -> None:
+        """A metric of outputs was added."""
+
     def add_activation_metric(
         self,
         metric_name: str,
@@ -117,6 +120,7 @@ class MetricRegistry:
     ) -> None:
         """A metric of module outputs, logged as ``activation/{module}/{metric}``."""
         self._activations.add(metric_name, metric_fn, metric_regex, metric_aggregation_fn)
+        self._metric_added()
 
     def add_activation_difference_metric(
         self,
@@ -127,6 +131,7 @@ class MetricRegistry:
     ) -> None:
         """A metric of an output and the reference's, logged as ``activation_difference/{module}/{metric}``."""
         self._activation_differences.add(metric_name, metric_fn, metric_regex, metric_aggregation_fn)
+        self._metric_added()
 
     def add_parameter_metric(
         self, metric_name: str, metric_fn: Callable[[Tensor], object], metric_regex: str = ".*"

@@ -99,11 +99,13 @@ class ModuleMonitor(MetricRegistry):
         self.storage = StorageManager(self.logger)
         self.storage._settle = self._settle
         self._ledger = Ledger()
-        self._reference = ReferenceActivations()
+        self._reference = ReferenceActivations(offload=cpu_offload)
         self._calls: dict[str, int] = {}  # of the monitored module's parts, in the current pass
         self._walkers: list[Walker] = []  # that tell of passes, where there is a reference
         # Told whether the step that begins is monitored.
         self._companions: list[Callable[[bool], None]] = [self._reference.arm]
+        # The check whose hooks on the reference serve the monitor, too, in the step that is open.
+        self._relieved_by: object | None = None
         self._own_parameters: ParameterList | None = None
         self._silenced = 0
         self._stance = EagerStance()
@@ -163,11 +165,9 @@ class ModuleMonitor(MetricRegistry):
         of_module.passes(self._calls.clear)
         self._walkers = [of_reference, of_module]
 
-    def _put_on(
-        self, hooks: HooksManager, part: nn.Module, action: Action, *, with_kwargs: bool = False
-    ) -> None:
+    def _put_on(self, hooks: HooksManager, part: nn.Module, action: Action) -> None:
         self._own_actions.add(action)
-        hooks.put_on(part, action, with_kwargs=with_kwargs)
+        hooks.put_on(part, action)
 
     def has_reference_module(self) -> bool:
         """Whether there is a reference."""
@@ -182,6 +182,8 @@ class ModuleMonitor(MetricRegistry):
                 part.set_module_monitor(None, False)
         self.reference_module = None
         self.reference_activation_hooks.remove_all_hooks()
+        self._relieved_by = None
+        self.reference_activation_hooks.rest(not self.current_step_monitored)
         for walker in self._walkers:
             walker.leave()
         self._walkers = []
@@ -229,14 +231,22 @@ class ModuleMonitor(MetricRegistry):
         return monitored
 
     def _arm(self, monitored: bool) -> None:
-        """Hooks are on the model in monitored steps only."""
-        for hooks in (self.activation_hooks, self.reference_activation_hooks):
-            hooks.resume() if monitored else hooks.pause()
+        """Hooks are on the model in monitored steps only, and only if somebody wants what they hear."""
+        self._relieved_by = None
         for tell in self._companions:
             tell(monitored)
+        self.activation_hooks.rest(not (monitored and self._wants_outputs()))
+        self.reference_activation_hooks.rest(not monitored or self._relieved_by is not None)
         self._stance.set(monitored)
         if self._attention is not None:
             self._attention.set(monitored)
+
+    def _wants_outputs(self) -> bool:
+        return bool(self._activations.listed or self._activation_differences.listed)
+
+    def _metric_added(self) -> None:
+        if self.current_step_monitored:
+            self.activation_hooks.rest(False)
 
     @contextmanager
     def no_monitor(self) -> Iterator[None]:
@@ -407,15 +417,16 @@ class ModuleMonitor(MetricRegistry):
                 name,
             )
             return
+        for leaf, value in leaves(output):
+            copied = self._reference.copies.of(value)
+            self._keep_reference_output(
+                name, leaf_name(name, leaf), copied.cpu() if self.cpu_offload else copied
+            )
+
+    def _keep_reference_output(self, name: str, place: str, copied: Any) -> None:
+        """Keep a copy of a value of a module, opened or not."""
         try:
-            for leaf, value in leaves(output):
-                copied = self._reference.copies.of(value)
-                self._reference.keep(
-                    leaf_name(name, leaf),
-                    copied.cpu() if self.cpu_offload else copied,
-                    quiet=self._silenced > 0,
-                    step=self.current_step,
-                )
+            self._reference.keep(place, copied, quiet=self._silenced > 0, step=self.current_step)
         except MonitorError as error:
             raise MetricError(f"Failed to monitor activations of module {name}. {error}") from error
 

@@ -32,8 +32,6 @@ def take_output(visited: Visited, output: object) -> None:
     monitor = visited.monitor
     if not monitor.within_monitoring_window:
         return
-    if not (monitor._activations.listed or monitor._activation_differences.listed):
-        return
     if monitor.reference_module is not None or monitor._given is not None or type(output) is not Tensor:
         monitor._take_output(visited.name, output)
         return

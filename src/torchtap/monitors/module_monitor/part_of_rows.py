@@ -11,16 +11,19 @@ import math
 from collections import OrderedDict
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from torchtap._torch import RunningNorm
 from torchtap.errors import MonitorError
+from torchtap.monitors.module_monitor.reference import Call
+from torchtap.reduce.kernel import Copied
+from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import leaves
 from torchtap.taps.walk.structure import map_leaves
 
 __all__ = ["Cutter", "check_share", "first_rows", "mixing", "refuse_mixing"]
 
+_OF_A_SHAPE = frozenset({Tensor, Copied})
 _REMEMBERED = 64  # as many values as come between a container's first child and its own end
 
 
@@ -45,26 +48,27 @@ class Cutter:
 
     def __init__(self) -> None:
         # By id: a value, the shape that it was cut to, and the part.
-        self._cut: OrderedDict[int, tuple[Tensor, torch.Size, Tensor]] = OrderedDict()
+        self._cut: OrderedDict[int, tuple[Tensor, tuple[int, ...], Tensor]] = OrderedDict()
 
     def like(self, value: Any, like: Any) -> Any:
         """The part of a value, or of all tensors in a structure, that has the shape of the reference's."""
-        if type(value) is Tensor and type(like) is Tensor:
-            return self._tensor(value, like)
-        shapes = dict(leaves(like))
+        if type(value) is Tensor and type(like) in _OF_A_SHAPE:
+            return self._tensor(value, like.shape)
+        likes = dict(leaves(like))
         return map_leaves(
-            value, lambda name, each: self._tensor(each, shapes[name]) if name in shapes else each
+            value, lambda name, each: self._tensor(each, likes[name].shape) if name in likes else each
         )
 
-    def arguments_like(self, args: tuple[Any, ...], like: tuple[Any, ...]) -> tuple[Any, ...]:
+    def call_like(self, args: Args, kwargs: Kwargs, like: Call) -> tuple[Args, Kwargs]:
         """The same for a call's arguments, most of which are one tensor."""
-        if len(args) == 1 == len(like):
-            return (self.like(args[0], like[0]),)
-        parts: tuple[Any, ...] = self.like(args, like)
-        return parts
+        others, named, _ = like
+        if len(args) == 1 == len(others) and type(args[0]) is Tensor and type(others[0]) in _OF_A_SHAPE:
+            args = (self._tensor(args[0], others[0].shape),)
+        else:
+            args = self.like(args, others)
+        return args, self.like(kwargs, named) if kwargs else kwargs
 
-    def _tensor(self, value: Tensor, like: Tensor) -> Tensor:
-        shape = like.shape
+    def _tensor(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         known = self._cut.get(id(value))
         if known is not None and known[0] is value and known[1] == shape:
             return known[2]
@@ -82,7 +86,9 @@ class Cutter:
         self._cut.clear()
 
 
-def _cut(value: Tensor, sizes: torch.Size, shape: torch.Size) -> Tensor:
+def _cut(value: Tensor, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    if sizes[1:] == shape[1:] and sizes[0] > shape[0]:
+        return value[: shape[0]]
     others = [at for at in range(len(shape)) if sizes[at] != shape[at]]
     at = others[0]
     if len(others) > 1 or sizes[at] < shape[at]:

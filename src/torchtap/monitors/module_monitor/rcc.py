@@ -16,15 +16,18 @@ Not here: the terms and their keys (`coordinate_terms`), the plot over widths (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchtap._torch import has_global_hooks, set_grad_enabled
 from torchtap.errors import MonitorError
+from torchtap.monitors.module_monitor.coordinate_cells import Cells, Numbers, Sums
 from torchtap.monitors.module_monitor.coordinate_terms import Measured, Terms
 from torchtap.monitors.module_monitor.hooks import HooksManager
 from torchtap.monitors.module_monitor.monitor import ModuleMonitor
@@ -36,12 +39,13 @@ from torchtap.monitors.module_monitor.part_of_rows import (
     mixing,
     refuse_mixing,
 )
-from torchtap.monitors.module_monitor.reference import Copies
+from torchtap.monitors.module_monitor.reference import Call, Copies, opened
 from torchtap.monitors.module_monitor.replay import Replay, is_function
 from torchtap.names import paths_around
 from torchtap.reduce import row_norms
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.structure import map_leaves
+from torchtap.taps.walk.untraced import Hook
 from torchtap.taps.walk.walker import shown_call
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
@@ -75,7 +79,7 @@ class RefinedCoordinateCheck:
         self.monitor = monitor
         self._rms_norms = rms_norms
         self._share = share
-        self._cutter = Cutter()
+        self._cutter = Cutter() if share < 1 else None
         self._mixing = mixing(monitor.module)
         self.logger = monitor.logger
         self.module = monitor.module
@@ -86,18 +90,13 @@ class RefinedCoordinateCheck:
         # What is kept of the calls in this micro-batch, by module name.
         self.module_inputs: dict[str, tuple[Any, ...]] = {}
         self.module_outputs: dict[str, Any] = {}
-        self.reference_module_inputs: dict[str, tuple[Any, ...]] = {}
         self._keywords: dict[str, dict[str, Any]] = {}
-        self._reference_keywords: dict[str, dict[str, Any]] = {}
-        self._reference_outputs: dict[str, Any] = {}
-        self._copies = Copies()
-        self._measured: dict[str, list[Measured]] = {}
+        self._copies = Copies(offload=monitor.cpu_offload)
+        self._measured: dict[str, _Pair] = {}  # those whose terms were taken
 
-        # Whether calls are taken where they happen, whether the check was asked for in this step, and the modules
-        # whose reference has run while they themselves have not yet.
+        # Whether calls are taken where they happen, and whether the check was asked for in this step.
         self._at_once = False
         self._was_asked = False
-        self._awaited: set[str] = set()
 
         generators = [torch.default_generator]
         devices = {p.device.index or 0 for p in self.module.parameters() if p.is_cuda}
@@ -106,20 +105,33 @@ class RefinedCoordinateCheck:
 
         self.rcc_forward_hooks = HooksManager()
         self.rcc_reference_forward_hooks = HooksManager()
-        modules = self._listed(self.module, self.rcc_forward_hooks, self._on_forward)
-        references = self._listed(
-            self.reference_module, self.rcc_reference_forward_hooks, self._on_reference_forward
-        )
         self._replay = Replay(monitor._own_actions, self._aside)
-        self._places = {
-            name: _Pair(name, module, references[name], self._replay)
-            for name, module in modules.items()
-            if name in references
-        }
+        self._pairs = self._paired()
+        on_forward, on_reference = shown_call(self._on_forward), shown_call(self._on_reference_forward)
+        monitor._own_actions |= {on_forward, on_reference}
+        for pair in self._pairs:
+            self.rcc_forward_hooks.put_on(pair.module, Hook(on_forward, pair), with_kwargs=True)
+            self.rcc_reference_forward_hooks.put_on(
+                pair.reference, Hook(on_reference, pair), with_kwargs=True
+            )
         monitor._companions.append(self._arm)
 
-    def _listed(self, model: nn.Module, hooks: HooksManager, take: Any) -> dict[str, nn.Module]:
-        """The modules to check by name, with hooks on; a wrapper gives what the module inside it gives."""
+    def _paired(self) -> list[_Pair]:
+        """The modules to check, each with its counterpart."""
+        modules, references = self._listed(self.module), self._listed(self.reference_module)
+        lonely = modules.keys() ^ references.keys()
+        if lonely:
+            raise MonitorError(
+                f"Module {min(lonely)} has no counterpart in the other of model and reference."
+            )
+        self._cells = Cells(len(modules))
+        return [
+            _Pair(name, module, references[name], self._replay, self._cells)
+            for name, module in modules.items()
+        ]
+
+    def _listed(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The modules to check by name; a wrapper gives what the module inside it gives."""
         found: dict[str, nn.Module] = {}
         for raw_name, module, is_wrapper in named_modules(model):
             name = self.format_module_name_fn(raw_name)
@@ -127,7 +139,6 @@ class RefinedCoordinateCheck:
                 self.logger.debug("Module %s is excluded", name)
                 continue
             found[name] = module
-            self.monitor._put_on(hooks, module, shown_call(name, take), with_kwargs=True)
         return found
 
     def part(self, inputs: Any) -> Any:
@@ -139,8 +150,11 @@ class RefinedCoordinateCheck:
         if monitored and self._share < 1:
             refuse_mixing(self._mixing)
         for hooks in (self.rcc_forward_hooks, self.rcc_reference_forward_hooks):
-            hooks.resume() if monitored else hooks.pause()
-        self._awaited.clear()
+            hooks.rest(not monitored)
+        if monitored and self._hears_reference() and self.monitor._relieved_by is None:
+            self.monitor._relieved_by = self  # one hook on a module is enough
+        for pair in self._pairs:
+            pair.is_awaited = False
         self._replay.forget()
         if monitored:
             self._at_once = self._was_asked and not self.cpu_offload
@@ -148,52 +162,50 @@ class RefinedCoordinateCheck:
         else:
             self._copies.release()
 
+    def _hears_reference(self) -> bool:
+        """Whether every module of the monitor's reference has a hook of this check."""
+        theirs, own = self.monitor.reference_activation_hooks.hooks, self.rcc_reference_forward_hooks.hooks
+        return self.monitor.reference_module is self.reference_module and theirs.keys() <= own.keys()
+
     # -- both forwards ------------------------------------------------------------------------------------
 
-    def _on_forward(self, name: str, args: Args, kwargs: Kwargs, output: object) -> None:
+    def _on_forward(self, pair: _Pair, args: Args, kwargs: Kwargs, output: object) -> None:
         if not self.monitor.within_monitoring_window:
             return
-        with torch.no_grad():
-            if self._share < 1 and name in self._reference_outputs:
-                args = self._cutter.arguments_like(args, self.reference_module_inputs[name])
-                output = self._cutter.like(output, self._reference_outputs[name])
-                if kwargs:
-                    kwargs = self._cutter.like(kwargs, self._reference_keywords.get(name, {}))
-            if self._at_once and name in self._awaited:
-                self._awaited.discard(name)
+        name = pair.name
+        if pair.is_awaited and self._at_once:
+            pair.is_awaited = False
+            if self.module_inputs:
                 self.module_inputs.pop(name, None)
-                if name != ROOT:
-                    self._measured[name] = self._terms_of(self._places[name], args, kwargs, output)
-                return
+            if name != ROOT:
+                self._take(pair, args, kwargs, output)
+            return
         self._measured.pop(name, None)
-        self.module_inputs[name] = self._keep(args, self._copies)
-        self.module_outputs[name] = self._keep(output, self._copies)
-        self._keywords[name] = self._keep(kwargs, self._copies)
+        if pair.start is not None and self._cutter is not None:
+            args, kwargs = self._cutter.call_like(args, kwargs, pair.start)
+            output = self._cutter.like(output, pair.start[2])
+        copied = self._copies.of_all
+        self.module_inputs[name] = copied(args)
+        self.module_outputs[name] = copied(output)
+        self._keywords[name] = copied(kwargs)
 
-    def _on_reference_forward(self, name: str, args: Args, kwargs: Kwargs, output: object) -> None:
+    def _on_reference_forward(self, pair: _Pair, args: Args, kwargs: Kwargs, output: object) -> None:
         monitor = self.monitor
         if not monitor.current_step_monitored or monitor.ignore_reference_module_activations:
             return
-        copies = monitor._reference.copies
-        self.reference_module_inputs[name] = self._keep(args, copies)
-        self._reference_outputs[name] = self._keep(output, copies)
-        if self._share < 1 and kwargs:
-            self._reference_keywords[name] = self._keep(kwargs, copies)
-        self._awaited.add(name)
+        call = monitor._reference.copies.of_call(args, kwargs, output)
+        if monitor._relieved_by is self:
+            if type(output) is Tensor:
+                monitor._keep_reference_output(pair.name, pair.name, call[2])
+            else:
+                monitor._take_reference_output(pair.name, output)
+        pair.start = call
+        pair.is_awaited = True
 
-    def _keep(self, value: object, copies: Copies) -> Any:
-        """A value as it is now: tensors are copied, once however often they show up."""
-        if not self.cpu_offload:  # most values are a tensor, or a call's only argument
-            if type(value) is Tensor:
-                return copies.of(value)
-            if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
-                return (copies.of(value[0]),)
-
-        def kept(_: str, tensor: Tensor) -> Tensor:
-            copied = copies.of(tensor)
-            return copied.cpu() if self.cpu_offload else copied
-
-        return map_leaves(value, kept)
+    @property
+    def reference_module_inputs(self) -> dict[str, tuple[Any, ...]]:
+        """What the reference's modules were given in this micro-batch, by name."""
+        return {pair.name: opened(pair.start[0]) for pair in self._pairs if pair.start is not None}
 
     # -- the check ----------------------------------------------------------------------------------------
 
@@ -210,64 +222,64 @@ class RefinedCoordinateCheck:
         self._was_asked = True
         if self.cpu_offload:
             self._bring_back(next(self.module.parameters()).device)
-        self._take_kept()
-        self._log_measured()
-
-    def _log_measured(self) -> None:
-        found = [each for name in self._places for each in self._measured.get(name, ())]
+        if self.module_inputs:
+            self._take_kept()
+        terms = [pair.terms for pair in self._pairs if pair.name in self._measured]
+        self._log(self._cells.sums([filled for each in terms for filled in each.filled]))
+        listed = [one for each in terms if each.listed for one in each.listed]
+        if listed:
+            self._log(_joined(listed))
         self._forget()
+
+    def _log(self, sums: Sums) -> None:
+        keys, totals, rows, widths = sums
         ledger = self.monitor._ledger
-        for (keys, wanted, _, rows, width), sums in zip(
-            found, row_norms.read([norms for _, _, norms, _, _ in found]), strict=True
-        ):
-            if rows:
-                chosen = wanted(sums)
-                ledger.add(keys, chosen, rows)
-                if self._rms_norms:
-                    ledger.add(_rms_keys(keys), [each / width**0.5 for each in chosen], rows)
+        if keys:
+            ledger.add(keys, totals, rows)
+            if self._rms_norms:
+                ledger.add(_rms_keys(keys), totals / np.sqrt(widths), rows)
 
     def _take_kept(self) -> None:
         """The terms of the calls that were kept: from the inside out, as the hooks were called."""
-        places = [self._place_of(name) for name in self.module_inputs if name != ROOT]
-        for place in places:
-            place.shares = self._shares_its_input(place)
-        with torch.no_grad():
-            for place in places:
-                name = place.name
-                self._measured[name] = self._terms_of(
-                    place, self.module_inputs[name], self._keywords[name], self.module_outputs[name]
+        pairs = {pair.name: pair for pair in self._pairs}
+        kept = [pairs[name] for name in self.module_inputs if name != ROOT]
+        for pair in kept:
+            if pair.start is None:
+                raise MonitorError(
+                    f"Step {self.monitor.current_step}: module {pair.name} ran, but the reference's did not. Run the "
+                    "reference module on the same batch before calling refined_coordinate_check."
                 )
+            pair.shares = self._shares_its_input(pair)
+        for pair in kept:
+            name = pair.name
+            self._take(pair, self.module_inputs[name], self._keywords[name], self.module_outputs[name])
 
-    def _place_of(self, name: str) -> _Pair:
-        place = self._places.get(name)
-        if place is None or name not in self.reference_module_inputs:
-            raise MonitorError(
-                f"Step {self.monitor.current_step}: module {name} ran, but the reference's did not. Run the "
-                "reference module on the same batch before calling refined_coordinate_check."
-            )
-        return place
-
-    def _shares_its_input(self, place: _Pair) -> bool:
-        """Whether a container of this place was given the same value: its copy is then the same, too."""
-        inputs = self.module_inputs[place.name]
+    def _shares_its_input(self, pair: _Pair) -> bool:
+        """Whether a container of this module was given the same value: its copy is then the same, too."""
+        inputs = self.module_inputs[pair.name]
         if not inputs or not isinstance(inputs[0], Tensor):
             return False
         return any(
-            inputs[0] is other[0] for name in place.containers if (other := self.module_inputs.get(name))
+            inputs[0] is other[0] for name in pair.containers if (other := self.module_inputs.get(name))
         )
 
-    def _terms_of(self, place: _Pair, args: Args, kwargs: Kwargs, output: object) -> list[Measured]:
-        if place.is_same_function():
+    def _take(self, pair: _Pair, args: Args, kwargs: Kwargs, output: object) -> None:
+        """The terms of one call."""
+        start = pair.start
+        assert start is not None
+        if pair.is_same_function():
             between = output
         else:
-            between = self._replay.output_of(place.reference, args, kwargs, remember=place.shares)
-        return place.terms.of(
-            args,
-            output,
-            between,
-            self.reference_module_inputs[place.name],
-            self._reference_outputs[place.name],
-        )
+            had_grad = torch.is_grad_enabled()
+            set_grad_enabled(False)
+            try:
+                if self._cutter is not None:
+                    args, kwargs = self._cutter.call_like(args, kwargs, start)
+                between = self._replay.output_of(pair.reference, args, kwargs, remember=pair.shares)
+            finally:
+                set_grad_enabled(had_grad)
+        pair.terms.take(args, output, between, start[0], start[2], self._cutter)
+        self._measured[pair.name] = pair
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -282,25 +294,24 @@ class RefinedCoordinateCheck:
                 generator.set_state(state)
 
     def _bring_back(self, device: torch.device) -> None:
-        for kept in (
-            self.module_inputs,
-            self.module_outputs,
-            self.reference_module_inputs,
-            self._keywords,
-            self._reference_outputs,
-        ):
-            kept.update(map_leaves(kept, lambda _, tensor: tensor.to(device)))
+        def back(_: str, tensor: Tensor) -> Tensor:
+            return tensor.to(device)
+
+        for kept in (self.module_inputs, self.module_outputs, self._keywords):
+            kept.update(map_leaves(kept, back))
+        for pair in self._pairs:
+            pair.start = map_leaves(pair.start, back)
 
     def _forget(self) -> None:
         self.module_inputs = {}
         self.module_outputs = {}
-        self.reference_module_inputs = {}
-        self._reference_outputs = {}
         self._keywords = {}
-        self._reference_keywords = {}
-        self._cutter.forget()
+        if self._cutter is not None:
+            self._cutter.forget()
         self._measured = {}
-        self._awaited.clear()
+        for pair in self._pairs:
+            pair.start = None
+            pair.is_awaited = False
         self._replay.forget()
         self._copies.forget()
 
@@ -309,18 +320,52 @@ class RefinedCoordinateCheck:
 class _Pair:
     """A module and its counterpart in the reference."""
 
-    def __init__(self, name: str, module: nn.Module, reference: nn.Module, replay: Replay) -> None:
+    __slots__ = (
+        "_is_function",
+        "_replay",
+        "containers",
+        "is_awaited",
+        "module",
+        "name",
+        "reference",
+        "shares",
+        "start",
+        "terms",
+    )
+
+    def __init__(
+        self, name: str, module: nn.Module, reference: nn.Module, replay: Replay, cells: Cells
+    ) -> None:
         self.name = name
+        self.module = module
         self.reference = reference
-        self._module = module
         self._replay = replay
         self._is_function = is_function(module, reference)
-        self.terms = Terms(name, module, reference)
+        self.terms = Terms(name, module, reference, cells)
         self.containers = [path for path in reversed(tuple(paths_around(name))) if path]
         self.shares = False  # whether a container is going to run it on the same value
+        self.start: Call | None = None  # the reference's last call in this micro-batch
+        self.is_awaited = False  # the reference has run, the module has not yet
 
     def is_same_function(self) -> bool:
         """Whether the reference would answer what the module has answered, whatever was learned."""
+        has_other_hook = self._replay.has_other_hook
         return self._is_function and not (
-            self._replay.has_other_hook(self._module) or self._replay.has_other_hook(self.reference)
+            has_global_hooks() or has_other_hook(self.module) or has_other_hook(self.reference)
         )
+
+
+def _joined(listed: list[Measured]) -> Sums:
+    """Terms that are in no cells, with one read for each device."""
+    listed = [each for each in listed if each[3]]
+    read = row_norms.read([norms for _, _, norms, _, _ in listed])
+    return Sums(
+        tuple(key for keys, *_ in listed for key in keys),
+        _numbers(each for (_, wanted, *_), sums in zip(listed, read, strict=True) for each in wanted(sums)),
+        _numbers(rows for keys, _, _, rows, _ in listed for _ in keys),
+        _numbers(width for keys, _, _, _, width in listed for _ in keys),
+    )
+
+
+def _numbers(given: Iterable[float]) -> Numbers:
+    return np.fromiter(given, dtype=np.float64)

@@ -18,7 +18,7 @@ from torchtap.reduce.kernel import DTYPES, make_keeper
 from torchtap.taps.receive.entries import LivePort
 from torchtap.taps.receive.folding import Folding
 
-__all__ = ["HearAt", "Keeper", "Lender", "book", "make_kept"]
+__all__ = ["HearAt", "Keeper", "Lender", "book", "make_kept", "tensor_over"]
 
 # Given who listens, a stop and what the module returned: whether a copy is kept. False: nothing was done. A stop is a
 # port's number and the module's path.
@@ -70,10 +70,10 @@ def book(kept: Keeper, folding: Folding, ports: Sequence[LivePort]) -> None:
             if entry is not None:
                 tensor = tensors.get(id(copied))
                 if tensor is None:
-                    tensor = tensors[id(copied)] = _tensor_over(copied)
+                    tensor = tensors[id(copied)] = tensor_over(copied)
                 folding.fold_copy(entry, tensor)
 
 
-def _tensor_over(copied: Any) -> Tensor:
+def tensor_over(copied: Any) -> Tensor:
     """A tensor whose memory is the copy's, and which holds it."""
     return torch.frombuffer(copied, dtype=DTYPES[copied.dtype]).view(copied.shape)

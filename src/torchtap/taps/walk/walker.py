@@ -81,11 +81,11 @@ def shown_output(
 
 
 def shown_call(
-    stop: Stop, visit: Callable[[Stop, Args, Kwargs, object], None]
-) -> Callable[[nn.Module, Args, Kwargs, Any], None]:
-    """The same for a hook that is given the arguments too."""
+    visit: Callable[[Stop, Args, Kwargs, object], None],
+) -> Callable[[Stop, nn.Module, Args, Kwargs, Any], None]:
+    """The same for a hook that is given the arguments too, and its stop: one function serves many modules."""
 
-    def hook(module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
+    def hook(stop: Stop, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
         if not is_compiling() and graph_task() == -1:
             visit(stop, args, kwargs, output)
 

@@ -82,7 +82,7 @@ class HookWay:
         self._travelling = travelling
 
     def _hook(self, action: Action) -> Action:
-        return action if self._travelling else Hook(action)
+        return action if self._travelling or type(action) is Hook else Hook(action)
 
     def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
         hook = self._hook(action)
