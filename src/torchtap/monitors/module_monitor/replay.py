@@ -163,10 +163,9 @@ class Replay:
         if not is_sequence:
             own: Any = part._parameters
             if type(part) is nn.Linear and len(args) == 1 and "weight" in own and "bias" in own:
+                # What forward does, without its search for both.
                 fetch(own["weight"], _FAR, _CACHED)
-                return functional.linear(
-                    args[0], own["weight"], own["bias"]
-                )  # as forward, which searches for both
+                return functional.linear(args[0], own["weight"], own["bias"])
             return part.forward(*args, **kwargs)
         value = args[0]
         for each in part._modules.values():
