@@ -1,5 +1,6 @@
 // The steps that are looked at, written as numbers.
 
+import { Field } from "./field";
 import { adjust } from "./route";
 
 const number = (text: string): number | null => {
@@ -10,8 +11,8 @@ const number = (text: string): number | null => {
 export function StepRange({ from, to }: { from: number | null; to: number | null }) {
   return (
     <label>steps
-      <input class="short" inputMode="numeric" aria-label="First step" placeholder="first" value={from ?? ""} onChange={(e) => adjust({ from: number(e.currentTarget.value) })} /> to
-      <input class="short" inputMode="numeric" aria-label="Last step" placeholder="last" value={to ?? ""} onChange={(e) => adjust({ to: number(e.currentTarget.value) })} />
+      <Field label="First step" placeholder="first" value={from} change={(text) => adjust({ from: number(text) })} /> to
+      <Field label="Last step" placeholder="last" value={to} change={(text) => adjust({ to: number(text) })} />
     </label>
   );
 }

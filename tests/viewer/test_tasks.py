@@ -118,6 +118,23 @@ def test_the_site_that_changed_most_between_two_steps_takes_four(hand: Hand, fol
     assert hand.count == 4
 
 
+def test_a_step_that_is_being_written_stays_when_the_page_is_drawn_anew(hand: Hand) -> None:
+    hand.click(".runtable a:text-is('rate-0.01')")
+    hand.click("nav.views a:text('Changes')")
+    field = "input[aria-label='First step']"
+    hand.page.fill(field, "3")
+    for _ in range(3):  # as an answer that arrives, or a training that goes on, has it drawn
+        hand.page.evaluate("() => window.dispatchEvent(new HashChangeEvent('hashchange'))")
+        hand.page.wait_for_timeout(50)
+    assert hand.page.input_value(field) == "3"
+    hand.page.keyboard.press("Tab")
+    hand.page.wait_for_function("() => location.hash.includes('before=3')")
+    hand.page.wait_for_selector("th:has-text('step 3')")
+    hand.type(field, "nothing")  # what is no number is not taken, and the field says what holds
+    hand.page.wait_for_function("() => !location.hash.includes('before=')")
+    assert hand.page.input_value(field) == "0"
+
+
 def _site_of(word: str) -> str:
     return word.replace("(model) ", ":")
 

@@ -4,6 +4,7 @@ import { useMemo } from "preact/hooks";
 import { askPacked, live } from "../api";
 import type { ViewProps } from "../app";
 import { useAnswer } from "../data";
+import { Field } from "../field";
 import { grouped, show } from "../numbers";
 import { adjust, href, whole } from "../route";
 import { csv } from "../take/save";
@@ -47,8 +48,8 @@ export function ChangesView({ run, runs, about, params }: ViewProps) {
     <section class="changes" aria-label="Changes">
       <div class="tools">
         <KindAndStatistic kinds={kinds} kind={kind} names={names} statistic={statistic} />
-        {!against && <label>from step <input class="short" aria-label="First step" inputMode="numeric" value={before ?? ""} onChange={(e) => adjust({ before: whole(e.currentTarget.value) })} /></label>}
-        <label>{against ? "at" : "to"} step <input class="short" aria-label="Second step" inputMode="numeric" value={after ?? ""} onChange={(e) => adjust({ after: whole(e.currentTarget.value) })} /></label>
+        {!against && <label>from step <Field label="First step" value={before} change={(text) => adjust({ before: whole(text) })} /></label>}
+        <label>{against ? "at" : "to"} step <Field label="Second step" value={after} change={(text) => adjust({ after: whole(text) })} /></label>
         {runs.length > 1 && (
           <label>against
             <select aria-label="Other run" value={against?.name ?? ""} onChange={(e) => adjust({ against: e.currentTarget.value || null })}>

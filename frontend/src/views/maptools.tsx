@@ -2,6 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { live } from "../api";
+import { Field } from "../field";
 import { colouringOf } from "../heat/colouring";
 import type { Part } from "../heat/grid";
 import { StepRange } from "../steprange";
@@ -77,8 +78,8 @@ export function MapTools({ about, run, runs, params, kinds, kind, names, statist
           </label>
           {mode === "fixed" && (
             <label>from
-              <input class="short" aria-label="Lowest colour" value={low} onChange={(e) => adjust({ colours: `${Number(e.currentTarget.value)}:${high}` })} /> to
-              <input class="short" aria-label="Highest colour" value={high} onChange={(e) => adjust({ colours: `${low}:${Number(e.currentTarget.value)}` })} />
+              <Field label="Lowest colour" value={low} change={(text) => adjust({ colours: `${Number(text)}:${high}` })} /> to
+              <Field label="Highest colour" value={high} change={(text) => adjust({ colours: `${low}:${Number(text)}` })} />
             </label>
           )}
           <StepRange from={part.from} to={part.to} />

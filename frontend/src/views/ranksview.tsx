@@ -5,6 +5,7 @@ import { askPacked, live } from "../api";
 import type { ViewProps } from "../app";
 import { diverging } from "../colour";
 import { useAnswer } from "../data";
+import { Field } from "../field";
 import { grouped, plural, show } from "../numbers";
 import { paintSlice, type Slice } from "../picture";
 import { adjust, href, whole } from "../route";
@@ -78,7 +79,7 @@ export function RanksView({ run, about, params }: ViewProps) {
     <section class="ranksview" aria-label="Ranks">
       <div class="tools">
         <KindAndStatistic kinds={kinds} kind={kind} names={names} statistic={statistic} />
-        <label>at step <input class="short" aria-label="Step" inputMode="numeric" value={step ?? facts?.step ?? ""} onChange={(e) => adjust({ step: whole(e.currentTarget.value) })} /></label>
+        <label>at step <Field label="Step" value={step ?? facts?.step} change={(text) => adjust({ step: whole(text) })} /></label>
         <span class="space" />
         {facts && <Take name={`${run.name}-ranks`} csv={() => csv(["site", "held", ...facts.ranks.map((r) => `rank ${r}`)], rows.map((r) => [r.site, r.share, ...r.values]))} />}
       </div>
