@@ -58,7 +58,7 @@ class _Effort:
 
 def run(quick: bool = False) -> list[dict[str, Any]]:
     """Rows of the table."""
-    mlp = _Effort(every=11, never=11, some=3, check=7, repeats=3, inside=8)
+    mlp = _Effort(every=25, never=11, some=3, check=15, repeats=3, inside=8)
     gpt = _Effort(every=2, never=1, some=0, check=2, repeats=1, inside=0)
     if quick:
         mlp = _Effort(every=3, never=5, some=2, check=3, repeats=3, inside=2)
@@ -154,7 +154,7 @@ def _as_rows(
         elif who == OURS and PEER not in measured:
             row["bar"], row["holds"] = f"≤ {bar}", ratio.verdict(bar or 1.0)
         elif who == OURS:
-            share, error = _share(ratio, measured[PEER])
+            share, error = ratio.share_of(measured[PEER])
             shares = [a / b for a, b in zip(inside[OURS], inside[PEER], strict=True)] if inside else []
             row["share of the peer's"] = " / ".join(
                 [f"{share:.2f}", *([f"{quartiles(shares)[1]:.2f} inside"] if shares else [])]
@@ -164,12 +164,6 @@ def _as_rows(
                 row["bar"], row["holds"] = f"≤ {bar} of the peer's", _share_verdict(share, error, shares, bar)
         rows.append(row)
     return rows
-
-
-def _share(ours: Ratio, theirs: Ratio) -> tuple[float, float]:
-    """Our overhead over the peer's, and twice its standard error."""
-    share = (ours.ratio - 1) / (theirs.ratio - 1)
-    return share, math.hypot(ours.error, share * theirs.error) / abs(theirs.ratio - 1)
 
 
 def _share_verdict(share: float, error: float, shares: list[float], bar: float) -> str:

@@ -40,8 +40,8 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
             *_gpt(rounds=3 if quick else 9),
             *_gpt_on_two_threads(rounds=3 if quick else 7),
             *_gpt2_on_two_threads(rounds=3 if quick else 7),
-            *_mlp(rounds=7 if quick else 15),
-            *_served(rounds=7 if quick else 15),
+            *_mlp(rounds=7 if quick else 21),
+            *_served(rounds=7 if quick else 41),
         ]
 
 

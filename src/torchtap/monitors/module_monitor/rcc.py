@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, final
 
 import numpy as np
@@ -40,7 +41,7 @@ from torchtap.monitors.module_monitor.part_of_rows import (
     refuse_mixing,
 )
 from torchtap.monitors.module_monitor.reference import Call, Copies, opened
-from torchtap.monitors.module_monitor.replay import Replay, is_function
+from torchtap.monitors.module_monitor.replay import Replay, fetch_weight, is_function
 from torchtap.names import paths_around
 from torchtap.reduce import row_norms
 from torchtap.taps.walk.arguments import Args, Kwargs
@@ -125,10 +126,14 @@ class RefinedCoordinateCheck:
                 f"Module {min(lonely)} has no counterpart in the other of model and reference."
             )
         self._cells = Cells(len(modules))
-        return [
+        pairs = [
             _Pair(name, module, references[name], self._replay, self._cells)
             for name, module in modules.items()
         ]
+        linears = [pair for pair in pairs if type(pair.reference) is nn.Linear]
+        for pair, following in pairwise(linears):
+            pair.following = following.reference
+        return pairs
 
     def _listed(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules to check by name; a wrapper gives what the module inside it gives."""
@@ -201,6 +206,8 @@ class RefinedCoordinateCheck:
                 monitor._take_reference_output(pair.name, output)
         pair.start = call
         pair.is_awaited = True
+        if pair.following is not None:
+            fetch_weight(pair.following)
 
     @property
     def reference_module_inputs(self) -> dict[str, tuple[Any, ...]]:
@@ -324,6 +331,7 @@ class _Pair:
         "_is_function",
         "_replay",
         "containers",
+        "following",
         "is_awaited",
         "module",
         "name",
@@ -346,6 +354,7 @@ class _Pair:
         self.shares = False  # whether a container is going to run it on the same value
         self.start: Call | None = None  # the reference's last call in this micro-batch
         self.is_awaited = False  # the reference has run, the module has not yet
+        self.following: nn.Module | None = None  # behind a linear, the one that most likely comes next
 
     def is_same_function(self) -> bool:
         """Whether the reference would answer what the module has answered, whatever was learned."""

@@ -27,7 +27,7 @@ from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.structure import map_leaves
 from torchtap.taps.walk.untraced import Hook
 
-__all__ = ["Replay", "is_function"]
+__all__ = ["Replay", "fetch_weight", "is_function"]
 
 # A product with few rows takes a weight in an order in which it waits for most of its memory; the reference's weights
 # were last used in another pass, and are far away. To read them in order first takes little more than half the time.
@@ -69,6 +69,13 @@ def is_function(module: nn.Module, reference: nn.Module) -> bool:
         and "forward" not in reference.__dict__
         and repr(module) == repr(reference)
     )
+
+
+def fetch_weight(linear: nn.Module) -> None:
+    """Read a weight in order, ahead of a product with few rows."""
+    weight = linear._parameters.get("weight")
+    if weight is not None:
+        fetch(weight, _FAR, _CACHED)
 
 
 def _is_calm(module: nn.Module) -> bool:
@@ -164,7 +171,7 @@ class Replay:
             own: Any = part._parameters
             if type(part) is nn.Linear and len(args) == 1 and "weight" in own and "bias" in own:
                 # What forward does, without its search for both.
-                fetch(own["weight"], _FAR, _CACHED)
+                fetch_weight(part)
                 return functional.linear(args[0], own["weight"], own["bias"])
             return part.forward(*args, **kwargs)
         value = args[0]
