@@ -27,11 +27,11 @@
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8, UINT8, INT16, INT32, INT64, BOOL, DTYPES };
 static const size_t ITEM_BYTES[DTYPES] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
 
-#define BLOCK 8192         /* elements of up to four bytes: 32 KiB, which the second-level cache surely holds */
-#define PIECE_BLOCKS 8     /* what a thread takes at a time: 256 KiB of floats */
-#define MOST_THREADS 64    /* memory is saturated long before */
+#define BLOCK 8192            /* elements of up to four bytes: 32 KiB, which the second-level cache surely holds */
+#define PIECE_BYTES (1 << 18) /* what a thread takes at a time: long enough for the processor to fetch ahead */
+#define MOST_THREADS 64       /* memory is saturated long before */
 #define DOUBLE_COUNTS (INT64_C(1) << 53)
-#define MOST_DIMENSIONS 64 /* as in torch */
+#define MOST_DIMENSIONS 64    /* as in torch */
 /* Below this, handing the interpreter over and waiting to get it back costs more than the work. */
 #define RELEASE_BYTES (1 << 20)
 
@@ -212,7 +212,7 @@ static int measure_by_threads(Work *work, int threads, State *out)
 
 static void measure_contiguous(int dtype, const char *raw, size_t n, int threads, State *out)
 {
-    const size_t piece = PIECE_BLOCKS * block_length(dtype);
+    const size_t piece = PIECE_BYTES / ITEM_BYTES[dtype]; /* whole blocks, of every dtype */
 #ifdef HAVE_THREADS
     if (threads > 1 && n > piece) {
         Work work = {dtype, raw, n, piece, (n + piece - 1) / piece, 0, NULL};
