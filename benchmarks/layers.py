@@ -46,9 +46,10 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
     """A row for each width and way."""
     rows = []
     for width in (256, 1024):
-        for name, ratio in _compared(width, base="bare call", rounds=9 if quick else 41).items():
+        large = width > 256
+        for name, ratio in _compared(width, base="bare call", rounds=9 if quick or large else 41).items():
             rows.append(_row(width, name, ratio))
-        rows.append(_beside_the_hook(width, processes=3 if quick else 15))
+        rows.append(_beside_the_hook(width, processes=3 if quick else 5 if large else 15))
     return rows
 
 
