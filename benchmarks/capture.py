@@ -35,7 +35,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         ours = _measure(
-            _ours(), _Effort(rounds=5 if quick else 21, twin_rounds=31 if quick else 201, uses=10)
+            _ours(), _Effort(rounds=5 if quick else 15, twin_rounds=31 if quick else 201, uses=10)
         )
         few = _Effort(rounds=3 if quick else 5, twin_rounds=3 if quick else 5, uses=1)
         peers = _measure(_peers(), few)
