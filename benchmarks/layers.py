@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
+from benchmarks.models import hooked
 from benchmarks.timing import Case, Ratio, compare, one_thread, quartiles
 
 __all__ = ["beside_the_hook_here", "run"]
@@ -120,10 +121,5 @@ def _by_hand(model: Stack) -> Iterator[list[Tensor]]:
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         states.append(output.clone())
 
-    handles = [model.embedding.register_forward_hook(embedded)]
-    handles += [layer.register_forward_hook(hook) for layer in model.layers]
-    try:
+    with hooked(([model.embedding], embedded), (model.layers, hook)):
         yield states
-    finally:
-        for handle in handles:
-            handle.remove()

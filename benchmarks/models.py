@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "Training", "gpt2_training", "gpt_training", "mlp", "mlp_training"]
+__all__ = ["GPT", "Training", "gpt2_training", "gpt_training", "hooked", "mlp", "mlp_training"]
+
+Hook = Callable[[nn.Module, Any, Tensor], None]
+
+
+@contextmanager
+def hooked(*hooks: tuple[Iterable[nn.Module], Hook]) -> Iterator[None]:
+    """Forward hooks by hand on modules, as long as the block lasts."""
+    handles = [module.register_forward_hook(hook) for modules, hook in hooks for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Attention(nn.Module):

@@ -27,7 +27,7 @@ import torch
 import torch_module_monitor
 from torch import Tensor, nn
 
-from benchmarks.models import Training, gpt_training, mlp_training
+from benchmarks.models import Training, gpt_training, hooked, mlp_training
 from benchmarks.timing import Case, Ratio, case, compare, one_thread, quartiles, table
 from torchtap.monitors import torch_module_monitor as torchtap_monitor
 
@@ -330,16 +330,9 @@ def _summed(training: Training, share: float) -> Case:
 
             return hook
 
-        handles = [
-            module.register_forward_hook(summed)
-            for model in (training.model, reference)
-            for module in model.modules()
-        ]
-        handles += [
-            module.register_forward_hook(run_again(other))
-            for module, other in zip(training.model.modules(), reference.modules(), strict=True)
-            if isinstance(other, nn.Linear)
-        ]
+        pairs = zip(training.model.modules(), reference.modules(), strict=True)
+        again = [([module], run_again(other)) for module, other in pairs if isinstance(other, nn.Linear)]
+        every = [*training.model.modules(), *reference.modules()]
 
         def work() -> None:
             with torch.no_grad():
@@ -348,9 +341,8 @@ def _summed(training: Training, share: float) -> Case:
             torch.stack(taken).tolist()
             taken.clear()
 
-        yield work
-        for handle in handles:
-            handle.remove()
+        with hooked((every, summed), *again):
+            yield work
 
     return entered
 
@@ -366,8 +358,6 @@ def _by_hand(training: Training) -> Case:
             value = output.detach()
             taken.extend((value.mean(), value.std(), value.norm(), value.abs().max()))
 
-        handles = [module.register_forward_hook(hook) for module in training.model.modules()]
-
         def work() -> None:
             training.loss(training.model(training.inputs)).backward()
             with torch.no_grad():
@@ -378,9 +368,8 @@ def _by_hand(training: Training) -> Case:
             torch.stack(taken).tolist()
             taken.clear()
 
-        yield work
-        for handle in handles:
-            handle.remove()
+        with hooked((training.model.modules(), hook)):
+            yield work
 
     return entered
 

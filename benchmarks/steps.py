@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from benchmarks.models import GPT, Training, gpt2_training, gpt_training, mlp_training
+from benchmarks.models import GPT, Training, gpt2_training, gpt_training, hooked, mlp_training
 from benchmarks.timing import Case, Ratio, case, compare, one_thread
 
 __all__ = ["EVERYTHING", "NEVER", "OUTPUTS", "judged", "run", "watched"]
@@ -223,16 +223,6 @@ def watched(
     return entered
 
 
-@contextlib.contextmanager
-def _hooked(model: nn.Module, hook: Callable[[nn.Module, Any, Tensor], None]) -> Iterator[None]:
-    handles = [module.register_forward_hook(hook) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 # -- one reading of each value ------------------------------------------------------------------------------
 
 
@@ -249,7 +239,7 @@ def _sums_of_outputs(model: nn.Module, request: Callable[[], None]) -> Case:
             torch.stack(taken).tolist()
             taken.clear()
 
-        with _hooked(model, hook):
+        with hooked((model.modules(), hook)):
             yield step
 
     return entered
@@ -280,7 +270,7 @@ def _sums_of_training(training: Training) -> Case:
 
         before_update = training.optimizer.register_step_pre_hook(take_state)
         try:
-            with _hooked(training.model, hook):
+            with hooked((training.model.modules(), hook)):
                 yield step
         finally:
             before_update.remove()
@@ -305,7 +295,7 @@ def _by_hand(training: Training) -> Case:
             torch.stack(taken).tolist()
             taken.clear()
 
-        with _hooked(training.model, hook):
+        with hooked((training.model.modules(), hook)):
             yield step
 
     return entered
@@ -356,7 +346,7 @@ def _tensorboard(training: Training, folder: str) -> Case:
             def hook(module: nn.Module, args: Any, output: Tensor) -> None:
                 writer.add_histogram(names[id(module)] or "model", output)
 
-            with _hooked(training.model, hook):
+            with hooked((training.model.modules(), hook)):
                 yield training.step
 
     return entered

@@ -231,3 +231,36 @@ def test_an_eighth_of_a_batch_gives_the_numbers_of_the_formulas(
         for key, rows in expected.items():
             assert metrics[key] == pytest.approx(torch.cat(rows).mean().item(), rel=1e-4, abs=1e-6), key
         assert metrics == pytest.approx(everything[0], rel=1e-5, abs=1e-6)
+
+
+class Marked(Tensor):
+    """A kind of tensor that native code leaves to Python."""
+
+
+def test_values_of_another_kind_than_the_references_are_cut_like_others() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    inputs = torch.randn(16, 6)
+    found = []
+    for given in (inputs, inputs.as_subclass(Marked)):
+        monitor = ModuleMonitor(monitor_step_fn=None)
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        check = RefinedCoordinateCheck(monitor, share=1 / 8)
+        for step in range(2):  # kept at first, then taken where it happens
+            monitor.begin_step(step)
+            with torch.no_grad():
+                reference(check.part(inputs))
+            model(given)
+            check.refined_coordinate_check()
+            monitor.end_step()
+        found.append(monitor.get_all_metrics())
+        monitor.close()
+    plain, marked = found
+    assert plain.keys() == marked.keys() == {0, 1}
+    for step, metrics in plain.items():
+        assert marked[step] == pytest.approx(metrics)

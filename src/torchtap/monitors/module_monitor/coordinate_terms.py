@@ -22,7 +22,7 @@ from torch.nn import functional
 from torchtap.monitors.module_monitor.coordinate_cells import Cells, Columns
 from torchtap.monitors.module_monitor.naming import leaf_name
 from torchtap.monitors.module_monitor.part_of_rows import Cutter
-from torchtap.monitors.module_monitor.reference import opened
+from torchtap.monitors.module_monitor.reference import Call, opened
 from torchtap.reduce import row_norms
 from torchtap.reduce.row_norms import RowNorms, of_change, of_steps, row_count
 from torchtap.taps.walk.arguments import Args
@@ -79,16 +79,9 @@ class Terms:
         self.filled: tuple[Columns, ...] = ()  # the cells that hold the last call's terms
         self.listed: list[Measured] = []  # its terms that are in no cells
 
-    def take(
-        self,
-        inputs: Args,
-        output: object,
-        between: object,
-        start_inputs: Args,
-        start: object,
-        cutter: Cutter | None,
-    ) -> None:
-        """All terms of one call. With a cutter the values may be longer than the reference's."""
+    def take(self, inputs: Args, output: object, between: object, call: Call, cutter: Cutter | None) -> None:
+        """All terms of one call, beside the reference's. With a cutter the values may be longer than there."""
+        start_inputs, _, start = call
         into, at, cut = row_norms.rows_into, self._cells, cutter is not None
         given, start_given = inputs[0] if inputs else None, start_inputs[0] if start_inputs else None
         bias = _bias_of(self._module) if self._has_weight else None
@@ -103,26 +96,15 @@ class Terms:
         self.filled = columns[done]
         self.listed = []
         if done < _ALL or self._is_norm or self._has_projections:
+            start_inputs, start = opened(start_inputs), opened(start)
             with torch.no_grad():
-                self._list_others(done, inputs, output, between, opened(start_inputs), opened(start), cutter)
-
-    def _list_others(
-        self,
-        done: int,
-        inputs: Args,
-        output: object,
-        between: object,
-        start_inputs: Args,
-        start: object,
-        cutter: Cutter | None,
-    ) -> None:
-        """The terms that native code has not put into cells."""
-        if cutter is not None:
-            inputs, _ = cutter.call_like(inputs, {}, (start_inputs, {}, None))
-            output, between = cutter.like(output, start), cutter.like(between, start)
-        if not done & _OUTPUT:
-            self.listed += self._of_output(output, between, start)
-        self.listed += self._of_inputs(inputs, start_inputs, bool(done & _INPUT))
+                if cutter is not None:
+                    inputs, _ = cutter.call_like(inputs, {}, call)
+                    output, between = cutter.like(output, start), cutter.like(between, start)
+                # What native code has not put into cells.
+                if not done & _OUTPUT:
+                    self.listed += self._of_output(output, between, start)
+                self.listed += self._of_inputs(inputs, start_inputs, bool(done & _INPUT))
 
     def _of_inputs(self, inputs: Args, start_inputs: Args, is_filled: bool) -> list[Measured]:
         if self._is_embedding:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchtap._torch import RunningNorm
 from torchtap.errors import MonitorError
-from torchtap.monitors.module_monitor.reference import Call
+from torchtap.monitors.module_monitor.reference import Call, opened
 from torchtap.reduce.kernel import Copied
 from torchtap.taps.walk.arguments import Args, Kwargs
 from torchtap.taps.walk.leaves import leaves
@@ -54,7 +54,7 @@ class Cutter:
         """The part of a value, or of all tensors in a structure, that has the shape of the reference's."""
         if type(value) is Tensor and type(like) in _OF_A_SHAPE:
             return self._tensor(value, like.shape)
-        likes = dict(leaves(like))
+        likes = dict(leaves(opened(like)))
         return map_leaves(
             value, lambda name, each: self._tensor(each, likes[name].shape) if name in likes else each
         )

@@ -285,7 +285,7 @@ class RefinedCoordinateCheck:
                 between = self._replay.output_of(pair.reference, args, kwargs, remember=pair.shares)
             finally:
                 set_grad_enabled(had_grad)
-        pair.terms.take(args, output, between, start[0], start[2], self._cutter)
+        pair.terms.take(args, output, between, start, self._cutter)
         self._measured[pair.name] = pair
 
     @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtap._torch import version_of
 from torchtap.errors import MonitorError
-from torchtap.reduce.kernel import Copied, make_keeper
+from torchtap.reduce.kernel import SMALL, Copied, make_keeper
 from torchtap.store.write.pool import HostPool
 from torchtap.taps.receive.keeping import tensor_over
 from torchtap.taps.walk.arguments import Args, Kwargs
@@ -27,7 +27,6 @@ __all__ = ["Call", "Copies", "ReferenceActivations", "opened", "pooled_copy"]
 # What a module was given, by position and by name, and what it returned: copies, opened or not.
 Call: TypeAlias = tuple[Args, Kwargs, Any]
 
-_SMALL = 64 << 10  # bytes below which torch's own way of copying is the faster one
 _MOST_POOLED = 2 << 30  # past this, copies are made in fresh memory, which takes about twice as long
 
 
@@ -103,7 +102,7 @@ def opened(value: Any) -> Any:
 
 def pooled_copy(pool: HostPool, value: Tensor) -> Tensor:
     """A copy with the same strides, in the pool's memory where that pays."""
-    if type(value) is Tensor and value.is_cpu and value.nbytes >= _SMALL and value.is_contiguous():
+    if type(value) is Tensor and value.is_cpu and value.nbytes >= SMALL and value.is_contiguous():
         return pool.copy(value)
     # Detaching costs a third of a small copy.
     return value.detach().clone() if value.requires_grad else value.clone()

@@ -78,6 +78,15 @@ def fetch_weight(linear: nn.Module) -> None:
         fetch(weight, _FAR, _CACHED)
 
 
+def _forward(part: nn.Module, args: Args, kwargs: Kwargs) -> object:
+    """What a part's forward returns; of a linear without its search for weight and bias."""
+    own: Any = part._parameters
+    if type(part) is nn.Linear and len(args) == 1 and "weight" in own and "bias" in own:
+        fetch_weight(part)
+        return functional.linear(args[0], own["weight"], own["bias"])
+    return part.forward(*args, **kwargs)
+
+
 def _is_calm(module: nn.Module) -> bool:
     """Whether a module writes into no input and draws no random number, as far as its code is known."""
     if "forward" in module.__dict__ or getattr(module, "inplace", False):
@@ -168,12 +177,7 @@ class Replay:
         if self.has_other_hook(part) or (is_sequence and (kwargs or len(args) != 1)):
             return self._run(part, args, kwargs)
         if not is_sequence:
-            own: Any = part._parameters
-            if type(part) is nn.Linear and len(args) == 1 and "weight" in own and "bias" in own:
-                # What forward does, without its search for both.
-                fetch_weight(part)
-                return functional.linear(args[0], own["weight"], own["bias"])
-            return part.forward(*args, **kwargs)
+            return _forward(part, args, kwargs)
         value = args[0]
         for each in part._modules.values():
             assert each is not None
