@@ -29,7 +29,7 @@ import torchtap as tt
 from benchmarks.explained import Truth, is_explained
 from benchmarks.leaves import leaves_of
 from benchmarks.zoo import build
-from torchtap.names import Name, is_unplaced, read_name
+from torchtap.plan.names import Name, is_unplaced, read_name
 
 __all__ = [
     "FEW",

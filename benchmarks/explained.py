@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.leaves import leaves_of, with_leaf
-from torchtap.names import read_name, site_name
-from torchtap.sessions.coverage import Missing
-from torchtap.taps.receive import reasons
+from torchtap.plan.names import read_name, site_name
+from torchtap.receive import reasons
+from torchtap.session.coverage import Missing
 
 __all__ = ["Truth", "is_explained"]
 

@@ -21,7 +21,7 @@ HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_module_
 
 # The way from a hook to a record: what one step of a watch loads of these, so without arithmetic and without files.
 CORE = re.compile(
-    r"(sessions/)?(taps/|names|sites|asked|plan|clock|steps|tapping|watching|store/record|record\.py"
+    r"(session/)?(hooks/|receive/|plan/|clock|steps|tapping|watching|store/record|record\.py"
     r"|block|lull|newest|partial_record|told_sites)"  # parts of a watch and of its steps
 )
 WATCH = """

@@ -21,12 +21,12 @@ from torchtap.diagnosis.probes.gradients import GradientProbe
 from torchtap.diagnosis.probes.hidden import HiddenProbe
 from torchtap.diagnosis.probes.losses import LossProbe
 from torchtap.diagnosis.probes.padded import PaddingProbe
+from torchtap.hooks.untraced import Hook
+from torchtap.receive import by_name, training
+from torchtap.receive.losses import LossCatcher
+from torchtap.receive.receiver import Receiver
 from torchtap.reduce import kernel
-from torchtap.sessions.watching import Watch
-from torchtap.taps.receive import by_name, training
-from torchtap.taps.receive.losses import LossCatcher
-from torchtap.taps.receive.receiver import Receiver
-from torchtap.taps.walk.untraced import Hook
+from torchtap.session.watching import Watch
 
 __all__ = ["Spent", "row_of_share", "timed_inside"]
 

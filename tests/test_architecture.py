@@ -16,47 +16,46 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 
 # From the ground up. A file may import from its own layer and from those before it.
 LAYERS = [
-    ["foreign_text", "lazy"],
+    ["sanitize", "lazy"],
     ["errors", "torchscript"],
     ["_torch"],
     ["placement"],
-    ["_torch_distributed", "ranks"],
-    ["names"],
-    ["site_order", "unmatched"],
+    ["_torch_distributed", "rank_identity"],
+    ["plan.names"],
+    ["plan.site_order", "plan.suggest"],
     ["registry"],
     ["display"],
-    ["sites"],
+    ["plan.sites"],
     ["schedule"],
-    ["pace"],
+    ["plan.next_live"],
     ["reduce"],
-    ["budget"],
-    ["asked"],
-    ["plan", "plan_words"],
+    ["plan.budget"],
+    ["plan.tap"],
+    ["plan"],
     ["store.record"],
     # how a value leaves a running model
-    ["taps.walk"],
-    ["taps.place"],
-    ["taps.receive"],
-    ["taps.carry", "op"],
-    ["taps.eager"],
-    ["taps.alike"],
-    ["taps.graph"],
-    ["taps.script"],
-    ["taps.compiled"],
-    ["taps.attach"],
-    ["taps.travel"],
-    ["sessions.coverage", "sessions.model_tree", "sessions.clock", "sessions.random_state"],
-    ["sessions.untouched"],
-    ["sessions.tapping"],
+    ["hooks"],
+    ["receive"],
+    ["forms.op", "op"],
+    ["receive.attention", "receive.attention_calls", "receive.attention_maps", "receive.eager"],
+    ["forms.match"],
+    ["forms.graph"],
+    ["forms.script"],
+    ["forms.compiled"],
+    ["forms.attach"],
+    ["forms.instrument", "forms"],
+    ["session.coverage", "session.model_tree", "session.clock", "session.random_state"],
+    ["session.untouched"],
+    ["session.tapping"],
     # the run folder
     ["store.files"],
     ["store.format"],
     ["store.write"],
-    ["store.read"],
-    ["store.export"],
-    ["sessions.spending"],
+    ["store.read", "ranks"],
+    ["store.export", "store"],
+    ["session.spending"],
     ["sinks"],
-    ["sessions"],
+    ["session"],
     ["editing"],
     # two recordings, what they share, how far they are apart, and whose fault it is
     ["comparison.align"],
@@ -101,8 +100,8 @@ def module_name(path: Path) -> str:
 # Imports that look down, and why they have to.
 DOWNWARD = {
     (
-        "taps.carry.carrier",
-        "taps.script.source",
+        "forms.op.carrier",
+        "forms.script.source",
     ): "torch.jit.script asks a model with carriers for its source",
 }
 
@@ -189,8 +188,8 @@ OTHER_TEXT = {
     "reduce/full.py": "a slice",
     "registry.py": "module:attribute of an entry point",
     "sinks/registry.py": "sink:place on a command line",
-    "taps/walk/stand_ins.py": "a class's dotted name",
-    "taps/travel/program_gate.py": "an operator's dotted name",
+    "hooks/stand_ins.py": "a class's dotted name",
+    "forms/instrument/program_gate.py": "an operator's dotted name",
     "viewer/security.py": "host:port",
 }
 
@@ -211,7 +210,7 @@ def cuts_of(tree: ast.AST) -> list[int]:
 
 def test_site_names_are_cut_in_one_file() -> None:
     cutting = {str(path.relative_to(SOURCE)) for path in files() if cuts_of(ast.parse(path.read_text()))}
-    assert cutting - set(OTHER_TEXT) == {"names.py"}
+    assert cutting - set(OTHER_TEXT) == {"plan/names.py"}
 
 
 def test_the_names_of_wrappers_are_listed_in_one_file() -> None:
@@ -223,7 +222,7 @@ def test_the_names_of_wrappers_are_listed_in_one_file() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
         )
     }
-    assert naming == {"names.py"}
+    assert naming == {"plan/names.py"}
 
 
 REGISTERING = {
@@ -250,7 +249,7 @@ def test_forward_hooks_are_registered_in_one_file() -> None:
     registering = {
         str(path.relative_to(SOURCE)) for path in files() if registers_hooks(ast.parse(path.read_text()))
     }
-    assert registering == {"taps/walk/ways.py"}
+    assert registering == {"hooks/ways.py"}
 
 
 def test_a_tensor_s_version_is_asked_in_one_file() -> None:
@@ -266,6 +265,6 @@ def test_a_tensor_s_version_is_asked_in_one_file() -> None:
 
 
 def test_reading_names_needs_no_torch() -> None:
-    code = "import sys, torchtap.names; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchtap.plan.names; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import torchtap as tt
-from torchtap.taps.receive.receiver import Receiver
+from torchtap.receive.receiver import Receiver
 
 STEP = 2 * 8 * 100 * 4  # bytes of whole tensors of the two outputs of `model` in one step
 
@@ -80,8 +80,8 @@ def test_a_share_of_the_step_is_judged_from_the_third_step_on(
 ) -> None:
     ticks = itertools.count()  # each look at the clock is a second later
     for module in (
-        "torchtap.sessions.spending.time.perf_counter",
-        "torchtap.taps.receive.folding.perf_counter",
+        "torchtap.session.spending.time.perf_counter",
+        "torchtap.receive.folding.perf_counter",
     ):
         monkeypatch.setattr(module, lambda: float(next(ticks)))
     # A step: begin, two looks around the one fold, end: a third of it is the tap's.

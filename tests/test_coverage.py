@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.sessions.coverage import Missing
-from torchtap.taps.receive import reasons
+from torchtap.receive import reasons
+from torchtap.session.coverage import Missing
 
 X = torch.randn(3, 4)
 

@@ -16,11 +16,11 @@ from torch import nn
 import torchtap as tt
 from torchtap.cli import main
 from torchtap.errors import TorchtapError
+from torchtap.forms.match.site_map import SiteMap
 from torchtap.monitors.monitor.config import read_config
 from torchtap.monitors.monitor.files import read_item
-from torchtap.plan import Plan
+from torchtap.plan.plan import Plan
 from torchtap.store.write.writer import RunWriter
-from torchtap.taps.alike.site_map import SiteMap
 from torchtap.viewer.cards import read_notes
 
 HOSTILE = {

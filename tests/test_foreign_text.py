@@ -13,7 +13,7 @@ from tests.torture.showing import check_every_way_out, harmful_in_a_terminal, re
 
 import torchtap as tt
 from torchtap.cli.console import Terminal
-from torchtap.foreign_text import browser_text, file_component, in_html, shown, storable
+from torchtap.sanitize import browser_text, file_component, in_html, shown, storable
 
 ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()), max_size=50)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtap.errors import SelectionError
-from torchtap.names import (
+from torchtap.plan.names import (
     KINDS,
     Name,
     belongs_to,
@@ -25,7 +25,7 @@ from torchtap.names import (
     site_name,
     without_wrappers,
 )
-from torchtap.site_order import execution_order, in_passing_order
+from torchtap.plan.site_order import execution_order, in_passing_order
 
 words = st.text(st.sampled_from("ab:0#~ |é"), min_size=1, max_size=5)
 paths = st.lists(words, max_size=3).map(".".join)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtap.pace import Pace, Seldom
+from torchtap.plan.next_live import Pace, Seldom
 from torchtap.schedule import Moment
 
 

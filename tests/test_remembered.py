@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchtap as tt
 from torchtap.errors import SelectionError
-from torchtap.sessions import front, remembered
+from torchtap.session import front, remembered
 
 
 class Net(nn.Module):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtap.asked import tap
 from torchtap.errors import PlanError
+from torchtap.plan.tap import tap
 from torchtap.schedule import (
     Always,
     Epochs,

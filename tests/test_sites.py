@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torchtap as tt
 from torchtap.errors import PlanError, SelectionError
-from torchtap.sites import KINDS, Selector, Site, places
+from torchtap.plan.sites import KINDS, Selector, Site, places
 
 
 def picked(model: nn.Module, *selectors: object, **options: object) -> set[str]:

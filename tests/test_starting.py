@@ -18,22 +18,22 @@ ENVIRONMENT = {
 
 # What a watch with statistics of outputs has no use for, in one process, without a run folder, with blocks as steps.
 NOT_NEEDED = {
-    "other forms of models": "taps.compiled taps.graph taps.script taps.travel taps.alike",
-    "what emits into graphs": "taps.carry.op taps.carry.carrier taps.carry.branches taps.carry.fused taps.carry.forms",
-    "other ways to put taps on": "taps.walk.wrap taps.walk.visit",
-    "attention, values from inside": "taps.eager.attention taps.receive.active taps.eager.own_inputs",
-    "gradients, values by name": "taps.receive.asking taps.receive.by_name",
-    "copies of the model, its mode": "taps.walk.cleaning taps.walk.modes",
-    "structures, stand-ins": "taps.walk.structure taps.walk.stand_ins",
-    "parameters": "taps.receive.state taps.receive.held",
-    "optimizers": "taps.receive.training taps.receive.backward sessions.following",
-    "several processes": "taps.place placement _torch_distributed",
-    "several models": "sessions.staged taps.carry.passes",
-    "whole tensors": "reduce.full taps.receive.keeping",
+    "other forms of models": "forms.compiled forms.graph forms.script forms.instrument forms.match",
+    "what emits into graphs": "forms.op.op forms.op.carrier forms.op.branches forms.op.fused forms.op.forms",
+    "other ways to put taps on": "hooks.wrap hooks.visit",
+    "attention, values from inside": "receive.attention receive.active receive.own_inputs",
+    "gradients, values by name": "receive.asking receive.by_name",
+    "copies of the model, its mode": "hooks.cleaning hooks.modes",
+    "structures, stand-ins": "hooks.structure hooks.stand_ins",
+    "parameters": "receive.state receive.held",
+    "optimizers": "receive.training receive.backward session.following",
+    "several processes": "receive.mesh receive.placing placement _torch_distributed",
+    "several models": "session.staged forms.op.passes",
+    "whole tensors": "reduce.full receive.keeping",
     "other reductions": "reduce.metric reduce.quantiles reduce.histogram reduce.sample reduce.registry",
-    "other schedules, budgets, plans as text": "schedule.rules budget sessions.spending plan_words",
-    "run folders": "store.files store.read store.write.writer store.format.payload sessions.manifest sinks",
-    "what is missing": "sessions.coverage",
+    "other schedules, budgets, plans as text": "schedule.rules plan.budget session.spending plan.plan_text",
+    "run folders": "store.files store.read store.write.writer store.format.payload session.manifest sinks",
+    "what is missing": "session.coverage",
     "pictures and other rooms": "display registry viewer comparison diagnosis editing monitors integrations",
 }
 
@@ -55,11 +55,11 @@ kinds = ["*:output", "*:input", "*:grad_output"]
 with torchtap.watch(model, None, kinds, sinks=[kept]) as watch:
     with watch.step():
         model(batch).sum().backward()
-    assert "torchtap.taps.carry.op" not in sys.modules
+    assert "torchtap.forms.op.op" not in sys.modules
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with watch.step():
         compiled(batch).sum().backward()
-    assert "torchtap.taps.carry.op" in sys.modules
+    assert "torchtap.forms.op.op" in sys.modules
 before, after = (record.scalars[0] for record in kept.records)
 assert set(before.sites) == set(after.sites), set(before.sites) ^ set(after.sites)
 for site, row in zip(before.sites, before.values):
@@ -75,7 +75,7 @@ def ran(program: str) -> str:
 
 def test_a_plain_watch_loads_nothing_that_it_has_no_use_for() -> None:
     loaded = ran(PLAIN_WATCH).split()
-    assert "sessions.watching" in loaded
+    assert "session.watching" in loaded
     for what, modules in NOT_NEEDED.items():
         for module in modules.split():
             found = [name for name in loaded if name == module or name.startswith(f"{module}.")]

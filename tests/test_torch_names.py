@@ -94,7 +94,7 @@ def test_a_torch_without_a_compilers_name_refuses_compiled_models_and_records_th
 ) -> None:
     import torch._dynamo.eval_frame
 
-    from torchtap.taps import compiled
+    from torchtap.forms import compiled
 
     monkeypatch.delattr(torch._dynamo.eval_frame, "skip_code")
     compiled._never_compile_alone.cache_clear()

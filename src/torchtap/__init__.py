@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from torchtap import monitors as monitors
     from torchtap import schedule as schedule
     from torchtap import sinks as sinks
-    from torchtap.asked import Tap as Tap
-    from torchtap.asked import tap as tap
-    from torchtap.budget import Budget as Budget
     from torchtap.comparison.adjacent import layer_changes as layer_changes
     from torchtap.comparison.bisection import Bisection as Bisection
     from torchtap.comparison.bisection import bisect as bisect
@@ -62,6 +59,10 @@ if TYPE_CHECKING:
     from torchtap.errors import TorchtapError as TorchtapError
     from torchtap.errors import TrainingStoppedError as TrainingStoppedError
     from torchtap.errors import VerificationError as VerificationError
+    from torchtap.forms.instrument.extra import ExtraOutputs as ExtraOutputs
+    from torchtap.forms.instrument.extra import extra_outputs as extra_outputs
+    from torchtap.forms.instrument.instrument import instrument as instrument
+    from torchtap.forms.instrument.load import load as load
     from torchtap.integrations.captum import attribute as attribute
     from torchtap.monitors.layers.files import open_layers as open_layers
     from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
@@ -78,8 +79,14 @@ if TYPE_CHECKING:
     from torchtap.monitors.monitor.monitor import Monitor as Monitor
     from torchtap.monitors.monitor.trainer import MonitoredTrainer as MonitoredTrainer
     from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
-    from torchtap.plan import Plan as Plan
-    from torchtap.plan import make_plan as make_plan
+    from torchtap.plan.budget import Budget as Budget
+    from torchtap.plan.plan import Plan as Plan
+    from torchtap.plan.plan import make_plan as make_plan
+    from torchtap.plan.sites import Selector as Selector
+    from torchtap.plan.sites import Site as Site
+    from torchtap.plan.tap import Tap as Tap
+    from torchtap.plan.tap import tap as tap
+    from torchtap.receive.active import emit as emit
     from torchtap.reduce import Entropy as Entropy
     from torchtap.reduce import Full as Full
     from torchtap.reduce import Gram as Gram
@@ -101,30 +108,23 @@ if TYPE_CHECKING:
     from torchtap.schedule import Schedule as Schedule
     from torchtap.schedule import Steps as Steps
     from torchtap.schedule import When as When
-    from torchtap.sessions.coverage import Missing as Missing
-    from torchtap.sessions.front import capture as capture
-    from torchtap.sessions.front import list_sites as list_sites
-    from torchtap.sessions.front import watch as watch
-    from torchtap.sessions.matching import match as match
-    from torchtap.sessions.seen import Seen as Seen
-    from torchtap.sessions.verification import Verification as Verification
-    from torchtap.sessions.verification import verify as verify
-    from torchtap.sessions.watching import Watch as Watch
+    from torchtap.session.coverage import Missing as Missing
+    from torchtap.session.front import capture as capture
+    from torchtap.session.front import list_sites as list_sites
+    from torchtap.session.front import watch as watch
+    from torchtap.session.matching import match as match
+    from torchtap.session.seen import Seen as Seen
+    from torchtap.session.verification import Verification as Verification
+    from torchtap.session.verification import verify as verify
+    from torchtap.session.watching import Watch as Watch
     from torchtap.sinks import CallbackSink as CallbackSink
     from torchtap.sinks import JsonLinesSink as JsonLinesSink
     from torchtap.sinks import MemorySink as MemorySink
     from torchtap.sinks import TensorBoardSink as TensorBoardSink
     from torchtap.sinks import WandbSink as WandbSink
     from torchtap.sinks import make_sink as make_sink
-    from torchtap.sites import Selector as Selector
-    from torchtap.sites import Site as Site
     from torchtap.store.read.reader import Run as Run
     from torchtap.store.read.reader import open as open
-    from torchtap.taps.receive.active import emit as emit
-    from torchtap.taps.travel.extra import ExtraOutputs as ExtraOutputs
-    from torchtap.taps.travel.extra import extra_outputs as extra_outputs
-    from torchtap.taps.travel.instrument import instrument as instrument
-    from torchtap.taps.travel.load import load as load
     from torchtap.viewer.plot import plot as plot
 
 __version__ = "0.1.0"
@@ -134,7 +134,7 @@ _HOME = {
     "Always": "torchtap.schedule",
     "Birth": "torchtap.diagnosis.birth",
     "Bisection": "torchtap.comparison.bisection",
-    "Budget": "torchtap.budget",
+    "Budget": "torchtap.plan.budget",
     "CallbackSink": "torchtap.sinks",
     "Catcher": "torchtap.editing.catcher",
     "CompareError": "torchtap.errors",
@@ -145,7 +145,7 @@ _HOME = {
     "Entropy": "torchtap.reduce",
     "Epochs": "torchtap.schedule",
     "Every": "torchtap.schedule",
-    "ExtraOutputs": "torchtap.taps.travel.extra",
+    "ExtraOutputs": "torchtap.forms.instrument.extra",
     "Features": "torchtap.editing.features",
     "Finding": "torchtap.diagnosis.finding",
     "Findings": "torchtap.diagnosis.finding",
@@ -162,7 +162,7 @@ _HOME = {
     "MemorySink": "torchtap.sinks",
     "Metric": "torchtap.reduce",
     "MetricError": "torchtap.errors",
-    "Missing": "torchtap.sessions.coverage",
+    "Missing": "torchtap.session.coverage",
     "MissingExtraError": "torchtap.errors",
     "ModuleMonitor": "torchtap.monitors.module_monitor",
     "Moment": "torchtap.schedule",
@@ -173,7 +173,7 @@ _HOME = {
     "Never": "torchtap.schedule",
     "OutputError": "torchtap.errors",
     "Phase": "torchtap.schedule",
-    "Plan": "torchtap.plan",
+    "Plan": "torchtap.plan.plan",
     "PlanError": "torchtap.errors",
     "Quantiles": "torchtap.reduce",
     "RecordingLostError": "torchtap.errors",
@@ -188,57 +188,57 @@ _HOME = {
     "RunNotFoundError": "torchtap.errors",
     "Sample": "torchtap.reduce",
     "Schedule": "torchtap.schedule",
-    "Seen": "torchtap.sessions.seen",
+    "Seen": "torchtap.session.seen",
     "SelectionError": "torchtap.errors",
-    "Selector": "torchtap.sites",
+    "Selector": "torchtap.plan.sites",
     "SessionError": "torchtap.errors",
-    "Site": "torchtap.sites",
+    "Site": "torchtap.plan.sites",
     "Stats": "torchtap.reduce",
     "Steps": "torchtap.schedule",
     "StorageManager": "torchtap.monitors.module_monitor",
-    "Tap": "torchtap.asked",
+    "Tap": "torchtap.plan.tap",
     "TensorBoardSink": "torchtap.sinks",
     "TopK": "torchtap.reduce",
     "Units": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
     "TrainingStoppedError": "torchtap.errors",
     "TrainingReport": "torchtap.monitors.monitor.trainer",
-    "Verification": "torchtap.sessions.verification",
+    "Verification": "torchtap.session.verification",
     "VerificationError": "torchtap.errors",
     "WandbSink": "torchtap.sinks",
-    "Watch": "torchtap.sessions.watching",
+    "Watch": "torchtap.session.watching",
     "When": "torchtap.schedule",
     "attribute": "torchtap.integrations.captum",
-    "make_plan": "torchtap.plan",
+    "make_plan": "torchtap.plan.plan",
     "bisect": "torchtap.comparison.bisection",
-    "capture": "torchtap.sessions.front",
+    "capture": "torchtap.session.front",
     "compare": "torchtap.comparison.front",
     "compare_forms": "torchtap.comparison.forms",
     "diagnose": "torchtap.diagnosis.run",
     "doctor": "torchtap.diagnosis.doctor",
     "edit": "torchtap.editing.edit",
-    "emit": "torchtap.taps.receive.active",
-    "extra_outputs": "torchtap.taps.travel.extra",
+    "emit": "torchtap.receive.active",
+    "extra_outputs": "torchtap.forms.instrument.extra",
     "features": "torchtap.editing.features",
     "find_nan": "torchtap.diagnosis.birth",
     "flight_recorder": "torchtap.diagnosis.flight.recorder",
     "hand_over": "torchtap.editing.handlers",
     "get_layer_hidden_states": "torchtap.monitors.layers.recorder",
-    "instrument": "torchtap.taps.travel.instrument",
+    "instrument": "torchtap.forms.instrument.instrument",
     "layer_changes": "torchtap.comparison.adjacent",
     "learn": "torchtap.diagnosis.learned.learning",
-    "list_sites": "torchtap.sessions.front",
-    "load": "torchtap.taps.travel.load",
-    "match": "torchtap.sessions.matching",
+    "list_sites": "torchtap.session.front",
+    "load": "torchtap.forms.instrument.load",
+    "match": "torchtap.session.matching",
     "make_sink": "torchtap.sinks",
     "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
     "open": "torchtap.store.read.reader",
     "open_layers": "torchtap.monitors.layers.files",
     "plot": "torchtap.viewer.plot",
     "record_layers": "torchtap.monitors.layers.recorder",
-    "tap": "torchtap.asked",
-    "verify": "torchtap.sessions.verification",
-    "watch": "torchtap.sessions.front",
+    "tap": "torchtap.plan.tap",
+    "verify": "torchtap.session.verification",
+    "watch": "torchtap.session.front",
 }
 
 # What most users type. What is needed more seldom is listed in modules of its own; it is found here too, and so are the

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchtap.foreign_text import shown
+from torchtap.sanitize import shown
 
 __all__ = [
     "CompareError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtap.taps.carry.op import register
+from torchtap.forms.op.op import register
 
 __all__ = ["register"]
 

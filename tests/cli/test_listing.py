@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import torchtap as tt
 from torchtap.cli.listing import can_come
-from torchtap.plan import candidates
-from torchtap.sites import places
+from torchtap.plan.plan import candidates
+from torchtap.plan.sites import places
 
 
 def listed(model: nn.Module) -> set[str]:

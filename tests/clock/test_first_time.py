@@ -13,7 +13,7 @@ from torch import nn
 
 import torchtap as tt
 from torchtap.errors import PlanError, SelectionError
-from torchtap.plan import Plan
+from torchtap.plan.plan import Plan
 from torchtap.reduce import Histogram, Stats
 
 

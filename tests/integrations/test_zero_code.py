@@ -14,7 +14,7 @@ import torchtap as tt
 from torchtap.cli import main
 from torchtap.errors import PlanError
 from torchtap.integrations.zero_code.settings import Settings
-from torchtap.pace import Pace
+from torchtap.plan.next_live import Pace
 from torchtap.schedule import Moment
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -257,7 +257,7 @@ def test_the_variable_can_say_no(tmp_path: Path, word: str) -> None:
 
 def test_recording_becomes_rarer_where_it_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("torchtap.pace.time.perf_counter", lambda: now)
+    monkeypatch.setattr("torchtap.plan.next_live.time.perf_counter", lambda: now)
     pace = Pace(every=10, share=0.02)
     live = []
     for step in range(400):

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from torchtap.comparison.measure import sums
 from torchtap.comparison.measure.measures import measure
+from torchtap.hooks.records import CallFields, EntryFields, FoldingFields, ReceiverFields, TallyFields
+from torchtap.receive.hearing import make_ear
 from torchtap.reduce import Histogram, Stats, StatsBlock, kernel, row_norms
 from torchtap.store.format import checksum
-from torchtap.taps.receive.hearing import make_ear
-from torchtap.taps.walk.records import CallFields, EntryFields, FoldingFields, ReceiverFields, TallyFields
 
 DTYPES = list(kernel.DTYPE_CODES)
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

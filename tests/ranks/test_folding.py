@@ -15,11 +15,11 @@ import torchtap as tt
 from torchtap._torch_distributed import MeshAxis, _boxes
 from torchtap.errors import PlanError
 from torchtap.placement import Axis, Box, Placement, Share, placement_of, read_layout
+from torchtap.ranks.folding import RankFold, needed, way_of
+from torchtap.ranks.launches import find_launches
+from torchtap.ranks.sharing import share_out
+from torchtap.ranks.sketch import quantile, share_of
 from torchtap.store.files.folder import LocalFolder
-from torchtap.store.read.world.folding import RankFold, needed, way_of
-from torchtap.store.read.world.launches import find_launches
-from torchtap.store.read.world.sharing import share_out
-from torchtap.store.read.world.sketch import quantile, share_of
 from torchtap.store.write.writer import RunWriter
 
 STATISTICS = ("count", "mean", "std", "min", "max", "absmax", "l1", "l2", "rms", "zeros", "nans", "infs")

@@ -12,7 +12,7 @@ from tests.models import GPT, make
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.taps.eager import attention_maps
+from torchtap.receive import attention_maps
 
 
 class Fused(nn.Module):

@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
+from torchtap.receive import hearing
+from torchtap.receive.asking import Asking
+from torchtap.receive.entries import LivePort
+from torchtap.receive.held import Held
+from torchtap.receive.receiver import Receiver
 from torchtap.reduce import kernel
-from torchtap.taps.receive import hearing
-from torchtap.taps.receive.asking import Asking
-from torchtap.taps.receive.entries import LivePort
-from torchtap.taps.receive.held import Held
-from torchtap.taps.receive.receiver import Receiver
 
 pytestmark = pytest.mark.skipif(kernel.hearing is None, reason="native code was not built, or torch is older")
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.taps.walk import hooks
-from torchtap.taps.walk.walker import Walker
+from torchtap.hooks import hooks
+from torchtap.hooks.walker import Walker
 
 TABLES = (
     "_forward_hooks",

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
 from torchtap.errors import ReductionError
+from torchtap.receive import keeping, receiver
+from torchtap.receive.folding import Folding
 from torchtap.reduce import kernel
 from torchtap.store.write.pool import pool_of
-from torchtap.taps.receive import keeping, receiver
-from torchtap.taps.receive.folding import Folding
 
 WIDE = 32 << 10  # floats: no longer a small value
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchtap.sites import places
-from torchtap.taps.walk.visit import Call, Stop, Visiting
-from torchtap.taps.walk.walker import Walker
+from torchtap.hooks.visit import Call, Stop, Visiting
+from torchtap.hooks.walker import Walker
+from torchtap.plan.sites import places
 
 WAYS = ["hook", "wrap", "forward"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.foreign_text import browser_text, shown
+from torchtap.sanitize import browser_text, shown
 from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.opened import OpenRun, Refused
 from torchtap.viewer.overview import about_run, comparison_of, coverage_of, findings_of, list_runs

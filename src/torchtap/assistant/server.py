@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtap.assistant.answers import QUESTIONS
 from torchtap.errors import MissingExtraError, TorchtapError
-from torchtap.foreign_text import shown
+from torchtap.sanitize import shown
 from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.opened import Refused
 

@@ -13,7 +13,7 @@ from importlib import import_module
 import click
 
 from torchtap.errors import TorchtapError
-from torchtap.foreign_text import shown
+from torchtap.sanitize import shown
 
 __all__ = ["main", "torchtap"]
 

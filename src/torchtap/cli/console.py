@@ -15,7 +15,7 @@ import click
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from torchtap.foreign_text import shown
+from torchtap.sanitize import shown
 
 __all__ = ["Terminal", "json_text", "say", "say_json"]
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from torchtap.cli.console import say_json
 
 if TYPE_CHECKING:
-    from torchtap.sessions.watching import Watch
+    from torchtap.session.watching import Watch
 
 __all__ = ["command"]
 

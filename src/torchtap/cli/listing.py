@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtap.sites import Site
+from torchtap.plan.sites import Site
 
 __all__ = ["can_come"]
 

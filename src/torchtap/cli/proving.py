@@ -26,7 +26,7 @@ _EXTRAS = ("zstandard", "h5py", "pyarrow", "onnxruntime", "starlette", "matplotl
 def facts() -> Iterator[tuple[str, str]]:
     """Versions, native parts, the page and the limits."""
     from torchtap._torch import TORCH_VERSION
-    from torchtap.sessions.compiled_parts import missing_parts
+    from torchtap.session.compiled_parts import missing_parts
     from torchtap.store.files.layout import FORMAT_VERSION
     from torchtap.store.format.seal import JSON_LIMIT
     from torchtap.viewer.assets import built

@@ -14,7 +14,7 @@ from torchtap.cli.named import find_named
 from torchtap.errors import FormError
 
 if TYPE_CHECKING:
-    from torchtap.sites import Site
+    from torchtap.plan.sites import Site
 
 __all__ = ["command", "load_model"]
 
@@ -52,7 +52,7 @@ def command(
 
 def _source(site: Site) -> str | None:
     """Where the forward that makes a site's value is written."""
-    from torchtap.sessions.model_tree import source_of
+    from torchtap.session.model_tree import source_of
 
     return source_of(site.module) if site.module is not None else None
 
@@ -71,7 +71,7 @@ def load_model(text: str, *, unsafe: bool = False) -> object:
     """A model from what was written on the command line."""
     path = Path(text)
     if path.suffix in (".pt", ".pth", ".pt2", ".ts", ".onnx") and ":" not in text:
-        from torchtap.taps.travel.load import load
+        from torchtap.forms.instrument.load import load
 
         return load(path, unsafe=unsafe)
     _, made = find_named(
@@ -94,10 +94,10 @@ def load_model(text: str, *, unsafe: bool = False) -> object:
 def _sites(model: Any, kinds: tuple[str, ...], selector: str | None) -> list[Site]:
     """The sites that a selector picks; without one, those of some kinds that can have a value."""
     from torchtap.cli.listing import can_come
-    from torchtap.names import KINDS
-    from torchtap.plan import candidates, make_plan
-    from torchtap.sites import places
-    from torchtap.taps.attach import tree_of
+    from torchtap.forms.attach import tree_of
+    from torchtap.plan.names import KINDS
+    from torchtap.plan.plan import candidates, make_plan
+    from torchtap.plan.sites import places
 
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:

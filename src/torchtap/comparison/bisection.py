@@ -35,10 +35,10 @@ from torchtap.comparison.measure.floor import Floor, floor_from
 from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.sources import is_eager
 from torchtap.errors import CompareError
-from torchtap.names import parent_path, path_of, site_name
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import input_leaves, leaves
-from torchtap.taps.walk.visit import Call
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.visit import Call
+from torchtap.plan.names import parent_path, path_of, site_name
 
 __all__ = ["Bisection", "bisect"]
 

@@ -26,7 +26,7 @@ from torchtap.comparison.recorded.recordings import MemoryRecording, Recording
 from torchtap.comparison.sources import captured, is_eager, perturbed
 from torchtap.comparison.stored import compare_stored, known_harmless, listed
 from torchtap.errors import CompareError
-from torchtap.taps.walk.leaves import leaves
+from torchtap.hooks.leaves import leaves
 
 __all__ = ["compare"]
 

@@ -22,7 +22,7 @@ from torchtap.comparison.recorded.recordings import (
     is_layer_folder,
 )
 from torchtap.errors import CompareError, RunNotFoundError
-from torchtap.names import site_name
+from torchtap.plan.names import site_name
 
 __all__ = ["describe", "is_live", "recording_of"]
 

@@ -15,13 +15,13 @@ from torchtap._torch import runs_compiled
 from torchtap.comparison.live.tracing import Feed, feed_of, jitter
 from torchtap.comparison.recorded.recordings import MemoryRecording
 from torchtap.errors import CompareError
-from torchtap.names import site_name
-from torchtap.sessions.matching import has_names, match
-from torchtap.sessions.untouched import untouched
-from torchtap.site_order import in_passing_order
-from torchtap.taps.alike.site_map import SiteMap
-from torchtap.taps.walk.leaves import leaves
-from torchtap.taps.walk.structure import map_leaves
+from torchtap.forms.match.site_map import SiteMap
+from torchtap.hooks.leaves import leaves
+from torchtap.hooks.structure import map_leaves
+from torchtap.plan.names import site_name
+from torchtap.plan.site_order import in_passing_order
+from torchtap.session.matching import has_names, match
+from torchtap.session.untouched import untouched
 
 __all__ = ["captured", "is_eager", "perturbed"]
 
@@ -49,7 +49,7 @@ def captured(
 
     A graph that does not tell its names gets those of ``like``, an eager model, which runs once on ``inputs``.
     """
-    from torchtap.sessions.front import capture
+    from torchtap.session.front import capture
 
     with untouched(thing, in_place=True):
         torch.manual_seed(0)

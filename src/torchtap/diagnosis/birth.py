@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from torchtap.diagnosis.op_trail import Event, OpTrail, Range
 from torchtap.errors import FormError
-from torchtap.names import join_path, site_name
-from torchtap.sessions.untouched import untouched
-from torchtap.sites import input_names, places, unwrap
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import input_leaves, leaves
-from torchtap.taps.walk.visit import Call, Stop, Visiting
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.visit import Call, Stop, Visiting
+from torchtap.plan.names import join_path, site_name
+from torchtap.plan.sites import input_names, places, unwrap
+from torchtap.session.untouched import untouched
 
 __all__ = ["Birth", "Search", "find_nan"]
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from torchtap.diagnosis.facts import Fact, Structure
 from torchtap.diagnosis.places import ChartedSite, described
-from torchtap.names import read_name
 from torchtap.placement import Placement
+from torchtap.plan.names import read_name
 
 __all__ = ["EARLY", "Block", "Chart", "ChartGrid"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.diagnosis.chart import Chart
-from torchtap.names import read_name, site_name
+from torchtap.plan.names import read_name, site_name
 
 __all__ = ["Course", "course_of", "jumped"]
 

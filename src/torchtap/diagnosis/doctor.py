@@ -42,16 +42,16 @@ from torchtap.diagnosis.reading import LEARNED, LOSS
 from torchtap.diagnosis.rules.base import Rule
 from torchtap.diagnosis.rules.registry import all_rules
 from torchtap.errors import PlanError, TrainingStoppedError
-from torchtap.names import kind_of
-from torchtap.pace import Pace
-from torchtap.ranks import identity
-from torchtap.sessions.front import watch
-from torchtap.sessions.step_loss import StepLoss
-from torchtap.sessions.watching import Watch
+from torchtap.forms.attach import tree_of
+from torchtap.plan.names import kind_of
+from torchtap.plan.next_live import Pace
+from torchtap.rank_identity import identity
+from torchtap.receive import backward, training
+from torchtap.receive.ears import Ears
+from torchtap.session.front import watch
+from torchtap.session.step_loss import StepLoss
+from torchtap.session.watching import Watch
 from torchtap.store.record import Consumer, StepRecord
-from torchtap.taps.attach import tree_of
-from torchtap.taps.receive import backward, training
-from torchtap.taps.receive.ears import Ears
 
 __all__ = ["Doctor", "doctor"]
 

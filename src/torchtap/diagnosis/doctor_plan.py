@@ -6,12 +6,12 @@ from torch import nn
 
 from torchtap._torch import RunningNorm
 from torchtap._torch_distributed import fsdp_sharded
-from torchtap.asked import Tap, tap
-from torchtap.names import site_name
-from torchtap.pace import Pace, Seldom
-from torchtap.ranks import identity
+from torchtap.plan.names import site_name
+from torchtap.plan.next_live import Pace, Seldom
+from torchtap.plan.sites import places
+from torchtap.plan.tap import Tap, tap
+from torchtap.rank_identity import identity
 from torchtap.reduce import Fingerprint, SampleSpread, Units
-from torchtap.sites import places
 
 __all__ = ["doctor_taps"]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-from torchtap.foreign_text import shown
+from torchtap.sanitize import shown
 
 __all__ = ["FACT", "STRUCTURE", "Fact", "Structure", "read_fact", "read_structure"]
 

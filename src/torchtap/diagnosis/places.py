@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from torchtap.names import read_name, site_name
+from torchtap.plan.names import read_name, site_name
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run

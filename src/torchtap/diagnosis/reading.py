@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from torchtap.diagnosis.chart import Block, Chart
 from torchtap.diagnosis.facts import FACT, STRUCTURE, read_fact, read_structure
-from torchtap.names import kind_of
+from torchtap.plan.names import kind_of
 from torchtap.store.read.phases import TRAINING
 
 if TYPE_CHECKING:

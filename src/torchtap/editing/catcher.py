@@ -20,17 +20,17 @@ from typing import Any, Self, final, overload
 
 from torch import Tensor, nn
 
-from torchtap.asked import Tap
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.editing.layer_catcher import CallArguments, LayerCatcher
 from torchtap.errors import PlanError
-from torchtap.plan import make_plan
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.structure import map_leaves
+from torchtap.hooks.visit import Call, Stop, Visiting
+from torchtap.hooks.wrap import replace_forward
+from torchtap.plan.plan import make_plan
+from torchtap.plan.sites import Selectable, Selector
+from torchtap.plan.tap import Tap
 from torchtap.reduce import Stats
-from torchtap.sites import Selectable, Selector
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.structure import map_leaves
-from torchtap.taps.walk.visit import Call, Stop, Visiting
-from torchtap.taps.walk.wrap import replace_forward
 
 __all__ = ["CallArguments", "Catcher"]
 

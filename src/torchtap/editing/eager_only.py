@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from torchtap.errors import FormError
-from torchtap.sites import unwrap
-from torchtap.taps.attach import form_of
+from torchtap.forms.attach import form_of
+from torchtap.plan.sites import unwrap
 
 __all__ = ["hookable", "running_eagerly"]
 

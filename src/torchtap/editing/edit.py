@@ -22,16 +22,16 @@ from typing import Any, Self, TypeAlias, final
 import torch
 from torch import Tensor
 
-from torchtap.asked import Tap
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError
-from torchtap.names import belongs_to
-from torchtap.plan import Plan, Port, make_plan
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.structure import map_inputs, map_leaves
+from torchtap.hooks.visit import Call, Stop, Visiting
+from torchtap.plan.names import belongs_to
+from torchtap.plan.plan import Plan, Port, make_plan
+from torchtap.plan.sites import Selectable, Selector, Site
+from torchtap.plan.tap import Tap
 from torchtap.reduce import Stats
-from torchtap.sites import Selectable, Selector, Site
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.structure import map_inputs, map_leaves
-from torchtap.taps.walk.visit import Call, Stop, Visiting
 
 __all__ = ["Change", "Edit", "edit"]
 

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import version_of
-from torchtap.asked import Tap
 from torchtap.editing.eager_only import hookable
 from torchtap.errors import PlanError, SelectionError
-from torchtap.plan import Plan, Port, make_plan
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.visit import Call, Stop, Visiting
+from torchtap.plan.plan import Plan, Port, make_plan
+from torchtap.plan.sites import Selectable, Selector, Site, selectors_of
+from torchtap.plan.tap import Tap
 from torchtap.reduce import Stats
-from torchtap.sites import Selectable, Selector, Site, selectors_of
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import input_leaves, leaves
-from torchtap.taps.walk.visit import Call, Stop, Visiting
 
 __all__ = ["Features", "features"]
 

@@ -8,10 +8,10 @@ from typing import Any, final, get_type_hints
 from torch import fx, nn
 
 from torchtap.errors import FormError
-from torchtap.names import join_path, path_parts, selector_parts
-from torchtap.plan import Plan, Port
-from torchtap.sites import Site, input_names
-from torchtap.taps.walk.leaves import children
+from torchtap.hooks.leaves import children
+from torchtap.plan.names import join_path, path_parts, selector_parts
+from torchtap.plan.plan import Plan, Port
+from torchtap.plan.sites import Site, input_names
 
 __all__ = ["graph_with_values"]
 

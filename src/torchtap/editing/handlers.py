@@ -20,10 +20,10 @@ from torch import nn
 
 from torchtap.editing.eager_only import hookable
 from torchtap.errors import PlanError
-from torchtap.sites import places
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import input_leaves, leaves
-from torchtap.taps.walk.visit import Call, Stop, Visiting
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.visit import Call, Stop, Visiting
+from torchtap.plan.sites import places
 
 __all__ = ["HandedOver", "Handler", "hand_over"]
 

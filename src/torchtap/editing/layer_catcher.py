@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from torchtap.errors import ForwardStoppedError
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.structure import map_leaves
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.structure import map_leaves
 
 __all__ = ["CallArguments", "LayerCatcher"]
 

@@ -15,8 +15,8 @@ from accelerate.tracking import GeneralTracker
 
 from torchtap.errors import SessionError
 from torchtap.integrations.accompany import DEFAULT_TAPS, Taps
-from torchtap.sessions.front import watch
-from torchtap.sessions.watching import Watch
+from torchtap.session.front import watch
+from torchtap.session.watching import Watch
 
 __all__ = ["TorchtapTracker", "watch_prepared"]
 

@@ -12,12 +12,12 @@ from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 
-from torchtap.asked import Tap
 from torchtap.integrations.first_call import FirstCall
 from torchtap.integrations.models import called_models
-from torchtap.sessions.front import watch
-from torchtap.sessions.watching import Watch
-from torchtap.sites import Selectable
+from torchtap.plan.sites import Selectable
+from torchtap.plan.tap import Tap
+from torchtap.session.front import watch
+from torchtap.session.watching import Watch
 
 __all__ = ["DEFAULT_TAPS", "Accompanied", "Taps"]
 

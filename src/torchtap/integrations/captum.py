@@ -13,15 +13,15 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from torchtap.asked import Tap
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError, SelectionError, needing
-from torchtap.names import read_name, site_name
-from torchtap.plan import make_plan
+from torchtap.hooks.leaves import leaves
+from torchtap.plan.names import read_name, site_name
+from torchtap.plan.plan import make_plan
+from torchtap.plan.sites import Selectable, Selector, Site
+from torchtap.plan.tap import Tap
 from torchtap.reduce import Stats
-from torchtap.sessions.watching import Watch
-from torchtap.sites import Selectable, Selector, Site
-from torchtap.taps.walk.leaves import leaves
+from torchtap.session.watching import Watch
 
 __all__ = ["METHODS", "attribute"]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchtap.errors import SessionError
 from torchtap.integrations.accompany import DEFAULT_TAPS, Taps
-from torchtap.sessions.front import watch
-from torchtap.sessions.watching import Watch
+from torchtap.session.front import watch
+from torchtap.session.watching import Watch
 
 __all__ = ["TorchtapHandler"]
 

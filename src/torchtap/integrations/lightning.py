@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from torchtap.integrations.accompany import DEFAULT_TAPS, Accompanied, Taps
-from torchtap.sessions.front import watch
-from torchtap.sessions.watching import Watch
+from torchtap.session.front import watch
+from torchtap.session.watching import Watch
 
 __all__ = ["TorchtapCallback", "watch_fabric"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from torchtap.integrations.accompany import DEFAULT_TAPS, Accompanied, Taps
-from torchtap.sessions.watching import Watch
+from torchtap.session.watching import Watch
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

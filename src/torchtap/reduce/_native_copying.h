@@ -342,7 +342,7 @@ static PyType_Slot keeper_slots[] = {
     {Py_tp_dealloc, (void *)keeper_free},
     {Py_tp_methods, keeper_methods},
     {Py_tp_getset, keeper_attributes},
-    {Py_tp_doc, "Keeps whole values; for torchtap.taps.receive alone."},
+    {Py_tp_doc, "Keeps whole values; for torchtap.receive alone."},
     {0, NULL},
 };
 

@@ -3,7 +3,7 @@
  * `Ear.hear` does what `Receiver.take` and `Asking.of_output` do for a call like most: a plain tensor, the first
  * call of its module in a pass that is heard, at a site of which nothing but its row is wanted. It says how far it came; the
  * rest is Python's, which asks all questions again. A `Listener` is what autograd calls with the gradient, and a
- * `BaseListener` what it calls at the node of a view's base (taps/receive/gradients.py says why). A value that several
+ * `BaseListener` what it calls at the node of a view's base (receive/gradients.py says why). A value that several
  * sites show has one listener.
  *
  * `take_each` takes many values at once, such as all parameters.

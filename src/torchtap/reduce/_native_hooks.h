@@ -1,7 +1,7 @@
 /* Hooks that go into torch's tables and come out again, many at a time. Included by _native.c.
  *
  * Torch's tables are asked for by their names each time, since others may have put new ones in their place. A hook comes out
- * of the table that it was put into. `taps/walk/hooks.py` has the same in Python, and says what the lists hold. */
+ * of the table that it was put into. `hooks/hooks.py` has the same in Python, and says what the lists hold. */
 
 static PyObject *name_state, *name_count, *name_move;
 

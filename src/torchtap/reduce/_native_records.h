@@ -1,6 +1,6 @@
 /* The fields that are asked for at every value, as native code and Python both see them. Included by _native.c.
  *
- * Each type here is the base of a Python class (taps/walk/records.py), which adds methods and all other fields. A field is
+ * Each type here is the base of a Python class (hooks/records.py), which adds methods and all other fields. A field is
  * one memory access from here and an attribute there, so there is one truth and no copy of it. Whatever Python has put into
  * a field that holds an object is asked for its type (`is_record`) before it is believed. */
 

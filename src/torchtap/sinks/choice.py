@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import SelectionError
-from torchtap.names import read_name
-from torchtap.sites import Selectable, Selector, Site
+from torchtap.plan.names import read_name
+from torchtap.plan.sites import Selectable, Selector, Site
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 
 __all__ = ["Choice", "label", "place_of"]

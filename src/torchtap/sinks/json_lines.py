@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
+from torchtap.plan.sites import Selectable
 from torchtap.sinks.choice import Choice
-from torchtap.sites import Selectable
 from torchtap.store.record import StepRecord
 
 __all__ = ["JsonLinesSink"]

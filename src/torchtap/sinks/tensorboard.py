@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from torchtap.errors import needing
+from torchtap.plan.sites import Selectable
 from torchtap.sinks.choice import Choice, label, place_of
 from torchtap.sinks.pictures import attention_picture
-from torchtap.sites import Selectable
 from torchtap.store.record import StepRecord, TensorItem
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from torchtap.errors import needing
+from torchtap.plan.sites import Selectable
 from torchtap.sinks.choice import Choice
-from torchtap.sites import Selectable
 from torchtap.store.record import StepRecord
 
 __all__ = ["TrackioSink"]

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from torchtap.foreign_text import browser_text
+from torchtap.sanitize import browser_text
 from torchtap.viewer.cards import Card, card_of, folder_signature, short_text
 from torchtap.viewer.opened import OpenRun, Refused
 from torchtap.viewer.shelf import FoundRun, Shelf

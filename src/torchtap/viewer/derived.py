@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.names import kind_of, read_name
+from torchtap.plan.names import kind_of, read_name
 
 if TYPE_CHECKING:
     from torchtap.viewer.opened import NumberGrid

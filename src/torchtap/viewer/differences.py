@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.names import kind_of
+from torchtap.plan.names import kind_of
 from torchtap.viewer.opened import NumberGrid, OpenRun, Refused
 from torchtap.viewer.wire import pack
 

@@ -12,7 +12,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.names import is_inside, kind_of, path_of, path_parts
+from torchtap.plan.names import is_inside, kind_of, path_of, path_parts
 from torchtap.viewer.downsample import extremes
 from torchtap.viewer.opened import BLOCK, NumberGrid, OpenRun, Refused
 from torchtap.viewer.wire import pack

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import TorchtapError
-from torchtap.foreign_text import in_html
+from torchtap.sanitize import in_html
 from torchtap.viewer.chosen import picture_of
 from torchtap.viewer.colours import NOT_FINITE, css
 from torchtap.viewer.downsample import extremes

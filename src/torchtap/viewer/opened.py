@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.diagnosis.places import ChartedSite, places
-from torchtap.foreign_text import browser_text
+from torchtap.sanitize import browser_text
 from torchtap.viewer.derived import DERIVED, EMPTY_SUMS, derive, without_empty_sums
 from torchtap.viewer.downsample import block_extremes
 

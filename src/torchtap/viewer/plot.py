@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchtap.errors import needing
-from torchtap.foreign_text import shown
+from torchtap.sanitize import shown
 from torchtap.viewer.chosen import Picture, picture_of
 from torchtap.viewer.colours import NOT_FINITE, sequential
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.foreign_text import browser_text
-from torchtap.names import kind_of
+from torchtap.plan.names import kind_of
+from torchtap.sanitize import browser_text
 from torchtap.store.read.reader import Run
 from torchtap.viewer.downsample import extremes
 from torchtap.viewer.opened import OpenRun, Refused

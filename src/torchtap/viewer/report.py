@@ -19,8 +19,8 @@ from typing import final
 from urllib.parse import urlencode
 
 from torchtap.errors import TorchtapError
-from torchtap.foreign_text import browser_text, in_html
-from torchtap.names import kind_of
+from torchtap.plan.names import kind_of
+from torchtap.sanitize import browser_text, in_html
 from torchtap.viewer.assets import asset
 from torchtap.viewer.cards import phases_of
 from torchtap.viewer.catalog import Catalog

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtap.foreign_text import browser_text
+from torchtap.sanitize import browser_text
 
 __all__ = ["encode_json", "pack", "unpack"]
 

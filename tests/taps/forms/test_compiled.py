@@ -15,8 +15,8 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
 import torchtap as tt
-from torchtap.taps.carry import channel, fused, op
-from torchtap.taps.receive import by_name
+from torchtap.forms.op import channel, fused, op
+from torchtap.receive import by_name
 
 
 @pytest.fixture(autouse=True)

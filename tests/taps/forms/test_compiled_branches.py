@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.taps.receive import reasons
+from torchtap.receive import reasons
 
 
 class Branching(nn.Module):

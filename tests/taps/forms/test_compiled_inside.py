@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.taps.receive import reasons
+from torchtap.receive import reasons
 
 KINDS = ("*:output", "*:grad_output", "*:grad_input")
 

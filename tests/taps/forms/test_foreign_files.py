@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 import torchtap as tt
 from torchtap._torch import TORCH_VERSION
 from torchtap.cli import main
-from torchtap.taps.travel.program_gate import check_program, check_tree
+from torchtap.forms.instrument.program_gate import check_program, check_tree
 
 
 class Block(nn.Module):

@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 import torchtap as tt
-from torchtap.sessions.coverage import Missing
-from torchtap.taps.receive import reasons
+from torchtap.receive import reasons
+from torchtap.session.coverage import Missing
 
 Args = tuple[Any, ...]
 

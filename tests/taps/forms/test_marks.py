@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.names import path_of_source
+from torchtap.plan.names import path_of_source
 
 Marks = dict[str, tuple[str, type[nn.Module]]]
 

@@ -17,7 +17,7 @@ from tests.taps.forms.structures import STRUCTURES
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.sites import Site
+from torchtap.plan.sites import Site
 
 KINDS = ("input", "output", "grad_input", "grad_output", "param", "param_grad", "buffer")
 DOCS = Path(__file__).parents[3] / "docs" / "forms.md"

@@ -12,7 +12,7 @@ from tests.taps.forms.making import saved_program, saved_script
 from torch import fx
 
 import torchtap as tt
-from torchtap.sites import Site
+from torchtap.plan.sites import Site
 
 
 def instrumented(case: Case) -> Any:

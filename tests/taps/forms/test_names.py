@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
-from torchtap.names import read_name
-from torchtap.taps.alike.site_map import SiteMap
-from torchtap.taps.receive import reasons
+from torchtap.forms.match.site_map import SiteMap
+from torchtap.plan.names import read_name
+from torchtap.receive import reasons
 
 Form = Callable[[nn.Module, tuple[Any, ...]], Any]
 

@@ -12,9 +12,9 @@ from tests.taps.forms.structures import UsesKeywords, UsesTensor
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.sessions.model_tree import source_of
-from torchtap.sites import places
-from torchtap.taps.attach import tree_of
+from torchtap.forms.attach import tree_of
+from torchtap.plan.sites import places
+from torchtap.session.model_tree import source_of
 
 
 class Cell(nn.Module):

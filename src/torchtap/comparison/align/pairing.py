@@ -29,7 +29,7 @@ from typing import final
 
 from torchtap.comparison.align.rules import PairingRule, rule_from
 from torchtap.comparison.align.sequence import Node, match_nodes
-from torchtap.names import kind_of, path_of, paths_around, read_name, without_wrappers
+from torchtap.plan.names import kind_of, path_of, paths_around, read_name, without_wrappers
 
 __all__ = ["Alignment", "KnownSite", "Pair", "Signatures", "Unaligned", "align"]
 

@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias, final
 import numpy as np
 
 from torchtap.errors import CompareError
-from torchtap.names import path_and_rest, path_parts, paths_around
+from torchtap.plan.names import path_and_rest, path_parts, paths_around
 
 __all__ = ["Change", "PairingRule", "Side", "parse_rule", "rule_from"]
 

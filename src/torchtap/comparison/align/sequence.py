@@ -22,7 +22,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.names import is_inside, last_part, paths_around
+from torchtap.plan.names import is_inside, last_part, paths_around
 
 __all__ = ["Node", "Paired", "match_nodes"]
 

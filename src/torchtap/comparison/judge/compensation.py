@@ -19,7 +19,7 @@ from torchtap.comparison.judge.status import status_of
 from torchtap.comparison.live.evidence import PassEvidence, heal
 from torchtap.comparison.live.passes import TraceProbe
 from torchtap.comparison.measure.measures import Measures
-from torchtap.names import paths_around
+from torchtap.plan.names import paths_around
 
 __all__ = ["around", "cancels", "right_modules"]
 

@@ -7,7 +7,7 @@ import math
 
 from torchtap.comparison.judge.result import COMPARED, Comparison, FirstDifference, Row
 from torchtap.comparison.judge.table import number
-from torchtap.foreign_text import in_html
+from torchtap.sanitize import in_html
 
 __all__ = ["page"]
 

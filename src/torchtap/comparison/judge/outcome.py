@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from torchtap.comparison.align.pairing import Unaligned
 from torchtap.comparison.judge.result import AGREES, FirstDifference, Outcome, Row
 from torchtap.comparison.judge.words import cannot_tell, counted, differs, same
-from torchtap.names import paths_around, read_name
+from torchtap.plan.names import paths_around, read_name
 
 __all__ = ["decide", "doubts"]
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from torchtap.comparison.judge.result import Comparison
 from torchtap.comparison.judge.words import in_target
-from torchtap.names import parent_path
-from torchtap.sites import places, unwrap
+from torchtap.plan.names import parent_path
+from torchtap.plan.sites import places, unwrap
 
 __all__ = ["located", "source_of"]
 

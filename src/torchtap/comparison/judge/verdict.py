@@ -37,7 +37,7 @@ from torchtap.comparison.measure.floor import Floor
 from torchtap.comparison.measure.measures import Measures
 from torchtap.comparison.measure.profile import Profile, locate
 from torchtap.errors import CompareError
-from torchtap.names import is_inside, path_of
+from torchtap.plan.names import is_inside, path_of
 
 __all__ = ["judge_live"]
 

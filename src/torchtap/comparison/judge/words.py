@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torchtap.comparison.judge.result import AGREES, COMPARED, FirstDifference, Row
 from torchtap.comparison.measure.profile import Profile
-from torchtap.names import parent_path, path_of, read_name
+from torchtap.plan.names import parent_path, path_of, read_name
 
 __all__ = ["cannot_tell", "counted", "covered", "differs", "in_target", "named", "same"]
 

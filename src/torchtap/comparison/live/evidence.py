@@ -28,7 +28,7 @@ from torchtap.comparison.live.tracing import Feed, Trace, record
 from torchtap.comparison.measure.dtypes import resolution
 from torchtap.comparison.measure.measures import Measures
 from torchtap.errors import CompareError
-from torchtap.sites import places
+from torchtap.plan.sites import places
 
 __all__ = ["PassEvidence", "gather", "heal"]
 

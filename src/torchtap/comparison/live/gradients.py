@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torchtap.comparison.judge.result import FirstDifference
 from torchtap.comparison.live.hooked import visiting
 from torchtap.comparison.live.tracing import Feed, golden_copy, jitter
-from torchtap.names import last_part, parent_path, site_name
-from torchtap.sessions.untouched import untouched
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import input_leaves, leaves
-from torchtap.taps.walk.visit import Call
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.visit import Call
+from torchtap.plan.names import last_part, parent_path, site_name
+from torchtap.session.untouched import untouched
 
 __all__ = ["broken_flow", "harmless_copies"]
 

@@ -2,7 +2,7 @@
 
 `steady` gives back buffers, gradients and random state as they were.
 
-Not here: hooks (`taps.walk`), what a visitor does with the values (`passes`).
+Not here: hooks (`hooks`), what a visitor does with the values (`passes`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import pytree
-from torchtap.sites import places
-from torchtap.taps.walk.structure import map_leaves
-from torchtap.taps.walk.visit import Stop, Visiting, Visitor
+from torchtap.hooks.structure import map_leaves
+from torchtap.hooks.visit import Stop, Visiting, Visitor
+from torchtap.plan.sites import places
 
 __all__ = ["fresh", "steady", "visiting"]
 

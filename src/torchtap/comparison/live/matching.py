@@ -19,8 +19,8 @@ from torchtap.comparison.align.sequence import Node, Paired, match_nodes
 from torchtap.comparison.live.quantizers import weight_of
 from torchtap.comparison.live.tracing import Trace, TracedValue
 from torchtap.comparison.measure.signature import signature
-from torchtap.names import join_path, last_part, parent_path, path_of, paths_around, read_name
-from torchtap.sites import places
+from torchtap.plan.names import join_path, last_part, parent_path, path_of, paths_around, read_name
+from torchtap.plan.sites import places
 
 __all__ = ["Matched", "match_models", "part_of", "plain_module"]
 

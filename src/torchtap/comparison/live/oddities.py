@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from torchtap.comparison.live.tracing import Called, Trace, TracedValue
-from torchtap.names import site_name
+from torchtap.plan.names import site_name
 
 __all__ = ["Oddity", "OddityKind", "calls_not_made", "different_settings"]
 

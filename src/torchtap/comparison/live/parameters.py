@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torchtap.comparison.measure.dtypes import resolution
 from torchtap.comparison.measure.patterns import pattern
-from torchtap.names import is_inside
-from torchtap.sites import places
+from torchtap.plan.names import is_inside
+from torchtap.plan.sites import places
 
 __all__ = ["differing_parameters", "own_tensors", "usual_dtype", "whose_parameters"]
 

@@ -27,11 +27,11 @@ from torchtap.comparison.live.hooked import steady, visiting
 from torchtap.comparison.live.oddities import Oddity, OddityKind, calls_not_made, different_settings
 from torchtap.comparison.live.tracing import Feed, Trace, Versions, default_dtype, jitter, settings_of
 from torchtap.comparison.measure.measures import Measures, measure
-from torchtap.names import read_name, site_name
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import input_leaves, leaves
-from torchtap.taps.walk.structure import map_inputs, map_leaves
-from torchtap.taps.walk.visit import Call
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.structure import map_inputs, map_leaves
+from torchtap.hooks.visit import Call
+from torchtap.plan.names import read_name, site_name
 
 __all__ = ["TraceProbe"]
 

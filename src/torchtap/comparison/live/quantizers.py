@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.sites import places
+from torchtap.plan.sites import places
 
 __all__ = ["quantized_like", "weight_of"]
 

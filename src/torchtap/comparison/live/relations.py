@@ -10,7 +10,7 @@ from torchtap.comparison.live.evidence import PassEvidence
 from torchtap.comparison.live.parameters import own_tensors
 from torchtap.comparison.measure.patterns import pattern
 from torchtap.comparison.measure.terms import differing_term, hidden_only
-from torchtap.names import join_path, parent_path, read_name
+from torchtap.plan.names import join_path, parent_path, read_name
 
 __all__ = ["relation"]
 

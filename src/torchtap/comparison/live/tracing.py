@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torchtap._torch import version_of
 from torchtap.comparison.live.hooked import fresh, steady, visiting
 from torchtap.errors import CompareError
-from torchtap.names import site_name
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import argument_name, input_leaves, leaves
-from torchtap.taps.walk.structure import map_leaves
-from torchtap.taps.walk.visit import Call
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import argument_name, input_leaves, leaves
+from torchtap.hooks.structure import map_leaves
+from torchtap.hooks.visit import Call
+from torchtap.plan.names import site_name
 
 __all__ = [
     "Called",

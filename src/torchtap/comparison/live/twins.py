@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtap.comparison.live.evidence import PassEvidence, gather
 from torchtap.comparison.live.tracing import Feed
 from torchtap.comparison.measure.dtypes import resolution
-from torchtap.taps.walk.structure import map_leaves
+from torchtap.hooks.structure import map_leaves
 
 __all__ = ["in_float32"]
 

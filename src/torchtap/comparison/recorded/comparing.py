@@ -36,7 +36,7 @@ from torchtap.comparison.recorded.ranked import Ranked
 from torchtap.comparison.recorded.recordings import Recording
 from torchtap.comparison.recorded.training import explain_training
 from torchtap.errors import CompareError, TorchtapError
-from torchtap.names import parent_path, read_name
+from torchtap.plan.names import parent_path, read_name
 
 __all__ = ["compare_recordings"]
 

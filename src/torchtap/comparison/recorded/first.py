@@ -12,7 +12,7 @@ from typing import final
 
 from torchtap.comparison.align.pairing import KnownSite, Unaligned
 from torchtap.comparison.judge.result import AGREES, COMPARED, FirstDifference, Row
-from torchtap.names import join_path, kind_of, parent_path, path_of, paths_around, read_name
+from torchtap.plan.names import join_path, kind_of, parent_path, path_of, paths_around, read_name
 
 __all__ = ["MissingSite", "first_of_rows", "missing_evidence", "next_up"]
 

@@ -13,7 +13,7 @@ from typing import final
 
 from torchtap.comparison.align.pairing import KnownSite
 from torchtap.comparison.recorded.recordings import Recording, RunRecording
-from torchtap.names import kind_of
+from torchtap.plan.names import kind_of
 
 __all__ = ["Gap", "Unrecorded", "gaps_between", "some_steps"]
 

@@ -26,7 +26,7 @@ from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.numbers import STATISTICS, relative, statistics_of
 from torchtap.comparison.recorded.recordings import Recording
 from torchtap.errors import CompareError, RunNotFoundError, TorchtapError
-from torchtap.names import read_name
+from torchtap.plan.names import read_name
 
 __all__ = ["Measuring", "blank_row", "changed"]
 

@@ -20,7 +20,7 @@ from torchtap.comparison.judge.result import AGREES, Row
 from torchtap.comparison.recorded.measuring import Measuring
 from torchtap.comparison.recorded.recordings import Recording
 from torchtap.comparison.recorded.spread import Scaled, Spread, spread_of
-from torchtap.names import kind_of, read_name
+from torchtap.plan.names import kind_of, read_name
 
 __all__ = ["Ranked"]
 

@@ -17,7 +17,7 @@ from torchtap.comparison.measure.streams import ValueStream
 from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.numbers import statistics_of
 from torchtap.comparison.recorded.recordings import Recording, RunRecording
-from torchtap.names import kind_of, read_name
+from torchtap.plan.names import kind_of, read_name
 
 if TYPE_CHECKING:
     from torchtap.placement import Placement

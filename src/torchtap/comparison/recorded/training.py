@@ -20,7 +20,7 @@ from torchtap.comparison.judge.result import FirstDifference, Row
 from torchtap.comparison.measure.patterns import factor
 from torchtap.comparison.recorded.recordings import Recording
 from torchtap.errors import TorchtapError
-from torchtap.names import join_path, read_name
+from torchtap.plan.names import join_path, read_name
 
 __all__ = ["explain_training"]
 

@@ -17,24 +17,24 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor, nn
 
-from torchtap.asked import tap
 from torchtap.diagnosis.birth import Birth, Search
 from torchtap.diagnosis.flight.judge import Incident
 from torchtap.diagnosis.flight.moment import StepSnapshot
 from torchtap.diagnosis.flight.passes import copied
 from torchtap.diagnosis.flight.replay import Replayed, replay
 from torchtap.diagnosis.op_trail import Event
-from torchtap.plan import make_plan
+from torchtap.forms.attach import tree_of
+from torchtap.plan.plan import make_plan
+from torchtap.plan.sites import unwrap
+from torchtap.plan.tap import tap
 from torchtap.reduce import Full, Sample, Stats
-from torchtap.sessions.front import watch
-from torchtap.sessions.manifest import run_manifest
-from torchtap.sessions.model_tree import environment
-from torchtap.sessions.untouched import untouched
+from torchtap.session.front import watch
+from torchtap.session.manifest import run_manifest
+from torchtap.session.model_tree import environment
+from torchtap.session.untouched import untouched
 from torchtap.sinks.memory import MemorySink
-from torchtap.sites import unwrap
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
-from torchtap.taps.attach import tree_of
 
 __all__ = ["Outcome", "explain", "reproduce", "write_dump"]
 

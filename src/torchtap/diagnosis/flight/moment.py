@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torchtap.diagnosis.flight.arithmetic import arithmetic
 from torchtap.diagnosis.flight.passes import Autocast, Pass, StepPasses
 from torchtap.errors import RunFormatError, RunNotFoundError
-from torchtap.sessions.random_state import RandomState
-from torchtap.sites import unwrap
-from torchtap.taps.walk.structure import map_leaves, plain
+from torchtap.hooks.structure import map_leaves, plain
+from torchtap.plan.sites import unwrap
+from torchtap.session.random_state import RandomState
 
 __all__ = ["StepSnapshot"]
 

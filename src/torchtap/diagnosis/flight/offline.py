@@ -13,13 +13,13 @@ from typing import final
 
 from torch import nn
 
-from torchtap.asked import tap
 from torchtap.diagnosis.birth import Birth
 from torchtap.diagnosis.flight.arithmetic import with_arithmetic
 from torchtap.diagnosis.flight.dump import REPLAYED, explain, reproduce, same_bits
 from torchtap.diagnosis.flight.moment import StepSnapshot
 from torchtap.diagnosis.op_trail import Event
 from torchtap.errors import RunError
+from torchtap.plan.tap import tap
 from torchtap.reduce import Full, Stats
 from torchtap.sinks.memory import MemorySink
 from torchtap.store.read.reader import open_run

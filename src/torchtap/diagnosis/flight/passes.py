@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import graph_task, version_of
-from torchtap.sessions.random_state import RandomState
-from torchtap.sites import unwrap
-from torchtap.taps.carry.passes import PassHooks
-from torchtap.taps.receive.gradients import ask_for_gradient
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import leaves
-from torchtap.taps.walk.structure import map_leaves
+from torchtap.forms.op.passes import PassHooks
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import leaves
+from torchtap.hooks.structure import map_leaves
+from torchtap.plan.sites import unwrap
+from torchtap.receive.gradients import ask_for_gradient
+from torchtap.session.random_state import RandomState
 
 __all__ = ["Autocast", "Pass", "PassKeeper", "StepPasses", "copied"]
 

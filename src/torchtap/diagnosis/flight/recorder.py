@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from torchtap._torch import in_backward
-from torchtap.asked import Tap
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.flight.dump import Outcome, write_dump
 from torchtap.diagnosis.flight.history import Ring
@@ -32,14 +31,15 @@ from torchtap.diagnosis.flight.norms import norm_of
 from torchtap.diagnosis.flight.passes import PassKeeper
 from torchtap.diagnosis.flight.signals import Asked, Uncaught
 from torchtap.errors import PlanError
-from torchtap.plan import Plan
-from torchtap.sessions.front import watch
-from torchtap.sessions.outlets import warn
-from torchtap.sites import Selectable, unwrap
+from torchtap.plan.plan import Plan
+from torchtap.plan.sites import Selectable, unwrap
+from torchtap.plan.tap import Tap
+from torchtap.receive.ears import Ears
+from torchtap.receive.losses import LossCatcher
+from torchtap.receive.training import innermost, listen, parameters_of, stop_listening
+from torchtap.session.front import watch
+from torchtap.session.outlets import warn
 from torchtap.store.record import StepRecord
-from torchtap.taps.receive.ears import Ears
-from torchtap.taps.receive.losses import LossCatcher
-from torchtap.taps.receive.training import innermost, listen, parameters_of, stop_listening
 
 __all__ = ["FlightRecorder", "flight_recorder"]
 

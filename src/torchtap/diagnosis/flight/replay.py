@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from torchtap.diagnosis.flight.passes import Pass, copied
-from torchtap.taps.walk.leaves import leaves
+from torchtap.hooks.leaves import leaves
 
 __all__ = ["Replayed", "replay"]
 

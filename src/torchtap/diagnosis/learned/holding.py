@@ -20,8 +20,8 @@ from torchtap.diagnosis.learned.invariants import Bound, Invariants, SiteHabits
 from torchtap.diagnosis.learned.learning import falls
 from torchtap.diagnosis.learned.numbers import LOGGED, SIZES, Flags, Grid, PhaseNumbers, numbers_of, on_scale
 from torchtap.diagnosis.rules.windows import first_run
-from torchtap.foreign_text import shown
-from torchtap.names import kind_of
+from torchtap.plan.names import kind_of
+from torchtap.sanitize import shown
 from torchtap.store.read.phases import TRAINING
 
 if TYPE_CHECKING:

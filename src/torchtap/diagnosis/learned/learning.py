@@ -30,7 +30,7 @@ from torchtap.diagnosis.learned.numbers import (
     window_of,
 )
 from torchtap.errors import DiagnosisError
-from torchtap.names import kind_of
+from torchtap.plan.names import kind_of
 from torchtap.store.read.phases import TRAINING
 
 if TYPE_CHECKING:

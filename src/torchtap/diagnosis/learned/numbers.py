@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from torchtap.diagnosis.reading import chosen
 from torchtap.diagnosis.rules.rank_progress import SECONDS
-from torchtap.names import kind_of
+from torchtap.plan.names import kind_of
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run

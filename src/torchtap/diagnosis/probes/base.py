@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap._torch_distributed import local_part
-from torchtap.names import site_name
-from torchtap.sites import places
-from torchtap.taps.receive import backward, training
-from torchtap.taps.receive.ears import Ears
+from torchtap.plan.names import site_name
+from torchtap.plan.sites import places
+from torchtap.receive import backward, training
+from torchtap.receive.ears import Ears
 
 __all__ = ["ListeningProbe", "Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchtap.diagnosis.probes.base import Patient, Telling
 from torchtap.diagnosis.probes.modes import ModeProbe
-from torchtap.names import site_name
+from torchtap.plan.names import site_name
 
 __all__ = ["FunctionProbe"]
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from torchtap._torch import version_of
 from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, is_nonzero
-from torchtap.names import read_name, site_name
-from torchtap.taps.receive.training import parameters_of
+from torchtap.plan.names import read_name, site_name
+from torchtap.receive.training import parameters_of
 
 __all__ = ["GradientProbe"]
 

@@ -8,7 +8,7 @@ from typing import final
 from torch import Tensor, nn
 
 from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, held_anywhere, is_nonzero
-from torchtap.names import join_path, site_name
+from torchtap.plan.names import join_path, site_name
 
 __all__ = ["HiddenProbe"]
 

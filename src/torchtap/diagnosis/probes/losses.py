@@ -16,9 +16,9 @@ from torchtap._torch import saved_by
 from torchtap.diagnosis.probes.base import Patient, Telling
 from torchtap.diagnosis.probes.loss_graph import broadcast, is_error, nodes, softmax_dimension
 from torchtap.diagnosis.probes.pairs import is_next_token
-from torchtap.taps.receive import backward
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.walker import Walker
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.walker import Walker
+from torchtap.receive import backward
 
 __all__ = ["LossProbe"]
 

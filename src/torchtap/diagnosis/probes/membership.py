@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchtap._torch_distributed import local_part
 from torchtap.diagnosis.facts import Structure
 from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, held_anywhere, is_nonzero
-from torchtap.taps.receive.training import parameters_of
+from torchtap.receive.training import parameters_of
 
 __all__ = ["MembershipProbe", "is_fresh"]
 

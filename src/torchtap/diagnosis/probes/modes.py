@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from torchtap._torch import AnyDropout, RunningNorm, version_of
 from torchtap.diagnosis.probes.base import Patient, Telling
-from torchtap.names import site_name
-from torchtap.taps.carry.passes import PassHooks
-from torchtap.taps.receive import training
-from torchtap.taps.receive.ears import Ears
+from torchtap.forms.op.passes import PassHooks
+from torchtap.plan.names import site_name
+from torchtap.receive import training
+from torchtap.receive.ears import Ears
 
 __all__ = ["ModeProbe", "has_mode"]
 

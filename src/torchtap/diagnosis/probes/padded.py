@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from torchtap.diagnosis.probes.base import Patient, Telling
 from torchtap.diagnosis.probes.pairs import padding
-from torchtap.names import site_name
-from torchtap.taps.receive.gradients import ask_for_gradient
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.walker import Walker
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.walker import Walker
+from torchtap.plan.names import site_name
+from torchtap.receive.gradients import ask_for_gradient
 
 __all__ = ["PaddingProbe"]
 

@@ -16,8 +16,8 @@ from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling
 from torchtap.diagnosis.rules.rank_gradients import PAST_THE_WRAPPER, SCALED, UNSYNCED
 from torchtap.diagnosis.rules.rank_progress import SECONDS
 from torchtap.diagnosis.rules.rank_state import BROADCAST
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.walker import Walker
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.walker import Walker
 
 __all__ = ["RankProbe"]
 

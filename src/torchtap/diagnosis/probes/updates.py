@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling
-from torchtap.taps.receive.training import parameters_of
+from torchtap.receive.training import parameters_of
 
 __all__ = ["UpdateProbe"]
 

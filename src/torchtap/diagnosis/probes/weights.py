@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from torchtap._torch_distributed import local_part, placed, spec_of
 from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, is_nonzero
-from torchtap.names import site_name
 from torchtap.placement import Box
-from torchtap.taps.receive.training import parameters_of
+from torchtap.plan.names import site_name
+from torchtap.receive.training import parameters_of
 
 __all__ = ["WeightProbe"]
 

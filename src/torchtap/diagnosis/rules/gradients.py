@@ -17,7 +17,7 @@ from torchtap.diagnosis.places import ChartedSite
 from torchtap.diagnosis.rules.activity import is_whole
 from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.windows import first_run
-from torchtap.names import site_name
+from torchtap.plan.names import site_name
 
 __all__ = ["FrozenButNorms", "GradientCut", "NeverCalled", "NoGradient", "ZeroGradient"]
 

@@ -20,7 +20,7 @@ from torchtap.diagnosis.replicas import Replicas, common_steps, replicas, values
 from torchtap.diagnosis.rules.base import Hit, Need
 from torchtap.diagnosis.rules.ranks import RankRule
 from torchtap.diagnosis.rules.windows import first_run
-from torchtap.names import read_name, site_name
+from torchtap.plan.names import read_name, site_name
 
 __all__ = ["PAST_THE_WRAPPER", "SCALED", "UNSYNCED", "RanksScale", "RanksUnreduced"]
 

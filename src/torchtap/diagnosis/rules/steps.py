@@ -16,7 +16,7 @@ from torchtap.diagnosis.rules.base import Hit, Need, Rule, hit_at
 from torchtap.diagnosis.rules.gradients import is_norm
 from torchtap.diagnosis.rules.progress import LOSS
 from torchtap.diagnosis.rules.windows import LAST, first_run, first_run_of, last_known, median_of_columns
-from torchtap.names import site_name
+from torchtap.plan.names import site_name
 
 __all__ = ["LostUpdates", "RateGone", "StepTooLarge", "StepTooSmall"]
 

@@ -21,18 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchtap.asked import Tap, tap
 from torchtap.diagnosis.doctor import Doctor, doctor
 from torchtap.errors import PlanError, RecordingLostError
 from torchtap.integrations.zero_code.discovery import Discovery
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
-from torchtap.pace import Pace
+from torchtap.plan.next_live import Pace
+from torchtap.plan.tap import Tap, tap
+from torchtap.receive.losses import LossCatcher
 from torchtap.reduce.registry import reduction_from_spec
-from torchtap.sessions.front import watch
-from torchtap.sessions.step_loss import StepLoss
-from torchtap.sessions.watching import Watch
+from torchtap.session.front import watch
+from torchtap.session.step_loss import StepLoss
+from torchtap.session.watching import Watch
 from torchtap.sinks.registry import make_sink
-from torchtap.taps.receive.losses import LossCatcher
 
 __all__ = ["TrainingRecording", "begin", "taps_of"]
 

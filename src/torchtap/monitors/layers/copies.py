@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from torchtap._torch import innermost_transform
 from torchtap.errors import ReductionError
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.walker import Walker
 from torchtap.monitors.layers.numbering import ChosenLayers
-from torchtap.names import parse_name, site_name
+from torchtap.plan.names import parse_name, site_name
+from torchtap.plan.sites import input_names, places
 from torchtap.reduce import Full
-from torchtap.sites import input_names, places
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import input_leaves, leaves
-from torchtap.taps.walk.walker import Walker
 
 __all__ = ["BlockCopies"]
 

@@ -18,7 +18,7 @@ from torchtap.comparison.adjacent import LayerChange, layer_changes
 from torchtap.comparison.recorded.recordings import FolderRecording
 from torchtap.comparison.recorded.torch_files import load_tensor
 from torchtap.errors import RunCorruptError, SelectionError
-from torchtap.names import site_name
+from torchtap.plan.names import site_name
 
 __all__ = ["Layers", "layer_statistics", "open_layers", "write_layers"]
 

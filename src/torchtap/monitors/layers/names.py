@@ -14,9 +14,9 @@ from typing import Any, final
 from torch import nn
 
 from torchtap.errors import SelectionError
-from torchtap.names import is_inside, join_path, paths_around
-from torchtap.sites import Place, places
-from torchtap.taps.attach import tree_of
+from torchtap.forms.attach import tree_of
+from torchtap.plan.names import is_inside, join_path, paths_around
+from torchtap.plan.sites import Place, places
 
 __all__ = ["LayerNames", "final_norm", "find_layers"]
 

@@ -12,7 +12,7 @@ from typing import final
 
 from torchtap.errors import SelectionError
 from torchtap.monitors.layers.names import LayerNames, find_layers
-from torchtap.names import is_inside, parent_path, parse_name, path_of, site_name
+from torchtap.plan.names import is_inside, parent_path, parse_name, path_of, site_name
 
 __all__ = ["ChosenLayers"]
 

@@ -32,20 +32,20 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import TORCH_VERSION
-from torchtap.asked import tap
 from torchtap.comparison.recorded.recordings import is_layer_folder
 from torchtap.errors import OutputError, SessionError
+from torchtap.forms.attach import form_of
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.ways import HookWay
 from torchtap.monitors.layers.copies import BlockCopies
 from torchtap.monitors.layers.files import write_layers
 from torchtap.monitors.layers.names import final_norm
 from torchtap.monitors.layers.numbering import ChosenLayers
+from torchtap.plan.tap import tap
 from torchtap.reduce import Full
-from torchtap.sessions.front import watch
-from torchtap.sessions.watching import Watch
+from torchtap.session.front import watch
+from torchtap.session.watching import Watch
 from torchtap.store.record import StepRecord
-from torchtap.taps.attach import form_of
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.ways import HookWay
 
 __all__ = ["LayerPass", "LayerRecorder", "get_layer_hidden_states", "record_layers"]
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.errors import MonitorError
-from torchtap.taps.eager.attention_calls import AttentionCall, listen
-from torchtap.taps.receive.active import owner_of
+from torchtap.receive.active import owner_of
+from torchtap.receive.attention_calls import AttentionCall, listen
 
 if TYPE_CHECKING:
     from torchtap.monitors.module_monitor.monitor import ModuleMonitor

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchtap.hooks.arguments import Args
+from torchtap.hooks.leaves import leaves
 from torchtap.monitors.module_monitor.coordinate_cells import Cells, Columns
 from torchtap.monitors.module_monitor.naming import leaf_name
 from torchtap.monitors.module_monitor.part_of_rows import Cutter
 from torchtap.monitors.module_monitor.reference import Call, opened
 from torchtap.reduce import row_norms
 from torchtap.reduce.row_norms import RowNorms, of_change, of_steps, row_count
-from torchtap.taps.walk.arguments import Args
-from torchtap.taps.walk.leaves import leaves
 
 __all__ = ["Measured", "Terms"]
 

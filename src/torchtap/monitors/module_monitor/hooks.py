@@ -12,7 +12,7 @@ from typing import Self
 
 from torch import nn
 
-from torchtap.taps.walk.ways import Handle, HookWay
+from torchtap.hooks.ways import Handle, HookWay
 
 __all__ = ["HooksManager"]
 

@@ -26,10 +26,10 @@ from torchtap.errors import MetricError
 from torchtap.monitors.module_monitor.expressions import Reading
 from torchtap.monitors.module_monitor.stand_ins import Formula, l2
 from torchtap.monitors.module_monitor.storage import StorageManager, means
+from torchtap.receive.entries import RecentValues
 from torchtap.reduce import kernel
 from torchtap.reduce.memory import PLAIN_TYPES
 from torchtap.reduce.moments import WIDTH
-from torchtap.taps.receive.entries import RecentValues
 
 __all__ = ["BoundMetrics", "Ledger", "PlacedMetric"]
 

@@ -24,6 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.errors import MetricError, MonitorError
+from torchtap.hooks.leaves import leaves
+from torchtap.hooks.walker import Walker, shown_output
+from torchtap.hooks.ways import Action
 from torchtap.monitors.module_monitor.attention import AttentionPatch
 from torchtap.monitors.module_monitor.eager_stance import EagerStance
 from torchtap.monitors.module_monitor.hooks import HooksManager
@@ -41,11 +44,8 @@ from torchtap.monitors.module_monitor.parameters import ParameterList
 from torchtap.monitors.module_monitor.records import StepKeeper
 from torchtap.monitors.module_monitor.reference import ReferenceActivations
 from torchtap.monitors.module_monitor.storage import StorageManager
-from torchtap.sites import unwrap
+from torchtap.plan.sites import unwrap
 from torchtap.store.record import Consumer
-from torchtap.taps.walk.leaves import leaves
-from torchtap.taps.walk.walker import Walker, shown_output
-from torchtap.taps.walk.ways import Action
 
 __all__ = ["ModuleMonitor"]
 

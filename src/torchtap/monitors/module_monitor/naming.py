@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchtap.errors import MonitorError
-from torchtap.names import WRAPPED_ATTRIBUTES, join_path
-from torchtap.sites import unwrap
+from torchtap.plan.names import WRAPPED_ATTRIBUTES, join_path
+from torchtap.plan.sites import unwrap
 
 __all__ = [
     "ROOT",

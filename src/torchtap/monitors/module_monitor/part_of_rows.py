@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from torchtap._torch import RunningNorm
 from torchtap.errors import MonitorError
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import leaves
+from torchtap.hooks.structure import map_leaves
 from torchtap.monitors.module_monitor.reference import Call, opened
 from torchtap.reduce.kernel import Copied
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.leaves import leaves
-from torchtap.taps.walk.structure import map_leaves
 
 __all__ = ["Cutter", "check_share", "first_rows", "mixing", "refuse_mixing"]
 

@@ -28,6 +28,10 @@ from torch import Tensor, nn
 
 from torchtap._torch import has_global_hooks, set_grad_enabled
 from torchtap.errors import MonitorError
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.structure import map_leaves
+from torchtap.hooks.untraced import Hook
+from torchtap.hooks.walker import shown_call
 from torchtap.monitors.module_monitor.coordinate_cells import Cells, Numbers, Sums
 from torchtap.monitors.module_monitor.coordinate_terms import Measured, Terms
 from torchtap.monitors.module_monitor.hooks import HooksManager
@@ -42,12 +46,8 @@ from torchtap.monitors.module_monitor.part_of_rows import (
 )
 from torchtap.monitors.module_monitor.reference import Call, Copies, opened
 from torchtap.monitors.module_monitor.replay import Replay, fetch_weight, is_function
-from torchtap.names import paths_around
+from torchtap.plan.names import paths_around
 from torchtap.reduce import row_norms
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.structure import map_leaves
-from torchtap.taps.walk.untraced import Hook
-from torchtap.taps.walk.walker import shown_call
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
 

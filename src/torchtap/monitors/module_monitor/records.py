@@ -17,10 +17,10 @@ from typing import Any, final
 import numpy as np
 
 from torchtap.monitors.module_monitor.naming import ROOT
-from torchtap.names import last_part, parent_path, read_name, site_name
-from torchtap.ranks import identity
-from torchtap.sessions.model_tree import environment
-from torchtap.sessions.outlets import Outlets
+from torchtap.plan.names import last_part, parent_path, read_name, site_name
+from torchtap.rank_identity import identity
+from torchtap.session.model_tree import environment
+from torchtap.session.outlets import Outlets
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 

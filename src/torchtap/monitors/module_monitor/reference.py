@@ -15,11 +15,11 @@ from torch import Tensor
 
 from torchtap._torch import version_of
 from torchtap.errors import MonitorError
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.structure import map_leaves
+from torchtap.receive.keeping import tensor_over
 from torchtap.reduce.kernel import SMALL, Copied, make_keeper
 from torchtap.store.write.pool import HostPool
-from torchtap.taps.receive.keeping import tensor_over
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.structure import map_leaves
 
 __all__ = ["Call", "Copies", "ReferenceActivations", "opened", "pooled_copy"]
 

@@ -20,12 +20,12 @@ from torch.nn import functional
 from torch.nn.modules import activation, batchnorm, conv, normalization, pooling
 
 from torchtap._torch import compiled_in_place, has_global_hooks, version_of
+from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.structure import map_leaves
+from torchtap.hooks.untraced import Hook
 from torchtap.monitors.module_monitor.reference import pooled_copy
 from torchtap.reduce.kernel import fetch
 from torchtap.store.write.pool import HostPool
-from torchtap.taps.walk.arguments import Args, Kwargs
-from torchtap.taps.walk.structure import map_leaves
-from torchtap.taps.walk.untraced import Hook
 
 __all__ = ["Replay", "fetch_weight", "is_function"]
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.taps.walk.arguments import Args, Kwargs
+from torchtap.hooks.arguments import Args, Kwargs
 
 __all__ = ["Derived", "Formula", "Unknowable", "l2", "number_of", "outcome"]
 

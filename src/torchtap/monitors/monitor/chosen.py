@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias, final, get_args
 from torch import nn
 
 from torchtap.errors import PlanError
-from torchtap.names import without_wrappers
-from torchtap.sites import places
-from torchtap.unmatched import nearest_names
+from torchtap.plan.names import without_wrappers
+from torchtap.plan.sites import places
+from torchtap.plan.suggest import nearest_names
 
 __all__ = [
     "LayerConfig",

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, final
 
 from torchtap.errors import MissingExtraError, PlanError
-from torchtap.foreign_text import shown
+from torchtap.sanitize import shown
 
 __all__ = ["MonitorConfig", "read_config"]
 

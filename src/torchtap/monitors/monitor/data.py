@@ -19,12 +19,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
+from torchtap.hooks.leaves import leaves
+from torchtap.hooks.structure import fill, from_names, map_leaves, skeleton
 from torchtap.monitors.monitor.chosen import MonitoredLayer
 from torchtap.monitors.monitor.files import FileFormat, read_item, shape_of, write_item
 from torchtap.monitors.monitor.saver import Saver
 from torchtap.monitors.monitor.statistics import EpochStatistics
-from torchtap.taps.walk.leaves import leaves
-from torchtap.taps.walk.structure import fill, from_names, map_leaves, skeleton
 
 __all__ = ["LayerData", "Outputs"]
 

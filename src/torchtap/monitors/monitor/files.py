@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from torchtap.errors import OutputError, PlanError, RunCorruptError, TorchtapError
-from torchtap.foreign_text import shown
-from torchtap.names import join_path
-from torchtap.taps.walk.leaves import leaves
-from torchtap.taps.walk.structure import from_names, plain
+from torchtap.hooks.leaves import leaves
+from torchtap.hooks.structure import from_names, plain
+from torchtap.plan.names import join_path
+from torchtap.sanitize import shown
 
 __all__ = ["FileFormat", "check_format", "read_item", "shape_of", "writable_folder", "write_item"]
 

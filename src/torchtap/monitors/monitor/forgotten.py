@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-from torchtap.taps.attach import form_of
-from torchtap.taps.walk.ways import HookWay
+from torchtap.forms.attach import form_of
+from torchtap.hooks.ways import HookWay
 
 __all__ = ["ForgottenClock"]
 

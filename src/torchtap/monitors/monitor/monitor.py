@@ -21,8 +21,10 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from torchtap.asked import Tap
 from torchtap.errors import PlanError, RecordingLostError, SessionError
+from torchtap.forms.attach import tree_of
+from torchtap.hooks.structure import fill, from_names, map_leaves
+from torchtap.hooks.ways import WayName
 from torchtap.monitors.monitor.chosen import (
     LayerConfig,
     MonitoredLayer,
@@ -36,15 +38,13 @@ from torchtap.monitors.monitor.files import check_format, read_item, writable_fo
 from torchtap.monitors.monitor.forgotten import ForgottenClock
 from torchtap.monitors.monitor.own_hooks import put_on_own_hooks
 from torchtap.monitors.monitor.saver import Saver
-from torchtap.names import site_name
+from torchtap.plan.names import site_name
+from torchtap.plan.sites import Selector, Site
+from torchtap.plan.tap import Tap
 from torchtap.reduce import Full
 from torchtap.schedule import Epochs
-from torchtap.sessions.front import watch
-from torchtap.sites import Selector, Site
+from torchtap.session.front import watch
 from torchtap.store.record import StepRecord
-from torchtap.taps.attach import tree_of
-from torchtap.taps.walk.structure import fill, from_names, map_leaves
-from torchtap.taps.walk.ways import WayName
 
 __all__ = ["Monitor"]
 

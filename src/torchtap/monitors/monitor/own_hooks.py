@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from torchtap.errors import PlanError
+from torchtap.forms.attach import form_of
+from torchtap.hooks.ways import Handle, HookWay
 from torchtap.monitors.monitor.chosen import MonitoredLayer
-from torchtap.sites import places
-from torchtap.taps.attach import form_of
-from torchtap.taps.walk.ways import Handle, HookWay
+from torchtap.plan.sites import places
 
 __all__ = ["put_on_own_hooks"]
 

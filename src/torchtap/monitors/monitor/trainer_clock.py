@@ -25,10 +25,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from torchtap.taps.attach import form_of
-from torchtap.taps.receive.training import parameters_of
-from torchtap.taps.walk.modes import ModeHook
-from torchtap.taps.walk.ways import HookWay
+from torchtap.forms.attach import form_of
+from torchtap.hooks.modes import ModeHook
+from torchtap.hooks.ways import HookWay
+from torchtap.receive.training import parameters_of
 
 __all__ = ["Listener", "TrainingClock"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchtap.errors import needing
-from torchtap.foreign_text import file_component, shown
+from torchtap.sanitize import file_component, shown
 from torchtap.store.read.results import Series, TensorRef
 
 if TYPE_CHECKING:

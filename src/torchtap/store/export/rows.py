@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchtap.errors import needing
-from torchtap.foreign_text import storable
+from torchtap.sanitize import storable
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run

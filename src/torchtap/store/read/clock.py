@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError
-from torchtap.foreign_text import shortened
+from torchtap.sanitize import shortened
 from torchtap.store.format.scalars import CLOCK
 from torchtap.store.format.segment import Segment
 from torchtap.store.read.doubt import Ranges, doubt_about, in_doubt

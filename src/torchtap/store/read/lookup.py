@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtap.errors import SelectionError
-from torchtap.names import path_of, site_name
+from torchtap.plan.names import path_of, site_name
 from torchtap.store.read.clock import Timeline
 from torchtap.store.read.part import Part
 from torchtap.store.read.results import TensorRef

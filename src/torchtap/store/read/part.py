@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torchtap.errors import RunCorruptError, RunError
-from torchtap.foreign_text import shown
+from torchtap.sanitize import shown
 from torchtap.store.files.folder import Folder
 from torchtap.store.files.layout import (
     CLOSED,

@@ -23,6 +23,8 @@ import numpy.typing as npt
 from torchtap.display import drawn
 from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
 from torchtap.placement import Placement
+from torchtap.ranks.missing import absent_ranks
+from torchtap.ranks.world import World
 from torchtap.store.files.layout import parse_rank
 from torchtap.store.files.opening import folder_of, is_run, run_inside
 from torchtap.store.read.lookup import (
@@ -37,8 +39,6 @@ from torchtap.store.read.results import HistogramResult, Matrix, Series, Table, 
 from torchtap.store.read.show import run_text
 from torchtap.store.read.strand import Strand, steady
 from torchtap.store.read.view import FoundTensor, Status, View
-from torchtap.store.read.world.missing import absent_ranks
-from torchtap.store.read.world.world import World
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from torchtap.display import drawn
 from torchtap.errors import MissingExtraError, needing
-from torchtap.foreign_text import storable
+from torchtap.sanitize import storable
 from torchtap.store.format.dtypes import BY_NAME
 
 if TYPE_CHECKING:

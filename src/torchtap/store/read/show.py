@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchtap.foreign_text import shown
+from torchtap.sanitize import shown
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run

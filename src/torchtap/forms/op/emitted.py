@@ -1,0 +1,54 @@
+"""From a hook to the op: which tensors of a call are handed over, and under which names.
+
+Dynamo follows a hook step by step, once for each module, and guards every attribute that it meets. So whatever depends
+on names alone is worked out by one function that it runs instead of following it, on an object that it guards as a
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from torchtap._torch import mark_constant
+from torchtap.forms.op.branches import silences
+from torchtap.forms.op.channel import Emitted
+from torchtap.forms.op.fused import emit_measured, is_fused, may_fuse
+from torchtap.plan.names import site_name
+
+__all__ = ["emit_leaves"]
+
+
+def emit_leaves(what: Emitted, found: Iterable[tuple[str, Tensor]], path: str = "") -> None:
+    """Hand tensors to the op, under their leaves' names; ``path`` goes behind the address."""
+    for leaf, tensor in found:
+        traced_on = tensor.device.type if is_dynamo_compiling() else ""
+        for way, site in _sites(what, path, leaf, traced_on):
+            if way == "gradient":
+                torch.ops.torchtap.emit_grad.default(tensor, site)
+            elif way == "statistics" and is_fused(tensor):
+                emit_measured(tensor, site)
+            else:
+                torch.ops.torchtap.emit.default(tensor, site)
+
+
+def _sites(what: Emitted, path: str, leaf: str, traced_on: str) -> tuple[tuple[str, str], ...]:
+    """For each kind in which way a tensor is emitted, and as which site; ``traced_on`` is its device if Dynamo asks."""
+    address = what.address + path
+    if traced_on and silences(address, what.kinds):
+        return ()
+    measured = what.measured if traced_on and may_fuse(traced_on) else ()
+    return tuple(_way(kind, site_name(address, kind, leaf), kind in measured) for kind in what.kinds)
+
+
+mark_constant(_sites)
+
+
+def _way(kind: str, site: str, measured: bool) -> tuple[str, str]:
+    if not kind.startswith("grad"):
+        return "statistics" if measured else "value", site
+    # The backward graph is traced later, and has nothing but the name: a mark in it asks for statistics only.
+    return "gradient", site.replace("|", "!|", 1) if measured else site

@@ -1,0 +1,1 @@
+"""Select sites and describe what to keep of them: names, selectors, taps, schedules, plans."""

@@ -1,0 +1,72 @@
+"""The half of a receiver that takes what a model or its optimizer holds. Of several in one step the last counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from torchtap.receive.entries import LivePort
+from torchtap.receive.receiver import Receiver
+from torchtap.reduce import kernel
+
+__all__ = ["Held"]
+
+
+@final
+class Held:
+    """Takes parameters, their gradients, buffers, and what an optimizer keeps."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._folding = receiver.folding
+
+    def take(self, port: LivePort, tensor: Tensor) -> None:
+        """The value of a port that stands for one tensor."""
+        port.next_call(self._receiver.pass_number)
+        self._take_anew(port, port.leaf, tensor)
+
+    def take_each(self, ports: list[LivePort], tensors: list[Tensor]) -> None:
+        """`take` for each of several ports, by one call into native code where that can be."""
+        for position in self._fold_together(ports, tensors):
+            self.take(ports[position], tensors[position])
+
+    def take_part(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
+        """A tensor that belongs to a port's own, such as what an optimizer keeps for it."""
+        port.next_leaf_call(self._receiver.pass_number, leaf)
+        self._take_anew(port, leaf, tensor)
+
+    def take_number(self, port: LivePort, leaf: str, statistic: str, number: float | Tensor) -> None:
+        """A number that is a result already; it is kept whatever the reduction."""
+        port.next_leaf_call(self._receiver.pass_number, leaf)
+        entry = self._folding.entry(port, leaf, 0)
+        if entry is not None:
+            entry.shape = entry.shape or ()
+            self._folding.tally.numbers.setdefault(statistic, {})[entry.name] = number
+
+    def _take_anew(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
+        """Drop what the tally holds of a leaf's first call: a later value of the same step takes its place."""
+        with self._folding.lock:
+            entry, tally = port.entries.get((leaf, 0)), self._folding.tally
+            while entry is not None:
+                if 0 <= entry.row < len(tally.arrived) and tally.arrived[entry.row]:
+                    tally.block.reset(slice(entry.row, entry.row + 1))
+                    tally.arrived[entry.row] = 0
+                for fold in entry.folds.get(tally.phase, {}).values():
+                    fold.state = None
+                entry = entry.also
+        self._receiver.take_leaf(port, leaf, 0, tensor)
+
+    def _fold_together(self, ports: list[LivePort], tensors: list[Tensor]) -> Sequence[int]:
+        """Fold the only value of each of these ports; the positions of those that are left to be taken one by one."""
+        if kernel.hearing is None:
+            return range(len(ports))
+        left: list[int] = kernel.hearing.take_each(self._folding, ports, tensors)
+        placing = self._receiver.placing
+        if placing is not None:
+            missed = set(left)
+            for position, port in enumerate(ports):
+                if position not in missed and port.first is not None:
+                    placing.note(port.first, tensors[position], self._folding.tally.phase)
+        return left

@@ -1,1 +1,0 @@
-"""Taps on live Python modules."""

@@ -1,1 +1,0 @@
-"""Which part of the whole each value of this rank is."""
