@@ -122,7 +122,7 @@ def _table(watch: Watch, step: int, steps: int, loss: float) -> Table:
 
 def _show(console: Console, folder: Path) -> dict[str, object]:
     """What the run holds, what was found in it, and how to look further; the same facts for programs."""
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
     from torchtap.store.read.reader import open_run
 
     run = open_run(folder)

@@ -26,7 +26,7 @@ def command(run: str, as_json: bool, every_rule: bool, against: str | None) -> N
     Exit code 1 where a finding is an error, 0 otherwise.
     """
     from torchtap.cli.console import say_json
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
 
     findings = diagnose(run, against=against)
     if as_json:

@@ -45,7 +45,7 @@ def command(
     from rich.live import Live
 
     from torchtap.cli.console import Terminal
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
     from torchtap.store.read.reader import open_run
     from torchtap.viewer.terminal import live_view
 
@@ -91,7 +91,7 @@ def _tell_programs(run: Run, patterns: tuple[str, ...], rows: int, poll: float |
 
 
 def _newest(run: Run, patterns: tuple[str, ...], rows: int) -> dict[str, object]:
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
     from torchtap.viewer.chosen import matching_sites
     from torchtap.viewer.terminal import logged_first, newest
 

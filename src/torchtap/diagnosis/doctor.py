@@ -1,8 +1,8 @@
-"""A doctor beside a training: records what rules need, asks them at the end of live steps, and tells what they find.
+"""A doctor beside a training: record what rules need, judge at the end of live steps, report what they find.
 
 It guarantees:
-- losses, gradients and random numbers of the training are what they would be without it;
-- between live steps the model carries no tap, and what is still heard (each backward, each update) costs microseconds;
+- losses, gradients and random numbers of the training are those without it;
+- between live steps the model carries no tap; listening to each backward and update costs microseconds;
 - a rule or a probe that fails costs itself only;
 - the findings are those that `diagnose` gives on the finished run.
 """
@@ -20,40 +20,101 @@ from typing import Any, Literal, Self, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchtap.diagnosis.chart import Block, Chart
-from torchtap.diagnosis.doctor_plan import doctor_taps
-from torchtap.diagnosis.facts import FACT, STRUCTURE, Fact, Structure
+from torchtap._torch import RunningNorm
+from torchtap._torch_distributed import fsdp_sharded
+from torchtap.diagnosis.chart import FACT, LEARNED, LOSS, STRUCTURE, Block, Chart, Fact, Structure
+from torchtap.diagnosis.diagnose import RuleRunner
 from torchtap.diagnosis.finding import Finding, Findings
-from torchtap.diagnosis.judging import Ward
 from torchtap.diagnosis.probes.base import Patient, Probe
-from torchtap.diagnosis.probes.functions import FunctionProbe
-from torchtap.diagnosis.probes.gradients import GradientProbe
-from torchtap.diagnosis.probes.hidden import HiddenProbe
-from torchtap.diagnosis.probes.loaders import LoaderProbe
+from torchtap.diagnosis.probes.loop import GradientProbe, LoaderProbe, MembershipProbe, ModeProbe, UpdateProbe
 from torchtap.diagnosis.probes.losses import LossProbe
-from torchtap.diagnosis.probes.membership import MembershipProbe
-from torchtap.diagnosis.probes.modes import ModeProbe
-from torchtap.diagnosis.probes.padded import PaddingProbe
-from torchtap.diagnosis.probes.ranks import RankProbe
-from torchtap.diagnosis.probes.targets import TargetProbe
-from torchtap.diagnosis.probes.updates import UpdateProbe
-from torchtap.diagnosis.probes.weights import WeightProbe
-from torchtap.diagnosis.reading import LEARNED, LOSS
-from torchtap.diagnosis.rules.base import Rule
-from torchtap.diagnosis.rules.registry import all_rules
+from torchtap.diagnosis.probes.model import FunctionProbe, HiddenProbe, PaddingProbe, WeightProbe
+from torchtap.diagnosis.probes.ranks import RankProbe, TargetProbe
+from torchtap.diagnosis.rule_type import Rule
+from torchtap.diagnosis.rules import all_rules
 from torchtap.errors import PlanError, TrainingStoppedError
 from torchtap.forms.attach import tree_of
-from torchtap.plan.names import kind_of
-from torchtap.plan.next_live import Pace
+from torchtap.plan.names import kind_of, site_name
+from torchtap.plan.next_live import Pace, Seldom
+from torchtap.plan.sites import places
+from torchtap.plan.tap import Tap, tap
 from torchtap.rank_identity import identity
 from torchtap.receive import backward, training
 from torchtap.receive.ears import Ears
+from torchtap.reduce import Fingerprint, SampleSpread, Units
 from torchtap.session.front import watch
 from torchtap.session.step_loss import StepLoss
 from torchtap.session.watching import Watch
 from torchtap.store.record import Consumer, StepRecord
 
-__all__ = ["Doctor", "doctor"]
+_OF_PARAMETERS = ("param", "param_grad", "update")
+_COPIES = 16
+_LARGEST_COPY = 1 << 22  # elements
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) -> list[Tap]:
+    """Taps for all rules; ``roots`` are the paths of the models that are called.
+
+    Of the first steps, which are all looked at, not all is read: gradients of outputs, which are as large as these, in
+    one of two; parameters, which change little, and what the optimizer did to them, which takes a copy, in one of four.
+    """
+    alone = identity().world == 1
+    second = Seldom(pace, 2)
+    seldom = Seldom(pace, 4) if alone else pace  # ranks are compared by what they hold at each step
+    taps = [tap("*:output", when=pace), tap("*:grad_output", when=second)]
+    if _has_parameters(model):
+        taps.append(tap("*:param_grad", when=pace))
+        taps += [tap(f"*:{kind}", when=seldom) for kind in ("param", "update")]
+    taps.append(tap(":lr", when=pace))
+    for root in roots:
+        taps += [tap(f"{root}:input", when=pace), tap(f"{root}:input", SampleSpread(), when=pace)]
+        taps.append(tap(f"{root}:output", SampleSpread(), when=pace))
+    layers = [kind for kind in _LAYERS if any(isinstance(module, kind) for module in model.modules())]
+    if layers:
+        taps.append(tap(layers, Units(dim=0, which=False), kind="param_grad", when=second))
+    return [*taps, *(_running_statistics(model, seldom) if alone else _among_ranks(model, pace))]
+
+
+def _running_statistics(model: nn.Module, pace: Pace | Seldom) -> list[Tap]:
+    """What norms have gathered, where there are any."""
+    norms = [each for each in model.modules() if isinstance(each, RunningNorm) and each.track_running_stats]
+    kinds = list(dict.fromkeys(map(type, norms)))
+    return [tap(kinds, kind="buffer", when=pace)] if kinds else []
+
+
+def _among_ranks(model: nn.Module, pace: Pace) -> list[Tap]:
+    """What tells ranks from each other: fingerprints of what they hold alike, and gradients before they are reduced."""
+    taps = []
+    if _has_parameters(model):
+        taps += [tap(f"*:{kind}", Fingerprint(), when=pace) for kind in _OF_PARAMETERS]
+        local = _some_local_gradients(model)
+        if local:
+            taps += [tap(local, when=pace), tap(local, Fingerprint(), when=pace)]
+    if any(True for _ in model.buffers()):
+        taps.append(tap("*:buffer", when=pace))
+    return taps
+
+
+def _some_local_gradients(model: nn.Module) -> list[str]:
+    """Gradients before ranks average them, of a few parameters that are spread over the model: each is copied for it.
+
+    FSDP hands out reduced gradients alone.
+    """
+    if fsdp_sharded(model):
+        return []
+    found = [
+        site_name(place.path, "param_grad_local", leaf)
+        for place in places(model)
+        for leaf, parameter in place.module._parameters.items()
+        if parameter is not None and parameter.requires_grad and parameter.numel() <= _LARGEST_COPY
+    ]
+    return found[:: max(1, -(-len(found) // _COPIES))]
+
+
+def _has_parameters(model: nn.Module) -> bool:
+    return any(True for _ in model.parameters())
+
 
 StopAt = Literal["error", "warning"]
 _LOSS_LOOKS = 16  # steps between two looks where nothing but the loss is recorded
@@ -113,7 +174,7 @@ class Doctor(Ears):
         roots = tuple(model) if isinstance(model, dict) else ("",)
         tree = tree_of(nn.ModuleDict(model) if isinstance(model, dict) else model)
         self._chart = Chart(self._facts_of_sites)
-        self._ward = Ward(self._chart, all_rules()[0] if rules is None else rules)
+        self._ward = RuleRunner(self._chart, all_rules()[0] if rules is None else rules)
         self._process = os.getpid()
         self._alone = len(models) == len(optimizers) == 1
         self._backwards = 0  # since the last record

@@ -195,7 +195,7 @@ class Catalog:
         )
 
     def _findings(self, entry: CatalogEntry) -> list[Any]:
-        from torchtap.diagnosis.run import diagnose
+        from torchtap.diagnosis.diagnose import diagnose
         from torchtap.store.read.reader import open_run
 
         opened = self._open.get(entry.found.name)

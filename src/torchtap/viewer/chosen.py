@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.places import places
+from torchtap.diagnosis.chart import places
 from torchtap.errors import SelectionError
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ def run_html(run: Run) -> str:
 
 
 def _findings(run: Run) -> list[str]:
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
 
     shown = []
     for finding in diagnose(run)[:6]:

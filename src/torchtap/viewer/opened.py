@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.places import ChartedSite, places
+from torchtap.diagnosis.chart import ChartedSite, places
 from torchtap.sanitize import browser_text
 from torchtap.viewer.derived import DERIVED, EMPTY_SUMS, derive, without_empty_sums
 from torchtap.viewer.downsample import block_extremes
@@ -258,7 +258,7 @@ class OpenRun:
 
     def findings(self) -> list[Finding]:
         """What looks wrong in the run as it is now."""
-        from torchtap.diagnosis.run import diagnose
+        from torchtap.diagnosis.diagnose import diagnose
         from torchtap.store.read.reader import open_run
 
         with self._diagnosing:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtap.diagnosis.places import ChartedSite
+from torchtap.diagnosis.chart import ChartedSite
 from torchtap.plan.names import site_name
 from torchtap.store.read.reader import Run
 from torchtap.viewer.cards import phases_of, short_text

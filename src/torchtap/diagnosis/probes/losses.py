@@ -1,26 +1,139 @@
-"""What a loss is made of, read from autograd's graph where ``backward()`` starts: classes, targets, probabilities.
+"""Probe of the loss, read from autograd's graph at ``backward()``: classes, targets, probabilities, broadcasts.
 
-However a loss was called, by function, module or framework, the graph has its node. A loss that was compiled with the
-model is not seen.
+A loss called by function, module or framework has a node in the graph. A loss that was compiled with the model is not
+seen.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchtap._torch import saved_by
+from torchtap._torch import saved_by, shape_from
 from torchtap.diagnosis.probes.base import Patient, Telling
-from torchtap.diagnosis.probes.loss_graph import broadcast, is_error, nodes, softmax_dimension
-from torchtap.diagnosis.probes.pairs import is_next_token
 from torchtap.hooks.arguments import Args, Kwargs
 from torchtap.hooks.walker import Walker
 from torchtap.receive import backward
 
-__all__ = ["LossProbe"]
+
+def is_next_token(tokens: Tensor, target: Tensor, ignored: int | None = -100) -> bool:
+    """Whether targets are the tokens that follow, whatever the layout: (batch, time) or (time, batch)."""
+    if target.is_floating_point() or tokens.shape[0] * tokens.shape[1] < 8 or len(torch.unique(tokens)) < 3:
+        return False
+    flat = target.detach().reshape(-1)
+    return any(_follow(tokens, flat, along, ignored) for along in (1, 0) if tokens.shape[along] > 1)
+
+
+def _follow(tokens: Tensor, flat: Tensor, along: int, ignored: int | None) -> bool:
+    """Whether targets are the tokens that follow along one dimension; the last position may have no target."""
+    inner = tokens.shape[along] - 1
+    following = tokens.narrow(along, 1, inner)
+    for length in (inner + 1, inner):
+        shape = list(tokens.shape)
+        shape[along] = length
+        if flat.numel() == shape[0] * shape[1]:
+            asked = flat.reshape(shape).narrow(along, 0, inner)
+            counted = torch.ones_like(asked, dtype=torch.bool) if ignored is None else asked != ignored
+            if bool(counted.any()) and bool((asked == following)[counted].float().mean() > 0.9):
+                return True
+    return False
+
+
+def padding(tokens: Tensor) -> Tensor | None:
+    """Where (batch, time) tokens are padding: the same token at the end of many rows, at least three times.
+
+    The first of each such run may be an end of text and does not count. None where there is no padding to be seen.
+    """
+    if tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] < 6 or tokens.shape[0] < 4:
+        return None
+    last = tokens[:, -1:]
+    same = (tokens == last).flip(1).cumprod(1).flip(1).bool()  # the run that reaches the end of each row
+    lengths = same.sum(1)
+    long = lengths >= 3
+    if float(long.float().mean()) < 0.25 or len(torch.unique(last[long])) != 1:
+        return None
+    if len(torch.unique(lengths[long])) < 2:
+        return None  # padding comes in different lengths
+    inner = same & torch.cat([torch.zeros_like(same[:, :1]), same[:, :-1]], 1)
+    return inner & long[:, None]
+
+
+_NODES = 40  # of a graph, from the loss on
+_CHAIN = 8  # nodes between a loss and what was done to it
+# These are never negative, whatever their arguments.
+_NEVER_NEGATIVE = ("NllLoss", "BinaryCrossEntropy", "MseLoss", "SmoothL1Loss", "HuberLoss")
+_DIFFERENCES = ("Sub", "Rsub", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy")
+
+
+def nodes(first: Node | None) -> Iterator[Node]:
+    """The nodes of a graph, those next to the loss first."""
+    waiting, seen = deque([] if first is None else [first]), set[int]()
+    while waiting and len(seen) < _NODES:
+        node = waiting.popleft()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        waiting.extend(_before(node))
+
+
+def _before(node: Node) -> list[Node]:
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def is_error(first: Node | None) -> bool:
+    """Whether a loss is one that cannot be negative, times factors: its sign is that of the factors."""
+    node = first
+    for _ in range(_CHAIN):
+        if node is None:
+            return False
+        if node.name().startswith(_NEVER_NEGATIVE):
+            return True
+        below = _before(node)
+        if len(below) != 1:
+            return False
+        node = below[0]
+    return False
+
+
+def softmax_dimension(node: Node) -> int | None:
+    """Of a node that takes log-probabilities of classes: the dimension that they were normalised over, from 0."""
+    below = _before(node)
+    if len(below) != 1 or not below[0].name().startswith("LogSoftmax"):
+        return None
+    dim, shape = saved_by(below[0], "dim"), shape_from(below[0])
+    if dim is None or not shape:
+        return None
+    return int(dim - 2**64 if dim >= 2**63 else dim) % len(shape)
+
+
+def broadcast(node: Node) -> tuple[int, ...] | None:
+    """The shape of a difference between (n, 1) answers and (n) targets, or the other way round: n × n of them.
+
+    The target is a constant; where both sides learn, all pairs may well be meant.
+    """
+    if not node.name().startswith(_DIFFERENCES):
+        return None
+    learning = _before(node)
+    if len(learning) != 1 or len(node.next_functions) != 2:
+        return None
+    expanded = learning[0].name().startswith("Expand")
+    answers = _before(learning[0]) if expanded else learning
+    shape = shape_from(learning[0] if expanded else node)
+    own = shape_from(answers[0]) if answers else None
+    size = _side_of_square(shape)
+    return shape if size > 1 and own in ((size, 1), (size,), (1, size)) else None
+
+
+def _side_of_square(shape: tuple[int, ...] | None) -> int:
+    """n of a shape (n, n), and zero of others."""
+    return shape[0] if shape and shape == (shape[0], shape[0]) else 0
+
 
 _LOOKS = 6  # backwards that are looked at
 _ALIKE = 6  # batches of one class each before this is told

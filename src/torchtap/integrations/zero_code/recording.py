@@ -181,7 +181,7 @@ def named_model(name: str) -> nn.Module:
 
 def closing_line(folder: str) -> str:
     """Where the run is and what looks wrong in it."""
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
     from torchtap.store.read.reader import open_run
 
     run = open_run(folder)

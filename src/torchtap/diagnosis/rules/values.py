@@ -1,0 +1,593 @@
+"""Values: dead units, saturated or constant outputs, sizes that grow or fade over depth or steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from torchtap.diagnosis.chart import EARLY, Chart, ChartedSite, ChartGrid, Numbers
+from torchtap.diagnosis.finding import Evidence, Finding, Severity
+from torchtap.diagnosis.rule_type import (
+    LAST,
+    SETUP,
+    Hit,
+    Need,
+    Rule,
+    first_run,
+    has_improved,
+    hit_at,
+    is_layer,
+    is_layer_weight,
+    is_main_layer,
+    is_main_weight,
+    is_whole,
+    of_the_model,
+    rule,
+)
+
+
+@rule(
+    "dead-units",
+    concludes="A large part of a layer's units fires for no sample and gets no gradient.",
+    trust="invariant",
+    needs=(Need("param_grad", "dead_share", or_kind="output"),),
+    wrong_if=(
+        "The units are for inputs that have not come yet. Where the others fire for most samples, as deep in a "
+        "plain stack of fresh layers, it is not told: they are off by the sign of a value that hardly changes."
+    ),
+    causes=(
+        "a bias far below zero, or one huge step that pushed it there",
+        "a learning rate that is too large",
+        "inputs that are not scaled",
+    ),
+    fix="nn.init.zeros_(layer.bias)  # or nn.LeakyReLU() in place of nn.ReLU()",
+)
+def dead_units(
+    rule: Rule,
+    chart: Chart,
+    *,
+    share: float = 0.4,  # of a layer's units
+    length: int = 3,  # records in a row
+    samples: int = 32,  # values of a unit in a step; with fewer, silence is chance
+    most: float = 0.75,  # beyond this share nothing speaks for the layer
+    often: float = 0.6,  # of the samples fire the others; more, and what they see hardly changes
+) -> Iterable[Finding]:
+    """Units that no sample of several steps makes fire: the rows of their gradient are exactly zero."""
+    hits = _hits(chart, "param_grad", is_layer_weight, share, length, samples, most, often) or _hits(
+        chart, "output", is_whole, share, length, samples, most, often
+    )
+    message = "{value:.0%} of the units of {site}{also} never fire"
+    evidence = [Evidence("share of dead units", h.value, h.site, "dead_share", h.step) for h in hits[:1]]
+    yield from rule.found(hits, message, evidence=evidence)
+
+
+def _hits(
+    chart: Chart,
+    kind: str,
+    where: Callable[[ChartedSite], bool],
+    share: float,
+    length: int,
+    samples: int,
+    most: float,
+    often: float,
+) -> list[Hit]:
+    found = chart.grid("dead_share", kind, last=LAST, where=where).recorded()
+    if not (found.values >= share).any():
+        return []
+    values = _samples(chart)
+    off = _shares_off(chart)
+    hits: list[Hit] = []
+    for row in np.flatnonzero((found.values >= share).any(axis=1)):
+        place = found.places[row]
+        column = first_run(found.values[row] >= share, length)
+        if column is None or values.get(place.module, samples) < samples:
+            continue
+        dead = found.values[row, column]
+        if not _others_are_constant(dead, off.get(place.module, 1.0), most, often):
+            hits.append(hit_at(place, found.step(column), dead))
+    return hits
+
+
+def _others_are_constant(dead: float, off: float, most: float, often: float) -> bool:
+    """Whether the units that are not dead fire for most samples, given the share of values that are off."""
+    return dead < most and 1 - (off - dead) / (1 - dead) > often
+
+
+def _samples(chart: Chart) -> dict[str, float]:
+    """How many values a unit of each module has in a step."""
+    found: dict[str, float] = {}
+    for place in chart.places():
+        if place.kind == "output" and place.shape and len(place.shape) >= 2:
+            units = place.shape[1] if "Conv" in place.module_class else place.shape[-1]
+            found[place.module] = float(np.prod(place.shape)) / max(1, units)
+    return found
+
+
+def _shares_off(chart: Chart) -> dict[str, float]:
+    """The share of each layer's values through which no gradient comes: those that its activation cuts off."""
+    found = chart.grid("zeros", "grad_output", last=LAST, where=is_layer)
+    return {
+        place.module: float(np.median(seen))
+        for place, row in zip(found.places, found.values, strict=True)
+        if len(seen := row[~np.isnan(row)])
+    }
+
+
+@rule(
+    "dead",
+    concludes="Nearly all values of an output are exactly zero, step after step.",
+    trust="threshold",
+    needs=(Need("output", "zeros"),),
+    wrong_if=(
+        "The output is sparse by design: a router, a mask, one-hot vectors. Parts of a tuple are passed over."
+    ),
+    causes=("units that never fire", "an input that is nearly all zero"),
+    fix="Look at the learning rate, the biases and what feeds this module.",
+)
+def dead(
+    rule: Rule,
+    chart: Chart,
+    *,
+    share: float = 0.99,
+    length: int = 5,
+) -> Iterable[Finding]:
+    """An output that is nearly all zero."""
+    found = chart.grid("zeros", "output", last=LAST, where=is_whole)
+    hits = []
+    for row in np.flatnonzero((found.values >= share).any(axis=1)) if found else ():
+        column = first_run(found.values[row] >= share, length)
+        if column is not None:
+            hits.append(hit_at(found.places[row], found.step(column), found.values[row, column]))
+    message = "{value:.0%} of the values of {site}{also} are exactly zero"
+    grades: dict[Severity, list[Hit]] = {
+        "error": [each for each in hits if each.value == 1],  # nothing at all comes out
+        "warning": [each for each in hits if each.value < 1],
+    }
+    for severity, some in grades.items():
+        evidence = [Evidence("share of zeros", h.value, h.site, "zeros", h.step) for h in some[:1]]
+        yield from rule.found(some, message, severity=severity, evidence=evidence)
+
+
+@rule(
+    "constant",
+    concludes="Every value of an output is one and the same number.",
+    trust="invariant",
+    needs=(Need("output", "std"), Need("output", "count")),
+    wrong_if="It is meant to be a constant.",
+    causes=("weights of zero", "an input that is all the same"),
+    fix="Look at the module's weights and at its input: the output does not depend on it.",
+)
+def constant(
+    rule: Rule,
+    chart: Chart,
+    *,
+    length: int = 3,
+) -> Iterable[Finding]:
+    """An output of many values that are all the same number, though not zero."""
+    spread, sizes = (
+        chart.grid("std", "output", last=LAST, where=is_whole),
+        chart.grid("absmax", "output", last=LAST, where=is_whole),
+    )
+    counts = chart.grid("count", "output", last=LAST, where=is_whole)
+    if not spread or spread.values.shape != sizes.values.shape or spread.values.shape != counts.values.shape:
+        return
+    same = (spread.values == 0) & (sizes.values > 0) & (counts.values >= 16)
+    hits = []
+    for row in np.flatnonzero(same.any(axis=1)):
+        column = first_run(same[row], length)
+        if column is not None:
+            hits.append(hit_at(spread.places[row], spread.step(column), sizes.values[row, column]))
+    yield from rule.found(hits, "every value of {site}{also} is the same number, {value:.3g}")
+
+
+@rule(
+    "collapsed",
+    concludes="The model's output hardly depends on its input any more.",
+    trust="limit",
+    needs=(Need("output", "between"), Need("input", "between")),
+    wrong_if="The right answer is the same for every sample.",
+    causes=(
+        "the last layers only learned their biases: dead units, vanished signals before them",
+        "targets that are all, or nearly all, the same",
+        "a learning rate that is too large, or too strong a weight decay",
+    ),
+    fix="Look at the first module, in order, whose output no longer differs between samples.",
+)
+def collapsed(
+    rule: Rule,
+    chart: Chart,
+    *,
+    share: float = 1e-06,  # of the outputs' mean square that differs between samples
+    length: int = 3,
+) -> Iterable[Finding]:
+    """The model answers the same to every sample, though the samples differ."""
+    answers = chart.grid("between", "output", last=LAST)
+    questions = chart.grid("between", "input", last=LAST)
+    if not answers or not questions:
+        return
+    differ = (np.nan_to_num(questions.values) > 1e-4).any(axis=0)
+    hits = []
+    for row, place in enumerate(answers.places):
+        column = first_run((answers.values[row] <= share) & differ, length)
+        if column is not None:
+            hits.append(hit_at(place, answers.step(column), answers.values[row, column]))
+    message = "{site}{also} is the same for every sample, though the inputs differ"
+    evidence = [
+        Evidence("share that differs between samples", h.value, h.site, "between", h.step) for h in hits[:1]
+    ]
+    yield from rule.found(hits, message, evidence=evidence)
+
+
+@rule(
+    "saturated",
+    concludes="A hidden activation sits at the end of its range and passes no gradient.",
+    trust="limit",
+    needs=(Need("output", "rms"), Need("output", "mean")),
+    wrong_if=(
+        "The layer is a gate that is meant to be open or shut; the model's last layers are passed over."
+    ),
+    causes=(
+        "weights or inputs that are too large",
+        "a learning rate that is too large",
+    ),
+    fix="nn.init.xavier_normal_(layer.weight)  # and scale the inputs",
+)
+def saturated(
+    rule: Rule,
+    chart: Chart,
+    *,
+    tanh: float = 0.05,  # mean of 1 - x²
+    sigmoid: float = 0.02,  # mean of x(1 - x)
+    length: int = 3,
+) -> Iterable[Finding]:
+    """Hidden tanh and sigmoid layers that sit at the ends of their range."""
+    sizes, means = chart.grid("rms", "output", last=LAST), chart.grid("mean", "output", last=LAST)
+    if not sizes or sizes.values.shape != means.values.shape:
+        return
+    # What comes after the last layer is the model's answer, and may be sure of itself.
+    layers = [place.index for place in sizes.places if is_layer(place)]
+    hits = []
+    for place, size, mean in zip(sizes.places, sizes.values, means.values, strict=True):
+        room = _room(place, size, mean, tanh, sigmoid)
+        if room is None or not layers or place.index > layers[-1]:
+            continue
+        left, limit = room
+        column = first_run(left <= limit, length)
+        if column is not None:
+            hits.append(hit_at(place, sizes.step(column), left[column]))
+    evidence = [Evidence("room that is left, on average", h.value, h.site, "rms", h.step) for h in hits[:1]]
+    message = "{site}{also} is saturated: nearly every value sits at the end of its range"
+    yield from rule.found(hits, message, evidence=evidence)
+
+
+def _room(
+    place: ChartedSite, size: Numbers, mean: Numbers, tanh: float, sigmoid: float
+) -> tuple[Numbers, float] | None:
+    """How far values are from the ends of their range on average, and the limit; None of what has no such range."""
+    if place.module_class == "Tanh":
+        return 1 - size**2, tanh
+    if place.module_class == "Sigmoid":
+        return mean - size**2, sigmoid
+    return None
+
+
+@rule(
+    "exploding",
+    concludes="A value grew to many times the size that it had in the first steps.",
+    trust="history",
+    needs=(Need("output", "rms"),),
+    wrong_if=(
+        "It began at almost nothing, as a factor that is initialised with zero does; what grows while the loss falls "
+        "is passed over."
+    ),
+    causes=(
+        "a learning rate that is too large",
+        "no clipping of gradients, no normalisation",
+        "one bad batch",
+    ),
+    fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+)
+def exploding(
+    rule: Rule,
+    chart: Chart,
+    *,
+    times: float = 100.0,
+    length: int = 3,
+) -> Iterable[Finding]:
+    """A size far beyond what it was in the first steps, and not on its way back."""
+    hits: list[Hit] = []
+    for kind in ("output", "grad_output", "param_grad"):
+        found = chart.grid("rms", kind).recorded()
+        if found and found.values.shape[1] >= 8:
+            hits += _grown(chart, found, times, length)
+    evidence = [Evidence("times its early size", h.value, h.site, "rms", h.step) for h in hits[:1]]
+    message = "{site}{also} grew to {value:.3g} times its early size, by step {step}"
+    yield from rule.found(hits, message, evidence=evidence)
+
+
+def _grown(chart: Chart, found: ChartGrid, times: float, length: int) -> Iterator[Hit]:
+    """The places of one kind that grew for long enough, and lately."""
+    base = _base_sizes(found.values)
+    begin = max(8, found.values.shape[1] - LAST)
+    over = found.values[:, begin:] > times * base[:, None]
+    for row in np.flatnonzero(over.any(axis=1)):
+        column = first_run(over[row], length)
+        if column is None or base[row] <= 0:
+            continue
+        at = begin + column
+        # Answers grow where a model becomes sure of what it has learned, gradients where a branch awakes.
+        if not has_improved(chart, found.step(at)):
+            yield hit_at(found.places[row], found.step(at), found.values[row, at] / base[row])
+
+
+def _base_sizes(values: Numbers) -> Numbers:
+    """What growth is measured by: what is tiny beside its kind at the start grows without harm."""
+    early = _early_sizes(values)
+    usual = np.nanmedian(early[early > 0]) if (early > 0).any() else np.nan
+    return np.maximum(early, usual)
+
+
+def _early_sizes(values: Numbers) -> Numbers:
+    """The largest size in the first eight records: a start from zero is no start."""
+    first = np.nan_to_num(values[:, :8], posinf=0.0)
+    return np.asarray(first.max(axis=1), np.float64)
+
+
+@rule(
+    "vanishing",
+    concludes="Gradients shrink from layer to layer: the layers near the input hardly learn.",
+    trust="limit",
+    needs=(Need("grad_output", "rms"),),
+    wrong_if="Other ways through the model carry the gradient past these layers.",
+    causes=(
+        "a deep stack of sigmoid or tanh layers",
+        "weights that are initialised too small for the depth",
+        "no residual connections, no normalisation",
+    ),
+    fix=("nn.ReLU() or nn.GELU() in place of nn.Sigmoid(), with nn.init.kaiming_normal_(layer.weight)"),
+)
+def vanishing(
+    rule: Rule,
+    chart: Chart,
+    *,
+    total: float = 0.0001,  # of the gradient at the last layer is left at the first
+    layers: int = 4,
+    length: int = 2,
+) -> Iterable[Finding]:
+    """Gradients that shrink from layer to layer by about the same factor."""
+    found = chart.grid("rms", "grad_output", where=is_main_layer).recorded()
+    if len(found.places) < layers or not found:
+        return
+    columns = np.array(
+        [_fades(found.values[:, at], total) for at in range(min(found.values.shape[1], EARLY))]
+    )
+    column = first_run(columns, length)
+    if column is None:
+        return
+    sizes = found.values[:, column]
+    left = sizes[0] / sizes[-1]
+    hits = [
+        hit_at(place, found.step(column), size / sizes[-1])
+        for place, size in zip(found.places, sizes, strict=True)
+        if size < sizes[-1] * total**0.5
+    ]
+    evidence = [Evidence("gradient left of the last layer's", float(left), hits[0].site, "rms", hits[0].step)]
+    message = "gradients vanish on their way back: {site}{also} gets {value:.1e} of the last layer's"
+    yield from rule.found(hits, message, evidence=evidence)
+
+
+def _fades(sizes: Numbers, total: float) -> bool:
+    if not (np.isfinite(sizes).all() and (sizes > 0).all()):
+        return False
+    logs = np.log(sizes)
+    if logs[0] - logs[-1] > np.log(total):
+        return False
+    # Layer by layer, not at one place: most of the way leads down.
+    return bool((np.diff(logs) > 0).mean() >= 0.75)
+
+
+@rule(
+    "fading",
+    concludes="One layer's gradient has all but gone, while those of other layers go on.",
+    trust="history",
+    needs=(Need("grad_output", "rms"),),
+    wrong_if="The layer has nothing left to learn.",
+    causes=(
+        "an activation that saturated or died behind it",
+        "a gate that has shut",
+    ),
+    fix="Look at the map of gradients for the layer where they shrink.",
+)
+def fading(
+    rule: Rule,
+    chart: Chart,
+    *,
+    share: float = 1e-05,
+    length: int = 5,
+) -> Iterable[Finding]:
+    """A gradient far below what it was in the first steps, while others of its kind are not."""
+    found = chart.grid("rms", "grad_output", where=is_main_layer).recorded()
+    if not found or found.values.shape[1] < 16 or len(found.places) < 2:
+        return
+    early = np.median(np.nan_to_num(found.values[:, :8]), axis=1)
+    recent = slice(max(8, found.values.shape[1] - LAST), None)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        left = found.values[:, recent] / early[:, None]
+    going_on = np.where(np.isfinite(left), left, 0.0).max(axis=0) > 1e-2
+    hits = []
+    for row, place in enumerate(found.places):
+        gone = (left[row] < share) & (found.values[row, recent] > 0) & going_on
+        column = first_run(gone, length)
+        if column is not None and early[row] > 0:
+            hits.append(hit_at(place, found.step(column + (recent.start or 0)), left[row, column]))
+    evidence = [Evidence("left of its early gradient", h.value, h.site, "rms", h.step) for h in hits[:1]]
+    yield from rule.found(
+        hits, "the gradient at {site}{also} faded to {value:.1e} of what it was", evidence=evidence
+    )
+
+
+@rule(
+    "shrinking",
+    concludes=("Weights shrink everywhere and fast: something other than the loss pulls them to zero."),
+    trust="history",
+    needs=(Need("param", "rms"),),
+    wrong_if="They began far too large, and the loss makes them smaller.",
+    causes=(
+        "weight decay, times the learning rate, is too strong",
+        "a penalty on the weights outweighs the loss",
+    ),
+    fix="optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)",
+)
+def shrinking(
+    rule: Rule,
+    chart: Chart,
+    *,
+    share: float = 0.5,
+    within: int = 60,  # steps
+    length: int = 2,  # records in a row
+) -> Iterable[Finding]:
+    """Weights that lose half of their size within a few dozen steps, most of them alike."""
+    found = chart.grid("rms", "param", where=is_main_weight)
+    columns = np.flatnonzero(~np.isnan(found.values).all(axis=0)) if found else np.zeros(0, np.int64)
+    if len(columns) <= length:
+        return
+    sizes, steps = found.values[:, columns], found.steps[columns]
+    for at in range(max(length, len(columns) - LAST), len(columns)):
+        before = int(np.searchsorted(steps, steps[at] - within))
+        left = sizes[:, at - length + 1 : at + 1] / np.maximum(sizes[:, before, None], 1e-30)
+        # All but a few: what a loss makes smaller it does not make smaller everywhere.
+        if at - before >= length and ((left < share).mean(axis=0) >= 0.9).all():
+            at_step = int(steps[at])
+            hits = [hit_at(place, at_step, left[row, -1]) for row, place in enumerate(found.places)]
+            evidence = [Evidence("left of the weight", h.value, h.site, "rms", h.step) for h in hits[:1]]
+            message = "weights shrink everywhere: {value:.0%} is left of {site}{also}"
+            yield from rule.found(hits, message, evidence=evidence)
+            return
+
+
+@rule(
+    "init-too-large",
+    concludes="Fresh weights are so large that values grow by a factor with each layer.",
+    trust="limit",
+    needs=(SETUP, Need("param", "rms"), Need("output", "rms")),
+    wrong_if="The weights are trained already; fresh weights alone are judged.",
+    causes=(
+        "an initialisation with too large a deviation",
+        "a factor for another fan-in",
+    ),
+    fix="nn.init.kaiming_normal_(layer.weight)",
+)
+def init_too_large(
+    rule: Rule,
+    chart: Chart,
+    *,
+    gain: float = 4.0,  # of a layer, by rms; He's initialisation has 1.4
+    layers: int = 2,
+    answer: float = 20.0,  # size of the output that one such layer alone is judged by
+) -> Iterable[Finding]:
+    """Fresh layers that each make their input several times larger."""
+    if not chart.structure.fresh or not len(chart.steps):
+        return
+    grown = _init_too_large_grown(chart, gain)
+    answer = _answer(chart)
+    if len(grown) < (1 if answer > answer else layers):
+        return
+    # Where norms follow, the size of weights does not matter: values have to have grown.
+    if answer <= answer / 2 and max(size for _, _, size in grown) < 2 * gain:
+        return
+    step = int(chart.steps[0])
+    hits = [replace(hit_at(place, step, gain), order=n) for n, (place, gain, _) in enumerate(grown)]
+    evidence = [
+        Evidence("gain of the layer", hits[0].value, hits[0].site, "rms", step),
+        Evidence("size of the model's output", answer, ":output", "rms", step),
+    ]
+    message = "fresh weights are too large: {site}{also} makes its input {value:.1f} times larger"
+    yield from rule.found(hits, message, evidence=evidence)
+
+
+def _init_too_large_grown(chart: Chart, gain: float) -> list[tuple[ChartedSite, float, float]]:
+    """The weights that make their input larger by more than the limit, in order: by how much, and to which size."""
+    weights = chart.grid("rms", "param", where=is_main_weight)
+    outputs = chart.grid("rms", "output", where=is_main_layer)
+    made = {
+        place.module: (place.index, row[0]) for place, row in zip(outputs.places, outputs.values, strict=True)
+    }
+    found = []
+    for place, values in zip(weights.places, weights.values, strict=True):
+        index, size = made.get(place.module, (0, 0.0))
+        gain = float(values[0] * np.sqrt(_fan_in(place)))
+        if gain < gain < math.inf and size > 1.0:
+            found.append((index, place, gain, float(size)))
+    return [(place, gain, size) for _, place, gain, size in sorted(found, key=lambda each: each[0])]
+
+
+def _answer(chart: Chart) -> float:
+    found = chart.grid("rms", "output", where=of_the_model)
+    return float(np.nanmax(found.values[:, 0])) if found and np.isfinite(found.values[:, 0]).any() else 0.0
+
+
+def _fan_in(place: ChartedSite) -> float:
+    assert place.shape is not None
+    return float(np.prod(place.shape[1:]))
+
+
+@rule(
+    "unscaled-input",
+    concludes=("The model's input is far from unit size, and its first layer takes it as it is."),
+    trust="threshold",
+    needs=(Need("input", "rms"), Need("output", "rms")),
+    wrong_if="The weights were trained on inputs of this size.",
+    causes=(
+        "pixels from 0 to 255 that were not divided",
+        "features that were not standardised",
+    ),
+    fix="x = x.float() / 255  # or transforms.Normalize(mean, std)",
+)
+def unscaled_input(
+    rule: Rule,
+    chart: Chart,
+    *,
+    size: float = 30.0,
+) -> Iterable[Finding]:
+    """Numbers of the size of raw pixels into a layer that does not normalise them."""
+    inputs = chart.grid("rms", "input", where=of_the_model)
+    outputs = chart.grid("rms", "output", where=is_main_layer)
+    if not inputs or not outputs:
+        return
+    first = _first_taker(chart)
+    if first is None or not is_layer(first):
+        return
+    row = outputs.places.index(first) if first in outputs.places else None
+    large = np.nan_to_num(inputs.values).max(axis=0) > size
+    if row is None or not large[:EARLY].any():
+        return
+    taken = np.nan_to_num(outputs.values[row]) > 1.0  # as large as it came: weights did not take it back
+    column = first_run((large & taken)[:EARLY], 1)
+    if column is None:
+        return
+    which = int(np.nanargmax(inputs.values[:, column]))
+    if "float" not in inputs.places[which].dtype:
+        return
+    size = inputs.values[which, column]
+    evidence = [
+        Evidence("size of the input", float(size), inputs.places[which].name, "rms", inputs.step(column))
+    ]
+    message = (
+        "the input {site}{also} has the size {value:.3g} (rms), and " + first.module + " takes it as it is"
+    )
+    yield from rule.found(
+        [hit_at(inputs.places[which], inputs.step(column), size)], message, evidence=evidence
+    )
+
+
+def _first_taker(chart: Chart) -> ChartedSite | None:
+    """The first module, in execution, that has a name and an output: what takes the input."""
+    for place in chart.places():
+        if place.kind == "output" and place.module and chart.has_come(place.name):
+            if place.module_class in ("Flatten", "Unflatten", "Identity", "Dropout"):
+                continue
+            return place
+    return None
