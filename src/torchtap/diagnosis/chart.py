@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-FACT, STRUCTURE = "fact", "structure"  # kinds of events
+FACT, STRUCTURE, PULSE = "fact", "structure", "pulse"  # kinds of events
 # Numbers that a doctor logs.
 LOSS = ":value.loss"
 SECONDS = ":value.seconds_before_backward"
@@ -104,6 +104,17 @@ def read_fact(event: Mapping[str, Any]) -> Fact | None:
             shown(str(event.get("text", ""))),
         )
     except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def read_pulse(event: Mapping[str, Any]) -> dict[str, list[float]] | None:
+    """Return the rows of an event, None if it has none. The event may be anybody's."""
+    try:
+        table = {str(name): [float(value) for value in column] for name, column in event["rows"].items()}
+        rows = len(table["step"])
+        whole = rows > 0 and all(len(column) == rows for column in table.values())
+        return table if whole and all(math.isfinite(step) for step in table["step"]) else None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
 
@@ -246,6 +257,8 @@ class Chart:
         self._facts: dict[tuple[str, str], Fact] = {}
         self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
         self.seen = 0  # columns that were ever added
+        self._pulse: Chart | None = None
+        self.parameters: list[str] = []  # sites of the parameters, as the pulse numbers them
 
     # -- filling it ---------------------------------------------------------------------------------------
 
@@ -296,6 +309,24 @@ class Chart:
         if np.isfinite(value) and not (self._losses and self._losses[-1][0] >= step):
             self._losses.append((step, value))
 
+    def add_pulse(self, table: Mapping[str, Sequence[float]]) -> None:
+        """Add rows of a training's pulse: one column of numbers for each name, ``step`` among them."""
+        names = tuple(name for name in table if name != "step")
+        values = np.array([table[name] for name in names], np.float64).reshape(len(names), -1)
+        for column, step in enumerate(table["step"]):
+            row = values[:, column]
+            self.pulse.add(int(step), [(names, ("value",), row[:, None], ~np.isnan(row))])
+            for name, value in zip(names, row.tolist(), strict=True):
+                if name.endswith(".loss"):
+                    self.add_loss(int(step), value)
+
+    @property
+    def pulse(self) -> Chart:
+        """The pulse as a chart of its own: ``chart.pulse.series("0.0.lr")``."""
+        if self._pulse is None:
+            self._pulse = Chart(dict)
+        return self._pulse
+
     def note(self, fact: Fact) -> bool:
         """Keep a fact; says whether it is a new one."""
         if (fact.name, fact.site) in self._facts:
@@ -338,6 +369,10 @@ class Chart:
             self._places = (len(self._known), described(names, facts))
             self._chosen.clear()
         return self._places[1]
+
+    def names(self) -> list[str]:
+        """Return the names of every site that was recorded."""
+        return list(self._known)
 
     def has_come(self, site: str) -> bool:
         """Whether anything of a site was recorded."""
@@ -391,18 +426,23 @@ class Chart:
             np.array([value for _, value in self._losses], np.float64),
         )
 
-    def series(self, site: str, statistic: str = "value") -> tuple[npt.NDArray[np.int64], Numbers]:
-        """One number over the kept steps at which it was recorded."""
+    def row(self, site: str, statistic: str = "value") -> Numbers | None:
+        """Return a number at every kept step, NaN where it was not recorded; None if it never was."""
         table = self._tables.get(statistic)
         row = None if table is None else table.rows.get(site)
-        if table is None or row is None:
+        return None if table is None or row is None else table.data[row, : self._columns]
+
+    def series(self, site: str, statistic: str = "value") -> tuple[npt.NDArray[np.int64], Numbers]:
+        """One number over the kept steps at which it was recorded."""
+        values = self.row(site, statistic)
+        if values is None:
             return np.zeros(0, np.int64), np.zeros(0)
-        values = table.data[row, : self._columns]
         there = ~np.isnan(values)
         return self.steps[there], values[there]
 
 
 PORTION = 8  # columns between two looks
+_PULSE_PORTION = 4  # tables of the pulse between two looks
 _MOST = 2400  # of a longer run, this many steps are looked at: the first ones, and others evenly spread
 _FIRST = 400
 LEARNED = frozenset(("param_grad", "update"))  # kinds that only a phase that learns has
@@ -425,6 +465,7 @@ def fill(chart: Chart, run: Run, only: frozenset[str] | None = None) -> Iterator
     recorded = np.asarray(run.steps(), np.int64)
     steps = chosen(np.array([step for step in recorded.tolist() if passes.get(step)], np.int64))
     told = _Told(run)
+    chart.parameters = told.parameters
     tables = _tables(run, steps, only)
     for begin in range(0, len(steps), PORTION):
         for column in range(begin, min(begin + PORTION, len(steps))):
@@ -433,6 +474,7 @@ def fill(chart: Chart, run: Run, only: frozenset[str] | None = None) -> Iterator
             chart.add(step, blocks, passes=passes.get(step, 1), skipped=skipped.get(step, False))
             told.put_into(chart, step)
         yield
+    yield from told.rest(chart)
     told.put_into(chart, math.inf)
     yield
 
@@ -445,6 +487,15 @@ class _Told:
         facts = [fact for event in run.events(FACT) if (fact := read_fact(event)) is not None]
         self._facts = deque(sorted(facts, key=lambda fact: fact.step))
         self._losses = deque(_losses(run))
+        self._pulse: deque[dict[str, list[float]]] = deque()
+        self.parameters: list[str] = []
+        for event in run.events(PULSE):
+            table = read_pulse(event)
+            if table is not None:
+                self._pulse.append(table)
+            names = event.get("parameters")
+            if isinstance(names, list):
+                self.parameters = [str(name) for name in names]
 
     def put_into(self, chart: Chart, last: float) -> None:
         """What was told up to and with a step."""
@@ -452,6 +503,15 @@ class _Told:
             chart.add_loss(*self._losses.popleft())
         while self._facts and self._facts[0].step <= last:
             chart.note(self._facts.popleft())
+        while self._pulse and self._pulse[0]["step"][-1] <= last:
+            chart.add_pulse(self._pulse.popleft())
+
+    def rest(self, chart: Chart) -> Iterator[None]:
+        """Add the rows of the pulse that are left, with a pause after each few, so that all of them are judged."""
+        while self._pulse:
+            for _ in range(min(_PULSE_PORTION, len(self._pulse))):
+                chart.add_pulse(self._pulse.popleft())
+            yield
 
 
 def _losses(run: Run) -> list[tuple[int, float]]:

@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
 from torchtap.diagnosis.chart import Chart, chart_of, fill
-from torchtap.diagnosis.finding import Finding, Findings, Unjudged
+from torchtap.diagnosis.finding import Coverage, Finding, Findings, Unjudged
 from torchtap.diagnosis.learned import Invariants, read_invariants, what_no_longer_holds
-from torchtap.diagnosis.rule_type import Rule
+from torchtap.diagnosis.rule_type import EVERY_STEP, Rule
 from torchtap.diagnosis.rules import all_rules
 from torchtap.errors import RunError
 
@@ -35,11 +35,11 @@ class RuleRunner:
         self._found: dict[tuple[str, str], Finding] = {}
         self._failed: dict[str, str] = {}
 
-    def look(self) -> list[Finding]:
-        """Ask every rule; gives back what is new."""
+    def look(self, *, pulse: bool = False) -> list[Finding]:
+        """Judge by every rule, or by those of the pulse alone; return what is new."""
         new: list[Finding] = []
         for rule in self._rules:
-            if rule.name in self._failed:
+            if rule.name in self._failed or (pulse and EVERY_STEP not in rule.needs):
                 continue
             try:
                 for finding in rule.judge(self.chart):
@@ -57,9 +57,26 @@ class RuleRunner:
         unjudged += [
             Unjudged(rule.name, reason)
             for rule in self._rules
-            if rule.name not in self._failed and (reason := rule.missing(self.chart))
+            if (not rule.ranks or len(self.chart.ranks) > 1)
+            and rule.name not in self._failed
+            and (reason := rule.missing(self.chart))
         ]
-        return Findings(self._found.values(), unjudged)
+        apply = [rule for rule in self._rules if not rule.ranks or len(self.chart.ranks) > 1]
+        left = {each.rule for each in unjudged}
+        return Findings(self._found.values(), unjudged, self._coverage(apply, left))
+
+    def _coverage(self, rules: list[Rule], left: set[str]) -> Coverage:
+        seen = max(self.chart.seen, self.chart.pulse.seen)
+        newest = [int(each.steps[-1]) for each in (self.chart, self.chart.pulse) if len(each.steps)]
+        steps = max([seen, *(step + 1 - self.first for step in newest)])
+        return Coverage(sum(rule.name not in left for rule in rules), len(rules), seen, steps)
+
+    @property
+    def first(self) -> int:
+        """Return the first step that was seen."""
+        return min(
+            (int(each.steps[0]) for each in (self.chart, self.chart.pulse) if len(each.steps)), default=0
+        )
 
 
 _BESIDE = frozenset(
@@ -100,7 +117,7 @@ def diagnose(
         unjudged += _look_at_ranks(runner, run)
     found = runner.findings()
     broken = Findings() if learned is None else what_no_longer_holds(learned, run)
-    return Findings([*found, *broken], (*found.unjudged, *unjudged, *broken.unjudged))
+    return Findings([*found, *broken], (*found.unjudged, *unjudged, *broken.unjudged), found.coverage)
 
 
 def _look_at_ranks(runner: RuleRunner, run: Run) -> list[Unjudged]:

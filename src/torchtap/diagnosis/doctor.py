@@ -43,6 +43,7 @@ from torchtap.receive import backward, training
 from torchtap.receive.ears import Ears
 from torchtap.reduce import Fingerprint, SampleSpread, Units
 from torchtap.session.front import watch
+from torchtap.session.pulse import PULSE, Pulse, Table
 from torchtap.session.step_loss import StepLoss
 from torchtap.session.watching import Watch
 from torchtap.store.record import Consumer, StepRecord
@@ -50,6 +51,7 @@ from torchtap.store.record import Consumer, StepRecord
 _OF_PARAMETERS = ("param", "param_grad", "update")
 _COPIES = 16
 _LARGEST_COPY = 1 << 22  # elements
+_FIRING = (nn.ReLU, nn.ReLU6)  # units that do not fire are exactly zero
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -71,6 +73,9 @@ def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) ->
         taps += [tap(f"{root}:input", when=pace), tap(f"{root}:input", SampleSpread(), when=pace)]
         taps.append(tap(f"{root}:output", SampleSpread(), when=pace))
     layers = [kind for kind in _LAYERS if any(isinstance(module, kind) for module in model.modules())]
+    firing = [kind for kind in _FIRING if any(isinstance(module, kind) for module in model.modules())]
+    if firing:
+        taps.append(tap(firing, Units(which=False), when=second))
     if layers:
         taps.append(tap(layers, Units(dim=0, which=False), kind="param_grad", when=second))
     return [*taps, *(_running_statistics(model, seldom) if alone else _among_ranks(model, pace))]
@@ -174,12 +179,12 @@ class Doctor(Ears):
         roots = tuple(model) if isinstance(model, dict) else ("",)
         tree = tree_of(nn.ModuleDict(model) if isinstance(model, dict) else model)
         self._chart = Chart(self._facts_of_sites)
-        self._ward = RuleRunner(self._chart, all_rules()[0] if rules is None else rules)
+        self._runner = RuleRunner(self._chart, all_rules()[0] if rules is None else rules)
         self._process = os.getpid()
         self._alone = len(models) == len(optimizers) == 1
         self._backwards = 0  # since the last record
         self._records = 0
-        self._told = 0
+        self._loss_now: Tensor | None = None  # kept where a bad one stops the training
         self._loss = StepLoss()
         self._left_out: deque[int] = deque(maxlen=8)  # steps whose update a scaler left out
         self._closed = False
@@ -190,6 +195,8 @@ class Doctor(Ears):
         self._patient = Patient(tree, models)
         self._probes = self._made_probes()
         self.watch.follow(*optimizers)
+        self.watch.note(PULSE, parameters=list(self._patient.names.values()))
+        self._chart.parameters = list(self._patient.names.values())
         for probe in self._probes:
             probe.start()
         # After the probes: a loss that is NaN is theirs to see first.
@@ -212,6 +219,7 @@ class Doctor(Ears):
             FunctionProbe(patient, self, modes),
             PaddingProbe(patient, self),
             LoaderProbe(self),
+            Pulse(self._patient.called, patient.names, lambda: self.step, self._take_pulse),
         ]
 
     # -- what probes tell ---------------------------------------------------------------------------------
@@ -240,6 +248,15 @@ class Doctor(Ears):
         """A number of this step."""
         self.watch.log({site: value})
 
+    def _take_pulse(self, rows: Table) -> None:
+        """Put rows of the pulse into the chart and the run, and judge by them."""
+        began = time.perf_counter()
+        self.watch.note(PULSE, rows=rows)
+        self._chart.add_pulse(rows)
+        for finding in self._runner.look(pulse=True):
+            self._tell(finding)
+        self.seconds += time.perf_counter() - began
+
     def _take_structure(self, structure: Structure) -> None:
         self._chart.structure = structure
         self.watch.note(STRUCTURE, **structure.to_dict())
@@ -255,6 +272,7 @@ class Doctor(Ears):
         if loss is None or os.getpid() != self._process:
             return
         self._loss.add(self.watch, loss)
+        self._loss_now = loss.detach() if self._stop_at is not None else None
         self._backwards += 1
 
     def backward_ends(self) -> None:
@@ -262,6 +280,14 @@ class Doctor(Ears):
 
     def ready(self, optimizer: Optimizer) -> None:
         """The weights are still those of the step that a finding is of: here a training can be stopped."""
+        if (
+            self._stop_at is not None
+            and self._loss_now is not None
+            and not math.isfinite(float(self._loss_now))
+        ):
+            text = f"it is {float(self._loss_now)}"
+            self.fact("loss-not-finite", LOSS, text=text)
+            self._look()
         found, self._stopped_by = self._stopped_by, None
         if found is not None:
             raise TrainingStoppedError(
@@ -299,7 +325,7 @@ class Doctor(Ears):
                     self.fact("loss-not-finite", LOSS, text=f"it is {loss}", step=record.step)
 
     def _look(self) -> None:
-        for finding in self._ward.look():
+        for finding in self._runner.look():
             self._tell(finding)
 
     def _tell(self, finding: Finding) -> None:
@@ -317,7 +343,7 @@ class Doctor(Ears):
 
     def findings(self) -> Findings:
         """What was found so far, the gravest first; ``unjudged`` names the rules that could not judge."""
-        return self._ward.findings()
+        return self._runner.findings()
 
     def close(self) -> None:
         """End the recording, leave the model and torch as they were, and ask the rules a last time."""

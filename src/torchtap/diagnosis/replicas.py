@@ -185,7 +185,7 @@ def course_of(chart: Chart, site: str) -> Course | None:
     module, _, leaf, _ = read_name(site)
     change = site_name(module, "update", leaf)
     rows = [
-        _row(chart, each, statistic)
+        chart.row(each, statistic)
         for each, statistic in ((site, "projection"), (change, "projection"), (site, "l2"), (change, "l2"))
     ]
     if any(row is None for row in rows):
@@ -206,13 +206,3 @@ def jumped(chart: Chart, site: str, step: int) -> bool:
         return False
     column = int(np.searchsorted(course.steps, step))
     return bool(course.jumps[column])
-
-
-def _row(chart: Chart, site: str, statistic: str) -> Numbers | None:
-    """A statistic of a site at every kept step, NaN where it was not recorded."""
-    steps, values = chart.series(site, statistic)
-    if not len(steps):
-        return None
-    row = np.full(len(chart.steps), np.nan)
-    row[np.searchsorted(chart.steps, steps)] = values
-    return row

@@ -23,10 +23,10 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.chart import LOSS, Chart, ChartedSite, Fact, Numbers
+from torchtap.diagnosis.chart import LOSS, PULSE, Chart, ChartedSite, Fact, Numbers
 from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
 
-__all__ = ["LAST", "SETUP", "Hit", "Need", "Rule", "fact_rule", "first_run", "hit_at", "rule"]
+__all__ = ["EVERY_STEP", "LAST", "SETUP", "Hit", "Need", "Rule", "fact_rule", "first_run", "hit_at", "rule"]
 
 Flags = npt.NDArray[np.bool_]
 Judging = Callable[..., Iterable[Finding]]
@@ -43,6 +43,8 @@ class Need:
 
     def met(self, chart: Chart) -> bool:
         """Return True if the chart has it."""
+        if self.kind == PULSE:
+            return bool(chart.pulse.seen)
         if not self.kind:
             return bool(chart.structure.trainable or chart.structure.frozen)
         return any(chart.has(kind, self.statistic) for kind in (self.kind, self.or_kind) if kind)
@@ -50,11 +52,14 @@ class Need:
     @property
     def how(self) -> str:
         """Return how to record it."""
+        if self.kind == PULSE:
+            return "record with watch.follow(optimizer), a callback, `torchtap run` or tt.doctor"
         if not self.kind:
             return "train under tt.doctor(model, optimizer), or with `torchtap run --doctor`"
         return f"record {self.statistic} of *:{self.kind}, or train under tt.doctor"
 
 
+EVERY_STEP = Need(PULSE)  # the pulse of the training
 SETUP = Need("")  # what a doctor notes of a training: which parameters learn, what the optimizers hold
 
 

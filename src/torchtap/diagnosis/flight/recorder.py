@@ -64,7 +64,7 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor | None:
     return together
 
 
-_LEAST = 20  # numbers before anything counts as unusual
+_FEW, _LEAST = 8, 20  # numbers before anything counts as unusual, and before their spread does
 _AS_SIGMA = 1.4826  # the median deviation of a normal distribution, as its standard deviation
 _LEAST_SPREAD = (
     0.05  # of the median: a training that repeats itself exactly is not unusual at the first change
@@ -109,8 +109,12 @@ class Usual:
 
     def limit(self) -> float:
         """Where unusual begins; infinity as long as too little was seen."""
-        if len(self._seen) < _LEAST:
+        if len(self._seen) < _FEW:
             return math.inf
+        if (
+            len(self._seen) < _LEAST
+        ):  # a spread of so few says little: only what is far beyond all of them counts
+            return self._k * max(map(abs, self._seen))
         middle = statistics.median(self._seen)
         spread = statistics.median(abs(each - middle) for each in self._seen)
         return middle + self._k * max(_AS_SIGMA * spread, _LEAST_SPREAD * abs(middle))

@@ -195,6 +195,7 @@ class UpdateProbe(ListeningProbe):
             self._new = -1
 
 
+_FROZEN = 64  # elements
 _UPDATE_LOOKS = 4  # updates in live steps that are looked at
 
 
@@ -211,6 +212,7 @@ class MembershipProbe(ListeningProbe):
         self._fresh = is_fresh(patient)
         self._looks: dict[int, int] = {}
         self._learning = 0  # how many parameters require a gradient
+        self._frozen: list[tuple[Tensor, Tensor]] = []  # frozen ones with a gradient, before an update
 
     def ready(self, optimizer: Optimizer) -> None:
         if not self._tell.live:
@@ -227,6 +229,18 @@ class MembershipProbe(ListeningProbe):
             self._tell.fact("maximises", ":output", text=f"{kind.__name__} has maximize=True")
         self._look_at_structure()
         self._look_for_strangers(parameters)
+        self._frozen = [
+            (each, local_part(each).reshape(-1)[:_FROZEN].clone())
+            for each in parameters
+            if not each.requires_grad and each.grad is not None and id(each) in self._patient.names
+        ]
+
+    def updated(self, optimizer: Optimizer) -> None:
+        for parameter, before in self._frozen:
+            if not torch.equal(local_part(parameter).reshape(-1)[:_FROZEN], before):
+                text = "requires_grad is False, a gradient is left, and the update changed it"
+                self._tell.fact("frozen-moves", self._patient.names[id(parameter)], text=text)
+        self._frozen = []
 
     def _look_for_thawed(self) -> None:
         """Parameters that are frozen or thawed on the way make it a new training: all is looked at again."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from torchtap.diagnosis.rule_type import Rule
-from torchtap.diagnosis.rules import loop, model, numbers, ranks, values
+from torchtap.diagnosis.rules import every_step, loop, model, numbers, ranks, values
 from torchtap.errors import DiagnosisError
 from torchtap.registry import Registry
 
 __all__ = ["RULES", "all_rules"]
 
-_FILES = (numbers, loop, model, values, ranks)
+_FILES = (numbers, loop, every_step, model, values, ranks)
 
 RULES = Registry(
     what="rule",

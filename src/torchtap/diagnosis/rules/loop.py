@@ -90,6 +90,18 @@ not_in_optimizer = fact_rule(
 )
 
 
+frozen_moves = fact_rule(
+    "frozen-moves",
+    message="{site}{also} is frozen and changes all the same",
+    concludes="A frozen parameter is still changed by its optimizer: by momentum or weight decay.",
+    wrong_if="Never: a frozen parameter is not meant to change.",
+    causes=(
+        "requires_grad was set to False after gradients existed, and zero_grad(set_to_none=False) keeps them",
+        "the optimizer still holds the frozen parameters",
+    ),
+    fix="optimizer.zero_grad()  # sets gradients to None; or make the optimizer of the trainable parameters only",
+    severity="warning",
+)
 never_updated = fact_rule(
     "never-updated",
     concludes="Gradients are computed again and again, and no optimizer uses them.",

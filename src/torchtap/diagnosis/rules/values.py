@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -27,16 +27,17 @@ from torchtap.diagnosis.rule_type import (
     of_the_model,
     rule,
 )
+from torchtap.plan.names import site_name
 
 
 @rule(
     "dead-units",
-    concludes="A large part of a layer's units fires for no sample and gets no gradient.",
+    concludes="A large part of a layer's units fires for no sample, or gets no gradient from any.",
     trust="invariant",
     needs=(Need("param_grad", "dead_share", or_kind="output"),),
     wrong_if=(
-        "The units are for inputs that have not come yet. Where the others fire for most samples, as deep in a "
-        "plain stack of fresh layers, it is not told: they are off by the sign of a value that hardly changes."
+        "The units are for inputs that are not in the data so far. If the other units fire for most samples, as in "
+        "a deep stack of fresh layers, nothing is reported: the units are off by the sign of a nearly constant value."
     ),
     causes=(
         "a bias far below zero, or one huge step that pushed it there",
@@ -52,48 +53,63 @@ def dead_units(
     share: float = 0.4,  # of a layer's units
     length: int = 3,  # records in a row
     samples: int = 32,  # values of a unit in a step; with fewer, silence is chance
-    most: float = 0.75,  # beyond this share nothing speaks for the layer
     often: float = 0.6,  # of the samples fire the others; more, and what they see hardly changes
 ) -> Iterable[Finding]:
-    """Units that no sample of several steps makes fire: the rows of their gradient are exactly zero."""
-    hits = _hits(chart, "param_grad", is_layer_weight, share, length, samples, most, often) or _hits(
-        chart, "output", is_whole, share, length, samples, most, often
+    """Report units that never fire, measured at the activation; without one, units without a gradient."""
+    measured = chart.grid("dead_share", "output", last=LAST, where=is_whole).recorded()
+    fires = bool(measured)
+    found = (
+        measured
+        if fires
+        else chart.grid("dead_share", "param_grad", last=LAST, where=is_layer_weight).recorded()
     )
-    message = "{value:.0%} of the units of {site}{also} never fire"
-    evidence = [Evidence("share of dead units", h.value, h.site, "dead_share", h.step) for h in hits[:1]]
-    yield from rule.found(hits, message, evidence=evidence)
-
-
-def _hits(
-    chart: Chart,
-    kind: str,
-    where: Callable[[ChartedSite], bool],
-    share: float,
-    length: int,
-    samples: int,
-    most: float,
-    often: float,
-) -> list[Hit]:
-    found = chart.grid("dead_share", kind, last=LAST, where=where).recorded()
-    if not (found.values >= share).any():
-        return []
-    values = _samples(chart)
-    off = _shares_off(chart)
-    hits: list[Hit] = []
+    off = _medians_of_zeros(chart, "output" if fires else "grad_output")
+    counts, before = _samples(chart), _layer_before(chart)
+    hits = []
     for row in np.flatnonzero((found.values >= share).any(axis=1)):
         place = found.places[row]
         column = first_run(found.values[row] >= share, length)
-        if column is None or values.get(place.module, samples) < samples:
+        if column is None or counts.get(place.module, samples) < samples or _is_frozen(chart, place):
             continue
-        dead = found.values[row, column]
-        if not _others_are_constant(dead, off.get(place.module, 1.0), most, often):
-            hits.append(hit_at(place, found.step(column), dead))
-    return hits
+        dead = float(found.values[row, column])
+        zeros = off.get(place.module, 1.0)
+        if dead == 1 or 1 - (zeros - dead) / (1 - dead) <= often:
+            site = before.get(place.module, place.name) if fires else place.name
+            hits.append(Hit(site, found.step(column), dead, place.index))
+    word = (
+        f"fire for no sample of {length} records"
+        if fires
+        else f"get no gradient from any sample of {length} records"
+    )
+    evidence = [Evidence("share of dead units", h.value, h.site, "dead_share", h.step) for h in hits[:1]]
+    yield from rule.found(hits, "{value:.0%} of the units of {site}{also} " + word, evidence=evidence)
 
 
-def _others_are_constant(dead: float, off: float, most: float, often: float) -> bool:
-    """Whether the units that are not dead fire for most samples, given the share of values that are off."""
-    return dead < most and 1 - (off - dead) / (1 - dead) > often
+def _is_frozen(chart: Chart, place: ChartedSite) -> bool:
+    return (
+        place.kind == "param_grad" and site_name(place.module, "param", place.leaf) in chart.structure.frozen
+    )
+
+
+def _layer_before(chart: Chart) -> dict[str, str]:
+    """Return the weight of the layer that runs before each other module."""
+    found, last = {}, ""
+    for place in chart.places():
+        if place.kind == "output" and is_layer(place):
+            last = site_name(place.module, "param", "weight")
+        elif place.kind == "output" and last and chart.has_come(last):
+            found[place.module] = last
+    return found
+
+
+def _medians_of_zeros(chart: Chart, kind: str) -> dict[str, float]:
+    """Return the usual share of zeros of each module's output, or of the gradient of its output."""
+    found = chart.grid("zeros", kind, last=LAST, where=is_whole)
+    return {
+        place.module: float(np.median(seen))
+        for place, row in zip(found.places, found.values, strict=True)
+        if len(seen := row[~np.isnan(row)])
+    }
 
 
 def _samples(chart: Chart) -> dict[str, float]:
@@ -104,16 +120,6 @@ def _samples(chart: Chart) -> dict[str, float]:
             units = place.shape[1] if "Conv" in place.module_class else place.shape[-1]
             found[place.module] = float(np.prod(place.shape)) / max(1, units)
     return found
-
-
-def _shares_off(chart: Chart) -> dict[str, float]:
-    """The share of each layer's values through which no gradient comes: those that its activation cuts off."""
-    found = chart.grid("zeros", "grad_output", last=LAST, where=is_layer)
-    return {
-        place.module: float(np.median(seen))
-        for place, row in zip(found.places, found.values, strict=True)
-        if len(seen := row[~np.isnan(row)])
-    }
 
 
 @rule(
