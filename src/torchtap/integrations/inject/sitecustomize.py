@@ -31,7 +31,7 @@ class _Starter:
         self.torch_is_complete = False
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        if name != "torch" and name.partition(".")[0] != "torchtap":
+        if name not in ("torch", "torchtap") and not name.startswith("torchtap."):
             return None
         try:
             finders: Any = sys.meta_path
