@@ -192,6 +192,7 @@ OTHER_TEXT = {
     "reduce/full.py": "a slice",
     "registry.py": "module:attribute of an entry point",
     "sinks/registry.py": "sink:place on a command line",
+    "diagnosis/rules/every_step.py": "optimizer.group of a column of the pulse",
     "hooks/stand_ins.py": "a class's dotted name",
     "forms/instrument/program_gate.py": "an operator's dotted name",
     "viewer/security.py": "host:port",

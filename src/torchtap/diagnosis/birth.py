@@ -26,11 +26,8 @@ from torch import Tensor, nn
 from torchtap._torch import DispatchMode, in_backward, node_that_runs, pytree, sequence_number
 from torchtap.errors import FormError
 from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.leaves import input_leaves, leaves
-from torchtap.hooks.visit import Call, Stop, Visiting
 from torchtap.plan.names import join_path, site_name
-from torchtap.plan.sites import input_names, places, unwrap
-from torchtap.session.untouched import untouched
+from torchtap.spi import Call, Stop, Visiting, input_leaves, input_names, leaves, places, untouched, unwrap
 
 Direction = Literal["forward", "backward"]
 BadKind = Literal["nan", "inf"]

@@ -36,7 +36,6 @@ from torchtap.errors import PlanError, TrainingStoppedError
 from torchtap.forms.attach import tree_of
 from torchtap.plan.names import kind_of, site_name
 from torchtap.plan.next_live import Pace, Seldom
-from torchtap.plan.sites import places
 from torchtap.plan.tap import Tap, tap
 from torchtap.rank_identity import identity
 from torchtap.receive import backward, training
@@ -46,7 +45,7 @@ from torchtap.session.front import watch
 from torchtap.session.pulse import PULSE, Pulse, Table
 from torchtap.session.step_loss import StepLoss
 from torchtap.session.watching import Watch
-from torchtap.store.record import Consumer, StepRecord
+from torchtap.spi import Consumer, StepRecord, places
 
 _OF_PARAMETERS = ("param", "param_grad", "update")
 _COPIES = 16

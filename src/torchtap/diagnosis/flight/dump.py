@@ -23,17 +23,13 @@ from torchtap.diagnosis.flight.step import Replayed, StepSnapshot, copied, repla
 from torchtap.errors import RunError
 from torchtap.forms.attach import tree_of
 from torchtap.plan.plan import make_plan
-from torchtap.plan.sites import unwrap
 from torchtap.plan.tap import tap
 from torchtap.reduce import Full, Sample, Stats
 from torchtap.session.front import watch
 from torchtap.session.manifest import run_manifest
-from torchtap.session.model_tree import environment
-from torchtap.session.untouched import untouched
 from torchtap.sinks.memory import MemorySink
+from torchtap.spi import RunWriter, ScalarBlock, StepRecord, environment, untouched, unwrap
 from torchtap.store.read.reader import open_run
-from torchtap.store.record import ScalarBlock, StepRecord
-from torchtap.store.write.writer import RunWriter
 
 REPLAYED = ["*:input", "*:output", "*:grad_input", "*:grad_output", "*:param_grad", "*:attention"]
 

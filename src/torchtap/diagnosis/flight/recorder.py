@@ -34,14 +34,12 @@ from torchtap.diagnosis.flight.dump import Incident, Outcome, write_dump
 from torchtap.diagnosis.flight.step import PassKeeper, StepSnapshot
 from torchtap.errors import PlanError
 from torchtap.plan.plan import Plan
-from torchtap.plan.sites import Selectable, unwrap
+from torchtap.plan.sites import Selectable
 from torchtap.plan.tap import Tap
 from torchtap.receive.ears import Ears
-from torchtap.receive.losses import LossCatcher
-from torchtap.receive.training import innermost, listen, parameters_of, stop_listening
+from torchtap.receive.training import innermost, listen, stop_listening
 from torchtap.session.front import watch
-from torchtap.session.outlets import warn
-from torchtap.store.record import ScalarBlock, StepRecord
+from torchtap.spi import LossCatcher, ScalarBlock, StepRecord, parameters_of, unwrap, warn
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor | None:

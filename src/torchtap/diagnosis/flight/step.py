@@ -30,11 +30,8 @@ from torchtap._torch import graph_task, version_of
 from torchtap.errors import RunFormatError, RunNotFoundError
 from torchtap.forms.op.passes import PassHooks
 from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.leaves import leaves
-from torchtap.hooks.structure import map_leaves, plain
-from torchtap.plan.sites import unwrap
-from torchtap.receive.gradients import ask_for_gradient
-from torchtap.session.random_state import RandomState
+from torchtap.hooks.structure import plain
+from torchtap.spi import RandomState, ask_for_gradient, leaves, map_leaves, unwrap
 
 
 def arithmetic() -> dict[str, object]:

@@ -20,7 +20,7 @@ from torchtap.forms.op.passes import PassHooks
 from torchtap.plan.names import read_name, site_name
 from torchtap.receive import training
 from torchtap.receive.ears import Ears
-from torchtap.receive.training import parameters_of
+from torchtap.spi import parameters_of
 
 _MOST = 12
 _GRADIENT_LOOKS = 16  # live steps with a backward; by then a loop has shown what it does

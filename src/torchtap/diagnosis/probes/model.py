@@ -23,8 +23,7 @@ from torchtap.hooks.arguments import Args, Kwargs
 from torchtap.hooks.walker import Walker
 from torchtap.placement import Box
 from torchtap.plan.names import join_path, site_name
-from torchtap.receive.gradients import ask_for_gradient
-from torchtap.receive.training import parameters_of
+from torchtap.spi import ask_for_gradient, parameters_of
 
 _WEIGHT_LOOKS = 2
 

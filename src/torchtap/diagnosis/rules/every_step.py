@@ -221,7 +221,9 @@ def rate_zero(
             at = min(ends)
             hits.append(Hit(_site(chart, slot, at), int(steps[at]), float(rate[at])))
             evidence.append(
-                Evidence(f"learning rate of group {slot.removeprefix('0.')}", float(rate[at]), step=int(steps[at]))
+                Evidence(
+                    f"learning rate of group {slot.removeprefix('0.')}", float(rate[at]), step=int(steps[at])
+                )
             )
             evidence.append(Evidence("largest learning rate so far", float(most[at])))
     if hits:
