@@ -18,7 +18,7 @@ import torchtap as tt
 from torchtap.diagnosis.chart import Chart
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.rule_type import Rule, rule
-from torchtap.diagnosis.rules.loop import stale_gradient
+from torchtap.diagnosis.rules import stale_gradient
 
 
 class Net(nn.Module):

@@ -13,8 +13,8 @@ import pytest
 import torchtap.registry
 from torchtap.diagnosis.chart import EARLY, Block, Chart, Fact, Structure, read_fact, read_structure
 from torchtap.diagnosis.rule_type import Rule
-from torchtap.diagnosis.rules import RULES, all_rules
-from torchtap.diagnosis.rules.loop import learning_rate_gone, lost_updates, stale_gradient
+from torchtap.diagnosis.rules import RULES, all_rules, stale_gradient
+from torchtap.diagnosis.rules.loop import learning_rate_gone, lost_updates
 from torchtap.diagnosis.rules.model import constant_input, same_batch
 from torchtap.diagnosis.rules.numbers import loss_scale, nonfinite
 from torchtap.diagnosis.rules.values import collapsed, dead, exploding, shrinking, vanishing

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,10 @@ NOT_JUDGED = 3  # exit code
     "--rules", "every_rule", is_flag=True, help="List each rule that could not judge, and what it needs."
 )
 @click.option("--against", help="A file of `torchtap learn`: also report what of it no longer holds.")
-def command(run: str, as_json: bool, every_rule: bool, against: str | None) -> None:
+@click.option(
+    "--probe", help="First run this training script under a doctor with experiments; RUN is then written."
+)
+def command(run: str, as_json: bool, every_rule: bool, against: str | None, probe: str | None) -> None:
     """Report what looks wrong in RUN: where it begins, since when, and what to look at.
 
     Exit code 1 if a finding is an error, 3 if too little was recorded to judge, 0 otherwise.
@@ -30,6 +35,9 @@ def command(run: str, as_json: bool, every_rule: bool, against: str | None) -> N
     from torchtap.cli.console import say_json
     from torchtap.diagnosis.diagnose import diagnose
 
+    if probe is not None:
+        words = [sys.executable, "-m", "torchtap", "run", "--doctor", "--out", run, probe]
+        subprocess.run(words, env={**os.environ, "TORCHTAP_PROBE": "1"}, check=False)
     findings = diagnose(run, against=against)
     if as_json:
         say_json([each.to_dict() for each in findings])

@@ -318,9 +318,7 @@ class Search:
     """Runs something under an `OpTrail` with the modules' calls told to it, and says where the trail begins."""
 
     def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        on_birth: Callable[[Event], None] | None = None,
+        self, models: Mapping[str, nn.Module], on_birth: Callable[[Event], None] | None = None
     ) -> None:
         self._models = {name: unwrap(model) for name, model in models.items()}
         self._given: dict[int, str] = {}

@@ -29,6 +29,7 @@ from torchtap.diagnosis.probes.base import Patient, Probe
 from torchtap.diagnosis.probes.loop import GradientProbe, LoaderProbe, MembershipProbe, ModeProbe, UpdateProbe
 from torchtap.diagnosis.probes.losses import LossProbe
 from torchtap.diagnosis.probes.model import FunctionProbe, HiddenProbe, PaddingProbe, WeightProbe
+from torchtap.diagnosis.probes.on_demand import ExperimentProbe
 from torchtap.diagnosis.probes.ranks import RankProbe, TargetProbe
 from torchtap.diagnosis.rule_type import Rule
 from torchtap.diagnosis.rules import all_rules
@@ -139,6 +140,7 @@ def doctor(
     rules: Sequence[Rule] | None = None,
     quiet: bool = False,
     labels: dict[str, Any] | None = None,
+    probe: bool | None = None,
 ) -> Doctor:
     """Have a doctor beside a training: it says what is wrong, by its cause, while it happens.
 
@@ -146,13 +148,16 @@ def doctor(
     one in ``every``, or more seldom where that takes more than ``share`` of the time. A finding is a line on standard
     error (unless ``quiet``), an alert of the ``sinks``, and a call of ``on_finding``. ``stop="error"`` raises
     `TrainingStoppedError` before the next update once an error was found; ``"warning"`` for warnings too.
+    ``probe=True`` experiments on a copy of the model after the second update, which needs the memory for it.
+    None reads the environment variable ``TORCHTAP_PROBE``.
     """
     if stop not in (None, "error", "warning"):
         raise PlanError(f"stop={stop!r}: give 'error', 'warning' or None")
     if not optimizers:
         raise PlanError("doctor(model, optimizer): give the optimizer, whose updates end the steps")
     pace = Pace(every, share, dense, evaluations=False)  # rules judge what learns
-    return Doctor(model, optimizers, pace, run, sinks, on_finding, stop, rules, quiet, labels)
+    experiments = bool(os.environ.get("TORCHTAP_PROBE")) if probe is None else probe
+    return Doctor(model, optimizers, pace, run, sinks, on_finding, stop, rules, quiet, labels, experiments)
 
 
 @final
@@ -171,6 +176,7 @@ class Doctor(Ears):
         rules: Sequence[Rule] | None,
         quiet: bool,
         labels: dict[str, Any] | None,
+        experiments: bool = False,
     ) -> None:
         self._on_finding, self._stop_at, self._quiet = on_finding, stop, quiet
         self._stopped_by: Finding | None = None
@@ -192,7 +198,10 @@ class Doctor(Ears):
             model, run, doctor_taps(tree, pace, roots), sinks=[*sinks, _Clerk(self)], labels=labels
         )
         self._patient = Patient(tree, models)
-        self._probes = self._made_probes()
+        self._probes = [
+            *self._made_probes(),
+            *([ExperimentProbe(self._patient, self)] if experiments else []),
+        ]
         self.watch.follow(*optimizers)
         self.watch.note(PULSE, parameters=list(self._patient.names.values()))
         self._chart.parameters = list(self._patient.names.values())

@@ -108,9 +108,11 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     "frozen-moves": ("zero-gradient", "dead-units"),
     "gradient-cut": ("no-gradient", "never-called", "zero-gradient"),
     "repeated-batch": ("same-batch",),
+    "loss-spike": ("nonfinite", "loss-diverged", "step-too-large", *_NUMBERS, *_SILENCE),
     "moments-reset": ("loss-spike", "optimizer-renewed"),
     "changed-outside": ("loss-spike", "moments-reset"),
 }
+_EXACT = ("nonfinite", "loss-spike", "moments-reset", "changed-outside")  # causes whose step is the first
 _LATER = 16  # steps by which a cause may be found after what it explains
 
 
@@ -149,7 +151,8 @@ def folded(found: Iterable[Finding]) -> list[Finding]:
 def _explains(cause: Finding, symptom: Finding) -> bool:
     if cause.severity == "info" or symptom.kind not in _EXPLAINS.get(cause.kind, ()):
         return False
-    return cause.step is None or symptom.step is None or cause.step <= symptom.step + _LATER
+    later = 0 if cause.kind in _EXACT else _LATER
+    return cause.step is None or symptom.step is None or cause.step <= symptom.step + later
 
 
 @final

@@ -107,12 +107,7 @@ def _plain(habits: SiteHabits) -> dict[str, object]:
         statistic: [[each.first, each.last, each.low, each.high] for each in bounds]
         for statistic, bounds in habits.ranges.items()
     }
-    return {
-        "always": habits.always,
-        "moves": habits.moves,
-        "constant": habits.constant,
-        "ranges": ranges,
-    }
+    return {"always": habits.always, "moves": habits.moves, "constant": habits.constant, "ranges": ranges}
 
 
 def read_invariants(path: str | os.PathLike[str]) -> Invariants:

@@ -15,9 +15,12 @@ Also here: the conditions over windows of records, and the sorts of sites, that 
 
 from __future__ import annotations
 
+import functools
+import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -26,7 +29,7 @@ import numpy.typing as npt
 from torchtap.diagnosis.chart import LOSS, PULSE, Chart, ChartedSite, Fact, Numbers
 from torchtap.diagnosis.finding import Evidence, Finding, Severity, Trust
 
-__all__ = ["EVERY_STEP", "LAST", "SETUP", "Hit", "Need", "Rule", "fact_rule", "first_run", "hit_at", "rule"]
+__all__ = ["EVERY_STEP", "LAST", "SETUP", "Hit", "Need", "Rule", "built_in", "first_run", "hit_at", "rule"]
 
 Flags = npt.NDArray[np.bool_]
 Judging = Callable[..., Iterable[Finding]]
@@ -165,27 +168,55 @@ def rule(
     return make
 
 
-def fact_rule(
-    name: str,
-    *,
-    message: str,
-    concludes: str,
-    wrong_if: str,
-    causes: tuple[str, ...],
-    fix: str,
-    severity: Severity = "error",
-    grade: Callable[[list[Fact], Chart], Severity] | None = None,
-) -> Rule:
-    """Make a rule that reports the facts of its own name: exact invariants that a probe saw broken."""
+@functools.cache
+def _table() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((Path(__file__).parent / "rules" / "table.toml").read_text(encoding="utf-8"))
 
+
+def built_in(name: str) -> Callable[[Judging], Rule]:
+    """Make a rule of a function, with the facts of its row in ``rules/table.toml``."""
+    row = dict(_table()[name])
+    needs = tuple(_need(text) for text in row.pop("needs"))
+    return rule(name, needs=needs, **{**row, "causes": tuple(row["causes"])})
+
+
+def _need(text: str) -> Need:
+    if text in ("setup", "pulse"):
+        return SETUP if text == "setup" else EVERY_STEP
+    kind, statistic, *other = text.split()
+    return Need(kind, statistic, other[-1] if other else "")
+
+
+def table_rules(functions: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Return every row of the table as a rule: by its function, or by its message for a row of facts."""
+    return {
+        name: functions[name] if name in functions else _fact_rule(name, row)
+        for name, row in _table().items()
+    }
+
+
+def _fact_rule(name: str, row: dict[str, Any]) -> Rule:
     def judging(own: Rule, chart: Chart) -> Iterable[Finding]:
-        facts = chart.facts(own.name)
-        if facts:
-            hits = [Hit(fact.site, fact.step, fact.value, order) for order, fact in enumerate(facts)]
-            grave = severity if grade is None else grade(facts, chart)
-            yield from own.found(hits, message + detail(facts[0]), severity=grave)
+        yield from of_facts(own, chart, row["message"], row["severity"])
 
-    return Rule(name, concludes, "invariant", (SETUP,), wrong_if, causes, fix, judging)
+    return Rule(
+        name,
+        row["concludes"],
+        "invariant",
+        (SETUP,),
+        row["wrong_if"],
+        tuple(row["causes"]),
+        row["fix"],
+        judging,
+    )
+
+
+def of_facts(rule: Rule, chart: Chart, message: str, severity: Severity) -> Iterable[Finding]:
+    """Yield a finding for the facts of a rule's own name: exact invariants that a probe saw broken."""
+    facts = chart.facts(rule.name)
+    if facts:
+        hits = [Hit(fact.site, fact.step, fact.value, order) for order, fact in enumerate(facts)]
+        yield from rule.found(hits, message + detail(facts[0]), severity=severity)
 
 
 def detail(fact: Fact) -> str:

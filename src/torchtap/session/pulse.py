@@ -313,7 +313,7 @@ class _Followed:
             for place, part in enumerate(parts):
                 column = f"{name}.{key}{place or ''}"
                 if isinstance(part, Tensor):
-                    row[column] = part.detach()
+                    row[column] = part.detach().clone()  # a scheduler changes it in place
                 elif isinstance(part, (int, float)) and (key == "lr" or self._hyper.get(column) != part):
                     row[column] = self._hyper[column] = float(part)
 
@@ -373,7 +373,7 @@ class _Followed:
     def age(self, parameter: Tensor) -> float | Tensor:
         """Return how many updates the state of a parameter counts; NaN if it counts none."""
         found = self.optimizer.state.get(parameter, {}).get("step", math.nan)
-        return found.detach() if isinstance(found, Tensor) else float(found)
+        return found.detach().clone() if _on_device(found) else float(found)
 
     def moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the samples of a parameter's moments after its update."""

@@ -4,6 +4,8 @@ python -m tests.corpus.diagnosis                   every fault and control, thre
 python -m tests.corpus.diagnosis --compiled        the same under torch.compile (backend aot_eager)
 python -m tests.corpus.diagnosis --unlisted        faults beside those of the list
 python -m tests.corpus.diagnosis --seeds 1 A1 B4   some of them
+python -m tests.corpus.diagnosis --families open       faults by family: those that rules are written on
+python -m tests.corpus.diagnosis --families kept-out   and those that they are not
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import traceback
 import torch
 from tests.corpus.diagnosis.bench import FAULTS, UNLISTED, Outcome, tried, warned
 from tests.corpus.diagnosis.controls import CONTROLS
+from tests.corpus.diagnosis.families import FAMILIES, run_family
 from tests.corpus.diagnosis.kit import Case
 from tests.corpus.diagnosis.odd_loops import ODD_LOOPS
 from tests.corpus.diagnosis.odd_models import ODD_MODELS
@@ -35,8 +38,11 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("--unlisted", action="store_true", help="faults beside those of the list")
+    parser.add_argument("--families", choices=("open", "kept-out", "all"), help="faults by family")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    if asked.families:
+        return _families(asked.families, asked.only, asked.seeds)
     seeds = range(asked.seeds)
     print("| fault | | named | site | late | twin | s |\n| --- | --- | --- | --- | --- | --- | --- |")
     good, twins = 0, 0
@@ -75,6 +81,33 @@ def main() -> int:
             f"\n{len(said)} warnings over {len(on_ranks_healthy)} healthy trainings on four ranks × {len(seeds)} seeds"
         )
         print("\n".join(f"- {text}" for text in said))
+    return 0
+
+
+def _families(which: str, only: list[str], seeds: int) -> int:
+    """Print a row for each family, and the shares: cause first or second, alarms of the twins."""
+    named = total = alarms = 0
+    print("| family | named first or second | missed | twins' warnings |\n| --- | --- | --- | --- |")
+    for family in FAMILIES:
+        if (only and family.name not in only) or (
+            which != "all" and family.kept_out != (which == "kept-out")
+        ):
+            continue
+        found = [run_family(family, base, seed) for base in family.bases for seed in range(seeds)]
+        good = [each for each in found if each.place is not None and each.place <= 2]
+        missed = "; ".join(
+            f"{each.base}: {', '.join(each.said[:3]) or 'silent'}" for each in found if each not in good
+        )
+        warned = sorted({f"{each.base}: {', '.join(each.twin)}" for each in found if each.twin})
+        named, total, alarms = (
+            named + len(good),
+            total + len(found),
+            alarms + sum(bool(each.twin) for each in found),
+        )
+        print(f"| {family.name} | {len(good)} of {len(found)} | {missed} | {'; '.join(warned)} |", flush=True)
+    print(
+        f"\n{named} of {total} named first or second ({named / max(1, total):.0%}); {alarms} of {total} twins warned"
+    )
     return 0
 
 

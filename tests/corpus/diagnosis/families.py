@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ import torchtap as tt
 __all__ = ["FAMILIES", "KEPT_OUT", "Family", "Job", "Outcome", "jobs", "run_family"]
 
 KEPT_OUT = (
-    "zero_after_backward", "optimizer_on_a_copy", "trains_in_eval", "nan_in_a_sample", "unscaled_input", "betas_swapped",
-    "group_rate_zero", "weights_reloaded", "no_causal_mask", "loss_broadcasts", "hidden_layer", "constant_input",
-    "two_ahead", "loss_maximised", "frozen_moves", "sorted_classes",
+    "zero_after_backward", "optimizer_on_a_copy", "trains_in_eval", "nan_in_a_sample", "unscaled_input",
+    "betas_swapped", "group_rate_zero", "weights_reloaded", "no_causal_mask", "loss_broadcasts", "hidden_layer",
+    "constant_input", "two_ahead", "loss_maximised", "frozen_moves", "sorted_classes",
 )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ class Flat(nn.Module):
     def __init__(self, width: int = 48, depth: int = 3, classes: int = 5, inputs: int = 12) -> None:
         super().__init__()
         sizes = [inputs, *[width] * depth]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.activations = nn.ModuleList(nn.ReLU() for _ in self.layers)
         self.drop = nn.Dropout(0.1)
         self.head = nn.Linear(width, classes)
@@ -68,7 +69,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -355,8 +358,7 @@ def dead_relus(job: Job) -> None:
 def equal_init(job: Job) -> None:
     with torch.no_grad():
         for parameter in job.model.parameters():
-            if parameter.dim() > 1:
-                parameter.fill_(0.02)
+            parameter.fill_(0.02)
 
 
 def eps_one(job: Job) -> None:
@@ -384,7 +386,9 @@ def optimizer_stops(job: Job) -> None:
         job.optimizer.step()
 
     handle = job.optimizer.register_step_post_hook(
-        lambda *_: [each.data.copy_(old) for each, old in zip(job.model.parameters(), kept.get(0, []), strict=False)]
+        lambda *_: [
+            each.data.copy_(old) for each, old in zip(job.model.parameters(), kept.get(0, []), strict=False)
+        ]
     )
     assert handle
     job.step = step
@@ -411,7 +415,9 @@ def spike(job: Job) -> None:
 
 
 def weights_reloaded(job: Job) -> None:
-    first = {name: each.clone() * 3 for name, each in job.model.state_dict().items() if each.is_floating_point()}
+    first = {
+        name: each.clone() * 3 for name, each in job.model.state_dict().items() if each.is_floating_point()
+    }
 
     def after(step: int) -> None:
         if step == 35:
@@ -544,14 +550,26 @@ FAMILIES = [
     Family("same_batch_late", same_batch_late, _ALL, ("repeated-batch",)),
     Family("nan_in_a_sample", nan_in_a_sample, ("flat", "images", "curve", "recurrent"), ("nonfinite",)),
     Family("labels_shuffled", labels_shuffled, ("flat", "images", "text"), ("at-chance",)),
-    Family("softmax_twice", softmax_twice, ("flat", "images", "text", "recurrent"), ("probabilities-as-logits",)),
-    Family("init_too_large", init_too_large, ("flat", "images", "text", "curve"), ("init-too-large", "first-loss")),
+    Family(
+        "softmax_twice", softmax_twice, ("flat", "images", "text", "recurrent"), ("probabilities-as-logits",)
+    ),
+    Family(
+        "init_too_large",
+        init_too_large,
+        ("flat", "images", "text", "curve"),
+        ("init-too-large", "first-loss", "sharp-attention"),
+    ),
     Family("unscaled_input", unscaled_input, ("flat", "images", "curve"), ("unscaled-input",)),
     Family("dead_relus", dead_relus, ("flat", "images"), ("dead-units", "dead")),
     Family("equal_init", equal_init, ("flat", "images", "curve", "recurrent"), ("equal-rows",)),
     Family("eps_one", eps_one, _ALL, ("odd-hyper-parameters",), adam),
     Family("betas_swapped", betas_swapped, _ALL, ("odd-hyper-parameters",), adam),
-    Family("moments_lost", moments_lost, ("flat", "images", "text", "curve"), ("moments-reset", "optimizer-renewed")),
+    Family(
+        "moments_lost",
+        moments_lost,
+        ("flat", "images", "text", "curve"),
+        ("moments-reset", "optimizer-renewed"),
+    ),
     Family("optimizer_stops", optimizer_stops, _ALL, ("update-zero",)),
     Family("group_rate_zero", group_rate_zero, _ALL, ("rate-zero", "update-zero"), sgd),
     Family("clipped_to_nothing", clipped_to_nothing, _ALL, ("clipped-away", "step-too-small"), sgd),

@@ -154,11 +154,7 @@ def reproduce(
     members = {name: _alone(model) for name, model in models.items()}
     holder: Any = members[""] if set(members) == {""} else members
     with untouched(*members.values()):
-        with (
-            watch(holder, run, taps, sinks=sinks) as full,
-            full.step(moment.step),
-            full.phase("replay"),
-        ):
+        with watch(holder, run, taps, sinks=sinks) as full, full.step(moment.step), full.phase("replay"):
             result = replay(moment.passes, members)
             for model in members.values():
                 for parameter in model.parameters():

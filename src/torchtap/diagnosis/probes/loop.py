@@ -334,6 +334,7 @@ def _fan_in(module: nn.Module) -> int:
     return shape[1] if "Transpose" in type(module).__name__ else shape[1:].numel()
 
 
+_STATISTICS = 50  # updates after which running statistics are looked at
 _SETTLED = 3  # updates after which a training has shown which passes are its own
 _EVALUATION_LOOKS = 3
 
@@ -426,12 +427,30 @@ class ModeProbe(Ears):
         only_eval = self._learned_in_eval and not self._learned_in_training
         self._learned_in_eval = self._learned_in_training = False
         self._updates += 1
+        if self._updates == _STATISTICS:
+            self._look_at_statistics()
         self._in_eval_updates = self._in_eval_updates + 1 if only_eval else 0
         if self._in_eval_updates < 2 or any(module.training for _, module in self._modal):
             return
         if self._modal and self._learns_mostly():
             for path, _ in self._modal:
                 self._tell.fact("trains-in-eval", site_name(path, "output"))
+
+    def _look_at_statistics(self) -> None:
+        """Note norms whose running statistics are still mostly the initial ones."""
+        for path, module in self._norms:
+            momentum, seen = module.momentum, module.num_batches_tracked
+            if (
+                not momentum
+                or seen is None
+                or not module.training
+                or not _SETTLED <= int(seen) <= 4 * _STATISTICS
+            ):
+                continue
+            left = (1 - momentum) ** int(seen)
+            if left > 0.9:
+                text = f"momentum {momentum:g}: after {int(seen)} batches {left:.1%} of them is their initial value"
+                self._tell.fact("slow-statistics", site_name(path, "output"), left, text)
 
     def _learns_mostly(self) -> bool:
         """Whether at least half of the model learns: the rest of a frozen one may well be in evaluation."""

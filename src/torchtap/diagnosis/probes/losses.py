@@ -23,20 +23,28 @@ from torchtap.receive import backward
 
 def is_next_token(tokens: Tensor, target: Tensor, ignored: int | None = -100) -> bool:
     """Whether targets are the tokens that follow, whatever the layout: (batch, time) or (time, batch)."""
+    return shift_of(tokens, target, ignored) == 1
+
+
+def shift_of(tokens: Tensor, target: Tensor, ignored: int | None = -100) -> int | None:
+    """Return by how many positions targets are ahead of the tokens: 0, 1 or 2; None if they are not the tokens."""
     if target.is_floating_point() or tokens.shape[0] * tokens.shape[1] < 8 or len(torch.unique(tokens)) < 3:
-        return False
+        return None
     flat = target.detach().reshape(-1)
-    return any(_follow(tokens, flat, along, ignored) for along in (1, 0) if tokens.shape[along] > 1)
+    for ahead in (1, 0, 2):
+        if any(_follow(tokens, flat, along, ahead, ignored) for along in (1, 0) if tokens.shape[along] > 3):
+            return ahead
+    return None
 
 
-def _follow(tokens: Tensor, flat: Tensor, along: int, ignored: int | None) -> bool:
-    """Whether targets are the tokens that follow along one dimension; the last position may have no target."""
-    inner = tokens.shape[along] - 1
-    following = tokens.narrow(along, 1, inner)
-    for length in (inner + 1, inner):
+def _follow(tokens: Tensor, flat: Tensor, along: int, ahead: int, ignored: int | None) -> bool:
+    """Return True if targets are the tokens ``ahead`` positions later along one dimension; the last may be missing."""
+    inner = tokens.shape[along] - ahead
+    following = tokens.narrow(along, ahead, inner)
+    for length in dict.fromkeys((inner + ahead, inner + ahead - 1, inner)):
         shape = list(tokens.shape)
         shape[along] = length
-        if flat.numel() == shape[0] * shape[1]:
+        if length >= inner and flat.numel() == shape[0] * shape[1]:
             asked = flat.reshape(shape).narrow(along, 0, inner)
             counted = torch.ones_like(asked, dtype=torch.bool) if ignored is None else asked != ignored
             if bool(counted.any()) and bool((asked == following)[counted].float().mean() > 0.9):
@@ -67,6 +75,13 @@ _NODES = 40  # of a graph, from the loss on
 _CHAIN = 8  # nodes between a loss and what was done to it
 # These are never negative, whatever their arguments.
 _NEVER_NEGATIVE = ("NllLoss", "BinaryCrossEntropy", "MseLoss", "SmoothL1Loss", "HuberLoss")
+_RANGES = (
+    ("Relu", 0.0, float("inf")),
+    ("Sigmoid", 0.0, 1.0),
+    ("Tanh", -1.0, 1.0),
+    ("Softplus", 0.0, float("inf")),
+)
+_SHAPES = ("View", "Squeeze", "Unsqueeze", "Reshape", "Select", "UnsafeView", "Transpose", "T")
 _DIFFERENCES = ("Sub", "Rsub", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy")
 
 
@@ -98,6 +113,39 @@ def is_error(first: Node | None) -> bool:
         if len(below) != 1:
             return False
         node = below[0]
+    return False
+
+
+def reach_of(node: Node) -> tuple[str, float, float] | None:
+    """Return the activation in front of a loss function and its range; None if there is none."""
+    below = _before(node)
+    for _ in range(4):
+        if len(below) != 1:
+            return None
+        name = below[0].name()
+        for activation, low, high in _RANGES:
+            if name.startswith(activation):
+                return activation.lower(), low, high
+        if not name.startswith(_SHAPES):
+            return None
+        below = _before(below[0])
+    return None
+
+
+def softmax_below(node: Node) -> bool:
+    """Return True if the log-softmax that a loss takes is of a softmax or a sigmoid."""
+    below = _before(node)
+    if len(below) != 1 or not below[0].name().startswith("LogSoftmax"):
+        return False
+    below = _before(below[0])
+    for _ in range(4):
+        if len(below) != 1:
+            return False
+        if below[0].name().startswith(("Softmax", "Sigmoid")):
+            return True
+        if not below[0].name().startswith(_SHAPES):
+            return False
+        below = _before(below[0])
     return False
 
 
@@ -213,6 +261,8 @@ class LossProbe:
             self._look_at_classes(node)
         elif name.startswith("BinaryCrossEntropyWithLogits"):
             self._look_at_binary(saved_by(node, "self"))
+        elif name.startswith(_DIFFERENCES):
+            self._look_at_range(node)
         shape = broadcast(node)
         if shape is not None:
             text = f"{shape[0]} answers and {shape[1]} targets make {shape[0] * shape[1]} differences"
@@ -228,8 +278,37 @@ class LossProbe:
         self._tell.fact("classes", _ANSWER, float(given.shape[1]))
         self._look_at_order(target)
         self._look_at_softmax(softmax_dimension(node), given)
-        if self._tokens is not None and is_next_token(self._tokens, target, ignored):
+        self._look_at_shift(target, ignored)
+        self._look_at_two(node)
+
+    def _look_at_shift(self, target: Tensor, ignored: int | None) -> None:
+        """Note by how many positions the targets are ahead of the tokens."""
+        if self._tokens is None:
+            return
+        ahead = shift_of(self._tokens, target, ignored)
+        if ahead == 1:
             self._tell.fact("next-token", ":input")
+        elif ahead is not None:
+            text = "the targets are the tokens " + ("themselves" if not ahead else "two positions ahead")
+            self._tell.fact("targets-shifted", ":input", float(ahead), text)
+
+    def _look_at_range(self, node: Node) -> None:
+        """Note targets that the activation in front of the loss cannot give."""
+        target, reach = saved_by(node, "target"), reach_of(node)
+        if target is None or reach is None or not target.is_floating_point():
+            return
+        name, low, high = reach
+        outside = float(((target < low - 1e-3) | (target > high + 1e-3)).float().mean())
+        if outside > 0.05:
+            ends = f"{float(target.min()):.3g} to {float(target.max()):.3g}"
+            text = f"{outside:.0%} of the targets ({ends}) lie outside of what {name} gives"
+            self._tell.fact("out-of-reach", _ANSWER, outside, text)
+
+    def _look_at_two(self, node: Node) -> None:
+        """Note a softmax right in front of the loss's own."""
+        if softmax_below(node):
+            text = "cross_entropy takes the softmax of a softmax"
+            self._tell.fact("probabilities-as-logits", _ANSWER, text=text)
 
     def _look_at_softmax(self, over: int | None, given: Tensor) -> None:
         """Whether numbers that should be log-probabilities of classes were made so, over the right dimension."""

@@ -15,15 +15,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from torchtap._torch import saved_by
-from torchtap.diagnosis.chart import (
-    BROADCAST,
-    PAST_THE_WRAPPER,
-    SCALED,
-    SECONDS,
-    TARGETS,
-    UNSYNCED,
-    WEIGHT,
-)
+from torchtap.diagnosis.chart import BROADCAST, PAST_THE_WRAPPER, SCALED, SECONDS, TARGETS, UNSYNCED, WEIGHT
 from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling
 from torchtap.hooks.arguments import Args, Kwargs
 from torchtap.hooks.walker import Walker

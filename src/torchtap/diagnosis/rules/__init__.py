@@ -1,27 +1,37 @@
-"""All rules by name: the built-in ones and those of installed packages, entry-point group ``torchtap.rules``."""
+"""All rules by name: the built-in ones and those of installed packages, entry-point group ``torchtap.rules``.
+
+A rule is a row of ``table.toml``. Most have a function in one of these files; a row with a message has none.
+"""
 
 from __future__ import annotations
 
-from torchtap.diagnosis.rule_type import Rule
+from torchtap.diagnosis.rule_type import Rule, table_rules
 from torchtap.diagnosis.rules import every_step, loop, model, numbers, ranks, values
 from torchtap.errors import DiagnosisError
 from torchtap.registry import Registry
 
 __all__ = ["RULES", "all_rules"]
 
-_FILES = (numbers, loop, every_step, model, values, ranks)
+_FUNCTIONS = {
+    each.name: each
+    for file in (numbers, loop, every_step, model, values, ranks)
+    for each in vars(file).values()
+    if isinstance(each, Rule)
+}
+_BUILT_IN = {name.replace("-", "_"): each for name, each in table_rules(_FUNCTIONS).items()}
 
 RULES = Registry(
     what="rule",
     group="torchtap.rules",
-    built_in={
-        each.name: f"{file.__name__}:{attribute}"
-        for file in _FILES
-        for attribute, each in vars(file).items()
-        if isinstance(each, Rule)
-    },
+    built_in={each.name: f"{__name__}:{attribute}" for attribute, each in _BUILT_IN.items()},
     error=DiagnosisError,
 )
+
+
+def __getattr__(name: str) -> Rule:
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def all_rules() -> tuple[list[Rule], dict[str, str]]:

@@ -12,7 +12,14 @@ import numpy as np
 
 from torchtap.diagnosis.chart import LOSS, Chart, Numbers
 from torchtap.diagnosis.finding import Evidence, Finding
-from torchtap.diagnosis.rule_type import EVERY_STEP, SETUP, Flags, Hit, Rule, first_run, first_run_of, rule
+from torchtap.diagnosis.rule_type import (
+    Flags,
+    Hit,
+    Rule,
+    built_in,
+    first_run,
+    first_run_of,
+)
 
 _ROUNDING = 2.0**-7  # of a weight: bfloat16 loses a smaller update
 
@@ -72,18 +79,7 @@ def _medians(values: Numbers, length: int) -> Numbers:
     return out
 
 
-@rule(
-    "update-zero",
-    concludes="An update is exactly zero, although gradient and learning rate are not.",
-    trust="invariant",
-    needs=(EVERY_STEP,),
-    wrong_if="The optimizer gathers gradients over several calls of step() by itself.",
-    causes=(
-        "the optimizer's step() does nothing: a subclass, a wrapper, a compiled step that is out of date",
-        "the update is undone after it: weights are loaded, tied or projected back",
-    ),
-    fix="optimizer = AdamW(model.parameters(), lr=1e-3)  # a plain optimizer of the model's own parameters",
-)
+@built_in("update-zero")
 def update_zero(rule: Rule, chart: Chart, *, length: int = 3) -> Iterable[Finding]:
     """Report slots that do not move though the arithmetic says they should."""
     hits: list[Hit] = []
@@ -111,18 +107,7 @@ def update_zero(rule: Rule, chart: Chart, *, length: int = 3) -> Iterable[Findin
     yield from rule.found(hits, "{site}{also} does not change" + words, severity="error", evidence=evidence)
 
 
-@rule(
-    "update-unexplained",
-    concludes="A weight changes by something other than what its optimizer computes from gradient, rate and moments.",
-    trust="invariant",
-    needs=(EVERY_STEP,),
-    wrong_if="A hook of the optimizer projects or averages the weights on purpose.",
-    causes=(
-        "a hook on the optimizer's step changes weights or gradients",
-        "another thread or process writes into the same weights",
-    ),
-    fix="Look at hooks of the optimizer: optimizer._optimizer_step_post_hooks",
-)
+@built_in("update-unexplained")
 def update_unexplained(rule: Rule, chart: Chart, *, share: float = 0.2, length: int = 4) -> Iterable[Finding]:
     """Report updates that the arithmetic of SGD, Adam and AdamW does not give."""
     for slot in _slots(chart):
@@ -148,18 +133,7 @@ def update_unexplained(rule: Rule, chart: Chart, *, share: float = 0.2, length: 
             return
 
 
-@rule(
-    "changed-outside",
-    concludes="A weight changes by much between two updates: something other than the optimizer writes into it.",
-    trust="invariant",
-    needs=(EVERY_STEP,),
-    wrong_if="Weights are loaded or averaged on purpose at this step.",
-    causes=(
-        "a checkpoint is loaded, or weights are reset, in the middle of the training",
-        "an average or a projection of the weights is written back",
-    ),
-    fix="Look for load_state_dict(), .data, copy_() and init functions between two calls of optimizer.step()",
-)
+@built_in("changed-outside")
 def changed_outside(rule: Rule, chart: Chart, *, share: float = 0.5) -> Iterable[Finding]:
     """Report a jump of a weight between its updates."""
     for slot in _slots(chart):
@@ -182,19 +156,7 @@ def changed_outside(rule: Rule, chart: Chart, *, share: float = 0.5) -> Iterable
             return
 
 
-@rule(
-    "rate-zero",
-    concludes="The learning rate of a group is zero, or nearly, for many steps while its gradients are not.",
-    trust="invariant",
-    needs=(EVERY_STEP,),
-    wrong_if="The training goes on after its schedule has ended, or the group is frozen by its rate, on purpose.",
-    causes=(
-        "scheduler.step() is called for each batch with a schedule of epochs",
-        "a learning rate of 0 in the configuration of this group",
-        "the schedule is shorter than the training",
-    ),
-    fix="scheduler.step()  # once an epoch, or make the schedule of batches",
-)
+@built_in("rate-zero")
 def rate_zero(
     rule: Rule, chart: Chart, *, length: int = 8, share: float = 1e-4, part: float = 0.1
 ) -> Iterable[Finding]:
@@ -233,18 +195,7 @@ def rate_zero(
         yield from rule.found(hits, message, evidence=evidence[:4])
 
 
-@rule(
-    "moments-reset",
-    concludes="The optimizer's moments begin anew in the middle of a training.",
-    trust="invariant",
-    needs=(EVERY_STEP,),
-    wrong_if="A new stage of the training begins with a new optimizer on purpose.",
-    causes=(
-        "the optimizer's state is not loaded when the training is resumed",
-        "the optimizer is made anew, or its state is cleared, at this step",
-    ),
-    fix="optimizer.load_state_dict(checkpoint['optimizer'])",
-)
+@built_in("moments-reset")
 def moments_reset(rule: Rule, chart: Chart, *, least: int = 5) -> Iterable[Finding]:
     """Report a count of updates that falls, or momentum that is one gradient again."""
     steps = chart.pulse.steps
@@ -269,7 +220,8 @@ def moments_reset(rule: Rule, chart: Chart, *, least: int = 5) -> Iterable[Findi
             continue
         moment, gradient = _row(chart, f"{slot}.moment"), _row(chart, f"{slot}.grad")
         with np.errstate(invalid="ignore", divide="ignore"):
-            single = np.abs(moment / gradient - 1) < 1e-5
+            usual = np.nanmedian(gradient[:-1]) if len(gradient) > 1 else np.nan
+            single = (np.abs(moment / gradient - 1) < 1e-6) & (gradient < 10 * usual)
         seen = np.flatnonzero(~np.isnan(moment))
         begins = [
             int(at)
@@ -287,15 +239,7 @@ def moments_reset(rule: Rule, chart: Chart, *, least: int = 5) -> Iterable[Findi
             return
 
 
-@rule(
-    "odd-hyper-parameters",
-    concludes="A hyper-parameter of the optimizer has a value at which its arithmetic no longer does what it is for.",
-    trust="limit",
-    needs=(EVERY_STEP,),
-    wrong_if="The value is an experiment.",
-    causes=("a typing error or a swapped argument in the optimizer's configuration",),
-    fix="torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)",
-)
+@built_in("odd-hyper-parameters")
 def odd_hyper_parameters(rule: Rule, chart: Chart, *, updates: int = 8) -> Iterable[Finding]:
     """Report eps above the gradients' size, swapped betas, momentum of one, decay that removes the weights."""
     steps = chart.pulse.steps
@@ -344,19 +288,7 @@ def _odd(chart: Chart, slot: str, at: int) -> Iterator[tuple[float, str]]:
         )
 
 
-@rule(
-    "clipped-away",
-    concludes="Gradients are clipped to a small part of their size at every step: the limit is far below them.",
-    trust="limit",
-    needs=(EVERY_STEP,),
-    wrong_if="The limit is meant to set the size of each update, as in normalised gradient descent.",
-    causes=(
-        "max_norm is for gradients of another size (another loss reduction, another model)",
-        "gradients are clipped before they are unscaled",
-        "a loss that is far too large",
-    ),
-    fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # after scaler.unscale_(optimizer)",
-)
+@built_in("clipped-away")
 def clipped_away(rule: Rule, chart: Chart, *, factor: float = 0.01, length: int = 10) -> Iterable[Finding]:
     """Report clip factors near zero."""
     clip = _row(chart, "0.clip")
@@ -375,19 +307,7 @@ def clipped_away(rule: Rule, chart: Chart, *, factor: float = 0.01, length: int 
     yield from rule.found(hits, message, severity="info" if adaptive else "warning", evidence=evidence)
 
 
-@rule(
-    "loss-diverged",
-    concludes="The loss stays far above where it began: the training has diverged.",
-    trust="history",
-    needs=(EVERY_STEP,),
-    wrong_if="The loss is not one that is to fall, as in reinforcement learning; several optimizers are passed over.",
-    causes=(
-        "the learning rate is too large",
-        "no warm-up, or no clipping of gradients",
-        "the data or the targets changed",
-    ),
-    fix="optimizer = AdamW(model.parameters(), lr=1e-3)  # try a tenth, or a hundredth, of yours",
-)
+@built_in("loss-diverged")
 def loss_diverged(
     rule: Rule, chart: Chart, *, times: float = 1.5, length: int = 16, ratio: float = 0.03
 ) -> Iterable[Finding]:
@@ -426,15 +346,7 @@ def loss_diverged(
     yield from rule.found([Hit(LOSS, step, float(loss[at]))], message, severity="error", evidence=evidence)
 
 
-@rule(
-    "loss-spike",
-    concludes="The loss of one step is many times that of the steps around it.",
-    trust="history",
-    needs=(EVERY_STEP,),
-    wrong_if="Some batches are of another size or sort; several optimizers are passed over.",
-    causes=("one bad batch", "a fault of memory or of the machine", "a factor that is applied to one step"),
-    fix="with tt.flight_recorder(model, optimizer): ...  # keeps the batch and the weights of such a step",
-)
+@built_in("loss-spike")
 def loss_spike(rule: Rule, chart: Chart, *, times: float = 30.0, history: int = 16) -> Iterable[Finding]:
     """Report a loss far beyond its own history."""
     steps, loss = chart.pulse.steps, _row(chart, "0.loss")
@@ -459,19 +371,7 @@ def loss_spike(rule: Rule, chart: Chart, *, times: float = 30.0, history: int = 
             return
 
 
-@rule(
-    "first-loss",
-    concludes="The first loss of a fresh classifier is far above that of guessing.",
-    trust="limit",
-    needs=(EVERY_STEP, SETUP),
-    wrong_if="The loss is a sum over positions or samples, not a mean.",
-    causes=(
-        "logits that are too large: weights initialised too large, inputs that are not scaled",
-        "targets of another numbering than the model's classes",
-        "a sum over the batch where a mean is meant",
-    ),
-    fix="nn.init.normal_(model.head.weight, std=0.02)  # and scale the inputs",
-)
+@built_in("first-loss")
 def first_loss(rule: Rule, chart: Chart, *, times: float = 5.0) -> Iterable[Finding]:
     """Compare the first loss with ln(classes)."""
     classes, loss = chart.facts("classes"), _row(chart, "0.loss")
@@ -488,18 +388,7 @@ def first_loss(rule: Rule, chart: Chart, *, times: float = 5.0) -> Iterable[Find
         yield from rule.found([Hit(LOSS, step, float(loss[0]))], message, evidence=evidence)
 
 
-@rule(
-    "repeated-batch",
-    concludes="The same batch is used at each of many steps in the middle of a training.",
-    trust="invariant",
-    needs=(EVERY_STEP,),
-    wrong_if="One batch is to be learned by heart, or the whole data set is one batch: then it is so from the start.",
-    causes=(
-        "the loop uses a batch from before it",
-        "the loader or its iterator ended, and the last batch is kept",
-    ),
-    fix="for x, y in loader:",
-)
+@built_in("repeated-batch")
 def repeated_batch(rule: Rule, chart: Chart, *, length: int = 6) -> Iterable[Finding]:
     """Report inputs that repeat after they had changed from step to step."""
     steps, given = chart.pulse.steps, _row(chart, "input")
@@ -522,15 +411,7 @@ def repeated_batch(rule: Rule, chart: Chart, *, length: int = 6) -> Iterable[Fin
     yield from rule.found([Hit(":input", int(steps[column]), float(length))], message)
 
 
-@rule(
-    "same-targets",
-    concludes="The targets of every batch are the same, though the inputs differ.",
-    trust="invariant",
-    needs=(EVERY_STEP,),
-    wrong_if="Every batch has the same composition by design; several optimizers are passed over.",
-    causes=("targets that are not shuffled with their inputs", "targets that are read once, before the loop"),
-    fix="for x, y in loader:",
-)
+@built_in("same-targets")
 def same_targets(rule: Rule, chart: Chart, *, length: int = 12) -> Iterable[Finding]:
     """Report targets that repeat while inputs change."""
     given, target = _row(chart, "input"), _row(chart, "target")

@@ -8,16 +8,14 @@ from typing import final
 
 import numpy as np
 
-from torchtap.diagnosis.chart import EARLY, LOSS, Chart, ChartedSite, ChartGrid, Fact, Numbers
+from torchtap.diagnosis.chart import EARLY, LOSS, Chart, ChartedSite, ChartGrid, Numbers
 from torchtap.diagnosis.finding import Evidence, Finding, Severity
 from torchtap.diagnosis.rule_type import (
     LAST,
-    SETUP,
     Flags,
     Hit,
-    Need,
     Rule,
-    fact_rule,
+    built_in,
     first_run,
     first_run_of,
     hit_at,
@@ -26,158 +24,19 @@ from torchtap.diagnosis.rule_type import (
     is_whole,
     last_known,
     median_of_columns,
-    rule,
+    of_facts,
 )
 from torchtap.plan.names import site_name
 
-stale_gradient = fact_rule(
-    "stale-gradient",
-    concludes="An optimizer used gradients that the steps before had left behind.",
-    wrong_if="The loop adds gradients over updates on purpose.",
-    causes=(
-        "optimizer.zero_grad() is missing or comes after the wrong condition",
-        "zero_grad() is called on another optimizer or model",
-    ),
-    fix="optimizer.zero_grad()  # before each backward(), or after each optimizer.step()",
-    message=("gradients are never set back: {site}{also} held last step's gradient when backward() began"),
-)
 
-
-erased_gradient = fact_rule(
-    "erased-gradient",
-    concludes="Gradients were computed and then erased before the optimizer used them.",
-    wrong_if="The update of this one step was left out on purpose.",
-    causes=("zero_grad() stands between backward() and step()",),
-    fix="optimizer.zero_grad(); loss.backward(); optimizer.step()  # in this order",
-    message=("backward() computed gradients, but at optimizer.step() none is left at {site}{also}"),
-)
-
-
-foreign_optimizer = fact_rule(
-    "foreign-optimizer",
-    concludes=("An optimizer steps on tensors that never get a gradient, while the model's do."),
-    wrong_if="Its tensors get their gradients later, by hand.",
-    causes=(
-        "the optimizer was made before parameters were replaced (to a device, by a wrapper, by a new head)",
-        "the optimizer was made of a copy of the model",
-    ),
-    fix=("optimizer = SomeOptimizer(model.parameters())  # after the model is complete and in place"),
-    message="the optimizer holds none of the model's parameters: {site}{also} got a gradient",
-)
-
-
-def _share_outside(facts: list[Fact], chart: Chart) -> Severity:
-    """Grade parameters outside of optimizers: if most of the model is outside, that is on purpose."""
+@built_in("not-in-optimizer")
+def not_in_optimizer(rule: Rule, chart: Chart) -> Iterable[Finding]:
+    """Report parameters outside of optimizers. If most of the model is outside, that is on purpose: an info."""
     held = chart.structure.optimized & chart.structure.trainable
     inside = sum(chart.structure.sizes.get(site, 0) for site in held)
-    outside = sum(chart.structure.sizes.get(fact.site, 0) for fact in facts)
-    return "error" if inside >= outside else "info"
-
-
-not_in_optimizer = fact_rule(
-    "not-in-optimizer",
-    grade=_share_outside,
-    concludes="A parameter gets gradients, but no optimizer holds it.",
-    wrong_if=(
-        "It is left out on purpose; where more of the model is out than in, that is taken for granted and told as info."
-    ),
-    causes=(
-        "a module that was added after the optimizer was made",
-        "a parameter group that was forgotten",
-    ),
-    fix="optimizer.add_param_group({'params': new_module.parameters()})",
-    message="{site}{also} gets gradients, but is in no optimizer: it never learns",
-)
-
-
-frozen_moves = fact_rule(
-    "frozen-moves",
-    message="{site}{also} is frozen and changes all the same",
-    concludes="A frozen parameter is still changed by its optimizer: by momentum or weight decay.",
-    wrong_if="Never: a frozen parameter is not meant to change.",
-    causes=(
-        "requires_grad was set to False after gradients existed, and zero_grad(set_to_none=False) keeps them",
-        "the optimizer still holds the frozen parameters",
-    ),
-    fix="optimizer.zero_grad()  # sets gradients to None; or make the optimizer of the trainable parameters only",
-    severity="warning",
-)
-never_updated = fact_rule(
-    "never-updated",
-    concludes="Gradients are computed again and again, and no optimizer uses them.",
-    wrong_if="Gradients are all that is wanted, for a look at the data or the weights.",
-    causes=(
-        "optimizer.step() is missing, or behind a condition that never holds",
-        "another optimizer or model is stepped than the one that is watched",
-    ),
-    fix="optimizer.step()  # after loss.backward()",
-    message="gradients reach {site} and are never used: its weights stay as they are",
-)
-
-
-nothing_learns = fact_rule(
-    "nothing-learns",
-    concludes="The optimizer steps, and none of its parameters has a gradient.",
-    wrong_if="Gradients come later, by hand.",
-    causes=(
-        "loss.backward() is missing",
-        "the loss was taken out of the graph: item(), detach(), numpy(), torch.tensor(loss), torch.no_grad()",
-    ),
-    fix=("loss = criterion(model(x), y); loss.backward()  # the loss itself, not a copy of its value"),
-    message="the optimizer steps, but no gradient came to {site}{also}",
-)
-
-
-optimizer_renewed = fact_rule(
-    "optimizer-renewed",
-    concludes=("Each update is made by another optimizer: moments and step counts are lost each time."),
-    wrong_if="The optimizer is meant to begin anew at each step.",
-    causes=("the optimizer is made inside of the loop",),
-    fix="optimizer = AdamW(model.parameters())  # once, before the loop",
-    message="an optimizer is made for each step and forgets what the last one knew ({site})",
-)
-
-
-trains_in_eval = fact_rule(
-    "trains-in-eval",
-    concludes=("The model is trained in evaluation mode: dropout is off, batch norm learns no statistics."),
-    wrong_if=("It is meant, as in some fine-tuning; with most of the model frozen nothing is said."),
-    causes=(
-        "model.eval() of an evaluation was not followed by model.train()",
-        "the model was loaded in evaluation mode and never switched",
-    ),
-    fix="model.train()  # at the start of each epoch",
-    severity="warning",
-    message="the optimizer updates while the model is in evaluation mode ({site}{also})",
-)
-
-
-evaluates_in_train = fact_rule(
-    "evaluates-in-train",
-    concludes=("The model is evaluated in training mode: dropout is on, batch norm is changed by test data."),
-    wrong_if=(
-        "The pass belongs to the training itself, such as a rollout; those that come before the first update or with "
-        "each step are passed over."
-    ),
-    causes=("model.eval() is missing before the evaluation",),
-    fix="model.eval()  # before the evaluation, and model.train() after it",
-    severity="warning",
-    message="a pass without gradients came in training mode, with {site}{also} switched on",
-)
-
-
-ignores_eval = fact_rule(
-    "ignores-eval",
-    concludes="The model is in evaluation mode, but one module goes on as in training.",
-    wrong_if="Dropout is kept on purpose, for several samples of one answer.",
-    causes=(
-        "functional dropout without training=self.training",
-        "a module that overrides train() or was switched by hand",
-    ),
-    fix="x = F.dropout(x, p, training=self.training)",
-    severity="warning",
-    message="{site}{also} goes on in training mode while the model is evaluated",
-)
+    outside = sum(chart.structure.sizes.get(fact.site, 0) for fact in chart.facts(rule.name))
+    message = "{site}{also} gets gradients, but is in no optimizer: it never learns"
+    yield from of_facts(rule, chart, message, "error" if inside >= outside else "info")
 
 
 def is_short_weight(place: ChartedSite) -> bool:
@@ -207,19 +66,7 @@ def _recorded(grid: ChartGrid) -> Flags:
     return np.asarray((~np.isnan(grid.values)).any(axis=0), np.bool_)
 
 
-@rule(
-    "learning-rate-gone",
-    concludes=("The learning rate has fallen to nothing and stays there, while gradients still come."),
-    trust="history",
-    needs=(Need("lr", "value"),),
-    wrong_if="The training goes on after its schedule has ended, on purpose.",
-    causes=(
-        "scheduler.step() is called for each batch with a schedule of epochs",
-        "a learning rate of 0 in the configuration",
-        "the schedule is shorter than the training",
-    ),
-    fix="scheduler.step()  # once an epoch, or make the schedule of batches",
-)
+@built_in("learning-rate-gone")
 def learning_rate_gone(
     rule: Rule,
     chart: Chart,
@@ -254,19 +101,7 @@ def learning_rate_gone(
     yield from rule.found([Hit(site, step, float(rates[ends[0]]))], message, evidence=evidence)
 
 
-@rule(
-    "step-too-large",
-    concludes="Updates are so large against the weights that the training diverges.",
-    trust="history",
-    needs=(Need("update", "ratio"), Need("value", "value")),
-    wrong_if=("The loss is not one that is to fall, as in adversarial or reinforcement learning."),
-    causes=(
-        "the learning rate is too large",
-        "no warm-up, or no clipping of gradients",
-        "inputs or targets that are not scaled",
-    ),
-    fix=("optimizer = AdamW(model.parameters(), lr=1e-3)  # try a tenth, or a hundredth, of yours"),
-)
+@built_in("step-too-large")
 def step_too_large(
     rule: Rule,
     chart: Chart,
@@ -325,18 +160,7 @@ def _not_better(chart: Chart) -> Flags:
     return np.asarray(loss >= there[0], np.bool_) if len(there) else np.zeros(len(loss), np.bool_)
 
 
-@rule(
-    "step-too-small",
-    concludes=("Updates are so small against the weights that nothing will be learned in any sensible time."),
-    trust="limit",
-    needs=(SETUP, Need("update", "ratio"), Need("param_grad", "rms")),
-    wrong_if=("The weights are trained already and only to be nudged; fresh weights alone are judged."),
-    causes=(
-        "the learning rate is too small",
-        "the loss is divided by too much, or its gradient is clipped to almost nothing",
-    ),
-    fix="optimizer = AdamW(model.parameters(), lr=1e-3)  # try a hundred times yours",
-)
+@built_in("step-too-small")
 def step_too_small(
     rule: Rule,
     chart: Chart,
@@ -383,18 +207,7 @@ def _pairs(changed: ChartGrid, gradients: ChartGrid) -> Iterator[tuple[ChartedSi
             yield place, values, other
 
 
-@rule(
-    "lost-updates",
-    concludes=("Updates are below the resolution of the weights' dtype: most elements never change."),
-    trust="invariant",
-    needs=(Need("update", "zeros"), Need("param_grad", "zeros")),
-    wrong_if=("The optimizer keeps what was lost, by Kahan sums or stochastic rounding (then it is info)."),
-    causes=(
-        "bfloat16 or float16 weights with a small learning rate and no float32 copy",
-        "a learning rate that is too small for the dtype",
-    ),
-    fix="model.float()  # and torch.autocast('cuda', torch.bfloat16) around the forward",
-)
+@built_in("lost-updates")
 def lost_updates(
     rule: Rule,
     chart: Chart,
@@ -465,19 +278,7 @@ def _judged_at(chart: Chart, columns: int) -> int | None:
     return int(chart.steps[done[columns - 1]]) if len(done) >= columns else None
 
 
-@rule(
-    "gradient-cut",
-    concludes="The graph is cut: no gradient flows back past this module.",
-    trust="invariant",
-    needs=(SETUP, Need("output", "rms"), Need("param_grad", "absmax")),
-    wrong_if=("The first part of the model is run without gradients on purpose and was not frozen."),
-    causes=(
-        "detach(), .data, .item(), numpy() or torch.no_grad() behind this module",
-        "a reentrant checkpoint none of whose inputs requires a gradient",
-        "an op that has no gradient (argmax, round, a comparison)",
-    ),
-    fix="checkpoint(block, x, use_reentrant=False)  # or take the detach() away",
-)
+@built_in("gradient-cut")
 def gradient_cut(
     rule: Rule,
     chart: Chart,
@@ -503,24 +304,8 @@ def gradient_cut(
     yield from rule.found(hits, message, severity="error", evidence=evidence)
 
 
-@rule(
-    "no-gradient",
-    concludes="A module is called, but what it returns does not reach the loss.",
-    trust="invariant",
-    needs=(SETUP, Need("output", "rms"), Need("param_grad", "absmax")),
-    wrong_if="It serves something else than this loss: another head, a teacher.",
-    causes=(
-        "its output is detached or unused",
-        "it serves another loss",
-    ),
-    fix="Look at what is done with its output; freeze it if it is not meant to learn.",
-)
-def no_gradient(
-    rule: Rule,
-    chart: Chart,
-    *,
-    columns: int = 3,
-) -> Iterable[Finding]:
+@built_in("no-gradient")
+def no_gradient(rule: Rule, chart: Chart, *, columns: int = 3) -> Iterable[Finding]:
     """Called, but behind no part of the loss."""
     step = _judged_at(chart, columns)
     called = sorted(
@@ -537,24 +322,8 @@ def no_gradient(
     yield from rule.found(hits, "{site}{also} is called but never gets a gradient", severity="info")
 
 
-@rule(
-    "never-called",
-    concludes="A module is meant to learn, but no pass calls it.",
-    trust="invariant",
-    needs=(SETUP, Need("output", "rms"), Need("param_grad", "absmax")),
-    wrong_if="It is for other inputs or another phase of the training.",
-    causes=(
-        "it was forgotten in forward()",
-        "another module is called in its place",
-    ),
-    fix="Call it in forward(), or remove it.",
-)
-def never_called(
-    rule: Rule,
-    chart: Chart,
-    *,
-    columns: int = 3,
-) -> Iterable[Finding]:
+@built_in("never-called")
+def never_called(rule: Rule, chart: Chart, *, columns: int = 3) -> Iterable[Finding]:
     """Defined, meant to learn, never called."""
     step = _judged_at(chart, columns)
     parameters = _parameters(chart)
@@ -568,18 +337,7 @@ def never_called(
     yield from rule.found(hits, "{site}{also} belongs to a module that is never called", severity="info")
 
 
-@rule(
-    "zero-gradient",
-    concludes=("A parameter's gradient is exactly zero in each of several steps: it does not learn."),
-    trust="invariant",
-    needs=(Need("param_grad", "absmax"),),
-    wrong_if=("It waits for something that has not begun, such as a factor that is still zero."),
-    causes=(
-        "what it feeds is multiplied by zero, clamped, or dead",
-        "the loss does not depend on it",
-    ),
-    fix="Look for a dead activation, a clamp or a factor of zero between it and the loss.",
-)
+@built_in("zero-gradient")
 def zero_gradient(
     rule: Rule,
     chart: Chart,
@@ -611,18 +369,7 @@ def _is_silenced(chart: Chart, length: int) -> bool:
     return bool(silent) and bool((silent.values == 1).all(axis=1).any())
 
 
-@rule(
-    "only-norms-learn",
-    concludes=("Everything is frozen but normalisation layers; even the last layer cannot learn."),
-    trust="limit",
-    needs=(SETUP,),
-    wrong_if="Only the norms are meant to be tuned, and the head fits already.",
-    causes=(
-        "a loop over modules or names that freezes more than was meant",
-        "the head was replaced before everything was frozen",
-    ),
-    fix="for p in model.head.parameters(): p.requires_grad_(True)",
-)
+@built_in("only-norms-learn")
 def only_norms_learn(rule: Rule, chart: Chart) -> Iterable[Finding]:
     """All is frozen but the layers that normalise, the head too."""
     structure = chart.structure

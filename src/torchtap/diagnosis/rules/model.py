@@ -12,13 +12,11 @@ from torchtap.diagnosis.chart import LOSS, Chart, ChartedSite, Fact, Numbers
 from torchtap.diagnosis.finding import Evidence, Finding, Severity
 from torchtap.diagnosis.rule_type import (
     LAST,
-    SETUP,
     Flags,
     Hit,
-    Need,
     Rule,
+    built_in,
     detail,
-    fact_rule,
     first_run,
     has_improved,
     hit_at,
@@ -26,78 +24,11 @@ from torchtap.diagnosis.rule_type import (
     median_of_columns,
     of_the_model,
     rises_steadily,
-    rule,
-)
-
-hidden_module = fact_rule(
-    "hidden-module",
-    concludes=("A part of the model is not registered: no optimizer sees it and no checkpoint has it."),
-    wrong_if="Nobody means it to learn, though it requires a gradient.",
-    causes=(
-        "modules in a Python list, tuple or dict",
-        "a tensor with requires_grad=True that is no nn.Parameter",
-    ),
-    fix=("self.layers = nn.ModuleList(layers)  # or nn.ModuleDict; nn.Parameter(tensor) for a tensor"),
-    message="{site}{also} is used but registered nowhere: it never learns",
 )
 
 
-untied = fact_rule(
-    "untied",
-    concludes="Two weights that were tied, or equal as if tied, are updated apart.",
-    wrong_if="One was only initialised from the other, and is meant to go its own way.",
-    causes=(
-        "a copy in place of the same parameter (clone, deepcopy, to, load)",
-        "a wrapper or a loader that untied them",
-    ),
-    fix="model.head.weight = model.embedding.weight  # after loading and moving the model",
-    severity="warning",
-    message="{site}{also} was equal to another weight and is updated apart from it",
-)
-
-
-equal_rows = fact_rule(
-    "equal-rows",
-    concludes=("All rows of a weight are equal, and so are the rows of its gradient: the units stay copies."),
-    wrong_if="Never: equal rows with equal gradients stay equal.",
-    causes=(
-        "constant initialisation",
-        "weights copied from one row",
-    ),
-    fix="nn.init.kaiming_normal_(layer.weight)",
-    message="all units of {site}{also} are copies of each other, and their gradients too",
-)
-
-
-one_for_many = fact_rule(
-    "one-for-many",
-    concludes="The layers of a list are one and the same layer, several times.",
-    wrong_if="The layers are meant to share their weights.",
-    causes=("[layer] * n, or a layer that is made outside of the loop",),
-    fix="nn.ModuleList(nn.Linear(n, n) for _ in range(depth))",
-    severity="info",
-    message="{site}{also} stands in its list more than once",
-)
-
-
-@rule(
-    "probabilities-as-logits",
-    concludes="A loss that wants logits, or logarithms, is given probabilities.",
-    trust="invariant",
-    needs=(SETUP, Need("output", "mean")),
-    wrong_if="The model's logits happen to be probabilities, which no training needs.",
-    causes=(
-        "softmax (or sigmoid) at the end of the model and again inside the loss",
-        "nll_loss without log_softmax",
-    ),
-    fix="return logits  # without softmax: cross_entropy has its own",
-)
-def probabilities_as_logits(
-    rule: Rule,
-    chart: Chart,
-    *,
-    length: int = 2,
-) -> Iterable[Finding]:
+@built_in("probabilities-as-logits")
+def probabilities_as_logits(rule: Rule, chart: Chart, *, length: int = 2) -> Iterable[Finding]:
     """Softmax or sigmoid before a loss that wants logits."""
     facts = chart.facts(rule.name)
     message = "the loss is given probabilities where it wants logits ({site})"
@@ -125,29 +56,7 @@ def _sums(chart: Chart, classes: float, length: int) -> list[Hit]:
     return hits
 
 
-padding_learns = fact_rule(
-    "padding-learns",
-    concludes=("Positions that are padding get gradients: they are in the loss or in what it is made of."),
-    wrong_if=("Equal tokens at the end of sequences are content, as in images read row by row."),
-    causes=(
-        "the loss counts padded positions",
-        "no mask in attention or pooling; an unpacked sequence in a recurrent layer",
-    ),
-    fix=("F.cross_entropy(logits, targets, ignore_index=pad); nn.Embedding(..., padding_idx=pad)"),
-    severity="warning",
-    message="padded positions at {site}{also} get gradients",
-)
-
-
-@rule(
-    "sees-the-future",
-    concludes="The model is trained to tell the next token, and its attention sees it.",
-    trust="invariant",
-    needs=(SETUP,),
-    wrong_if="Targets that are the shifted inputs are not what the model is asked for.",
-    causes=("no causal mask", "a mask with the wrong sign or the wrong diagonal"),
-    fix="F.scaled_dot_product_attention(q, k, v, is_causal=True)",
-)
+@built_in("sees-the-future")
 def sees_the_future(
     rule: Rule,
     chart: Chart,
@@ -158,7 +67,8 @@ def sees_the_future(
     asked = chart.facts("next-token")
     if not asked:
         return
-    seen: list[Fact] = [fact for fact in chart.facts("attention-above") if fact.value > share]
+    measured = chart.facts("attention-above") + chart.facts("future-share")
+    seen = [fact for fact in measured if fact.value > share]
     hits = [
         Hit(fact.site, max(fact.step, asked[0].step), fact.value, order) for order, fact in enumerate(seen)
     ]
@@ -169,15 +79,7 @@ def sees_the_future(
     yield from rule.found(hits, message, severity="error", evidence=evidence)
 
 
-@rule(
-    "loss-maximised",
-    concludes="The training makes an error larger: its sign is wrong.",
-    trust="invariant",
-    needs=(SETUP,),
-    wrong_if="The model is meant to get worse at this, as in an attack; two models or optimizers are passed over.",
-    causes=("a minus sign before the loss", "maximize=True in the optimizer"),
-    fix="loss = F.cross_entropy(logits, targets)  # no minus sign, and no maximize=True",
-)
+@built_in("loss-maximised")
 def loss_maximised(rule: Rule, chart: Chart) -> Iterable[Finding]:
     """Report an error that is made larger."""
     facts, maximises, is_error = (chart.facts(name) for name in (rule.name, "maximises", "error-is-loss"))
@@ -189,47 +91,6 @@ def loss_maximised(rule: Rule, chart: Chart) -> Iterable[Finding]:
         yield from rule.found(hits, message, severity="error")
 
 
-softmax_dimension = fact_rule(
-    "softmax-dimension",
-    concludes=("Probabilities of classes were normalised over another dimension, such as the batch."),
-    wrong_if="Never: nll_loss takes dimension 1 for the classes.",
-    causes=("softmax(dim=0), or another dim than that of the classes",),
-    fix="F.cross_entropy(logits, targets)  # or F.log_softmax(logits, dim=1)",
-    message="softmax goes over the wrong dimension ({site})",
-)
-
-
-loss_broadcasts = fact_rule(
-    "loss-broadcasts",
-    concludes=("Answers and targets have different shapes: each answer is held against every target."),
-    wrong_if="All pairs of answers and constants are meant.",
-    causes=("answers of shape (n, 1) and targets of shape (n), or the other way round",),
-    fix="loss = F.mse_loss(model(x).squeeze(-1), y)",
-    message="the loss compares every answer with every target ({site})",
-)
-
-
-one_class = fact_rule(
-    "one-class",
-    concludes=("Cross-entropy is asked of one class only: it is zero, whatever the model says."),
-    wrong_if="Never: a softmax over one number is one.",
-    causes=("a head with one output and a loss for several classes",),
-    fix=("F.binary_cross_entropy_with_logits(logits, targets)  # or a head with one output a class"),
-    message="cross-entropy over one class is always zero ({site}): nothing is learned",
-)
-
-
-sorted_classes = fact_rule(
-    "sorted-classes",
-    concludes="Each batch has samples of one class only: the data is sorted.",
-    wrong_if="Batches are made of one class on purpose, as in some few-shot learning.",
-    causes=("the data is sorted by class and is not shuffled",),
-    fix="DataLoader(data, batch_size=32, shuffle=True)",
-    severity="warning",
-    message="every batch has one class only ({site})",
-)
-
-
 ENTROPY = (
     "attention_entropy"  # the leaf of a value that a probe logs: 1 is even attention, 0 is one position only
 )
@@ -239,18 +100,7 @@ def is_entropy(place: ChartedSite) -> bool:
     return place.leaf == ENTROPY
 
 
-@rule(
-    "sharp-attention",
-    concludes="Attention of a fresh model is sharp: its logits are too large from the start.",
-    trust="limit",
-    needs=(SETUP,),
-    wrong_if=("The model is built to attend sharply at the start; trained models are not judged."),
-    causes=(
-        "attention logits are not divided by the root of the head's width",
-        "queries and keys are initialised too large",
-    ),
-    fix="scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])",
-)
+@built_in("sharp-attention")
 def sharp_attention(
     rule: Rule,
     chart: Chart,
@@ -273,24 +123,9 @@ def sharp_attention(
     yield from rule.found(hits, message, evidence=evidence)
 
 
-@rule(
-    "attention-collapse",
-    concludes=("Attention has lost nearly all of its entropy: its logits have grown too large."),
-    trust="history",
-    needs=(SETUP,),
-    wrong_if="The task is to find one position, and the heads have learned to.",
-    causes=(
-        "a learning rate that is too large for the attention",
-        "no normalisation of queries and keys",
-    ),
-    fix="q, k = q_norm(q), k_norm(k)  # before the scores; or a smaller learning rate",
-)
+@built_in("attention-collapse")
 def attention_collapse(
-    rule: Rule,
-    chart: Chart,
-    *,
-    entropy: float = 0.15,
-    was: float = 0.6,
+    rule: Rule, chart: Chart, *, entropy: float = 0.15, was: float = 0.6
 ) -> Iterable[Finding]:
     """Attention that was spread out and now holds on to single positions everywhere."""
     found = chart.grid("value", "value", where=is_entropy)
@@ -310,20 +145,7 @@ def attention_collapse(
     yield from rule.found(hits, message, evidence=evidence)
 
 
-@rule(
-    "growing-logits",
-    concludes="The model's logits rise steadily to sizes that no probability needs.",
-    trust="history",
-    needs=(SETUP, Need("output", "absmax")),
-    wrong_if=(
-        "The outputs are no logits; this is judged only where a loss was seen to take them as such, and did not fall."
-    ),
-    causes=(
-        "a learning rate that is too large",
-        "nothing holds the logits: no z-loss, no weight decay on the head",
-    ),
-    fix="loss = loss + 1e-4 * logits.logsumexp(-1).pow(2).mean()  # z-loss",
-)
+@built_in("growing-logits")
 def growing_logits(
     rule: Rule,
     chart: Chart,
@@ -360,27 +182,8 @@ def _outgrown(values: Numbers, times: float, size: float, window: int) -> int | 
 _PRINT = ("mean", "std", "min", "max", "l1", "l2")  # of two different batches, all of these never agree
 
 
-@rule(
-    "same-batch",
-    concludes="Each step is given the same batch.",
-    trust="invariant",
-    needs=(Need("input", "l2"), Need("input", "l1")),
-    wrong_if=(
-        "The whole data set is one batch, or one batch is to be learned by heart; it is a warning only where a data "
-        "loader has more than one batch."
-    ),
-    causes=(
-        "next(iter(loader)) in the loop: the first batch of a new pass each time",
-        "the loop uses a batch from before it",
-    ),
-    fix="for x, y in loader:",
-)
-def same_batch(
-    rule: Rule,
-    chart: Chart,
-    *,
-    length: int = 3,
-) -> Iterable[Finding]:
+@built_in("same-batch")
+def same_batch(rule: Rule, chart: Chart, *, length: int = 3) -> Iterable[Finding]:
     """The model's input is the same in each of several steps, bit by bit."""
     grids = [chart.grid(statistic, "input", last=LAST, where=of_the_model) for statistic in _PRINT]
     if not all(grids) or len({grid.values.shape for grid in grids}) > 1 or grids[0].values.shape[1] < 2:
@@ -407,25 +210,8 @@ def same_batch(
     yield from rule.found(hits, message, severity=severity, evidence=evidence)
 
 
-@rule(
-    "constant-input",
-    concludes=("The model is given one and the same number everywhere: there is nothing in its input."),
-    trust="invariant",
-    needs=(Need("input", "std"), Need("input", "count")),
-    wrong_if="The model needs no input.",
-    causes=(
-        "samples that could not be read and became zeros",
-        "a normalisation, a cast or a mask that leaves nothing",
-    ),
-    fix="Look at a batch as the model gets it: print(x.std(), x.unique())",
-)
-def constant_input(
-    rule: Rule,
-    chart: Chart,
-    *,
-    length: int = 3,
-    elements: int = 16,
-) -> Iterable[Finding]:
+@built_in("constant-input")
+def constant_input(rule: Rule, chart: Chart, *, length: int = 3, elements: int = 16) -> Iterable[Finding]:
     """Everything that the model is given is one and the same number."""
     spread, counts = (
         chart.grid(statistic, "input", last=LAST, where=of_the_model) for statistic in ("std", "count")
@@ -444,19 +230,7 @@ def constant_input(
     yield from rule.found(hits, message, severity="error", evidence=evidence)
 
 
-@rule(
-    "at-chance",
-    concludes=("The weights move, but the loss stays where guessing has it: nothing is learned."),
-    trust="history",
-    needs=(SETUP, Need("value", "value"), Need("update", "ratio")),
-    wrong_if="The task takes longer than this to begin to be learned.",
-    causes=(
-        "labels that do not belong to their inputs (shuffled apart, off by one)",
-        "inputs that do not reach the model's answer",
-        "a loss of other outputs or targets than was meant",
-    ),
-    fix="Look at a few samples with their labels as the loss gets them.",
-)
+@built_in("at-chance")
 def at_chance(
     rule: Rule,
     chart: Chart,
@@ -506,18 +280,7 @@ def _say(told: Fact, step: int, loss: float, chance: float, rule: Rule) -> Itera
     yield from rule.found([Hit(told.site, step, loss)], message, evidence=evidence)
 
 
-@rule(
-    "window-scale",
-    concludes="A step of fewer micro-batches has a gradient that is smaller in proportion.",
-    trust="history",
-    needs=(Need("param_grad", "l2"),),
-    wrong_if="Short windows are meant to count less.",
-    causes=(
-        "the loss is divided by a fixed number of micro-batches, and the last window of an epoch has fewer",
-        "the loss is not divided at all",
-    ),
-    fix="loss = loss / micro_batches_of_this_window",
-)
+@built_in("window-scale")
 def window_scale(
     rule: Rule,
     chart: Chart,

@@ -16,12 +16,11 @@ from torchtap.diagnosis.finding import Evidence, Finding
 from torchtap.diagnosis.rule_type import (
     LAST,
     Hit,
-    Need,
     Rule,
+    built_in,
     first_run,
     first_run_of,
     hit_at,
-    rule,
 )
 
 _STAGE = {"param": 0, "input": 1, "output": 1, "attention": 1, "value": 1}
@@ -46,23 +45,7 @@ class _Outbreak(NamedTuple):
     word: str  # NaN or inf
 
 
-@rule(
-    "nonfinite",
-    concludes="A value is NaN or infinite; the finding names the site where that began.",
-    trust="invariant",
-    needs=(Need("output", "nans"),),
-    wrong_if=(
-        "An infinity that an input, a buffer or an attention map always holds is a mask. Infinite gradients of a step "
-        "that a scaler skipped are its way of finding the scale. Both are passed over."
-    ),
-    causes=(
-        "a division by zero, log or sqrt of zero in this module",
-        "overflow of a half-precision number",
-        "a bad sample, if the site is an input",
-        "a learning rate that made the weights diverge",
-    ),
-    fix=("Look at this site's inputs at that step: everything before it in the step was finite."),
-)
+@built_in("nonfinite")
 def nonfinite(rule: Rule, chart: Chart) -> Iterable[Finding]:
     """The origin of the first value that is not a finite number."""
     nans, infs = chart.grid("nans", *_KINDS), chart.grid("infs", *_KINDS)
@@ -161,21 +144,8 @@ def is_half(place: ChartedSite) -> bool:
     return place.dtype == "float16"
 
 
-@rule(
-    "near-overflow",
-    concludes="A float16 value is next to the largest number of its dtype, 65,504.",
-    trust="limit",
-    needs=(Need("output", "absmax"),),
-    wrong_if="The value is a mask's large negative number.",
-    causes=("activations that grow with depth or steps",),
-    fix="torch.autocast('cuda', torch.bfloat16)  # bfloat16 has the range of float32",
-)
-def near_overflow(
-    rule: Rule,
-    chart: Chart,
-    *,
-    size: float = 60000.0,
-) -> Iterable[Finding]:
+@built_in("near-overflow")
+def near_overflow(rule: Rule, chart: Chart, *, size: float = 60000.0) -> Iterable[Finding]:
     """float16 values next to the largest there is."""
     found = chart.grid("absmax", "output", last=LAST, where=is_half)
     hits = []
@@ -189,22 +159,8 @@ def near_overflow(
     )
 
 
-@rule(
-    "underflow",
-    concludes="float16 gradients are so small that many become zero.",
-    trust="limit",
-    needs=(Need("grad_output", "absmax"), Need("grad_output", "zeros")),
-    wrong_if="The layer has nothing left to learn.",
-    causes=("no GradScaler", "a loss that is divided by too much"),
-    fix="scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
-)
-def underflow(
-    rule: Rule,
-    chart: Chart,
-    *,
-    share: float = 0.3,
-    length: int = 2,
-) -> Iterable[Finding]:
+@built_in("underflow")
+def underflow(rule: Rule, chart: Chart, *, share: float = 0.3, length: int = 2) -> Iterable[Finding]:
     """float16 gradients at the bottom of their range."""
     kinds = ("grad_output", "param_grad")
     sizes = chart.grid("absmax", *kinds, last=LAST, where=is_half)
@@ -222,18 +178,7 @@ def underflow(
     yield from rule.found(hits, message, evidence=evidence)
 
 
-@rule(
-    "loss-scale",
-    concludes="The gradient scaler leaves out update after update: its scale collapses.",
-    trust="invariant",
-    needs=(Need("output", "nans"),),
-    wrong_if="The scaler began far too high; it needs as many steps as it halves the scale.",
-    causes=(
-        "gradients that are infinite or NaN whatever the scale: an overflow in the forward",
-        "scaler.update() is missing",
-    ),
-    fix="Find the first value that is not finite; bfloat16 needs no scaler.",
-)
+@built_in("loss-scale")
 def loss_scale(
     rule: Rule,
     chart: Chart,

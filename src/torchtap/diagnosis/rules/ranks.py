@@ -32,11 +32,10 @@ from torchtap.diagnosis.replicas import (
 from torchtap.diagnosis.rule_type import (
     Flags,
     Hit,
-    Need,
     Rule,
+    built_in,
     first_run,
     of_the_model,
-    rule,
 )
 from torchtap.plan.names import read_name, site_name
 
@@ -58,20 +57,7 @@ def _say(
     yield from rule.found(hits, message, severity=severity, evidence=evidence)
 
 
-@rule(
-    "ranks-drift",
-    concludes=("A parameter that was the same on every rank no longer is: its gradient is not shared."),
-    trust="invariant",
-    needs=(Need("param", "l2"),),
-    wrong_if="The ranks are meant to go apart, as in local updates between rare averages.",
-    causes=(
-        "the forward is called on model.module, past the wrapper that shares gradients",
-        "no_sync() is left on, or the model was moved or changed after it was wrapped",
-        "gradients of a replicated parameter are clipped or reduced on one rank only",
-    ),
-    fix="loss = loss_of(ddp_model(x), y)  # the wrapped model, not ddp_model.module",
-    ranks=True,
-)
+@built_in("ranks-drift")
 def ranks_drift(rule: Rule, chart: Chart) -> Iterable[Finding]:
     """Equal at first, and then not."""
     steps = common_steps(chart)
@@ -99,18 +85,7 @@ def _odd_one(chart: Chart, each: Replicas, column: int, step: int) -> int | None
     return changed[0] if len(changed) == 1 else None
 
 
-@rule(
-    "ranks-apart",
-    concludes="Ranks share their gradients, but began with different weights.",
-    trust="invariant",
-    needs=(Need("param", "l2"),),
-    wrong_if="Never: a shared gradient belongs to one set of weights.",
-    causes=(
-        "each rank initialised its weights with a seed of its own, and nothing sent those of one to all",
-    ),
-    fix=("for p in model.parameters(): dist.broadcast(p.data, 0)  # or wrap it in DistributedDataParallel"),
-    ranks=True,
-)
+@built_in("ranks-apart")
 def ranks_apart(rule: Rule, chart: Chart) -> Iterable[Finding]:
     """Different from the start, though gradients are shared."""
     shared = {
@@ -171,22 +146,8 @@ def _alike(left: Numbers, right: Numbers) -> Flags:
     return np.asarray(np.where(there, left == right, True).all(axis=0) & there.any(axis=0), np.bool_)
 
 
-@rule(
-    "ranks-fed-alike",
-    concludes="Every rank trains on the same data: all but one do nothing new.",
-    trust="invariant",
-    needs=(Need("param", "l2"), Need("input", "l2")),
-    wrong_if="The ranks share one batch on purpose, to check each other.",
-    causes=("no DistributedSampler, or the same seed and no rank in it",),
-    fix="DataLoader(data, sampler=DistributedSampler(data))",
-    ranks=True,
-)
-def ranks_fed_alike(
-    rule: Rule,
-    chart: Chart,
-    *,
-    length: int = 3,
-) -> Iterable[Finding]:
+@built_in("ranks-fed-alike")
+def ranks_fed_alike(rule: Rule, chart: Chart, *, length: int = 3) -> Iterable[Finding]:
     """Replicas that each get the same batch."""
     given = _inputs(chart)
     replicated = _is_replicated(chart)
@@ -221,25 +182,8 @@ def _input_site(chart: Chart) -> str:
     return next((place.name for place in places if of_the_model(place)), ":input")
 
 
-@rule(
-    "ranks-disagree",
-    concludes=("Ranks that hold parts of one model get the same input and give different answers."),
-    trust="invariant",
-    needs=(Need("param", "l2"), Need("input", "l2"), Need("output", "l2")),
-    wrong_if="The answer is left in parts on purpose, for a loss that joins them.",
-    causes=(
-        "an all-reduce is missing, or is of the wrong group or operation",
-        "dropout draws other numbers on each rank",
-    ),
-    fix="dist.all_reduce(partial_sum)  # after each row-parallel layer",
-    ranks=True,
-)
-def ranks_disagree(
-    rule: Rule,
-    chart: Chart,
-    *,
-    length: int = 1,
-) -> Iterable[Finding]:
+@built_in("ranks-disagree")
+def ranks_disagree(rule: Rule, chart: Chart, *, length: int = 1) -> Iterable[Finding]:
     """One question, as many answers as ranks, in a model whose parts are spread over them."""
     given = _inputs(chart)
     if len(given) < len(chart.ranks) or _is_replicated(chart) is not False:
@@ -263,22 +207,7 @@ def ranks_disagree(
 _L2 = 2  # its place among the prints
 
 
-@rule(
-    "ranks-unreduced",
-    concludes=(
-        "Ranks update one and the same weight by different gradients: they were not reduced, or changed after."
-    ),
-    trust="invariant",
-    needs=(Need("param", "l2"), Need("param_grad", "l2")),
-    wrong_if="The ranks are meant to go apart, as in local updates between rare averages.",
-    causes=(
-        "no all-reduce of the gradient: past the wrapper, under no_sync(), or of a norm that every rank of a "
-        "tensor-parallel group has",
-        "one rank clips or scales its gradients by itself",
-    ),
-    fix=("dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)  # before optimizer.step(), on every rank"),
-    ranks=True,
-)
+@built_in("ranks-unreduced")
 def ranks_unreduced(
     rule: Rule,
     chart: Chart,
@@ -354,24 +283,7 @@ def _why(chart: Chart, step: int) -> tuple[str, tuple[str, ...], str]:
     return "", (), ""
 
 
-@rule(
-    "ranks-scale",
-    concludes=(
-        "Gradients are so many times, or one of so many parts of, the ranks' average as there are ranks."
-    ),
-    trust="invariant",
-    needs=(
-        Need("param_grad", "projection"),
-        Need("param_grad_local", "projection"),
-    ),
-    wrong_if=("Gradients are summed on purpose, and the loss or the learning rate is made for it."),
-    causes=(
-        "an all-reduce by hand beside the one of the wrapper",
-        "summed where an average belongs, or divided by the number of ranks twice",
-    ),
-    fix="loss.backward()  # the wrapper reduces; no dist.all_reduce(p.grad) after it",
-    ranks=True,
-)
+@built_in("ranks-scale")
 def ranks_scale(
     rule: Rule,
     chart: Chart,
@@ -421,28 +333,14 @@ def _ratios(chart: Chart, clear: float) -> tuple[Numbers, list[str]]:
         average = parts.mean(axis=0)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(
-                np.abs(average) > clear * size,
-                used[each.ranks[0]][each.place.name] / average,
-                np.nan,
+                np.abs(average) > clear * size, used[each.ranks[0]][each.place.name] / average, np.nan
             )
         rows.append(np.where(each.same, ratio, np.nan))
         sites.append(each.place.name)
     return np.array(rows), sites
 
 
-@rule(
-    "ranks-buffers",
-    concludes=("Buffers of one and the same model go apart: each rank evaluates, and saves, another model."),
-    trust="invariant",
-    needs=(Need("param", "l2"), Need("buffer", "l2")),
-    wrong_if="Each rank keeps a buffer of its own on purpose, such as a queue of samples.",
-    causes=(
-        "broadcast_buffers=False, or a wrapper that sends no buffers (FSDP)",
-        "batch norm without SyncBatchNorm in a loop that averages gradients by hand",
-    ),
-    fix="model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # before it is wrapped",
-    ranks=True,
-)
+@built_in("ranks-buffers")
 def ranks_buffers(rule: Rule, chart: Chart) -> Iterable[Finding]:
     """Batch norm that learns from a rank's own samples alone."""
     if any(own.facts(BROADCAST) for own in chart.ranks.values()):
@@ -468,18 +366,7 @@ def _stays_one(weights: list[Replicas], column: int) -> bool:
     )
 
 
-@rule(
-    "ranks-swapped",
-    concludes=(
-        "A rank goes on with the part of a weight that another rank held: shards were loaded in a wrong order."
-    ),
-    trust="invariant",
-    needs=(Need("param", "projection"), Need("update", "projection")),
-    wrong_if="Ranks change places on purpose, and everything that they hold with them.",
-    causes=("a checkpoint of shards is read by another numbering of ranks than it was written by",),
-    fix=("torch.distributed.checkpoint.load(state)  # or the file of this rank's own place in the mesh"),
-    ranks=True,
-)
+@built_in("ranks-swapped")
 def ranks_swapped(rule: Rule, chart: Chart) -> Iterable[Finding]:
     """A rank goes on with another rank's shard."""
     whole = {each.place.name for each in replicas(chart, "param") if each.stated or each.same_at_first}
@@ -547,19 +434,7 @@ def _on_ranks(chart: Chart, site: str) -> Numbers | None:
     return np.array(rows)
 
 
-@rule(
-    "rank-slow",
-    concludes="One rank takes much longer to its backward than every other: all wait for it.",
-    trust="threshold",
-    needs=(Need("value", "value"),),
-    wrong_if="The machine was busy with something else for a while.",
-    causes=(
-        "its data take longer to load: a slow disk, longer samples",
-        "its processor or device is slower, hot or shared",
-    ),
-    fix=("DataLoader(..., num_workers=n, persistent_workers=True)  # on that rank; then its device"),
-    ranks=True,
-)
+@built_in("rank-slow")
 def rank_slow(
     rule: Rule,
     chart: Chart,
@@ -591,19 +466,7 @@ def rank_slow(
             return
 
 
-@rule(
-    "rank-lost",
-    concludes="The record of a rank breaks off: its process was killed, or died.",
-    trust="invariant",
-    needs=(),
-    wrong_if="The process was ended on purpose, without closing its watch.",
-    causes=(
-        "out of memory, a fault of the machine, or a signal",
-        "an error on that rank alone, which its own log tells",
-    ),
-    fix="torchrun --max-restarts=3 ...  # and look into that rank's own log first",
-    ranks=True,
-)
+@built_in("rank-lost")
 def rank_lost(rule: Rule, chart: Chart) -> Iterable[Finding]:
     """A rank whose record breaks off."""
     lost = [rank for rank, end in chart.ends.items() if end == "interrupted" and rank in chart.ranks]
@@ -620,18 +483,7 @@ def rank_lost(rule: Rule, chart: Chart) -> Iterable[Finding]:
     yield from rule.found([Hit(":output", last[first], float(first))], message, severity="error")
 
 
-@rule(
-    "ranks-uneven",
-    concludes=(
-        "Ranks have different numbers of targets, and each divides its loss by its own: those of a few count more."
-    ),
-    trust="limit",
-    needs=(Need("value", "value"),),
-    wrong_if="Every sequence is to count the same, however long it is.",
-    causes=("the loss is divided by the rank's own count in place of all ranks'",),
-    fix="dist.all_reduce(count); loss = loss_sum * world_size / count",
-    ranks=True,
-)
+@built_in("ranks-uneven")
 def ranks_uneven(
     rule: Rule,
     chart: Chart,

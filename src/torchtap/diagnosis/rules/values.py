@@ -12,10 +12,9 @@ from torchtap.diagnosis.chart import EARLY, Chart, ChartedSite, ChartGrid, Numbe
 from torchtap.diagnosis.finding import Evidence, Finding, Severity
 from torchtap.diagnosis.rule_type import (
     LAST,
-    SETUP,
     Hit,
-    Need,
     Rule,
+    built_in,
     first_run,
     has_improved,
     hit_at,
@@ -25,27 +24,11 @@ from torchtap.diagnosis.rule_type import (
     is_main_weight,
     is_whole,
     of_the_model,
-    rule,
 )
 from torchtap.plan.names import site_name
 
 
-@rule(
-    "dead-units",
-    concludes="A large part of a layer's units fires for no sample, or gets no gradient from any.",
-    trust="invariant",
-    needs=(Need("param_grad", "dead_share", or_kind="output"),),
-    wrong_if=(
-        "The units are for inputs that are not in the data so far. If the other units fire for most samples, as in "
-        "a deep stack of fresh layers, nothing is reported: the units are off by the sign of a nearly constant value."
-    ),
-    causes=(
-        "a bias far below zero, or one huge step that pushed it there",
-        "a learning rate that is too large",
-        "inputs that are not scaled",
-    ),
-    fix="nn.init.zeros_(layer.bias)  # or nn.LeakyReLU() in place of nn.ReLU()",
-)
+@built_in("dead-units")
 def dead_units(
     rule: Rule,
     chart: Chart,
@@ -122,24 +105,8 @@ def _samples(chart: Chart) -> dict[str, float]:
     return found
 
 
-@rule(
-    "dead",
-    concludes="Nearly all values of an output are exactly zero, step after step.",
-    trust="threshold",
-    needs=(Need("output", "zeros"),),
-    wrong_if=(
-        "The output is sparse by design: a router, a mask, one-hot vectors. Parts of a tuple are passed over."
-    ),
-    causes=("units that never fire", "an input that is nearly all zero"),
-    fix="Look at the learning rate, the biases and what feeds this module.",
-)
-def dead(
-    rule: Rule,
-    chart: Chart,
-    *,
-    share: float = 0.99,
-    length: int = 5,
-) -> Iterable[Finding]:
+@built_in("dead")
+def dead(rule: Rule, chart: Chart, *, share: float = 0.99, length: int = 5) -> Iterable[Finding]:
     """An output that is nearly all zero."""
     found = chart.grid("zeros", "output", last=LAST, where=is_whole)
     hits = []
@@ -157,21 +124,8 @@ def dead(
         yield from rule.found(some, message, severity=severity, evidence=evidence)
 
 
-@rule(
-    "constant",
-    concludes="Every value of an output is one and the same number.",
-    trust="invariant",
-    needs=(Need("output", "std"), Need("output", "count")),
-    wrong_if="It is meant to be a constant.",
-    causes=("weights of zero", "an input that is all the same"),
-    fix="Look at the module's weights and at its input: the output does not depend on it.",
-)
-def constant(
-    rule: Rule,
-    chart: Chart,
-    *,
-    length: int = 3,
-) -> Iterable[Finding]:
+@built_in("constant")
+def constant(rule: Rule, chart: Chart, *, length: int = 3) -> Iterable[Finding]:
     """An output of many values that are all the same number, though not zero."""
     spread, sizes = (
         chart.grid("std", "output", last=LAST, where=is_whole),
@@ -189,19 +143,7 @@ def constant(
     yield from rule.found(hits, "every value of {site}{also} is the same number, {value:.3g}")
 
 
-@rule(
-    "collapsed",
-    concludes="The model's output hardly depends on its input any more.",
-    trust="limit",
-    needs=(Need("output", "between"), Need("input", "between")),
-    wrong_if="The right answer is the same for every sample.",
-    causes=(
-        "the last layers only learned their biases: dead units, vanished signals before them",
-        "targets that are all, or nearly all, the same",
-        "a learning rate that is too large, or too strong a weight decay",
-    ),
-    fix="Look at the first module, in order, whose output no longer differs between samples.",
-)
+@built_in("collapsed")
 def collapsed(
     rule: Rule,
     chart: Chart,
@@ -227,20 +169,7 @@ def collapsed(
     yield from rule.found(hits, message, evidence=evidence)
 
 
-@rule(
-    "saturated",
-    concludes="A hidden activation sits at the end of its range and passes no gradient.",
-    trust="limit",
-    needs=(Need("output", "rms"), Need("output", "mean")),
-    wrong_if=(
-        "The layer is a gate that is meant to be open or shut; the model's last layers are passed over."
-    ),
-    causes=(
-        "weights or inputs that are too large",
-        "a learning rate that is too large",
-    ),
-    fix="nn.init.xavier_normal_(layer.weight)  # and scale the inputs",
-)
+@built_in("saturated")
 def saturated(
     rule: Rule,
     chart: Chart,
@@ -280,29 +209,8 @@ def _room(
     return None
 
 
-@rule(
-    "exploding",
-    concludes="A value grew to many times the size that it had in the first steps.",
-    trust="history",
-    needs=(Need("output", "rms"),),
-    wrong_if=(
-        "It began at almost nothing, as a factor that is initialised with zero does; what grows while the loss falls "
-        "is passed over."
-    ),
-    causes=(
-        "a learning rate that is too large",
-        "no clipping of gradients, no normalisation",
-        "one bad batch",
-    ),
-    fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-)
-def exploding(
-    rule: Rule,
-    chart: Chart,
-    *,
-    times: float = 100.0,
-    length: int = 3,
-) -> Iterable[Finding]:
+@built_in("exploding")
+def exploding(rule: Rule, chart: Chart, *, times: float = 100.0, length: int = 3) -> Iterable[Finding]:
     """A size far beyond what it was in the first steps, and not on its way back."""
     hits: list[Hit] = []
     for kind in ("output", "grad_output", "param_grad"):
@@ -342,19 +250,7 @@ def _early_sizes(values: Numbers) -> Numbers:
     return np.asarray(first.max(axis=1), np.float64)
 
 
-@rule(
-    "vanishing",
-    concludes="Gradients shrink from layer to layer: the layers near the input hardly learn.",
-    trust="limit",
-    needs=(Need("grad_output", "rms"),),
-    wrong_if="Other ways through the model carry the gradient past these layers.",
-    causes=(
-        "a deep stack of sigmoid or tanh layers",
-        "weights that are initialised too small for the depth",
-        "no residual connections, no normalisation",
-    ),
-    fix=("nn.ReLU() or nn.GELU() in place of nn.Sigmoid(), with nn.init.kaiming_normal_(layer.weight)"),
-)
+@built_in("vanishing")
 def vanishing(
     rule: Rule,
     chart: Chart,
@@ -395,25 +291,8 @@ def _fades(sizes: Numbers, total: float) -> bool:
     return bool((np.diff(logs) > 0).mean() >= 0.75)
 
 
-@rule(
-    "fading",
-    concludes="One layer's gradient has all but gone, while those of other layers go on.",
-    trust="history",
-    needs=(Need("grad_output", "rms"),),
-    wrong_if="The layer has nothing left to learn.",
-    causes=(
-        "an activation that saturated or died behind it",
-        "a gate that has shut",
-    ),
-    fix="Look at the map of gradients for the layer where they shrink.",
-)
-def fading(
-    rule: Rule,
-    chart: Chart,
-    *,
-    share: float = 1e-05,
-    length: int = 5,
-) -> Iterable[Finding]:
+@built_in("fading")
+def fading(rule: Rule, chart: Chart, *, share: float = 1e-05, length: int = 5) -> Iterable[Finding]:
     """A gradient far below what it was in the first steps, while others of its kind are not."""
     found = chart.grid("rms", "grad_output", where=is_main_layer).recorded()
     if not found or found.values.shape[1] < 16 or len(found.places) < 2:
@@ -435,18 +314,7 @@ def fading(
     )
 
 
-@rule(
-    "shrinking",
-    concludes=("Weights shrink everywhere and fast: something other than the loss pulls them to zero."),
-    trust="history",
-    needs=(Need("param", "rms"),),
-    wrong_if="They began far too large, and the loss makes them smaller.",
-    causes=(
-        "weight decay, times the learning rate, is too strong",
-        "a penalty on the weights outweighs the loss",
-    ),
-    fix="optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)",
-)
+@built_in("shrinking")
 def shrinking(
     rule: Rule,
     chart: Chart,
@@ -474,18 +342,7 @@ def shrinking(
             return
 
 
-@rule(
-    "init-too-large",
-    concludes="Fresh weights are so large that values grow by a factor with each layer.",
-    trust="limit",
-    needs=(SETUP, Need("param", "rms"), Need("output", "rms")),
-    wrong_if="The weights are trained already; fresh weights alone are judged.",
-    causes=(
-        "an initialisation with too large a deviation",
-        "a factor for another fan-in",
-    ),
-    fix="nn.init.kaiming_normal_(layer.weight)",
-)
+@built_in("init-too-large")
 def init_too_large(
     rule: Rule,
     chart: Chart,
@@ -502,7 +359,7 @@ def init_too_large(
     if len(grown) < (1 if answer > answer else layers):
         return
     # Where norms follow, the size of weights does not matter: values have to have grown.
-    if answer <= answer / 2 and max(size for _, _, size in grown) < 2 * gain:
+    if answer <= answer / 2 and max(size for _, _, size in grown) < 1.5 * gain:
         return
     step = int(chart.steps[0])
     hits = [replace(hit_at(place, step, gain), order=n) for n, (place, gain, _) in enumerate(grown)]
@@ -540,24 +397,8 @@ def _fan_in(place: ChartedSite) -> float:
     return float(np.prod(place.shape[1:]))
 
 
-@rule(
-    "unscaled-input",
-    concludes=("The model's input is far from unit size, and its first layer takes it as it is."),
-    trust="threshold",
-    needs=(Need("input", "rms"), Need("output", "rms")),
-    wrong_if="The weights were trained on inputs of this size.",
-    causes=(
-        "pixels from 0 to 255 that were not divided",
-        "features that were not standardised",
-    ),
-    fix="x = x.float() / 255  # or transforms.Normalize(mean, std)",
-)
-def unscaled_input(
-    rule: Rule,
-    chart: Chart,
-    *,
-    size: float = 30.0,
-) -> Iterable[Finding]:
+@built_in("unscaled-input")
+def unscaled_input(rule: Rule, chart: Chart, *, size: float = 30.0) -> Iterable[Finding]:
     """Numbers of the size of raw pixels into a layer that does not normalise them."""
     inputs = chart.grid("rms", "input", where=of_the_model)
     outputs = chart.grid("rms", "output", where=is_main_layer)
