@@ -15,10 +15,8 @@ import torchtap as tt
 from torchtap._torch_distributed import MeshAxis, _boxes
 from torchtap.errors import PlanError
 from torchtap.placement import Axis, Box, Placement, Share, placement_of, read_layout
-from torchtap.ranks.folding import RankFold, needed, way_of
+from torchtap.ranks.fold import RankFold, needed, quantile, share_of, share_out, way_of
 from torchtap.ranks.launches import find_launches
-from torchtap.ranks.sharing import share_out
-from torchtap.ranks.sketch import quantile, share_of
 from torchtap.store.files.folder import LocalFolder
 from torchtap.store.write.writer import RunWriter
 

@@ -232,7 +232,7 @@ def watch(
         # Loaded here, as whatever a session may do without: starting is felt.
         from torchtap.session.manifest import run_manifest
         from torchtap.session.model_tree import environment
-        from torchtap.store.read.earlier import recorded_steps
+        from torchtap.store.read.lookup import recorded_steps
         from torchtap.store.write.writer import RunWriter
 
         here = identity()

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchtap.session.coverage import Missing
-from torchtap.store.read.show import compact
+from torchtap.store.read.lookup import compact
 from torchtap.store.record import ScalarBlock
 
 __all__ = ["print_summary"]

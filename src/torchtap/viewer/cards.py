@@ -16,8 +16,8 @@ import numpy as np
 
 from torchtap.errors import TorchtapError
 from torchtap.store.files.folder import LocalFolder
-from torchtap.store.format.seal import load_json
-from torchtap.store.read.phases import in_order
+from torchtap.store.format.checksum import load_json
+from torchtap.store.read.lookup import in_order
 from torchtap.viewer.downsample import extremes
 
 if TYPE_CHECKING:
