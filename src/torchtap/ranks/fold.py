@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError
-from torchtap.placement import Axis, Placement
+from torchtap.placement import Axis, Placement, Share
 
 __all__ = ["SUMS", "How", "RankFold", "Sharing", "needed", "quantile", "share_of", "share_out", "way_of"]
 
@@ -43,15 +43,28 @@ class Sharing(NamedTuple):
     expected: int = 1  # how many parts there should be
     missing: tuple[str, ...] = ()  # where they would be: "dp 1"
     why_own: Literal["unknown", "partial"] | None = None  # why only one place of some axis is shown
-    is_batch: bool = True  # whether parts are samples, and not pieces of a tensor
+    is_batch: bool = True  # parts are samples, not pieces of a tensor
+    summands: tuple[Sharing, ...] = ()  # of a sum over ranks: how the ranks of each summand share theirs
+    averaged: bool = False  # the whole is the mean of its summands, not the sum
+
+    def is_whole(self, statistic: str, how: How) -> bool:
+        """Return True if folding gives the statistic of the whole, False if it is that of some ranks.
+
+        The mean of a sum is the sum of the means, and the summands have the shape of the sum. No other statistic of
+        a sum follows from those of its summands.
+        """
+        if self.why_own is not None:
+            return self.why_own == "partial" and statistic in ("mean", "count")
+        return len(self.parts) == 1 or how != "own"
 
 
 def share_out(placements: Mapping[int, Placement | None], *, summed: bool = False) -> Sharing:
-    """How the values of some ranks belong together; ``summed`` has parts of a sum among the parts."""
+    """Return how the values of some ranks belong together; ``summed`` counts the parts of a sum among the parts."""
     ranks = sorted(placements)
     known = _of_one_mesh({rank: placements[rank] for rank in ranks})
     if known is None:
         return Sharing((tuple(ranks[:1]),), why_own="unknown" if len(ranks) > 1 else None)
+    everyone = known
     known, why = _at_one_place(known, summed)
     axes = next(iter(known.values())).axes
     dividing = [number for number, axis in enumerate(axes) if _divides(axis, summed)]
@@ -63,11 +76,30 @@ def share_out(placements: Mapping[int, Placement | None], *, summed: bool = Fals
         _missing(divided, groups),
         why,
         is_batch=all(axis.share.kind == "batch" for axis in divided),
+        **(_summands(everyone, axes) if why == "partial" else {}),
     )
 
 
+def _summands(everyone: Mapping[int, Placement], axes: Sequence[Axis]) -> dict[str, Any]:
+    """Return how each summand of a sum over ranks is shared; nothing if a summand is missing or ranks do not add."""
+    adding = [number for number, axis in enumerate(axes) if axis.share.kind == "partial"]
+    ops = {axes[number].share.op or "sum" for number in adding}
+    groups = _by_place(everyone, adding)
+    if (
+        not ops <= {"sum", "avg"}
+        or len(ops) > 1
+        or len(groups) < prod(axes[number].size for number in adding)
+    ):
+        return {}
+    plain = dict.fromkeys([axes[number].name for number in adding], Share("replicate"))
+    shared = (
+        share_out({rank: everyone[rank].with_shares(plain) for rank in each}) for each in groups.values()
+    )
+    return {"summands": tuple(shared), "averaged": ops == {"avg"}}
+
+
 def _of_one_mesh(placements: Mapping[int, Placement | None]) -> dict[int, Placement] | None:
-    """The ranks of the lowest mesh; None where some rank's placement is not known or the ranks' meshes differ."""
+    """Return the ranks of the lowest mesh; None if a rank's placement is not known or the ranks' meshes differ."""
     known = {rank: placed for rank, placed in placements.items() if placed is not None}
     if not known or len(known) < len(placements):
         return None
@@ -79,7 +111,7 @@ def _of_one_mesh(placements: Mapping[int, Placement | None]) -> dict[int, Placem
 def _at_one_place(
     known: dict[int, Placement], summed: bool
 ) -> tuple[dict[int, Placement], Literal["unknown", "partial"] | None]:
-    """Only the ranks at the lowest place of each axis along which values are not put together, and why."""
+    """Return the ranks at the lowest place of each axis along which values are not put together, and why."""
     why: Literal["unknown", "partial"] | None = None
     for number, axis in enumerate(next(iter(known.values())).axes):
         kind = axis.share.kind
@@ -91,7 +123,7 @@ def _at_one_place(
 
 
 def _by_place(known: Mapping[int, Placement], axes: list[int]) -> dict[tuple[int, ...], list[int]]:
-    """The ranks at each place along some axes."""
+    """Group ranks by their place along some axes."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, placed in known.items():
         groups.setdefault(tuple(placed.axes[number].at for number in axes), []).append(rank)
@@ -107,7 +139,7 @@ def _signature(placed: Placement) -> tuple[tuple[str, int, str], ...]:
 
 
 def _missing(axes: list[Axis], groups: Mapping[tuple[int, ...], list[int]]) -> tuple[str, ...]:
-    """The places of divided axes at which no rank has the value, along each axis by itself."""
+    """Return the places of divided axes at which no rank has the value, along each axis by itself."""
     found = []
     for number, axis in enumerate(axes):
         here = {key[number] for key in groups}
@@ -132,14 +164,14 @@ _ENDS: dict[str, How] = {"min": "min", "max": "max", "absmax": "max"}
 
 
 def way_of(statistic: str) -> How:
-    """How parts of a statistic fold; what is none of those that are known is each rank's own."""
+    """Return how parts of a statistic fold. A statistic that is not known is each rank's own."""
     if statistic in _MOMENTS:
         return "moments"
     return "sum" if statistic in SUMS else _ENDS.get(statistic, "own")
 
 
 def needed(statistic: str) -> tuple[str, ...]:
-    """The columns that folding a statistic takes. The first one tells where there is a value at all."""
+    """Return the columns that folding a statistic needs. The first one shows where there is a value at all."""
     if statistic in _MOMENTS:
         return _MOMENTS[statistic]
     return ("count", statistic) if way_of(statistic) in ("min", "max") else (statistic,)
@@ -160,7 +192,7 @@ class RankFold:
         self._weight = np.zeros(shape)
 
     def add(self, columns: Columns, weight: Numbers | None = None) -> None:
-        """Fold one more part in. ``weight`` is how many values a mean is of."""
+        """Fold one more part. ``weight`` is the number of values of a mean."""
         statistic = self._statistic
         names = needed(statistic) if self._how != "mean" else (statistic,)
         here = ~np.isnan(columns[names[0]])
@@ -206,7 +238,7 @@ class RankFold:
         self._merge(finite, _zero(columns["mean"]), _zero(columns["std"]) if statistic == "std" else None)
 
     def _merge(self, count: Numbers, mean: Numbers, std: Numbers | None) -> None:
-        """Two means, and two deviations from them, as one; halves keep means at opposite ends of the range finite."""
+        """Merge two means and their deviations. Halves keep means at opposite ends of the range finite."""
         total = self._count + count
         some = np.maximum(total, 1.0)
         share, keep = count / some, self._count / some
@@ -225,7 +257,7 @@ class RankFold:
         self._count = total
 
     def result(self, parts: int | npt.NDArray[np.int64]) -> tuple[Numbers, npt.NDArray[np.bool_]]:
-        """The folded numbers, and where at least so many parts had a value."""
+        """Return the folded numbers, and where at least ``parts`` parts had a value."""
         statistic, count = self._statistic, self._count
         with np.errstate(all="ignore"):
             if self._how == "mean":
@@ -244,7 +276,7 @@ class RankFold:
 
 
 def _zero(numbers: Numbers) -> Numbers:
-    """Nothing counts as zero."""
+    """Replace NaN by zero."""
     return np.where(np.isnan(numbers), 0.0, numbers)
 
 
@@ -255,7 +287,7 @@ _LOW, _HIGH = -64, 64  # exponents of two between which the bins lie
 
 
 def share_of(statistic: str) -> float | None:
-    """The share that a statistic such as ``p99.9`` names; None for any other."""
+    """Return the share that a statistic such as ``p99.9`` names; None for any other."""
     try:
         share = float(statistic[1:]) / 100 if statistic[:1] == "p" else -1.0
     except ValueError:
@@ -264,7 +296,7 @@ def share_of(statistic: str) -> float | None:
 
 
 def quantile(sketches: Sequence[np.ndarray], share: float) -> float:
-    """The value below which so large a share of all values lies."""
+    """Return the value below which this share of all values lies."""
     fine = {int(sketch[0, 1]) for sketch in sketches if sketch.ndim == 2 and sketch.shape[1] >= 2}
     if len(fine) != 1 or not 1 <= (per_octave := fine.pop()) <= 1 << 20:
         raise RunCorruptError("sketches of quantiles are not alike, or are none")

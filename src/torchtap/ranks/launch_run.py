@@ -151,6 +151,8 @@ class LaunchRun:
     def _of_sharing(
         self, sites: Sequence[str], statistic: str, phase: str, sharing: Sharing, lenient: bool
     ) -> Block:
+        if statistic == "mean" and sharing.summands:
+            return self._mean_of_sum(sites, phase, sharing, lenient)
         how = self.way(statistic, sharing)
         if how == "quantile":
             return self._quantiles(sites, statistic, phase, sharing, lenient)
@@ -162,6 +164,31 @@ class LaunchRun:
             fold.add(*self._columns(part, sites, statistic, phase, how, steps, lenient))
         values, whole = fold.result(1 if lenient else len(sharing.parts))
         return Block(steps, values, whole).filled()
+
+    def _mean_of_sum(self, sites: Sequence[str], phase: str, sharing: Sharing, lenient: bool) -> Block:
+        """Return the mean of a value that is the sum of the ranks': the sum of their means, if all are finite."""
+        names = ("mean", "nans", "infs")
+        found = [
+            [self._of_sharing(sites, name, phase, summand, lenient) for name in names]
+            for summand in sharing.summands
+        ]
+        steps = np.unique(np.concatenate([means.steps for means, _, _ in found]))
+        total = np.zeros((len(sites), len(steps)))
+        there = np.ones(total.shape, np.bool_)
+        for means, nans, infs in found:
+            own = means.at(steps)
+            total += np.where(own.there, own.values, 0.0)
+            there &= own.there
+            for count in (nans.at(steps), infs.at(steps)):
+                there &= ~(count.there & (count.values > 0))
+        return Block(steps, total / len(found) if sharing.averaged else total, there).filled()
+
+    def is_whole(self, site: str, statistic: str, step: int | None, phase: str) -> bool:
+        """Return True if a statistic is that of the whole value, False if it is only that of some ranks' parts."""
+        if self.launch.world <= 1 and len(self.launch.attempts) == 1:
+            return True
+        sharing = self.sharing(site, step, phase)
+        return sharing.is_whole(statistic, self.way(statistic, sharing))
 
     def way(self, statistic: str, sharing: Sharing) -> How:
         """Return how a statistic folds over such parts."""

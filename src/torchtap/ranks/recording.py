@@ -248,6 +248,10 @@ class Recording:
             return self._last.placement(site, None, phase)
         return self._at(step).placement(site, step, phase)
 
+    def is_whole(self, site: str, statistic: str, step: int | None, phase: str) -> bool:
+        launch = self._last if step is None else self._at(step)
+        return site not in launch.holders() or launch.is_whole(site, statistic, step, phase)
+
     def _at(self, step: int) -> LaunchRun:
         """Return the launch that owns a step."""
         owners = (launch for launch, own, _ in self._in_turn() if own is None or step in own)

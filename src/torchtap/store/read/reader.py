@@ -247,6 +247,16 @@ class Run:
         self._check(site)
         return self._recording.placement(site, step, self.phase_of(site) if phase is None else phase)
 
+    def is_whole(self, site: str, statistic: str, step: int | None = None, phase: str | None = None) -> bool:
+        """Return True if `series` gives this statistic of the whole value; False if it is one rank's own.
+
+        A statistic does not fold over ranks if the ranks hold summands of the value (except its mean), if their parts
+        are not known, or if it is a metric without an ``aggregate``. Always True for a run of one rank.
+        """
+        self._check(site)
+        chosen = self.phase_of(site) if phase is None else phase
+        return self._recording.is_whole(site, statistic, step, chosen)
+
     def statistics(self, site: str | None = None) -> list[str]:
         """The statistics recorded of a site, or of any."""
         if site is not None:
