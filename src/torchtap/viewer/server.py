@@ -9,7 +9,6 @@ Not here: who may ask (`security`), what is answered (`routes`), the page (`asse
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import socket
 import threading
@@ -17,6 +16,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, final
 
 from torchtap.errors import RunError, SelectionError, TorchtapError, needing
+from torchtap.sanitize import parse_json
 from torchtap.viewer.assets import FILES, asset
 from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.manage import manage
@@ -88,7 +88,7 @@ def _runs(catalog: Catalog, parameters: dict[str, str], managed: bool) -> bytes:
 
 def _change(catalog: Catalog, body: bytes) -> tuple[int, bytes]:
     try:
-        return 200, encode_json(manage(catalog, json.loads(body[:100_000])))
+        return 200, encode_json(manage(catalog, parse_json(body[:100_000])))
     except Refused as refused:
         return refused.status, encode_json({"error": str(refused)})
     except ValueError:
