@@ -1,4 +1,4 @@
-"""Where records go besides the run folder: one leaf file for each sink, none of them imported before it is used.
+"""Send records to other tools than the run folder. Each sink is imported when it is first used.
 
 Every sink is a `torchtap.store.record.Consumer`; `torchtap.testing.SinkContract` is what it is held to.
 """

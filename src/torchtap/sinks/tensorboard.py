@@ -51,7 +51,7 @@ class TensorBoardSink:
         self._writer: Any = place if isinstance(place, SummaryWriter) else SummaryWriter(os.fspath(place))
 
     def name_by(self, label: Callable[[str, str, str], str]) -> None:
-        """Name numbers by another function of site, statistic and phase. `ModuleMonitor` asks for its own keys."""
+        """Name numbers by another function of site, statistic and phase. `ModuleMonitor` passes its own keys."""
         self._choice.name_by(label)
 
     def write(self, record: StepRecord) -> None:
@@ -86,7 +86,7 @@ class TensorBoardSink:
             num=int(count.sum()),
             sum=float((count * middle).sum()),
             sum_squares=float((count * middle**2).sum()),
-            # each bucket is named by its right end; the first, empty one says where the second begins
+            # each bucket is named by its right end; the first, empty one marks the start of the second
             bucket_limits=edge.tolist(),
             bucket_counts=[0.0, *count.tolist()],
             global_step=record.step,

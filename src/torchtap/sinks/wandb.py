@@ -56,7 +56,7 @@ class WandbSink:
         self._defined: set[str] = set()
 
     def name_by(self, label: Callable[[str, str, str], str]) -> None:
-        """Name numbers by another function of site, statistic and phase. `ModuleMonitor` asks for its own keys."""
+        """Name numbers by another function of site, statistic and phase. `ModuleMonitor` passes its own keys."""
         self._choice.name_by(label)
 
     def write(self, record: StepRecord) -> None:
