@@ -187,7 +187,7 @@ OTHER_TEXT = {
     "monitors/torch_module_monitor.py": "a module's dotted name",
     "reduce/full.py": "a slice",
     "registry.py": "module:attribute of an entry point",
-    "sinks/registry.py": "sink:place on a command line",
+    "sinks/selection.py": "sink:place on a command line",
     "hooks/stand_ins.py": "a class's dotted name",
     "forms/instrument/program_gate.py": "an operator's dotted name",
     "viewer/server.py": "host:port",

@@ -5,14 +5,9 @@ Every sink is a `torchtap.store.record.Consumer`; `torchtap.testing.SinkContract
 
 from __future__ import annotations
 
-from torchtap.sinks.callback import CallbackSink
-from torchtap.sinks.json_lines import JsonLinesSink
-from torchtap.sinks.memory import MemorySink
-from torchtap.sinks.mlflow import MlflowSink
-from torchtap.sinks.registry import make_sink, sink_names
-from torchtap.sinks.tensorboard import TensorBoardSink
-from torchtap.sinks.trackio import TrackioSink
-from torchtap.sinks.wandb import WandbSink
+from torchtap.sinks.local import CallbackSink, JsonLinesSink, MemorySink
+from torchtap.sinks.selection import make_sink, sink_names
+from torchtap.sinks.trackers import MlflowSink, TensorBoardSink, TrackioSink, WandbSink
 
 __all__ = [
     "CallbackSink",

@@ -10,17 +10,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.errors import SelectionError
+from torchtap.errors import PlanError, SelectionError
 from torchtap.plan.names import read_name
 from torchtap.plan.sites import Selectable, Selector, Site
-from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
+from torchtap.registry import Registry
+from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 
-__all__ = ["Choice", "label", "place_of"]
+__all__ = ["SINKS", "Choice", "label", "make_sink", "place_of", "sink_names"]
 
 
 def place_of(name: str) -> tuple[str, str]:
@@ -167,3 +168,40 @@ def _picks(selector: Selector, site: str) -> bool:
         return selector.picks(Site.parse(site))
     except SelectionError:  # an alias: it can be selected by its own name
         return selector.text in (site, f"{site}:output")
+
+
+SINKS = Registry(
+    what="sink",
+    group="torchtap.sinks",
+    built_in={
+        "jsonl": "torchtap.sinks.local:JsonLinesSink",
+        "memory": "torchtap.sinks.local:MemorySink",
+        "mlflow": "torchtap.sinks.trackers:MlflowSink",
+        "tensorboard": "torchtap.sinks.trackers:TensorBoardSink",
+        "trackio": "torchtap.sinks.trackers:TrackioSink",
+        "wandb": "torchtap.sinks.trackers:WandbSink",
+    },
+    error=PlanError,
+)
+
+
+def sink_names() -> list[str]:
+    """The names of all sinks there are, without importing them."""
+    return SINKS.names()
+
+
+def make_sink(spec: str, **options: Any) -> Consumer:
+    """The sink that a text such as ``tensorboard:logs/`` stands for."""
+    name, _, target = spec.partition(":")
+    make = SINKS.load(name)
+    if not target:
+        if name in ("jsonl", "tensorboard"):
+            raise PlanError(f"the sink {name!r} needs a place to write to, as in '{name}:some/path'")
+        made: Consumer = make(**options)
+    elif name == "memory":
+        if not target.isdecimal():
+            raise PlanError(f"the sink {spec!r}: say how many records to hold, as in 'memory:100'")
+        made = make(int(target), **options)
+    else:
+        made = make(target, **options)
+    return made
