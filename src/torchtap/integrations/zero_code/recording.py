@@ -32,7 +32,7 @@ from torchtap.reduce.registry import reduction_from_spec
 from torchtap.session.front import watch
 from torchtap.session.step_loss import StepLoss
 from torchtap.session.watching import Watch
-from torchtap.sinks.registry import make_sink
+from torchtap.sinks.selection import make_sink
 
 __all__ = ["TrainingRecording", "begin", "taps_of"]
 
