@@ -69,7 +69,7 @@ class Placing:
 
     # -- while the model runs -----------------------------------------------------------------------------
 
-    def see_inputs(self, _: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def see_inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Remember how many samples the model is given: what has another size is no part of a batch."""
         if not self._given:
             found = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim())
