@@ -43,6 +43,7 @@ class Entry(EntryFields):
         "also",
         "dtype",
         "folds",
+        "how",
         "live_folds",
         "measured",
         "name",
@@ -64,6 +65,7 @@ class Entry(EntryFields):
         self.live_folds: tuple[Fold, ...] = ()
         self.shape: tuple[int, ...] | None = None  # of the first value; None means that none ever came
         self.dtype: torch.dtype | None = None
+        self.how = ""  # how the value was obtained, if not by reading it
 
 
 @final
