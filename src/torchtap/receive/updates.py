@@ -34,7 +34,7 @@ from torchtap._torch_distributed import local_part, spec_of
 from torchtap.plan.budget import allowance
 from torchtap.plan.sites import Place
 from torchtap.receive import reasons
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.held import Held
 from torchtap.receive.receiver import Receiver
 from torchtap.reduce.crossing import Crossing
@@ -363,7 +363,7 @@ class _Asked(NamedTuple):
     """A parameter whose updates live taps ask for."""
 
     parameter: Tensor
-    ports: tuple[LivePort, ...]
+    ports: tuple[PortState, ...]
 
 
 @final
@@ -390,7 +390,7 @@ class UpdateReader:
         """Return True if any update is asked for."""
         return bool(self._asked)
 
-    def arm(self, asked: Iterable[tuple[Tensor, tuple[LivePort, ...]]]) -> None:
+    def arm(self, asked: Iterable[tuple[Tensor, tuple[PortState, ...]]]) -> None:
         """Measure the updates of these parameters from now on."""
         self._asked = {}
         for parameter, ports in asked:
@@ -533,7 +533,7 @@ class UpdateReader:
         for port in asked.ports:
             self._take_sizes(port, asked.parameter, sizes, scale)
 
-    def _take_sizes(self, port: LivePort, parameter: Tensor, sizes: Sizes, scale: float) -> None:
+    def _take_sizes(self, port: PortState, parameter: Tensor, sizes: Sizes, scale: float) -> None:
         self._held.take_number(port, port.leaf, "ratio", sizes.ratio)
         if spec_of(parameter) is not None:  # ranks' ratios are folded with it
             self._held.take_number(port, port.leaf, "weight_l2", sizes.before * scale**0.5)
