@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchtap.errors import PlanError, SessionError
 from torchtap.forms.attach import tree_of
-from torchtap.hooks.ways import WayName
+from torchtap.hooks.hooks import WayName
 from torchtap.plan.names import Kind
 from torchtap.plan.plan import Plan, candidates, make_plan
 from torchtap.plan.sites import Selectable, places
