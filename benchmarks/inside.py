@@ -19,11 +19,10 @@ from torchtap.diagnosis.flight.step import PassKeeper
 from torchtap.diagnosis.probes.loop import GradientProbe
 from torchtap.diagnosis.probes.losses import LossProbe
 from torchtap.diagnosis.probes.model import FunctionProbe, HiddenProbe, PaddingProbe
-from torchtap.hooks.untraced import Hook
+from torchtap.hooks.conceal import Hook
 from torchtap.receive import by_name, training
 from torchtap.receive.losses import LossCatcher
 from torchtap.receive.receiver import Receiver
-from torchtap.reduce import kernel
 from torchtap.session.watching import Watch
 
 __all__ = ["Spent", "row_of_share", "timed_inside"]
@@ -32,8 +31,6 @@ _ENTRIES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Hook, ("__call__",)),
     (Receiver, ("take_gradient",)),
     (by_name, ("take",)),  # from a compiled graph
-    *((getattr(kernel.hearing, each), ("__call__",))  # what autograd's nodes call
-      for each in ("Listener", "BaseListener") if kernel.hearing is not None),
     (training, ("_tell_ready", "_after_step")),
     (PassKeeper, ("take_seed",)),
     (FunctionProbe, ("_quietly",)),

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from torchtap.placement import Placement
 from torchtap.plan.names import kind_of, read_name, site_name
 from torchtap.sanitize import shown
-from torchtap.store.read.phases import TRAINING
+from torchtap.store.read.lookup import TRAINING
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run

@@ -31,8 +31,8 @@ from torchtap.diagnosis.finding import Evidence, Finding, Findings, Severity, Un
 from torchtap.diagnosis.rule_type import Flags, first_run
 from torchtap.errors import DiagnosisError, OutputError
 from torchtap.plan.names import kind_of
-from torchtap.sanitize import shown
-from torchtap.store.read.phases import TRAINING
+from torchtap.sanitize import open_file, parse_json, shown
+from torchtap.store.read.lookup import TRAINING
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
@@ -114,7 +114,7 @@ def read_invariants(path: str | os.PathLike[str]) -> Invariants:
     """The invariants of a file that `torchtap learn` wrote."""
     place = os.fspath(path)
     try:
-        with open(place, "rb") as opened:
+        with open_file(place) as opened:
             raw = opened.read(_LARGEST + 1)
     except (OSError, ValueError) as error:
         raise DiagnosisError(f"the invariants at {place} cannot be read: {error}") from error
@@ -123,16 +123,12 @@ def read_invariants(path: str | os.PathLike[str]) -> Invariants:
             f"{place} has more than {_LARGEST} bytes: it is no file that `torchtap learn` wrote"
         )
     try:
-        return _invariants(json.loads(raw, parse_constant=_refuse))
+        return _invariants(parse_json(raw, strict=True))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise DiagnosisError(
             f"{place} is not a file of invariants, or damaged ({type(error).__name__}: {error}); "
             "`torchtap learn GOOD_RUN... -o FILE` writes one"
         ) from error
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
 
 
 def _invariants(read: Any) -> Invariants:

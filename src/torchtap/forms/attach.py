@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from torchtap._torch import compiled_function, runs_compiled
 from torchtap.errors import FormError
-from torchtap.hooks.ways import WayName
+from torchtap.hooks.hooks import WayName
 from torchtap.receive.eager import Attachment, EagerAttachment
 from torchtap.receive.receiver import Receiver
 
@@ -63,13 +63,12 @@ def attach(
     receiver: Receiver,
     way: WayName = "hook",
     site_map: SiteMap | None = None,
-    form: str | None = None,
 ) -> Attachment:
-    """An attachment for this model's form, if that is known already.
+    """Return an attachment for the form of this model.
 
     A map tells which values of a graph are which sites.
     """
-    form = form or form_of(model)
+    form = form_of(model)
     if way != "hook" and form != "eager":
         raise FormError(f"way={way!r} is for eager models, and this one is {form}: leave it out")
     match form:
@@ -93,7 +92,9 @@ def attach(
             from torchtap.forms.op.emitting import attach_emitting
 
             return attach_emitting(model, receiver)
-    return EagerAttachment(model, receiver, way)
+    from torchtap.forms.op.traced import GraphEmitter
+
+    return EagerAttachment(model, receiver, way, GraphEmitter())
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from torchtap.plan.tap import tap
 from torchtap.reduce import Full, Sample, Stats
 from torchtap.session.front import watch
 from torchtap.session.manifest import run_manifest
-from torchtap.sinks.memory import MemorySink
+from torchtap.sinks.local import MemorySink
 from torchtap.spi import RunWriter, ScalarBlock, StepRecord, environment, untouched, unwrap
 from torchtap.store.read.reader import open_run
 

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from torchtap._torch import pytree
 from torchtap.errors import FormError, MissingExtraError, PlanError
+from torchtap.forms.copy_model import copy_with_shared_tensors
 from torchtap.forms.instrument.program_gate import check_tree
 from torchtap.forms.op.emitting import EmittingModel
-from torchtap.hooks.arguments import Args, Function, Kwargs
-from torchtap.hooks.copying import copy_with_shared_tensors
-from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.leaves import Args, Function, Kwargs, input_leaves, leaves
 from torchtap.hooks.visit import Call, Stop, Visiting
 from torchtap.plan.names import site_name
 from torchtap.plan.plan import Plan, make_plan
 from torchtap.plan.sites import Selectable
 from torchtap.plan.tap import Tap
+from torchtap.sanitize import parse_json
 
 __all__ = ["ExtraOutputs", "extra_outputs", "load_onnx"]
 
@@ -187,7 +187,7 @@ def _described(path: str | Path, text: str) -> tuple[tuple[str, ...], pytree.Tre
     """What the file says of its extra outputs: their sites, how to put the model's own together, and what is constant
     in them."""
     try:
-        noted = json.loads(text)
+        noted = parse_json(text)
         spec = noted.get("spec")
         if spec:
             check_tree(spec)  # torch imports the classes that a tree names

@@ -28,11 +28,12 @@ from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
 from torchtap.plan.next_live import Pace
 from torchtap.plan.tap import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
+from torchtap.sanitize import say
 from torchtap.session.front import watch
 from torchtap.session.pulse import Pulse, pulse_of
 from torchtap.session.step_loss import StepLoss
 from torchtap.session.watching import Watch
-from torchtap.sinks.registry import make_sink
+from torchtap.sinks.selection import make_sink
 from torchtap.spi import LossCatcher
 
 __all__ = ["TrainingRecording", "begin", "taps_of"]
@@ -213,4 +214,4 @@ def _is_helper() -> bool:
 
 
 def _say(line: str) -> None:
-    print(f"torchtap: {line}", file=sys.stderr)
+    say(f"torchtap: {line}")
