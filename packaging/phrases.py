@@ -4,7 +4,8 @@
     python packaging/phrases.py --lower    lower the ceilings to the present counts
 
 packaging/phrases.json has a ceiling for each phrase, for the code and for the docs. A ceiling only falls: a change may
-remove such phrases and lower it, and none may add one. CONTRIBUTING.md has the rules of the language.
+remove such phrases and lower it, and none may exceed it. Ceilings are multiples of ten, so that two changes which each
+rewrite a page do not collide. CONTRIBUTING.md has the rules of the language.
 """
 
 from __future__ import annotations
@@ -56,13 +57,19 @@ def per_thousand_words(area: str, counts: dict[str, int]) -> float:
     return 1000 * sum(counts.values()) / max(words, 1)
 
 
+def lower(number: int, ceiling: int | None) -> int:
+    """Return the ceiling for a count: the next multiple of ten, never above the present one."""
+    rounded = -(-number // 10) * 10
+    return rounded if ceiling is None else min(rounded, ceiling)
+
+
 def main() -> int:
     """Check the counts, or lower the ceilings."""
     found = count()
-    ceilings = json.loads(CEILINGS.read_text(encoding="utf-8")) if CEILINGS.exists() else found
+    ceilings = json.loads(CEILINGS.read_text(encoding="utf-8")) if CEILINGS.exists() else {}
     if "--lower" in sys.argv[1:]:
         lowered = {
-            area: {name: min(number, ceilings[area].get(name, number)) for name, number in each.items()}
+            area: {name: lower(number, ceilings.get(area, {}).get(name)) for name, number in each.items()}
             for area, each in found.items()
         }
         CEILINGS.write_text(json.dumps(lowered, indent=2) + "\n", encoding="utf-8")
@@ -71,7 +78,7 @@ def main() -> int:
         f"{area}: {number} of “{name}”, at most {ceilings[area][name]}"
         for area, each in found.items()
         for name, number in each.items()
-        if number > ceilings[area].get(name, 0)
+        if number > ceilings[area][name]
     ]
     for area, each in found.items():
         print(f"phrases to avoid in the {area}: {per_thousand_words(area, each):.1f} in 1,000 words")
