@@ -38,7 +38,7 @@ def command(
     once: bool,
     as_json: bool,
 ) -> None:
-    """Follow RUN while it is written: its numbers, how they went, and what looks wrong.
+    """Follow RUN while it is written: its numbers, their history, and what looks wrong.
 
     Ends when the recording has ended.
     """
@@ -72,7 +72,7 @@ def command(
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            ended = not opened.recording  # asked before looking: what came until then is shown
+            ended = not opened.recording  # read before the records, so that the last ones are shown
             opened.refresh()
             live.update(look(), refresh=True)  # type: ignore[arg-type]
             if ended:
