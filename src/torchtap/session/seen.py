@@ -27,9 +27,8 @@ class Seen(Mapping[str, Any]):
     A name may also be an alias, a further name of a shared module or tied parameter, or an input by position.
     """
 
-    def __init__(self, receiver: Receiver, lost: list[str], modules: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, receiver: Receiver, lost: list[str]) -> None:
         self.lost = lost  # what could not be kept, a sentence each; a strict capture raises instead
-        self._modules = modules  # held: a plan that was remembered does not
         self._receiver = receiver
         self._by_name: dict[str, Entry] = {}
 
