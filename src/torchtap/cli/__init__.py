@@ -14,7 +14,7 @@ from importlib import import_module
 import click
 
 from torchtap.errors import TorchtapError
-from torchtap.sanitize import shown
+from torchtap.sanitize import say
 
 __all__ = ["main", "torchtap"]
 
@@ -99,7 +99,7 @@ def _report(error: Exception, *, debug: bool) -> None:
     """Print an error: expected ones as their message, others with their type and how to see the traceback."""
     if isinstance(error, click.ClickException):
         if isinstance(error, click.UsageError) and error.ctx is not None:
-            print(error.ctx.get_usage(), file=sys.stderr)
+            say(error.ctx.get_usage())
         _print_error(error.format_message())
     elif isinstance(error, (TorchtapError, OSError)):
         _print_error(str(error))
@@ -109,4 +109,4 @@ def _report(error: Exception, *, debug: bool) -> None:
 
 
 def _print_error(text: str) -> None:
-    print(f"torchtap: {shown(text, 20_000, lines=True)}", file=sys.stderr)
+    say(f"torchtap: {text}")

@@ -9,9 +9,10 @@ from pathlib import Path
 import click
 from rich.table import Table
 
+from torchtap import Run
+from torchtap import open as open_run
 from torchtap.cli.console import Terminal, say_json
 from torchtap.store.read.phases import in_order
-from torchtap.store.read.reader import Run, open_run
 from torchtap.store.read.show import compact
 from torchtap.viewer.terminal import (
     cut_in_the_middle,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from torchtap.store.read.reader import Run
+    from torchtap import Run
 
 __all__ = ["command"]
 
@@ -44,9 +44,9 @@ def command(
     """
     from rich.live import Live
 
+    from torchtap import open as open_run
     from torchtap.cli.console import Terminal
     from torchtap.diagnosis.run import diagnose
-    from torchtap.store.read.reader import open_run
     from torchtap.viewer.terminal import live_view
 
     opened = open_run(run, rank=rank, partial=True)

@@ -13,6 +13,7 @@ from torchtap.plan.sites import input_names, unwrap
 from torchtap.receive.collect import result_of
 from torchtap.receive.entries import Entry
 from torchtap.receive.receiver import Receiver
+from torchtap.sanitize import shown
 
 if TYPE_CHECKING:
     from torchtap.session.coverage import Missing
@@ -113,7 +114,7 @@ class Seen(Mapping[str, Any]):
             # Two backward passes of one forward, for instance, are joined: what is given counts.
             shape = self._shape(entry)
             lines.append(f"  {entry.name}  {dtype}{list(shape)}")
-        return "\n".join(lines)
+        return shown("\n".join(lines), 100_000, lines=True)
 
     def _shape(self, entry: Entry) -> Sequence[int]:
         try:
