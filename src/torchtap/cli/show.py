@@ -12,8 +12,7 @@ from rich.table import Table
 from torchtap import Run
 from torchtap import open as open_run
 from torchtap.cli.console import Terminal, say_json
-from torchtap.store.read.phases import in_order
-from torchtap.store.read.show import compact
+from torchtap.store.read.lookup import compact, in_order
 from torchtap.viewer.terminal import (
     cut_in_the_middle,
     is_logged,
