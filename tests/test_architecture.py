@@ -66,8 +66,6 @@ LAYERS = [
     ["comparison.recorded"],
     ["comparison"],
     ["diagnosis"],
-    ["monitors.layers", "monitors.monitor"],
-    ["monitors.module_monitor"],
     ["monitors"],
     ["integrations"],
     ["viewer"],

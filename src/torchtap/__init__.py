@@ -64,18 +64,18 @@ if TYPE_CHECKING:
     from torchtap.forms.instrument.instrument import instrument as instrument
     from torchtap.forms.instrument.load import load as load
     from torchtap.integrations.captum import attribute as attribute
+    from torchtap.monitors.attention_heads import (
+        monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
+    )
+    from torchtap.monitors.coordinate_check import RefinedCoordinateCheck as RefinedCoordinateCheck
     from torchtap.monitors.layers.files import open_layers as open_layers
     from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
     from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
     from torchtap.monitors.layers.recorder import record_layers as record_layers
+    from torchtap.monitors.metric_storage import StorageManager as StorageManager
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
     from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
-    from torchtap.monitors.module_monitor import RefinedCoordinateCheck as RefinedCoordinateCheck
-    from torchtap.monitors.module_monitor import StorageManager as StorageManager
-    from torchtap.monitors.module_monitor import (
-        monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
-    )
     from torchtap.monitors.monitor.monitor import Monitor as Monitor
     from torchtap.monitors.monitor.trainer import MonitoredTrainer as MonitoredTrainer
     from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
@@ -179,7 +179,7 @@ _HOME = {
     "RecordingLostError": "torchtap.errors",
     "Reduction": "torchtap.reduce",
     "ReductionError": "torchtap.errors",
-    "RefinedCoordinateCheck": "torchtap.monitors.module_monitor",
+    "RefinedCoordinateCheck": "torchtap.monitors.coordinate_check",
     "Rule": "torchtap.diagnosis.rules.base",
     "Run": "torchtap.store.read.reader",
     "RunCorruptError": "torchtap.errors",
@@ -195,7 +195,7 @@ _HOME = {
     "Site": "torchtap.plan.sites",
     "Stats": "torchtap.reduce",
     "Steps": "torchtap.schedule",
-    "StorageManager": "torchtap.monitors.module_monitor",
+    "StorageManager": "torchtap.monitors.metric_storage",
     "Tap": "torchtap.plan.tap",
     "TensorBoardSink": "torchtap.sinks",
     "TopK": "torchtap.reduce",
@@ -231,7 +231,7 @@ _HOME = {
     "load": "torchtap.forms.instrument.load",
     "match": "torchtap.session.matching",
     "make_sink": "torchtap.sinks",
-    "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
+    "monitor_scaled_dot_product_attention": "torchtap.monitors.attention_heads",
     "open": "torchtap.store.read.reader",
     "open_layers": "torchtap.monitors.layers.files",
     "plot": "torchtap.viewer.plot",

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from torchtap.lazy import names_from
 
 if TYPE_CHECKING:
+    from torchtap.monitors.attention_heads import (
+        monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
+    )
+    from torchtap.monitors.coordinate_check import RefinedCoordinateCheck as RefinedCoordinateCheck
     from torchtap.monitors.layers.files import open_layers as open_layers
     from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
     from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
     from torchtap.monitors.layers.recorder import record_layers as record_layers
+    from torchtap.monitors.metric_storage import StorageManager as StorageManager
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
     from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
-    from torchtap.monitors.module_monitor import RefinedCoordinateCheck as RefinedCoordinateCheck
-    from torchtap.monitors.module_monitor import StorageManager as StorageManager
-    from torchtap.monitors.module_monitor import (
-        monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
-    )
     from torchtap.monitors.monitor.monitor import Monitor as Monitor
     from torchtap.monitors.monitor.trainer import MonitoredTrainer as MonitoredTrainer
     from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
@@ -31,11 +31,11 @@ _HOME = {
     "Monitor": "monitor.monitor",
     "MonitorMixin": "module_monitor",
     "MonitoredTrainer": "monitor.trainer",
-    "RefinedCoordinateCheck": "module_monitor",
-    "StorageManager": "module_monitor",
+    "RefinedCoordinateCheck": "coordinate_check",
+    "StorageManager": "metric_storage",
     "TrainingReport": "monitor.trainer",
     "get_layer_hidden_states": "layers.recorder",
-    "monitor_scaled_dot_product_attention": "module_monitor",
+    "monitor_scaled_dot_product_attention": "attention_heads",
     "open_layers": "layers.files",
     "record_layers": "layers.recorder",
 }
