@@ -16,13 +16,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 
 # From the ground up. A file may import from its own layer and from those before it.
 LAYERS = [
-    ["sanitize", "lazy"],
+    ["sanitize", "lazy", "spi"],
     ["errors", "torchscript"],
     ["_torch"],
     ["placement"],
     ["_torch_distributed", "rank_identity"],
     ["plan.names"],
-    ["plan.site_order", "plan.suggest"],
     ["registry"],
     ["display"],
     ["plan.sites"],
@@ -114,6 +113,11 @@ def for_types_only(tree: ast.AST) -> set[int]:
     }
 
 
+def _is_module(name: str) -> bool:
+    """Return False for a public name, which any package may import from the front door."""
+    return (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").exists()
+
+
 def imports_of(tree: ast.AST) -> set[str]:
     """The modules of torchtap that a file imports, also inside functions."""
     passed_over = for_types_only(tree)
@@ -122,7 +126,7 @@ def imports_of(tree: ast.AST) -> set[str]:
         if id(node) in passed_over:
             continue
         if isinstance(node, ast.ImportFrom) and node.module == "torchtap":
-            found.update(alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names if _is_module(alias.name))
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torchtap."):
             found.add(node.module.removeprefix("torchtap."))
         elif isinstance(node, ast.Import):

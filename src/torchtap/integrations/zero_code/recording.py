@@ -1,4 +1,4 @@
-"""The recording of one process that runs an unchanged script: begun by `autostart`, ended when the process ends.
+"""The recording of one process that runs an unchanged script: begun by `sitecustomize`, ended when the process ends.
 
 It guarantees:
 - nothing is made before a model that an optimizer trains is called, so that DataLoader workers, launchers and
