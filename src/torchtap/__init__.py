@@ -68,10 +68,10 @@ if TYPE_CHECKING:
         monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
     )
     from torchtap.monitors.coordinate_check import RefinedCoordinateCheck as RefinedCoordinateCheck
-    from torchtap.monitors.layers.files import open_layers as open_layers
-    from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
-    from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
-    from torchtap.monitors.layers.recorder import record_layers as record_layers
+    from torchtap.monitors.layers import LayerRecorder as LayerRecorder
+    from torchtap.monitors.layers import get_layer_hidden_states as get_layer_hidden_states
+    from torchtap.monitors.layers import open_layers as open_layers
+    from torchtap.monitors.layers import record_layers as record_layers
     from torchtap.monitors.metric_storage import StorageManager as StorageManager
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
@@ -158,7 +158,7 @@ _HOME = {
     "HooksManager": "torchtap.monitors.module_monitor",
     "Invariants": "torchtap.diagnosis.learned.invariants",
     "JsonLinesSink": "torchtap.sinks",
-    "LayerRecorder": "torchtap.monitors.layers.recorder",
+    "LayerRecorder": "torchtap.monitors.layers",
     "MemorySink": "torchtap.sinks",
     "Metric": "torchtap.reduce",
     "MetricError": "torchtap.errors",
@@ -223,7 +223,7 @@ _HOME = {
     "find_nan": "torchtap.diagnosis.birth",
     "flight_recorder": "torchtap.diagnosis.flight.recorder",
     "hand_over": "torchtap.editing.handlers",
-    "get_layer_hidden_states": "torchtap.monitors.layers.recorder",
+    "get_layer_hidden_states": "torchtap.monitors.layers",
     "instrument": "torchtap.forms.instrument.instrument",
     "layer_changes": "torchtap.comparison.adjacent",
     "learn": "torchtap.diagnosis.learned.learning",
@@ -233,9 +233,9 @@ _HOME = {
     "make_sink": "torchtap.sinks",
     "monitor_scaled_dot_product_attention": "torchtap.monitors.attention_heads",
     "open": "torchtap.store.read.reader",
-    "open_layers": "torchtap.monitors.layers.files",
+    "open_layers": "torchtap.monitors.layers",
     "plot": "torchtap.viewer.plot",
-    "record_layers": "torchtap.monitors.layers.recorder",
+    "record_layers": "torchtap.monitors.layers",
     "tap": "torchtap.plan.tap",
     "verify": "torchtap.session.verification",
     "watch": "torchtap.session.front",

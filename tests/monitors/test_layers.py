@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.monitors.layers.names import find_layers
+from torchtap.monitors.layers import find_layers
 
 
 class Plain(nn.Module):

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
         monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
     )
     from torchtap.monitors.coordinate_check import RefinedCoordinateCheck as RefinedCoordinateCheck
-    from torchtap.monitors.layers.files import open_layers as open_layers
-    from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
-    from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
-    from torchtap.monitors.layers.recorder import record_layers as record_layers
+    from torchtap.monitors.layers import LayerRecorder as LayerRecorder
+    from torchtap.monitors.layers import get_layer_hidden_states as get_layer_hidden_states
+    from torchtap.monitors.layers import open_layers as open_layers
+    from torchtap.monitors.layers import record_layers as record_layers
     from torchtap.monitors.metric_storage import StorageManager as StorageManager
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "HooksManager": "module_monitor",
-    "LayerRecorder": "layers.recorder",
+    "LayerRecorder": "layers",
     "ModuleMonitor": "module_monitor",
     "Monitor": "monitor.monitor",
     "MonitorMixin": "module_monitor",
@@ -34,10 +34,10 @@ _HOME = {
     "RefinedCoordinateCheck": "coordinate_check",
     "StorageManager": "metric_storage",
     "TrainingReport": "monitor.trainer",
-    "get_layer_hidden_states": "layers.recorder",
+    "get_layer_hidden_states": "layers",
     "monitor_scaled_dot_product_attention": "attention_heads",
-    "open_layers": "layers.files",
-    "record_layers": "layers.recorder",
+    "open_layers": "layers",
+    "record_layers": "layers",
 }
 __all__ = list(_HOME)
 __getattr__ = names_from(__name__, _HOME)
