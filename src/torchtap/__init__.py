@@ -76,9 +76,9 @@ if TYPE_CHECKING:
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
     from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
-    from torchtap.monitors.monitor.monitor import Monitor as Monitor
-    from torchtap.monitors.monitor.trainer import MonitoredTrainer as MonitoredTrainer
-    from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
+    from torchtap.monitors.monitor import Monitor as Monitor
+    from torchtap.monitors.trainer import MonitoredTrainer as MonitoredTrainer
+    from torchtap.monitors.trainer import TrainingReport as TrainingReport
     from torchtap.plan.budget import Budget as Budget
     from torchtap.plan.plan import Plan as Plan
     from torchtap.plan.plan import make_plan as make_plan
@@ -166,10 +166,10 @@ _HOME = {
     "MissingExtraError": "torchtap.errors",
     "ModuleMonitor": "torchtap.monitors.module_monitor",
     "Moment": "torchtap.schedule",
-    "Monitor": "torchtap.monitors.monitor.monitor",
+    "Monitor": "torchtap.monitors.monitor",
     "MonitorError": "torchtap.errors",
     "MonitorMixin": "torchtap.monitors.module_monitor",
-    "MonitoredTrainer": "torchtap.monitors.monitor.trainer",
+    "MonitoredTrainer": "torchtap.monitors.trainer",
     "Never": "torchtap.schedule",
     "OutputError": "torchtap.errors",
     "Phase": "torchtap.schedule",
@@ -202,7 +202,7 @@ _HOME = {
     "Units": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
     "TrainingStoppedError": "torchtap.errors",
-    "TrainingReport": "torchtap.monitors.monitor.trainer",
+    "TrainingReport": "torchtap.monitors.trainer",
     "Verification": "torchtap.session.verification",
     "VerificationError": "torchtap.errors",
     "WandbSink": "torchtap.sinks",

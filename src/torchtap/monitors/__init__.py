@@ -1,5 +1,5 @@
-"""The ready-made recorders: `Monitor` for layers at chosen epochs and batches, `ModuleMonitor` for numbers of every
-module, `LayerRecorder` for a model's layers pass by pass. Each is imported when it is asked for."""
+"""Ready-made recorders: `Monitor` for layers at given epochs and batches, `ModuleMonitor` for metrics of every module,
+`LayerRecorder` for a model's layers pass by pass. Each is imported at its first use."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
     from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
-    from torchtap.monitors.monitor.monitor import Monitor as Monitor
-    from torchtap.monitors.monitor.trainer import MonitoredTrainer as MonitoredTrainer
-    from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
+    from torchtap.monitors.monitor import Monitor as Monitor
+    from torchtap.monitors.trainer import MonitoredTrainer as MonitoredTrainer
+    from torchtap.monitors.trainer import TrainingReport as TrainingReport
 
 _HOME = {
     "HooksManager": "module_monitor",
     "LayerRecorder": "layers",
     "ModuleMonitor": "module_monitor",
-    "Monitor": "monitor.monitor",
+    "Monitor": "monitor",
     "MonitorMixin": "module_monitor",
-    "MonitoredTrainer": "monitor.trainer",
+    "MonitoredTrainer": "trainer",
     "RefinedCoordinateCheck": "coordinate_check",
     "StorageManager": "metric_storage",
-    "TrainingReport": "monitor.trainer",
+    "TrainingReport": "trainer",
     "get_layer_hidden_states": "layers",
     "monitor_scaled_dot_product_attention": "attention_heads",
     "open_layers": "layers",

@@ -862,7 +862,7 @@ class ModuleMonitor(MetricRegistry):
         if module not in names:
             which = "reference module names" if is_reference else "module names"
             raise MonitorError(
-                f"Module {module} not found in {which}. It is no part of the "
+                f"Module {module} not found in {which}. It does not belong to the "
                 f"{'reference' if is_reference else 'monitored'} module."
             )
         return names[module]
