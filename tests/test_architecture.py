@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 # From the ground up. A file may import from its own layer and from those before it.
 LAYERS = [
     ["sanitize", "lazy", "spi"],
-    ["errors", "torchscript"],
+    ["errors", "torchscript", "terminal"],
     ["_torch"],
     ["placement"],
     ["_torch_distributed", "rank_identity"],
@@ -144,8 +144,8 @@ def test_a_file_imports_only_from_its_own_layer_and_those_above_also_in_its_func
 
 
 def test_an_import_in_a_function_is_noticed() -> None:
-    hidden = "def f():\n    from torchtap.viewer.plot import plot\n    from torchtap import cli\n"
-    assert imports_of(ast.parse(hidden)) == {"viewer.plot", "cli"}
+    hidden = "def f():\n    from torchtap.viewer.figures import plot\n    from torchtap import cli\n"
+    assert imports_of(ast.parse(hidden)) == {"viewer.figures", "cli"}
 
 
 @pytest.mark.parametrize("path", files(), ids=module_name)
@@ -189,10 +189,10 @@ OTHER_TEXT = {
     "monitors/torch_module_monitor.py": "a module's dotted name",
     "reduce/full.py": "a slice",
     "registry.py": "module:attribute of an entry point",
-    "sinks/registry.py": "sink:place on a command line",
+    "sinks/selection.py": "sink:place on a command line",
     "hooks/stand_ins.py": "a class's dotted name",
     "forms/instrument/program_gate.py": "an operator's dotted name",
-    "viewer/security.py": "host:port",
+    "viewer/server.py": "host:port",
 }
 
 

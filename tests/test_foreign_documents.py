@@ -21,7 +21,7 @@ from torchtap.monitors.monitor_outputs import read_item
 from torchtap.monitors.monitor_settings import read_config
 from torchtap.plan.plan import Plan
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.cards import read_notes
+from torchtap.viewer.run_index import read_notes
 
 HOSTILE = {
     "nothing": b"",

@@ -16,14 +16,12 @@ from tests.viewer.recordings import small_run
 
 import torchtap as tt
 from torchtap.errors import TorchtapError
-from torchtap.viewer.catalog import Catalog
+from torchtap.viewer.arrays import unpack
+from torchtap.viewer.charts import smoothed
 from torchtap.viewer.manage import manage
-from torchtap.viewer.opened import Refused
-from torchtap.viewer.routes import answer
-from torchtap.viewer.scalars import smoothed
-from torchtap.viewer.security import Policy
-from torchtap.viewer.server import USUAL_PORT, ViewerServer, application
-from torchtap.viewer.wire import unpack
+from torchtap.viewer.open_run import Refused
+from torchtap.viewer.run_index import Catalog
+from torchtap.viewer.server import USUAL_PORT, Policy, ViewerServer, answer, application
 
 
 def listed(catalog: Catalog, since: int = 0) -> Any:
@@ -154,6 +152,31 @@ def test_a_run_that_was_named_itself_or_is_being_written_stays(tmp_path: Path) -
                 manage(catalog, {"run": "written", "action": action, "value": value})
     finally:
         writer.close()
+
+
+def test_a_note_is_never_written_through_a_link(shelf_folder: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    run = shelf_folder / "run-4"
+    for name in (".notes.json.part", "notes.json"):
+        (run / name).symlink_to(outside)
+    manage(Catalog.open([shelf_folder]), {"run": "run-4", "action": "tag", "value": ["good"]})
+    assert outside.read_text() == "mine"
+    assert (run / "notes.json").is_file()
+    assert not (run / "notes.json").is_symlink()
+    assert not (run / ".notes.json.part").exists()
+
+
+@pytest.mark.parametrize("body", [b"[" * 90_000, b'{"a":' * 15_000, b"{", b"\xff", b""])
+def test_a_body_that_is_no_json_is_refused_as_such(shelf_folder: Path, body: bytes) -> None:
+    testclient = pytest.importorskip("starlette.testclient")
+    policy = Policy.of("127.0.0.1", manage=True)
+    base = "http://127.0.0.1:8000"
+    client = testclient.TestClient(application(Catalog.open([shelf_folder]), policy), base_url=base)
+    answer = client.post(
+        f"/manage?token={policy.token}", content=body, headers={"origin": base, "x-torchtap": "page"}
+    )
+    assert (answer.status_code, answer.json()) == (400, {"error": "this is no JSON"})
 
 
 def test_only_the_page_of_a_viewer_that_manages_may_change_runs(shelf_folder: Path) -> None:

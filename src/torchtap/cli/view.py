@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import webbrowser
-from pathlib import Path
 
 import click
+
+from torchtap.sanitize import JSON_LIMIT, read_file
 
 __all__ = ["command"]
 
@@ -63,11 +64,11 @@ def command(
     from torchtap.cli.console import say_json
     from torchtap.errors import TorchtapError
     from torchtap.store.format.seal import load_json
-    from torchtap.viewer.catalog import Catalog
+    from torchtap.viewer.run_index import Catalog
     from torchtap.viewer.server import ViewerServer
 
     try:
-        result = load_json(Path(comparison).read_bytes()) if comparison else None
+        result = load_json(read_file(comparison, JSON_LIMIT)) if comparison else None
         if result is not None and not isinstance(result, dict):
             raise click.ClickException(
                 f"{comparison} is no comparison: write one with torchtap compare --json"

@@ -36,7 +36,7 @@ from torchtap import Stats
 from torchtap.errors import OutputError, PlanError, RunCorruptError, TorchtapError
 from torchtap.hooks.structure import fill, from_names, plain, skeleton
 from torchtap.monitors.monitor_settings import MonitoredLayer
-from torchtap.sanitize import shown
+from torchtap.sanitize import parse_json, shown
 from torchtap.spi import ModulePath, leaves, map_leaves
 
 __all__ = ["EpochStatistics", "FileFormat", "Outputs", "Saver", "check_format", "read_item", "write_item"]
@@ -527,7 +527,7 @@ def _read_safetensors(path: Path) -> object:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = (file.metadata() or {}).get(_FACTS)
-    return from_names(tensors) if facts is None else _put_together(json.loads(facts), tensors)
+    return from_names(tensors) if facts is None else _put_together(parse_json(facts), tensors)
 
 
 def _write_npz(path: Path, item: object) -> None:
@@ -548,7 +548,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 def _read_npz(path: Path) -> object:
     # Opened here: numpy leaves a file open that is not an archive.
     with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-        facts = json.loads(str(file[_FACTS]))
+        facts = parse_json(str(file[_FACTS]))
         tensors = {name: torch.from_numpy(file[name]) for name in file.files if name != _FACTS}
     return _put_together(facts, tensors)
 

@@ -16,7 +16,6 @@ Keys of a configuration that begin with ``monitor_`` are read; the others belong
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import Any, Literal, TypeAlias, final, get_args
 from torch import nn
 
 from torchtap.errors import MissingExtraError, PlanError
-from torchtap.sanitize import shown
+from torchtap.sanitize import parse_json, parse_toml, read_file, shown
 from torchtap.spi import ModulePath, places
 
 __all__ = [
@@ -66,7 +65,7 @@ def monitored_layers(model: nn.Module, layers: LayerConfig) -> tuple[MonitoredLa
     paths = {path: place.path for place in found for path in (place.path, *place.other_paths)}
     unknown = [name for name, _ in options if not isinstance(name, str) or _clean(name, paths) not in paths]
     if unknown:
-        near = difflib.get_close_matches(str(unknown[0]), [path for path in paths if path], n=1)
+        near = difflib.get_close_matches(str(unknown[0]), [path for path in paths if path], n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise PlanError(
             f"The following layers specified in 'layers_to_monitor' do not exist in the model: {unknown}.{hint} "
@@ -245,7 +244,7 @@ def _single_layers(layers: object) -> list[str]:
 
 def _parsed(place: Path) -> object:
     try:
-        text = place.read_text(encoding="utf-8")
+        text = read_file(place).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PlanError(f"the configuration {str(place)!r} cannot be read: {reason}") from error
@@ -261,11 +260,9 @@ def _parsed(place: Path) -> object:
 def _parse(place: Path, text: str) -> object:
     match place.suffix.lower():
         case ".json":
-            return json.loads(text)
+            return parse_json(text)
         case ".toml":
-            import tomllib
-
-            return tomllib.loads(text)
+            return parse_toml(text.encode("utf-8"))
         case ".yaml" | ".yml":
             try:
                 import yaml

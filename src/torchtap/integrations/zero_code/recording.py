@@ -29,10 +29,11 @@ from torchtap.plan.next_live import Pace
 from torchtap.plan.tap import Tap, tap
 from torchtap.receive.losses import LossCatcher
 from torchtap.reduce.registry import reduction_from_spec
+from torchtap.sanitize import say
 from torchtap.session.front import watch
 from torchtap.session.step_loss import StepLoss
 from torchtap.session.watching import Watch
-from torchtap.sinks.registry import make_sink
+from torchtap.sinks.selection import make_sink
 
 __all__ = ["TrainingRecording", "begin", "taps_of"]
 
@@ -207,4 +208,4 @@ def _is_helper() -> bool:
 
 
 def _say(line: str) -> None:
-    print(f"torchtap: {line}", file=sys.stderr)
+    say(f"torchtap: {line}")
