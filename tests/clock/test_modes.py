@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchtap as tt
-from torchtap.hooks.modes import ModeHook
+from torchtap.hooks.replace import ModeHook
 from torchtap.monitors.trainer import TrainingClock
 
 

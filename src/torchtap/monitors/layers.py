@@ -42,7 +42,7 @@ from torchtap.comparison.recorded.recordings import FolderRecording, is_layer_fo
 from torchtap.comparison.recorded.torch_files import load_tensor
 from torchtap.errors import OutputError, RunCorruptError, SelectionError, SessionError
 from torchtap.forms.attach import tree_of
-from torchtap.hooks.ways import HookWay
+from torchtap.hooks.hooks import after, before
 from torchtap.spi import ModulePath, Name, StepRecord, places
 
 __all__ = [
@@ -333,9 +333,10 @@ class LayerRecorder:
         if isinstance(self.model, torch.jit.ScriptModule):  # which takes no hooks of this kind
             self._handles = [_Around(self.model, self._begin, self._end)]
         elif isinstance(self.model, nn.Module):
-            before = HookWay().before(self.model, self._begin, first=True)
-            after = HookWay().after(self.model, self._end, always=True)
-            self._handles = [before, after]
+            self._handles = [
+                before(self.model, self._begin, first=True),
+                after(self.model, self._end, always=True),
+            ]
 
     def disable(self) -> None:
         """Record nothing until `enable` is called again."""

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torchtap._torch import compiler_was_used
 from torchtap.errors import MetricError, MonitorError
 from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.hooks import Handle, after
 from torchtap.hooks.leaves import leaves
 from torchtap.hooks.visit import Call, Stop, Visiting
-from torchtap.hooks.ways import Handle, HookWay
 from torchtap.monitors.attention_heads import AttentionPatch
 from torchtap.monitors.metric_storage import ROOT, StepWriter, StorageManager
 from torchtap.monitors.metrics import Found, InHand, MetricRegistry, OutputWatch, leaf_name
@@ -121,7 +121,7 @@ class HooksManager:
         """Register a hook on a module, in place of the one that this manager registered before."""
         self.remove_hook(module)
         self._functions[module] = (hook_fn, with_kwargs)
-        self.hooks[module] = HookWay().after(module, hook_fn, with_kwargs=with_kwargs)
+        self.hooks[module] = after(module, hook_fn, with_kwargs=with_kwargs)
         if self._suspended:
             self.hooks[module].remove()
 
@@ -145,7 +145,7 @@ class HooksManager:
             if suspended:
                 self.hooks[module].remove()
             else:
-                self.hooks[module] = HookWay().after(module, function, with_kwargs=with_kwargs)
+                self.hooks[module] = after(module, function, with_kwargs=with_kwargs)
 
     def __len__(self) -> int:
         return len(self.hooks)

@@ -27,8 +27,8 @@ from torch import nn
 from torchtap import Epochs, Full, Selector, Site, Tap, watch
 from torchtap.errors import PlanError, RecordingLostError, SessionError
 from torchtap.forms.attach import form_of, tree_of
+from torchtap.hooks.hooks import after, before
 from torchtap.hooks.structure import fill, from_names
-from torchtap.hooks.ways import HookWay
 from torchtap.monitors.monitor_outputs import (
     Outputs,
     Saver,
@@ -482,7 +482,7 @@ class _UnclockedPasses:
         """Begin to count passes. ``missing`` names the call that is due."""
         self._missing, self._passes = missing, 0
         if self._hookable and self._handle is None:
-            self._handle = HookWay().before(self._model, self._on_pass)
+            self._handle = before(self._model, self._on_pass)
 
     def stop(self) -> None:
         """Stop counting: the call was made, or the monitor ends."""
@@ -525,7 +525,7 @@ def _registered(
             raise PlanError(
                 f"_hook_fn({layer.name!r}) returned {hook!r}: it has to return hook(module, input, output)"
             )
-        handles.append(HookWay().after(modules[layer.path], hook))
+        handles.append(after(modules[layer.path], hook))
     return handles
 
 

@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from torchtap.forms.attach import form_of
-from torchtap.hooks.modes import ModeHook
-from torchtap.hooks.ways import HookWay
+from torchtap.hooks.hooks import after, before
+from torchtap.hooks.replace import ModeHook
 from torchtap.monitors.monitor import Monitor
 from torchtap.spi import parameters_of
 
@@ -276,8 +276,8 @@ class TrainingClock:
         self._thread = threading.get_ident()
         self._handles = [register_optimizer_step_post_hook(self._on_update)]
         if self._hooked:
-            self._handles.append(HookWay().before(self._model, self._on_pass))
-            self._handles.append(HookWay().after(self._model, self._on_pass_end))
+            self._handles.append(before(self._model, self._on_pass))
+            self._handles.append(after(self._model, self._on_pass_end))
         _follow(self)
         return self
 

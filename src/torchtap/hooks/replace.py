@@ -1,4 +1,4 @@
-"""Taps without hooks: a module's forward is replaced, or the module itself by one that holds it.
+"""Replace a module's forward, the module itself by a wrapper, or its ``train`` method.
 
 It guarantees:
 - removal puts back the objects that were there, in the same places and order; a module that was given a
@@ -27,21 +27,23 @@ import torch
 from torch import nn
 
 from torchtap.errors import FormError
-from torchtap.hooks.arguments import Args, Function, Kwargs
-from torchtap.hooks.untraced import StandIn, Wrapper, conceal, is_wrapper, reveal
-from torchtap.hooks.ways import Action, Handle, each_end
+from torchtap.hooks.conceal import StandIn, Traveller, Wrapper, conceal, is_wrapper, reveal
+from torchtap.hooks.hooks import Function, Handle
+from torchtap.hooks.leaves import Args, Kwargs
 
-__all__ = ["ForwardWay", "WrapWay", "replace_forward"]
+__all__ = ["ForwardWay", "ModeHook", "WrapWay", "replace_forward"]
+
+_TRAIN = "train"
 
 
 @final
 @dataclass(slots=True)
 class _Around:
-    """What runs around one module's calls."""
+    """The functions around one module's calls."""
 
-    before: list[Action] = field(default_factory=list)
-    after: list[Action] = field(default_factory=list)
-    always: list[Action] = field(default_factory=list)
+    before: list[Function] = field(default_factory=list)
+    after: list[Function] = field(default_factory=list)
+    always: list[Function] = field(default_factory=list)
     take_off: Callable[[], None] = lambda: None  # once nothing is left to run
 
     def run(self, module: nn.Module, call: Function, args: Args, kwargs: Kwargs) -> object:
@@ -61,7 +63,7 @@ class _Around:
                 action(module, args, output)
         return output
 
-    def put(self, place: list[Action], action: Action, first: bool = False) -> Handle:
+    def put(self, place: list[Function], action: Function, first: bool = False) -> Handle:
         place.insert(0 if first else len(place), action)
         return _Removal(self, place, action)
 
@@ -73,11 +75,11 @@ class _Around:
 @final
 @dataclass(slots=True, eq=False)
 class _Removal:
-    """Takes one function away, and with the last of them the wrapper."""
+    """Remove one function, and the replacement with the last of them."""
 
     around: _Around
-    place: list[Action]
-    action: Action
+    place: list[Function]
+    action: Function
 
     def remove(self) -> None:
         if self.action in self.place:
@@ -87,21 +89,18 @@ class _Removal:
 
 
 class _Replacing(ABC):
-    """Puts an `_Around` on each module that has something to run around it."""
+    """Run functions around calls by replacing something of each module."""
 
     def __init__(self) -> None:
         self._arounds: dict[int, _Around] = {}
 
-    def before(self, module: nn.Module, action: Action, *, first: bool = False) -> Handle:
+    def before(self, module: nn.Module, action: Function, *, first: bool = False) -> Handle:
         around = self._around(module)
         return around.put(around.before, action, first)
 
-    def after(self, module: nn.Module, action: Action, *, always: bool = False) -> Handle:
+    def after(self, module: nn.Module, action: Function, *, always: bool = False) -> Handle:
         around = self._around(module)
         return around.put(around.always if always else around.after, action)
-
-    def around(self, module: nn.Module, begin: Action, end: Action) -> list[Handle]:
-        return each_end(self, module, begin, end)
 
     def _around(self, module: nn.Module) -> _Around:
         around = self._arounds.get(id(module))
@@ -113,7 +112,7 @@ class _Replacing(ABC):
 
     @abstractmethod
     def _put_on(self, module: nn.Module, around: _Around) -> Callable[[], None]:
-        """Let ``around`` run the module's calls; returns what undoes it."""
+        """Let ``around`` run the module's calls. Return a function that undoes it."""
 
 
 # -- way="forward" ---------------------------------------------------------------------------------------------
@@ -121,7 +120,7 @@ class _Replacing(ABC):
 
 @final
 class _Forward(StandIn):
-    """Stands in for a module's forward; in a copy of the module it is the plain forward again."""
+    """A replaced forward. A copy of the module has the plain forward again."""
 
     def __init__(self, module: nn.Module, run: Function) -> None:
         self.module, self.run = module, run
@@ -149,7 +148,7 @@ class _Forward(StandIn):
         return _forward_of_class, (self.module,)
 
     def take_off(self) -> None:
-        """Put the plain forward back, wherever in a row of replacements this one stands."""
+        """Restore the plain forward, also if others have replaced this one."""
         attributes = vars(self.module)
         current = attributes.get("forward")
         if current is self:
@@ -174,7 +173,7 @@ def _itself(value: object) -> object:
 
 
 def replace_forward(module: nn.Module, run: Function) -> Callable[[], None]:
-    """Let ``run(plain_forward, args, kwargs)`` answer calls of a module's forward; returns what undoes it."""
+    """Let ``run(plain_forward, args, kwargs)`` answer calls of a module's forward. Return a function that undoes it."""
     if isinstance(module, torch.jit.ScriptModule):
         raise FormError(
             f"the forward of a {type(module).__name__} is compiled and cannot be replaced; use hooks"
@@ -196,7 +195,7 @@ def _run_around(module: nn.Module, around: _Around) -> Callable[[], None]:
 
 @final
 class ForwardWay(_Replacing):
-    """Replaces the forward of each module."""
+    """Attach by replacing the forward of each module."""
 
     def _put_on(self, module: nn.Module, around: _Around) -> Callable[[], None]:
         return _run_around(module, around)
@@ -206,7 +205,7 @@ class ForwardWay(_Replacing):
 
 
 class _Wrapper(Wrapper):
-    """What a wrapper's class adds to the class of the module it holds."""
+    """The methods that a wrapper adds to the class of the module that it holds."""
 
     __slots__ = ()
     _torchtap_around: _Around
@@ -261,7 +260,7 @@ def _hold(wrapper: object, module: nn.Module) -> None:
 
 @final
 class WrapWay(_Replacing):
-    """Replaces modules in their parents by wrappers that hold them."""
+    """Attach by replacing modules in their parents by wrappers that hold them."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
@@ -285,12 +284,12 @@ class WrapWay(_Replacing):
 
 
 def _same(left: nn.Module, right: nn.Module) -> bool:
-    """Whether two modules are one, wrapped or not."""
+    """Return True if two modules are the same, wrapped or not."""
     return left is right or left.__dict__ is right.__dict__
 
 
 def _modules_of(root: nn.Module) -> list[nn.Module]:
-    """Every module, each once, though some may be wrapped."""
+    """Return every module once, also if some are wrapped."""
     found: dict[int, nn.Module] = {}
     waiting = [root]
     while waiting:
@@ -308,9 +307,67 @@ def _put_back(wrappers: list[tuple[nn.Module, str, Any]]) -> None:
         current: Any = children.get(name)
         if current is wrapper:
             children[name] = wrapper._torchtap_held
-        # Somebody wrapped the wrapper, and stays.
+        # Another wrapper is around this one and stays.
         while current is not None and is_wrapper(current):
             if current._torchtap_held is wrapper:
                 _hold(current, wrapper._torchtap_held)
                 break
             current = current._torchtap_held
+
+
+# -- the mode of a module ---------------------------------------------------------------------------------------
+
+
+@final
+class ModeHook:
+    """Call a function when a module is switched to training or to evaluation.
+
+    While there is a `ModeHook`, the module has its own ``train`` attribute, which calls the one that was there before.
+    """
+
+    def __init__(self, module: nn.Module, changed: Callable[[bool], object]) -> None:
+        self._module, self._changed = module, changed
+        self._switch: _Switch | None = None
+
+    def put_on(self) -> None:
+        """Start to call it."""
+        attributes = self._module.__dict__
+        switch = attributes.get(_TRAIN)
+        if not isinstance(switch, _Switch):
+            conceal(self._module)
+            switch = attributes[_TRAIN] = _Switch(self._module, switch)
+        switch.listeners.append(self._changed)
+        self._switch = switch
+
+    def take_off(self) -> None:
+        """Stop. The last one restores the module."""
+        switch, self._switch = self._switch, None
+        if switch is None:
+            return
+        switch.listeners.remove(self._changed)
+        if switch.listeners:
+            return
+        attributes, own = self._module.__dict__, switch.left()
+        if attributes.get(_TRAIN) is switch:  # else the user has put another one around it
+            del attributes[_TRAIN]
+            attributes.update(own)
+        reveal(self._module)
+
+
+@final
+class _Switch(Traveller):
+    """A module's ``train`` that calls its listeners."""
+
+    def __init__(self, module: nn.Module, own: Callable[[bool], Any] | None) -> None:
+        self._module, self._own = module, own
+        self.listeners: list[Callable[[bool], object]] = []
+
+    def __call__(self, mode: bool = True) -> Any:
+        switched = type(self._module).train(self._module, mode) if self._own is None else self._own(mode)
+        for changed in tuple(self.listeners):
+            changed(mode)
+        return switched
+
+    def left(self) -> dict[str, Any]:
+        """Return the method that the user had put on the module."""
+        return {} if self._own is None else {_TRAIN: self._own}

@@ -1,4 +1,20 @@
-"""Exports with an array for each series and each tensor.
+"""Write a run in a format that other tools read: one function, one small file behind it for each format.
+
+| to        | what it holds                                              | extra     |
+| --------- | ---------------------------------------------------------- | --------- |
+| `parquet` | every number, one a row, with the run's name as a column    | `arrow`   |
+| `dataset` | a folder of parquet files, one for each rank: its own numbers | `arrow` |
+| `csv`     | every number, one a row                                     |           |
+| `jsonl`   | every number, one JSON object a row                         |           |
+| `hdf5`    | a series for each site and statistic, and every tensor      | `hdf5`    |
+| `npz`     | the same, under flat names                                  |           |
+| `pt`      | the same as tensors; loads with `weights_only=True`         |           |
+
+The file, or the folder, appears whole: it is written under a temporary name first.
+
+Exports with a row for each number.
+
+Exports with an array for each series and each tensor.
 
 Tensors are read and written one after another. Where a format lacks an element type (bfloat16 and narrower in numpy and
 HDF5) it is widened to float32, which loses nothing.
@@ -6,24 +22,130 @@ HDF5) it is widened to float32, which loses nothing.
 
 from __future__ import annotations
 
+import csv
+import errno
 import json
+import math
+import os
+import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchtap.errors import needing
-from torchtap.sanitize import file_component, shown
+from torchtap.errors import RunError, needing
+from torchtap.registry import imported
+from torchtap.sanitize import file_component, shown, storable
 from torchtap.store.read.results import Series, TensorRef
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
+__all__ = [
+    "FORMATS",
+    "export_run",
+    "write_csv",
+    "write_dataset",
+    "write_hdf5",
+    "write_json_lines",
+    "write_npz",
+    "write_parquet",
+    "write_pt",
+]
+
+
+FORMATS = {
+    "parquet": "torchtap.store.export:write_parquet",
+    "dataset": "torchtap.store.export:write_dataset",
+    "csv": "torchtap.store.export:write_csv",
+    "jsonl": "torchtap.store.export:write_json_lines",
+    "hdf5": "torchtap.store.export:write_hdf5",
+    "npz": "torchtap.store.export:write_npz",
+    "pt": "torchtap.store.export:write_pt",
+}
+
+
+def export_run(run: Run, to: str, path: str | os.PathLike[str]) -> Path:
+    """Write ``run`` to ``path`` in the format called ``to``. Returns the path."""
+    if to not in FORMATS:
+        raise RunError(f"there is no export to {to!r}; there is one to {', '.join(FORMATS)}")
+    write: Callable[[Run, Path], None] = imported(FORMATS[to])
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # with a suffix in any case: some of the writers go by it, and torch names its archive after what is before it
+    temporary = target.with_name(f".tmp-{os.getpid()}{target.suffix or f'.{to}'}")
+    try:
+        write(run, temporary)
+        if (
+            temporary.is_dir()
+            and target.is_dir()
+            and all(p.name.startswith("rank=") for p in target.iterdir())
+        ):
+            shutil.rmtree(target)  # an older dataset; a folder with anything else in it stays
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise RunError(f"{target} is there already, and is not empty") from error
+        raise
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def write_parquet(run: Run, path: Path) -> None:
+    """Columns run, step, epoch, batch, site, statistic, value: many runs can be queried as one table."""
+    with needing("pyarrow", "arrow", who="export to parquet"):
+        import pyarrow
+        import pyarrow.parquet
+    table = run.table().to_arrow()
+    name = storable(Path(run.path.rstrip("/")).name)
+    runs = pyarrow.DictionaryArray.from_arrays(np.zeros(table.num_rows, np.int32), [name])
+    pyarrow.parquet.write_table(table.add_column(0, "run", runs), path)
+
+
+def write_dataset(run: Run, path: Path) -> None:
+    """A folder ``rank=<k>`` for each rank with its own numbers, as engines for large tables read partitions.
+
+    One rank is in memory at a time.
+    """
+    for rank in run.ranks if run.shown_rank is None else [run.shown_rank]:
+        folder = path / f"rank={rank}"
+        folder.mkdir(parents=True)
+        write_parquet(run.rank(rank), folder / "numbers.parquet")
+
+
+def write_csv(run: Run, path: Path) -> None:
+    """A header, then a row for each number; an epoch or a batch that was not set is empty."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("step", "epoch", "batch", "phase", "site", "statistic", "value"))
+        for step, epoch, batch, phase, site, statistic, value in run.table():
+            unset = ("" if number == -1 else number for number in (epoch, batch))
+            writer.writerow((step, *unset, storable(phase), storable(site), storable(statistic), repr(value)))
+
+
+def write_json_lines(run: Run, path: Path) -> None:
+    """An object for each number; what is not finite is the text ``"nan"``, ``"inf"`` or ``"-inf"``."""
+    with path.open("w", encoding="utf-8") as file:
+        for step, epoch, batch, phase, site, statistic, value in run.table():
+            row = {
+                "step": step,
+                "epoch": None if epoch == -1 else epoch,
+                "batch": None if batch == -1 else batch,
+                "phase": storable(phase),
+                "site": storable(site),
+                "statistic": storable(statistic),
+                "value": value if math.isfinite(value) else str(value),
+            }
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
 _NUMBERS = ("step", "epoch", "batch", "time", "passes", "skipped")
 
-__all__ = ["write_hdf5", "write_npz", "write_pt"]
 
 _LONGEST_ATTRIBUTE = 8000  # letters: HDF5 has room for 64 KiB in all attributes of a group
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from torchtap.plan.names import last_part, parent_path, path_parts, paths_around
+from torchtap.spi import ModulePath
 
-__all__ = ["find_class", "is_stand_in", "skeleton"]
+__all__ = ["find_class", "skeleton"]
 
 
 def skeleton(
@@ -22,7 +22,7 @@ def skeleton(
     known: Mapping[str, nn.Module] | None = None,
     classes: Mapping[str, object] | None = None,
 ) -> nn.Module:
-    """Stand-ins for these paths and their parents.
+    """Return a tree of stand-ins for these paths and their parents.
 
     ``known`` has modules that exist: a stand-in has their parameters and buffers. ``classes`` has the class of
     a path, or its dotted name.
@@ -30,16 +30,17 @@ def skeleton(
     known, classes = known or {}, classes or {}
     wanted = {"": None}
     for path in paths:
-        for each in (*reversed(tuple(paths_around(path))), path):
+        for each in (*reversed(tuple(ModulePath(path).parents)), path):
             wanted[each] = None
     made: dict[str, nn.Module] = {}
-    for path in sorted(wanted, key=lambda each: len(path_parts(each))):
+    for path in sorted(wanted, key=lambda each: len(ModulePath(each).parts)):
         module = made[path] = _stand_in(classes.get(path))
         if path in known:
             _fill(module, known[path])
     for path in wanted:
         if path:
-            made[parent_path(path)]._modules[last_part(path)] = made[path]
+            at = ModulePath(path)
+            made[at.parent]._modules[at.name] = made[path]
     return made[""]
 
 
@@ -55,7 +56,7 @@ def _fill(stand_in: nn.Module, real: nn.Module) -> None:
 
 
 def _has_graph(module: object) -> bool:
-    """Whether a module has a graph of its own. A scripted list has the attribute, but raises when it is asked."""
+    """Return True if a module has a graph of its own. A scripted list has the attribute, but raises."""
     try:
         return hasattr(module, "graph")
     except RuntimeError:
@@ -70,17 +71,12 @@ def _stand_in(described: object) -> nn.Module:
         nn.Module.__init__(module)
         return module
     name = str(described).rpartition(".")[2] if described else "Module"
-    stand_in: type[nn.Module] = type(name, (nn.Module,), {})
+    stand_in: type[nn.Module] = type(name, (nn.Module,), {"_torchtap_stand_in": True})
     return stand_in()
 
 
-def is_stand_in(module: nn.Module) -> bool:
-    """Whether nothing is known of a module but the name of its class."""
-    return type(module).__module__ == __name__
-
-
 def find_class(dotted: object) -> type | None:
-    """A class by its dotted name, if this process has it; nothing is imported."""
+    """Return a class by its dotted name if this process has it; nothing is imported."""
     module_name, _, name = str(dotted or "").rpartition(".")
     found = getattr(sys.modules.get(module_name), name, None)
     if isinstance(found, type):
@@ -90,7 +86,7 @@ def find_class(dotted: object) -> type | None:
 
 
 def _module_classes() -> dict[str, type]:
-    """Every class of modules that is alive, by its dotted name."""
+    """Return every class of modules by its dotted name."""
     found: dict[str, type] = {}
     waiting: list[type] = [nn.Module]
     while waiting:
