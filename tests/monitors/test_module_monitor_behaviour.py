@@ -10,11 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tests.optional import need
 from torch import nn
 
 from torchtap.monitors import torch_module_monitor as ours
 
-peer = pytest.importorskip("torch_module_monitor")
+peer = need("torch_module_monitor")
 
 Probe = Callable[[ModuleType], Any]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.models import Tagger, mlp
 from tests.monitors.module_monitoring import hooks_on, watching
+from tests.optional import need
 
 import torchtap as tt
 from torchtap import StorageManager
@@ -123,7 +124,7 @@ def test_the_projects_own_sinks_take_a_monitors_steps(tmp_path: Path) -> None:
 
 
 def test_weights_and_biases_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    need("wandb")
     from torchtap.sinks.trackers import WandbSink
 
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

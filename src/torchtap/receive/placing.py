@@ -69,16 +69,11 @@ class Placing:
 
     # -- while the model runs -----------------------------------------------------------------------------
 
-<<<<<<< HEAD
-    def see_inputs(self, _: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def see_inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Remember the shape of the first input: a value with another number of samples is no part of a batch.
 
         A model that is watched inside its DDP wrapper shows the wrapper only now.
         """
-=======
-    def see_inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Remember how many samples the model is given: what has another size is no part of a batch."""
->>>>>>> main
         if not self._given:
             wrapper = calling_wrapper()
             if wrapper is not None:
