@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from torchtap.reduce import Stats as Stats
     from torchtap.reduce import TopK as TopK
     from torchtap.reduce import Units as Units
+    from torchtap.registry import register as register
     from torchtap.schedule import Always as Always
     from torchtap.schedule import Epochs as Epochs
     from torchtap.schedule import Every as Every
@@ -236,6 +237,7 @@ _HOME = {
     "open_layers": "torchtap.monitors.layers.files",
     "plot": "torchtap.viewer.figures",
     "record_layers": "torchtap.monitors.layers.recorder",
+    "register": "torchtap.registry",
     "tap": "torchtap.plan.tap",
     "verify": "torchtap.session.verification",
     "watch": "torchtap.session.front",
@@ -288,6 +290,7 @@ __all__ = [
     "open",
     "plot",
     "record_layers",
+    "register",
     "schedule",
     "sinks",
     "tap",
