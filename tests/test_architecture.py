@@ -65,8 +65,6 @@ LAYERS = [
     ["comparison.recorded"],
     ["comparison"],
     ["diagnosis"],
-    ["monitors.layers", "monitors.monitor"],
-    ["monitors.module_monitor"],
     ["monitors"],
     ["integrations"],
     ["viewer"],
