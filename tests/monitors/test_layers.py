@@ -12,7 +12,7 @@ from tests.optional import need
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.monitors.layers.names import find_layers
+from torchtap.monitors.layers import find_layers
 
 
 class Plain(nn.Module):

@@ -1,7 +1,7 @@
-"""The refined coordinate check over widths: how each term grows when a model is made wider.
+"""The refined coordinate check over widths: the growth of each term when a model is made wider.
 
-In a parametrisation that is right, the size of a coordinate of ``(W_t - W_0) x_t`` does not depend on the width:
-its exponent is 0 in every layer. `check_widths` trains the same model at several widths for a few steps and fits
+In a correct parametrisation the size of a coordinate of ``(W_t - W_0) x_t`` does not depend on the width: its
+exponent is 0 in every layer. `check_widths` trains the same model at several widths for a few steps and fits
 the exponents; `plot_widths` draws them.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap.errors import MonitorError, needing
-from torchtap.monitors.module_monitor.monitor import ModuleMonitor
-from torchtap.monitors.module_monitor.rcc import RefinedCoordinateCheck
+from torchtap.monitors.coordinate_check import RefinedCoordinateCheck
+from torchtap.monitors.module_monitor import ModuleMonitor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ TERMS = ("(W_t-W_0)x_t", "W_0(x_t-x_0)")
 @final
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A model of some width, how it is trained, and on what. ``loss`` gets what the model gives and the target."""
+    """A model of some width, its optimizer and its batches. ``loss`` gets the model's output and the target."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -46,7 +46,7 @@ class Setup:
 @final
 @dataclass(frozen=True)
 class WidthCheck:
-    """What came out: ``sizes[term][layer]`` has the root mean square of a coordinate at each width."""
+    """The result: ``sizes[term][layer]`` has the root mean square of a coordinate at each width."""
 
     name: str
     widths: tuple[int, ...]
@@ -54,11 +54,11 @@ class WidthCheck:
     sizes: Mapping[str, Mapping[str, tuple[float, ...]]]
 
     def exponents(self, term: str = TERMS[0]) -> dict[str, float]:
-        """For each layer the power of the width that the term's size grows with; nan where it is always 0."""
+        """Return for each layer the power of the width that the term's size grows with; NaN if it is always 0."""
         return {layer: _slope(self.widths, sizes) for layer, sizes in self.sizes[term].items()}
 
     def worst(self, term: str = TERMS[0]) -> tuple[str, float]:
-        """The layer that depends on the width most, and its exponent."""
+        """Return the layer that depends on the width most, and its exponent."""
         found = {layer: slope for layer, slope in self.exponents(term).items() if not math.isnan(slope)}
         if not found:
             return "", math.nan
@@ -69,9 +69,22 @@ class WidthCheck:
 def check_widths(
     build: Callable[[int], Setup], widths: Sequence[int], *, steps: int = 5, name: str = "", seed: int = 0
 ) -> WidthCheck:
-    """Train ``build(width)`` for a few steps at each width, and measure each layer's terms after the last."""
+    """Train ``build(width)`` for a few steps at each width, and measure each layer's terms after the last one.
+
+        check_widths(build, [64, 128, 256], steps=5).exponents()
+
+    build: returns a `Setup` for a width.
+    widths: at least two different ones.
+    steps: training steps before the check.
+    name: the title in a plot; the function's name by default.
+    seed: set before each width.
+
+    Returns a `WidthCheck`. Raises `MonitorError` for too few widths, steps or batches.
+    """
     if len(set(widths)) < 2 or min(widths) < 1:
-        raise MonitorError(f"widths {list(widths)}: a growth takes two different widths at least, from 1 on")
+        raise MonitorError(
+            f"widths {list(widths)}: a growth takes at least two different widths of 1 or more"
+        )
     if steps < 1:
         raise MonitorError(f"steps={steps}: at step 0 nothing has changed yet; give 1 or more")
     trained = []
@@ -83,7 +96,7 @@ def check_widths(
 
 
 def _at_all_widths(sizes: list[dict[str, float]]) -> dict[str, tuple[float, ...]]:
-    """Each layer's sizes, width by width; those layers that every width has."""
+    """Return the sizes of the layers that every width has."""
     common = [layer for layer in sizes[0] if all(layer in each for each in sizes)]
     return {layer: tuple(each[layer] for each in sizes) for layer in common}
 
@@ -124,7 +137,7 @@ def _train(setup: Setup, steps: int) -> dict[str, dict[str, float]]:
 def _sizes(
     metrics: Mapping[str, float], model: nn.Module, coordinates: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:
-    """Root mean squares of the layers that have weights of their own."""
+    """Return the root mean squares of the layers that have weights of their own."""
     weighted = {
         name
         for name, module in model.named_modules()
@@ -149,7 +162,7 @@ def _slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
 
 
 def _draw(axis: Axes, check: WidthCheck, term: str, colors: dict[str, str]) -> None:
-    """One term of one check, a line for each layer."""
+    """Draw one term of one check, a line for each layer."""
     slopes = check.exponents(term)
     for layer, sizes in check.sizes[term].items():
         if max(sizes) > 0:
@@ -165,7 +178,7 @@ def _draw(axis: Axes, check: WidthCheck, term: str, colors: dict[str, str]) -> N
 
 
 def plot_widths(checks: Sequence[WidthCheck], path: str | os.PathLike[str]) -> None:
-    """Draw the checks side by side, on shared axes: flat lines are right, rising ones are not."""
+    """Draw the checks side by side on shared axes. Flat lines are right, rising ones are not."""
     with needing("matplotlib", "plot", who="the plot"):
         import matplotlib
 

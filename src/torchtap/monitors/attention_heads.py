@@ -1,13 +1,13 @@
-"""The inside of attention: query, key, value and output head by head, and the entropy of each head's weights.
+"""Heads of attention: query, key, value, output, and the entropy of the weights, head by head.
 
-Fused kernels never form the weights, so they are computed again from the same arguments: one head and some rows
-of queries at a time. A module's own code hands its attention over, or, with no change in the model, the core tells of
-each attention in monitored steps (`AttentionPatch`): it belongs to the innermost module whose code made the call. It
-guarantees:
+Fused kernels never form the weights, so they are computed again from the same arguments: one head and some rows of
+queries at a time. A module's code passes its attention on with `monitor_scaled_dot_product_attention`. With
+``ModuleMonitor(attention=True)`` no change is needed: `AttentionPatch` receives every attention of a monitored step,
+which belongs to the innermost module whose code made the call. Guarantees:
 - no random number is drawn: the entropy is that of the weights before dropout;
-- no more than about `_PIECE_ELEMENTS` weights are in memory at once, whatever the length of the sequence;
-- what a reference module computes never mixes with the monitored module's numbers;
-- a monitor that is dropped in the middle of a step hears nothing more.
+- at most about `_PIECE_ELEMENTS` weights are in memory at once, for any length of the sequence;
+- values of a reference never mix with the monitored module's numbers;
+- a monitor that is dropped in the middle of a step receives nothing more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchtap.receive.active import owner_of
 from torchtap.receive.attention_calls import AttentionCall, listen
 
 if TYPE_CHECKING:
-    from torchtap.monitors.module_monitor.monitor import ModuleMonitor
+    from torchtap.monitors.module_monitor import ModuleMonitor
 
 __all__ = ["AttentionPatch", "head_entropy", "monitor_heads", "monitor_scaled_dot_product_attention"]
 
@@ -49,14 +49,17 @@ def monitor_scaled_dot_product_attention(
     activation: Tensor | None = None,
     is_reference: bool = False,
 ) -> None:
-    """Monitor one attention from inside a module's code; the arguments are those of the attention itself.
+    """Monitor one attention from inside a module's code. The arguments are those of the attention itself.
+
+        if self.is_monitoring:
+            monitor_scaled_dot_product_attention(self.get_module_monitor(), self, q, k, v, activation=y)
 
     Logs ``activation/{module}.head_{i}.query/…`` (``key``, ``value``, ``activation``) and
-    ``attention_entropy/{module}.head_{i}``. Keys of another length than the queries are left to
-    ``ModuleMonitor(attention=True)``: here they are warned about, and nothing is logged.
+    ``attention_entropy/{module}.head_{i}``. If keys and queries differ in length, it logs a warning and nothing else;
+    ``ModuleMonitor(attention=True)`` handles them. Raises `MonitorError` for a mask together with ``is_causal``.
     """
     if not isinstance(module, str) and module in monitor.reference_module_names:
-        is_reference = True  # a module knows itself, not which of the two models it belongs to
+        is_reference = True  # a module does not know which of the two models it belongs to
     if not monitor.is_monitoring() and not is_reference:
         return
     name = monitor._get_module_name(module, is_reference)
@@ -84,7 +87,7 @@ def monitor_scaled_dot_product_attention(
 
 
 class _ContradictionError(MonitorError, AssertionError):
-    """Arguments that torch's own attention asserts not to get together."""
+    """Two arguments that torch's attention refuses with an assertion."""
 
 
 def _is_self_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
@@ -108,7 +111,7 @@ def monitor_heads(
     """Monitor every head of an attention, with any mask that broadcasts and any number of key heads."""
     heads = query.size(-3)
     for head in range(heads):
-        shared = head * key.size(-3) // heads  # grouped queries: several heads look at the same keys
+        shared = head * key.size(-3) // heads  # grouped queries: several heads share the same keys
         parts = {
             "query": query[..., head, :, :],
             "key": key[..., shared, :, :],
@@ -119,9 +122,11 @@ def monitor_heads(
         for part, tensor in parts.items():
             monitor.monitor_activations(f"{name}.head_{head}.{part}", tensor.detach(), is_reference)
         if is_reference:
-            continue  # there is one entropy for each key, and it is the monitored module's
-        entropy = head_entropy(query, key, head, mask, is_causal=is_causal, scale=scale)
-        monitor._log_own(f"attention_entropy/{name}.head_{head}", entropy)
+            continue  # an entropy's key belongs to the monitored module
+        if monitor.is_monitoring():
+            entropy = head_entropy(query, key, head, mask, is_causal=is_causal, scale=scale)
+            step = monitor.current_step
+            monitor.storage.log_tensor(step, f"attention_entropy/{name}.head_{head}", entropy)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -134,7 +139,7 @@ def head_entropy(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """``-sum w log w`` over the keys, for each query of one head. A query that may see no key has 0."""
+    """Return ``-sum w log w`` over the keys, for each query of one head. It is 0 for a query that may see no key."""
     queries = query[..., head, :, :].detach()
     keys = key[..., head * key.size(-3) // query.size(-3), :, :].detach()
     keys = keys.to(queries.dtype).transpose(-2, -1)
@@ -172,7 +177,7 @@ def _row_pieces(queries: Tensor, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def _of_head(mask: Tensor | None, head: int, heads: int) -> Tensor | None:
-    """The part of a mask that is about one head, with at least two dimensions."""
+    """Return one head's part of a mask, with at least two dimensions."""
     if mask is None:
         return None
     mask = mask.detach()
@@ -185,7 +190,7 @@ def _of_head(mask: Tensor | None, head: int, heads: int) -> Tensor | None:
 
 @final
 class AttentionPatch:
-    """One monitor's interest in attention; ``where`` is True or a pattern for module names."""
+    """Pass each attention of a monitored step on to a monitor. ``where`` is True or a pattern for module names."""
 
     def __init__(self, monitor: ModuleMonitor, where: bool | str) -> None:
         self._monitor = weakref.proxy(monitor)
@@ -193,16 +198,16 @@ class AttentionPatch:
         self._stop: weakref.finalize[[], AttentionPatch] | None = None
 
     def set(self, on: bool) -> None:
-        """A monitored step begins, or ends."""
+        """Receive attention calls from now on, or stop doing so."""
         if on and self._stop is None:
-            listening = listen(partial(_tell, weakref.ref(self)))
-            self._stop = weakref.finalize(self, listening.remove)
+            registered = listen(partial(_pass_on, weakref.ref(self)))
+            self._stop = weakref.finalize(self, registered.remove)
         elif not on and self._stop is not None:
             self._stop()
             self._stop = None
 
     def _name_of(self, module: nn.Module) -> tuple[str, bool] | None:
-        """Name of a module of this monitor, and whether it is the reference's."""
+        """Return the name of a module of this monitor, and True if it is the reference's."""
         monitor = self._monitor
         if module in monitor.module_names:
             return monitor.module_names[module], False
@@ -211,7 +216,7 @@ class AttentionPatch:
         return None
 
     def take(self, call: AttentionCall) -> None:
-        """One attention was computed."""
+        """Monitor one attention."""
         monitor = self._monitor
         if not monitor.current_step_monitored:
             return
@@ -241,7 +246,7 @@ class AttentionPatch:
         )
 
 
-def _tell(patch: weakref.ref[AttentionPatch], call: AttentionCall) -> None:
-    listening = patch()
-    if listening is not None:
-        listening.take(call)
+def _pass_on(patch: weakref.ref[AttentionPatch], call: AttentionCall) -> None:
+    alive = patch()
+    if alive is not None:
+        alive.take(call)
