@@ -29,7 +29,6 @@ __all__ = [
     "make_taker",
     "measure",
     "native",
-    "rows_by",
     "share_threads",
 ]
 
@@ -100,15 +99,6 @@ def is_sound(value: Tensor) -> bool:
 
 
 _has_sound = _has_takers and hasattr(native, "is_sound")
-
-
-def rows_by(sums: ModuleType) -> Callable[..., int] | None:
-    """``rows_into`` of `_native_rows.h`, with the arithmetic of `_rows.c`; None where there is no such thing."""
-    if not _has_takers or not hasattr(native, "rows_into") or not hasattr(sums, "sum_rows"):
-        return None
-    native.use_row_sums(sums.sum_rows)  # type: ignore[union-attr]
-    into: Callable[..., int] = native.rows_into  # type: ignore[union-attr]
-    return into
 
 
 # The numbers by which `_native.c` knows the dtypes.
