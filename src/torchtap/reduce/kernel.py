@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -162,15 +161,3 @@ def count(
     native.count(counts.data_ptr(), pointer, flat.numel(), code, at, bins, *octaves)
     del storage
     return True
-
-
-# Used by monitors that copy values of reference modules; to go with them.
-make_keeper: Callable[..., Any] | None = None
-
-
-class Copied:
-    """Nothing is of this type."""
-
-
-def fetch(value: Tensor, least: int, most: int) -> None:
-    """Do nothing."""
