@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final
 
+from torchtap.sanitize import shown
+
 __all__ = ["Coverage", "Evidence", "Finding", "Findings", "Severity", "Trust", "Unjudged", "Verdict"]
 
 Severity = Literal["error", "warning", "info"]
@@ -62,7 +64,7 @@ class Finding:
         return _SEVERITIES.index(self.severity), _TRUSTS.index(self.trust), step
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.message}"
+        return shown(f"{self.severity}: {self.message}", 5000)
 
 
 # What a cause brings about. A finding is folded under a cause that is found no more than a few steps after it.
@@ -164,7 +166,7 @@ class Unjudged:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.rule}: {self.reason}"
+        return shown(f"{self.rule}: {self.reason}", 5000)
 
 
 Verdict = Literal["problem", "healthy", "not judged"]
