@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtap.comparison.measure import sums
-from torchtap.comparison.measure.measures import measure
+from torchtap.comparison import measures
+from torchtap.comparison.measures import measure
 from torchtap.hooks.records import CallFields, EntryFields, FoldingFields, ReceiverFields, TallyFields
 from torchtap.receive.hearing import make_ear
 from torchtap.reduce import Histogram, Stats, StatsBlock, kernel, row_norms
@@ -225,8 +225,8 @@ class Fuzzer:
         if row_norms.native is not None:
             rows = row_norms.native
             calls.append(lambda: rows.sums(pick([4, -1, "x"]), 1, 1, pick(odd), pick(odd)))
-        if sums.native is not None:
-            distance = sums.native
+        if measures.native is not None:
+            distance = measures.native
             calls.append(lambda: distance.sums(0, 0, here, 0, 3, 0.0, 0.0, 1.0, 1.0, 0))
         if not calls:
             return
@@ -262,7 +262,7 @@ def main() -> None:
     fuzzer.run(calls)
     built = [
         name
-        for name, module in (("statistics", kernel), ("rows", row_norms), ("distance", sums))
+        for name, module in (("statistics", kernel), ("rows", row_norms), ("distance", measures))
         if module.native
     ]
     print(f"{calls} calls, seed {seed}, native: {', '.join(built)}: {dict(fuzzer.calls)}")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from torchtap.lazy import names_from
 
 if TYPE_CHECKING:
-    from torchtap.comparison.adjacent import layer_changes as layer_changes
     from torchtap.comparison.bisection import Bisection as Bisection
     from torchtap.comparison.bisection import bisect as bisect
     from torchtap.comparison.forms import compare_forms as compare_forms
-    from torchtap.comparison.judge.result import Comparison as Comparison
+    from torchtap.comparison.recordings import layer_changes as layer_changes
+    from torchtap.comparison.result import Comparison as Comparison
 
 _HOME = {
     "Bisection": "bisection",

@@ -277,8 +277,8 @@ class Catalog:
 
     def compare(self, first: str, second: str) -> dict[str, Any]:
         """The comparison of two of the runs as they are now; the last one is kept, since it reads everything."""
-        from torchtap.comparison.judge.result import plain
-        from torchtap.comparison.stored import compare_stored
+        from torchtap.comparison.recorded import compare_stored
+        from torchtap.comparison.result import plain
         from torchtap.store.read.reader import open_run
 
         a, b = self[first], self[second]

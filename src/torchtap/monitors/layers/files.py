@@ -14,9 +14,7 @@ from typing import Any, final, overload
 import torch
 from torch import Tensor
 
-from torchtap.comparison.adjacent import LayerChange, layer_changes
-from torchtap.comparison.recorded.recordings import FolderRecording
-from torchtap.comparison.recorded.torch_files import load_tensor
+from torchtap.comparison.recordings import FolderRecording, LayerChange, layer_changes, load_tensor
 from torchtap.errors import RunCorruptError, SelectionError
 from torchtap.plan.names import site_name
 

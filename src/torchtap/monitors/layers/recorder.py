@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtap._torch import TORCH_VERSION
-from torchtap.comparison.recorded.recordings import is_layer_folder
+from torchtap.comparison.recordings import is_layer_folder
 from torchtap.errors import OutputError, SessionError
 from torchtap.forms.attach import form_of
 from torchtap.hooks.arguments import Args, Kwargs
