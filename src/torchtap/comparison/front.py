@@ -60,7 +60,7 @@ def captured(
 
     A graph that does not tell its names gets those of ``like``, an eager model, which runs once on ``inputs``.
     """
-    from torchtap.plan.site_order import in_passing_order
+    from torchtap.plan.names import in_passing_order
     from torchtap.session.front import capture
 
     with untouched(thing, in_place=True):

@@ -328,9 +328,13 @@ def _explained(found: PassEvidence, rows: Sequence[Row], first: FirstDifference)
     reference, own = found.trace.values[first.site], found.replaced.get(first.site)
     where = None
     if own is not None and own.numel() == reference.numel():
+        order = found.trace.layouts.get(path_of(first.site))
+        if order is not None and reference.shape[-1] == len(order):
+            reference = reference.index_select(-1, order.to(reference.device))
         own = own.reshape(reference.shape)
         where = locate(reference, own)
-        first = replace(first, what=relation(found.reference, found.trace, first.site, own))
+        if order is None:
+            first = replace(first, what=relation(found.reference, found.trace, first.site, own))
     author = next(event.author for event in found.trace.events if event.site == first.site)
     holder, parameters = whose_parameters(
         found.reference, found.target, module, found.names, {row.module for row in rows}

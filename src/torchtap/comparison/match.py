@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.align import Alignment, Node, Pair, Paired, Unaligned, match_nodes
+from torchtap.comparison.align import Alignment, Node, Pair, Paired, Unaligned, match_nodes, part_of
 from torchtap.comparison.floors import weight_of
 from torchtap.comparison.passes import Trace, TracedValue
 from torchtap.comparison.rules import PairingRule, rule_from
@@ -31,7 +31,7 @@ class Matched:
 
     names: dict[str, str]
     alignment: Alignment
-    trace: Trace
+    trace: Trace  # its ``layouts`` say how outputs are ordered in the target
 
 
 def match_models(
@@ -44,6 +44,7 @@ def match_models(
     trace, fused = _regroup(trace, listed, left, right, pairs)
     pairs += fused
     names = {pair.target: pair.reference for pair in pairs}
+    trace = replace(trace, layouts=_layouts(reference, target, pairs), raw=trace.raw or trace)
     return Matched(names, _alignment(trace, listed, pairs, unused), trace)
 
 
@@ -90,6 +91,58 @@ def _weight(module: nn.Module) -> tuple[float, ...] | None:
         float(wide.sum()),
         float(wide.abs().sum()) * wide.numel() ** -0.5,
     )
+
+
+# Outputs whose elements a port keeps in another order.
+
+
+def _layouts(reference: nn.Module, target: nn.Module, pairs: list[Paired]) -> dict[str, Tensor]:
+    """Return, for each module whose output features are reordered in the target, the order they have there.
+
+    It is read from the weights: the target's rows are the reference's in another order. An order counts only if most
+    modules of the same names have it, so that one wrongly permuted weight stays a fault.
+    """
+    mine = {place.path: place.module for place in places(reference)}
+    theirs = {place.path: place.module for place in places(target)}
+    groups: dict[tuple[object, ...], list[tuple[str, Tensor | None]]] = {}
+    for pair in pairs:
+        weights = [weight_of(mine.get(path)) for path in part_of(pair.reference)]
+        there = weight_of(theirs.get(pair.target))
+        if (
+            there is None
+            or there.dim() != 2
+            or not weights
+            or any(w is None or w.dim() != 2 for w in weights)
+        ):
+            continue
+        if len({w.shape[1] for w in weights if w is not None}) != 1:
+            continue
+        rows = torch.cat([w for w in weights if w is not None])
+        if rows.shape != there.shape:
+            continue
+        key = (last_part(pair.reference), last_part(pair.target), tuple(there.shape))
+        groups.setdefault(key, []).append((pair.reference, _row_order(rows, there)))
+    found: dict[str, Tensor] = {}
+    for members in groups.values():
+        orders = [order for _, order in members if order is not None]
+        for order in orders:
+            same = sum(torch.equal(order, other) for other in orders)
+            if 2 * same > len(members) and not torch.equal(order, torch.arange(len(order))):
+                found.update({path: order for path, _ in members})
+                break
+    return found
+
+
+def _row_order(reference: Tensor, target: Tensor) -> Tensor | None:
+    """Return ``order`` with ``target == reference[order]``; None if the rows are not the same ones."""
+    if torch.equal(reference, target.to(reference.dtype)):
+        return torch.arange(len(target))
+    probe = torch.randn(target.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mine, theirs = (each.detach().cpu().double() @ probe for each in (reference, target))
+    order = torch.empty(len(target), dtype=torch.int64)
+    order[theirs.argsort(stable=True)] = mine.argsort(stable=True)
+    same = float((reference.detach().cpu()[order].double() - target.detach().cpu().double()).norm())
+    return order if same <= 1e-3 * float(target.detach().double().norm()) else None
 
 
 def _by_rules(
@@ -203,16 +256,14 @@ def _parts_of(whole: Node, candidates: list[Node], whole_trace: Trace, parts_tra
 
 
 def _in_order(whole: Node, group: list[Node], whole_trace: Trace, parts_trace: Trace) -> list[Node]:
-    """The order in which the parts lie side by side in the whole: as they ran, unless the values say otherwise."""
+    """Return the parts in the order in which they lie in the whole: as they ran, unless the values say otherwise."""
     value = _output(whole_trace, whole.path)
     best, order = -1, group
     for permutation in itertools.permutations(group):
         pieces = [_output(parts_trace, n.path) for n in permutation]
         cut = value.split([p.shape[-1] for p in pieces], -1)
         hits = sum(
-            signature(a) is not None and _near(a, b.reshape(a.shape))
-            for a, b in zip(cut, pieces, strict=True)
-            if a.numel() == b.numel()
+            _near(a, b.reshape(a.shape)) for a, b in zip(cut, pieces, strict=True) if a.numel() == b.numel()
         )
         if hits > best:
             best, order = hits, list(permutation)

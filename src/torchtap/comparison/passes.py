@@ -160,9 +160,10 @@ class Trace:
     calls: list[Called] = field(default_factory=list)
     partial: bool = False  # whether only some of the sites were kept
     raw: Trace | None = None  # the trace as recorded, if values were merged or cut for a port
-    derived: dict[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # merged or cut site -> its sources in `raw`
+    # A merged or cut site and its sources in `raw`.
+    derived: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # A module and the order that its output features have in the target.
+    layouts: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, event: TracedValue, value: Tensor) -> None:
         """Note one more value."""
@@ -578,6 +579,9 @@ class TraceProbe:
                 continue
             site = paired
             reference = self._trace.values[site]
+            order = self._trace.layouts.get(frame.path) if self._names is not None else None
+            if order is not None and kind == "output" and reference.shape[-1] == len(order):
+                reference = reference.index_select(-1, order.to(reference.device))
             met = self._meet(site, reference, value, author)
             self._note_maker(site, author, frame, kind, maker)
             if frame.path == "" and kind == "output":

@@ -27,8 +27,15 @@ from torchtap.comparison.align import KnownSite
 from torchtap.comparison.measures import PIECE_BYTES, Measures, ValueStream, can_stream, measure
 from torchtap.comparison.values import Comparable, Value, name_of, value_of
 from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
-from torchtap.plan.names import kind_of, path_of, read_name, site_name
-from torchtap.plan.site_order import execution_order, in_passing_order, passes_modules
+from torchtap.plan.names import (
+    execution_order,
+    in_passing_order,
+    kind_of,
+    passes_modules,
+    path_of,
+    read_name,
+    site_name,
+)
 from torchtap.store.format.dtypes import BY_NAME
 
 if TYPE_CHECKING:
