@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from torch import Tensor
 
 from torchtap.receive.entries import PortState
 from torchtap.receive.receiver import Receiver
-from torchtap.reduce import kernel
 
 __all__ = ["Held"]
 
@@ -32,6 +31,28 @@ class Held:
         for position in self._fold_together(ports, tensors):
             self.take(ports[position], tensors[position])
 
+    def take_blocks(
+        self, ports: Sequence[PortState], whole: Tensor, blocks: Iterable[Tensor], *, scale: float, how: str
+    ) -> None:
+        """Fold a value that arrives in blocks of elements, for each of several ports.
+
+        ``whole`` has the shape and placement of the value. Each element of a block stands for ``scale`` elements.
+        Reductions that need the value in one piece do not get it; that is reported.
+        """
+        entries = []
+        for port in ports:
+            port.next_call(self._receiver.pass_number)
+            self.drop(port, port.leaf)
+            entry = self._folding.entry(port, port.leaf, 0)
+            if entry is not None:
+                entry.shape, entry.dtype, entry.how = tuple(whole.shape), whole.dtype, how
+                entries.append(entry)
+                if self._receiver.placing is not None:
+                    self._receiver.placing.note(entry, whole, self._folding.tally.phase)
+        for block in blocks:
+            for entry in entries:
+                self._folding.fold_block(entry, block, scale)
+
     def take_part(self, port: PortState, leaf: str, tensor: Tensor) -> None:
         """A tensor that belongs to a port's own, such as what an optimizer keeps for it."""
         port.next_leaf_call(self._receiver.pass_number, leaf)
@@ -46,7 +67,12 @@ class Held:
             self._folding.tally.numbers.setdefault(statistic, {})[entry.name] = number
 
     def _take_anew(self, port: PortState, leaf: str, tensor: Tensor) -> None:
-        """Drop what the tally holds of a leaf's first call: a later value of the same step takes its place."""
+        """Take a value in place of what the tally holds: a later value of the same step replaces it."""
+        self.drop(port, leaf)
+        self._receiver.take_leaf(port, leaf, 0, tensor)
+
+    def drop(self, port: PortState, leaf: str) -> None:
+        """Drop what the tally holds of a leaf's first call."""
         with self._folding.lock:
             entry, tally = port.entries.get((leaf, 0)), self._folding.tally
             while entry is not None:
@@ -56,17 +82,26 @@ class Held:
                 for fold in entry.folds.get(tally.phase, {}).values():
                     fold.state = None
                 entry = entry.also
-        self._receiver.take_leaf(port, leaf, 0, tensor)
 
     def _fold_together(self, ports: list[PortState], tensors: list[Tensor]) -> Sequence[int]:
-        """Fold the only value of each of these ports; the positions of those that are left to be taken one by one."""
-        if kernel.hearing is None:
-            return range(len(ports))
-        left: list[int] = kernel.hearing.take_each(self._folding, ports, tensors)
-        placing = self._receiver.placing
-        if placing is not None:
-            missed = set(left)
-            for position, port in enumerate(ports):
-                if position not in missed and port.first is not None:
-                    placing.note(port.first, tensors[position], self._folding.tally.phase)
+        """Fold statistics of many tensors by one native call. Return the positions of those that are left."""
+        tally, generation = self._folding.tally, self._folding.generation
+        left, quick, rows = list[int](), list[int](), list[int]()
+        for position, port in enumerate(ports):
+            entry = port.first
+            if entry is not None and entry.quick and entry.generation == generation:
+                quick.append(position)
+                rows.append(entry.row)
+            else:
+                left.append(position)
+        missed = set(tally.block.put_each(rows, [tensors[position] for position in quick]))
+        for number, position in enumerate(quick):
+            if number in missed:
+                left.append(position)
+                continue
+            port, placing = ports[position], self._receiver.placing
+            port.next_call(self._receiver.pass_number)
+            tally.arrived[rows[number]] = 1
+            if placing is not None and port.first is not None:
+                placing.note(port.first, tensors[position], tally.phase)
         return left

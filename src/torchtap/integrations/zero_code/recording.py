@@ -29,6 +29,7 @@ from torchtap.plan.next_live import Pace
 from torchtap.plan.tap import Tap, tap
 from torchtap.receive.losses import LossCatcher
 from torchtap.reduce.registry import reduction_from_spec
+from torchtap.sanitize import say
 from torchtap.session.front import watch
 from torchtap.session.step_loss import StepLoss
 from torchtap.session.watching import Watch
@@ -207,4 +208,4 @@ def _is_helper() -> bool:
 
 
 def _say(line: str) -> None:
-    print(f"torchtap: {line}", file=sys.stderr)
+    say(f"torchtap: {line}")
