@@ -41,7 +41,7 @@ from torchtap.comparison.values import Value, signature
 from torchtap.comparison.workers import Ahead, Measured, Processes, RayWorkers, Spread, measured_ahead
 from torchtap.errors import CompareError, TorchtapError
 from torchtap.plan.names import kind_of, parent_path, path_of, read_name
-from torchtap.store.read.phases import TRAINING
+from torchtap.store.read.lookup import TRAINING
 
 __all__ = [
     "compare_all_phases",

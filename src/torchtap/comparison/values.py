@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import CompareError, ReductionError
-from torchtap.store.format.narrow import widen
+from torchtap.store.format.dtypes import widen
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from torchtap.errors import SessionError
 from torchtap.forms.op.passes import PassHooks
-from torchtap.hooks.modes import ModeHook
+from torchtap.hooks.replace import ModeHook
 from torchtap.receive.ears import Ears
 from torchtap.receive.training import innermost, listen, stop_listening
 

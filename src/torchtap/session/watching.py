@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Self, final
 from torch import Tensor
 
 from torchtap.errors import SessionError
-from torchtap.hooks.ways import WayName
+from torchtap.hooks.hooks import WayName
 from torchtap.plan.plan import Plan
 from torchtap.receive.receiver import Receiver
 from torchtap.session.block import Block

@@ -30,13 +30,13 @@ from torchtap.errors import RunNotFoundError, TorchtapError
 from torchtap.sanitize import browser_text
 from torchtap.store.files.folder import LocalFolder
 from torchtap.store.files.layout import parse_rank
-from torchtap.store.format.seal import load_json
-from torchtap.store.read.phases import in_order
+from torchtap.store.format.checksum import load_json
+from torchtap.store.read.lookup import in_order
 from torchtap.viewer.arrays import extremes
 from torchtap.viewer.open_run import OpenRun, Refused
 
 if TYPE_CHECKING:
-    from torchtap.store.read.reader import Run
+    from torchtap import Run
 
 __all__ = [
     "NOTES",
@@ -356,7 +356,7 @@ class Catalog:
         rank: int | None = None,
     ) -> Catalog:
         """Runs and folders of runs. A run that is named has to be one; a folder may still be empty."""
-        from torchtap.store.read.reader import open_run
+        from torchtap import open as open_run
 
         shelf = Shelf(paths)
         catalog = cls(shelf, comparison, rank=rank)
@@ -427,7 +427,7 @@ class Catalog:
             self._renew(entry, signature)
 
     def _renew(self, entry: CatalogEntry, signature: tuple[int, ...]) -> None:
-        from torchtap.store.read.reader import open_run
+        from torchtap import open as open_run
 
         old, name, path = entry.card, entry.found.name, entry.found.path
         opened = self._open.get(name)
@@ -474,8 +474,8 @@ class Catalog:
         )
 
     def _findings(self, entry: CatalogEntry) -> list[Any]:
+        from torchtap import open as open_run
         from torchtap.diagnosis.run import diagnose
-        from torchtap.store.read.reader import open_run
 
         opened = self._open.get(entry.found.name)
         return (
@@ -500,7 +500,7 @@ class Catalog:
     # --- one run --------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> OpenRun:
-        from torchtap.store.read.reader import open_run
+        from torchtap import open as open_run
 
         with self._opening:
             entry = self._entry(name)
@@ -556,9 +556,9 @@ class Catalog:
 
     def compare(self, first: str, second: str) -> dict[str, Any]:
         """Compare the present state of two runs. The last result is cached, because a comparison reads everything."""
+        from torchtap import open as open_run
         from torchtap.comparison.recorded import compare_stored
         from torchtap.comparison.result import plain
-        from torchtap.store.read.reader import open_run
 
         a, b = self[first], self[second]
         with self._comparing:
