@@ -26,7 +26,7 @@ def missing_parts() -> dict[str, str]:
     found = {
         "statistics": "" if kernel.native is not None else "computed by torch, more slowly",
         "row norms": "" if _is_built("reduce", "_rows") else "computed by torch, more slowly",
-        "distances": "" if _is_built("comparison/measure", "_distance") else "computed by torch, more slowly",
+        "distances": "" if _is_built("comparison", "_distance") else "computed by torch, more slowly",
         "checksums": "" if checksum.copy_bytes is not None else "computed by zlib after the copy",
     }
     return {part: instead for part, instead in found.items() if instead}
