@@ -29,7 +29,7 @@ CEILINGS = {
     "monitors": 73,
     "ranks": 27,
     "sinks": 9,
-    "viewer": 13,
+    "viewer": 6,
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import torchtap as tt
 from torchtap.hooks.replace import ModeHook
-from torchtap.monitors.monitor.trainer_clock import TrainingClock
+from torchtap.monitors.trainer import TrainingClock
 
 
 def keep_frozen(frozen: nn.Module, whole: nn.Module, mode: bool = True) -> nn.Module:

@@ -12,7 +12,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -118,25 +117,6 @@ class Fuzzer:
         found = row_norms.read([row_norms.of_steps(value, between, start, biases)])[0]
         assert len(found) == (4 if biases is None else 5)
 
-    def cells(self) -> None:
-        """Sums of rows into cells, of tensors in any layout."""
-        width, rows, more = (self.random.randrange(0, most) for most in (200, 4, 3))
-        dtype = [self.random.choice(FLOATS)]
-        x, y = (self.tensor(dtype, (rows + more) * width).reshape(rows + more, width) for _ in range(2))
-        x_0, between, start = (self.tensor(dtype, rows * width).reshape(rows, width) for _ in range(3))
-        if self.random.random() < 0.2:
-            y = self.tensor()
-        biases = [self.tensor(dtype, width) for _ in range(self.random.choice([0, 2]))]
-        given: list[Any] = [x_0, between, start]
-        room = np.full(2 * row_norms.CELLS + 1, -1.0)
-        done = row_norms.rows_into(room.ctypes.data, True, x, given[0], y, given[1], given[2], *biases)
-        assert room[-1] == -1
-        if done & 1:
-            assert list(room[:2]) == [rows, width]
-        if done & 2:
-            norms = np.linalg.norm(x[:rows].double().numpy(), axis=-1).sum()
-            assert np.isclose(room[row_norms.CELLS + 2], norms, rtol=1e-5, equal_nan=True)
-
     def distance(self) -> None:
         count = self.size()
         reference, target = self.tensor(FLOATS, count), self.tensor(FLOATS, count)
@@ -174,9 +154,6 @@ class Fuzzer:
                 lambda: native.count(here, 0, 5, 0, 0, 0, 0, 0),
                 lambda: native.fold(pick(["x", None, 2**70]), here),
                 lambda: native.measure_tensor(here, pick(["x", None, 2**70]), room, 1, 1),
-                lambda: native.rows_into(pick([0, here + 1, "x"]), 0, room, room, room, room, room),
-                lambda: native.rows_into(here, 0, *[room] * pick([0, 1, 4, 6, 8])),
-                lambda: native.use_row_sums(pick([None, 1, "x"])),
                 lambda: native.Taker(1).put_each(pick([None, [1], [0, 1]]), pick([None, [room, room], room])),
                 lambda: native.Taker(1).put_each([pick([0, -1, "x"])], [room]),
             ]
@@ -202,7 +179,6 @@ class Fuzzer:
             self.many,
             self.histogram,
             self.norms,
-            self.cells,
             self.distance,
             self.checksum,
             self.nonsense,

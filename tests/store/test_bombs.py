@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.optional import need
 from tests.store.records import record
 from tests.torture.crafting import crafted, scalar_segment, tensor_segment, write_segment
 
@@ -204,7 +205,7 @@ def test_a_huge_json_file_is_refused_by_its_size(part: Path) -> None:
 
 
 def packed(size: int) -> bytes:
-    zstandard = pytest.importorskip("zstandard")
+    zstandard = need("zstandard")
     made = zstandard.ZstdCompressor(level=1, write_content_size=True).compressobj(size=size)
     zeros = bytes(MiB)
     return b"".join([*(made.compress(zeros) for _ in range(size // MiB)), made.flush()])

@@ -356,6 +356,7 @@ class Folding:
         """Note a value that could not be kept."""
         if self._strict:
             if isinstance(error, TorchtapError):
+                error.args = (f"{site}: {error.args[0] if error.args else ''}", *error.args[1:])
                 raise error
             raise ReductionError(f"{site}: {type(error).__name__}: {error}") from error
         self._on_lost(f"{site}: {type(error).__name__}: {error}")

@@ -11,16 +11,16 @@ A tensor without dimensions is one row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from torchtap.reduce.kernel import DTYPE_CODES, rows_by
+from torchtap.reduce.kernel import DTYPE_CODES
 from torchtap.reduce.memory import located
 
-__all__ = ["CELLS", "RowNorms", "native", "of_change", "of_steps", "read", "row_count", "rows_into"]
+__all__ = ["RowNorms", "native", "of_change", "of_steps", "read", "row_count"]
 
 # Sums of norms: numbers, or a tensor of them that has not been read yet.
 RowNorms = tuple[float, ...] | Tensor
@@ -39,18 +39,6 @@ def _load() -> ModuleType | None:
 
 
 native = _load()
-
-
-def _nothing_done(*_: object) -> int:
-    return 0
-
-
-# (address, cut, input, start_input, output, between, start[, bias, start_bias]): writes ``CELLS`` numbers for the
-# output and as many for the input: of how many rows, of which width, and the sums that `of_steps` and `of_change` give.
-# Values of the start say the sizes; with ``cut`` the others may be longer, and their first rows count. Says what was
-# done: 1 for the output, 2 for the input, 3 for both.
-CELLS = 7
-rows_into: Callable[..., int] = (native and rows_by(native)) or _nothing_done
 
 
 def row_count(value: Tensor) -> int:
