@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError, SelectionError, needing
-from torchtap.hooks.leaves import leaves
 from torchtap.plan.names import read_name, site_name
 from torchtap.plan.plan import make_plan
 from torchtap.plan.sites import Selectable, Selector, Site
 from torchtap.plan.tap import Tap
 from torchtap.reduce import Stats
 from torchtap.session.watching import Watch
+from torchtap.spi import leaves
 
 __all__ = ["METHODS", "attribute"]
 
