@@ -26,7 +26,7 @@ CEILINGS = {
     "editing": 9,
     "forms": 28,
     "integrations": 5,
-    "monitors": 47,
+    "monitors": 17,
     "ranks": 21,
     "sinks": 2,
     "viewer": 5,
