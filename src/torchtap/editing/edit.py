@@ -28,6 +28,7 @@ from torchtap.errors import PlanError
 from torchtap.hooks.leaves import Args, Kwargs, map_inputs
 from torchtap.plan.plan import Port
 from torchtap.plan.sites import Selectable
+from torchtap.sanitize import shown
 from torchtap.spi import Call, Name, Stop, Visiting, map_leaves
 
 __all__ = ["Change", "Edit", "edit"]
@@ -82,11 +83,9 @@ class Edit:
         if kind is None:
             untouched = [p.site.name for p in self._plan.ports if not self._was_applied(p)]
             if untouched:
-                warnings.warn(
-                    f"nothing passed at {', '.join(untouched[:4])} while it was edited, so nothing was changed there",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                some = ", ".join(untouched[:4])
+                message = f"nothing passed at {some} while it was edited, so nothing was changed there"
+                warnings.warn(shown(message, 5000), RuntimeWarning, stacklevel=2)
 
     def _was_applied(self, port: Port) -> bool:
         bare = port.site.name

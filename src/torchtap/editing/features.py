@@ -27,6 +27,7 @@ from torchtap.errors import PlanError, SelectionError
 from torchtap.hooks.leaves import Args, Kwargs
 from torchtap.plan.plan import Port
 from torchtap.plan.sites import Selectable, selectors_of
+from torchtap.sanitize import shown
 from torchtap.spi import Call, Stop, Visiting, input_leaves, leaves
 
 __all__ = ["Features", "features"]
@@ -167,8 +168,12 @@ class Features(nn.Module):
         ]
         if changed:
             warnings.warn(
-                f"{changed[0]} was changed in place by a later module, and is handed out as changed; make that "
-                "module not work in place, or use torchtap.capture, which copies",
+                shown(
+                    f"{changed[0]} was changed in place by a later module, and is handed out as changed; make that "
+                    "module not work in place, or use torchtap.capture, which copies",
+                    5000,
+                    lines=True,
+                ),
                 RuntimeWarning,
                 stacklevel=4,
             )
