@@ -27,7 +27,7 @@ CEILINGS = {
     "forms": 28,
     "integrations": 7,
     "monitors": 17,
-    "ranks": 21,
+    "ranks": 26,
     "sinks": 2,
     "viewer": 5,
 }
