@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchtap.cli.console import Terminal, say_json
 
 if TYPE_CHECKING:
-    from torchtap.session.watching import Watch
+    from torchtap import Watch
 
 __all__ = ["SmallGPT", "Text", "command"]
 

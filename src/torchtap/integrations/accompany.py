@@ -12,13 +12,11 @@ from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 
+from torchtap import Tap, Watch, watch
 from torchtap.integrations.first_call import FirstCall
 from torchtap.integrations.models import called_models
 from torchtap.plan.sites import Selectable
-from torchtap.plan.tap import Tap
-from torchtap.session.front import watch
 from torchtap.session.pulse import Pulse, pulse_of
-from torchtap.session.watching import Watch
 
 __all__ = ["DEFAULT_TAPS", "Accompanied", "Taps"]
 

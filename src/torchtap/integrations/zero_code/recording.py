@@ -21,18 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtap import Tap, Watch, tap, watch
 from torchtap.diagnosis.doctor import Doctor, doctor
 from torchtap.errors import PlanError, RecordingLostError
 from torchtap.integrations.zero_code.discovery import Discovery
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
 from torchtap.plan.next_live import Pace
-from torchtap.plan.tap import Tap, tap
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.sanitize import say
-from torchtap.session.front import watch
 from torchtap.session.pulse import Pulse, pulse_of
 from torchtap.session.step_loss import StepLoss
-from torchtap.session.watching import Watch
 from torchtap.sinks.selection import make_sink
 from torchtap.spi import LossCatcher
 
