@@ -34,7 +34,7 @@ from torch import Tensor
 
 from torchtap import Stats
 from torchtap.errors import OutputError, PlanError, RunCorruptError, TorchtapError
-from torchtap.hooks.structure import fill, from_names, plain, skeleton
+from torchtap.hooks.leaves import fill, from_names, plain, skeleton
 from torchtap.monitors.monitor_settings import MonitoredLayer
 from torchtap.sanitize import parse_json, shown
 from torchtap.spi import ModulePath, leaves, map_leaves
