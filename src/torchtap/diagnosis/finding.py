@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
+from torchtap.sanitize import shown
+
 __all__ = ["Evidence", "Finding", "Findings", "Severity", "Trust", "Unjudged"]
 
 Severity = Literal["error", "warning", "info"]
@@ -61,7 +63,7 @@ class Finding:
         return _SEVERITIES.index(self.severity), _TRUSTS.index(self.trust), step
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.message}"
+        return shown(f"{self.severity}: {self.message}", 5000)
 
 
 @final
@@ -73,7 +75,7 @@ class Unjudged:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.rule}: {self.reason}"
+        return shown(f"{self.rule}: {self.reason}", 5000)
 
 
 @final

@@ -31,6 +31,7 @@ from torchtap.plan.plan import Plan, Port, make_plan
 from torchtap.plan.sites import Selectable, Selector, Site
 from torchtap.plan.tap import Tap
 from torchtap.reduce import Stats
+from torchtap.sanitize import shown
 
 __all__ = ["Change", "Edit", "edit"]
 
@@ -84,11 +85,9 @@ class Edit:
         if kind is None:
             untouched = [p.site.name for p in self._plan.ports if not self._was_applied(p)]
             if untouched:
-                warnings.warn(
-                    f"nothing passed at {', '.join(untouched[:4])} while it was edited, so nothing was changed there",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                some = ", ".join(untouched[:4])
+                message = f"nothing passed at {some} while it was edited, so nothing was changed there"
+                warnings.warn(shown(message, 5000), RuntimeWarning, stacklevel=2)
 
     def _was_applied(self, port: Port) -> bool:
         bare = port.site.name

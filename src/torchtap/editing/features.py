@@ -29,6 +29,7 @@ from torchtap.plan.plan import Plan, Port, make_plan
 from torchtap.plan.sites import Selectable, Selector, Site, selectors_of
 from torchtap.plan.tap import Tap
 from torchtap.reduce import Stats
+from torchtap.sanitize import shown
 
 __all__ = ["Features", "features"]
 
@@ -168,8 +169,12 @@ class Features(nn.Module):
         ]
         if changed:
             warnings.warn(
-                f"{changed[0]} was changed in place by a later module, and is handed out as changed; make that "
-                "module not work in place, or use torchtap.capture, which copies",
+                shown(
+                    f"{changed[0]} was changed in place by a later module, and is handed out as changed; make that "
+                    "module not work in place, or use torchtap.capture, which copies",
+                    5000,
+                    lines=True,
+                ),
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -19,6 +19,7 @@ from torchtap.errors import PlanError, SelectionError
 from torchtap.plan.names import read_name
 from torchtap.plan.sites import Selectable, Selector, Site
 from torchtap.registry import Registry
+from torchtap.sanitize import shown
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 
 __all__ = ["SINKS", "Choice", "label", "make_sink", "place_of", "sink_names"]
@@ -96,8 +97,12 @@ class Choice:
         asked += [f"statistic {each!r}" for each in sorted((self._statistics or frozenset()) - self._met)]
         if asked and self._asked:
             warnings.warn(
-                f"{sink} selects {', '.join(asked)}, and no record contained it: see which sites and statistics "
-                "the taps keep",
+                shown(
+                    f"{sink} selects {', '.join(asked)}, and no record contained it: see which sites and statistics "
+                    "the taps keep",
+                    5000,
+                    lines=True,
+                ),
                 RuntimeWarning,
                 stacklevel=4,
             )
