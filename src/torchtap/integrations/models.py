@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.optim import Optimizer
 
-from torchtap.receive.training import parameters_of
+from torchtap.spi import parameters_of
 
 __all__ = ["called_models", "held_by", "roots_of"]
 

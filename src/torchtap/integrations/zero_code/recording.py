@@ -21,19 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtap import Tap, Watch, tap, watch
 from torchtap.diagnosis.doctor import Doctor, doctor
 from torchtap.errors import PlanError, RecordingLostError
 from torchtap.integrations.zero_code.discovery import Discovery
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
 from torchtap.plan.next_live import Pace
-from torchtap.plan.tap import Tap, tap
-from torchtap.receive.losses import LossCatcher
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.sanitize import say
-from torchtap.session.front import watch
+from torchtap.session.pulse import Pulse, pulse_of
 from torchtap.session.step_loss import StepLoss
-from torchtap.session.watching import Watch
 from torchtap.sinks.selection import make_sink
+from torchtap.spi import LossCatcher
 
 __all__ = ["TrainingRecording", "begin", "taps_of"]
 
@@ -51,6 +50,7 @@ class TrainingRecording:
         self._settings = settings
         self._watch: Watch | None = None
         self._open: Watch | Doctor | None = None  # what is to be closed
+        self._pulse: Pulse | None = None
         self._process = os.getpid()
         self._failed = False
         self._folder = ""
@@ -92,6 +92,7 @@ class TrainingRecording:
             return
         self._open = self._watch = watch(model, self._folder, taps_of(settings), sinks=sinks, labels=labels)
         self._watch.follow(*optimizers)
+        self._pulse = pulse_of(self._watch, models)
         self._losses.start()
 
     def _on_backward(self, loss: Tensor) -> None:
@@ -118,6 +119,8 @@ class TrainingRecording:
                 _say("no model was seen that an optimizer trains: nothing was recorded")
             return
         try:
+            if self._pulse is not None:
+                self._pulse.stop()
             self._open.close()
             if int(os.environ.get("RANK", "0")) == 0:
                 _say(closing_line(self._folder))
@@ -182,12 +185,13 @@ def named_model(name: str) -> nn.Module:
 
 def closing_line(folder: str) -> str:
     """Where the run is and what looks wrong in it."""
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
     from torchtap.store.read.reader import open_run
 
     run = open_run(folder)
-    findings = [each for each in diagnose(run) if each.severity != "info"]
-    wrong = "; ".join(str(each) for each in findings[:3]) or "nothing looks wrong"
+    found = diagnose(run)
+    findings = [each for each in found if each.severity != "info"]
+    wrong = "; ".join(str(each) for each in findings[:3]) or found.summary()
     more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
     return f"{len(run.steps())} steps in {folder}: {wrong}{more}. Look: torchtap view {folder}"
 
