@@ -344,7 +344,7 @@ class _Rehearsed:
             first = (0,) * block.before.dim()
             self._elements.append(block.before[first])
             self._before.append(block.before[first].clone())
-            self._changes.append(block.change[first])
+            self._changes.append(block.change[first].clone())  # a view would hold the block
 
     @torch.no_grad()
     def is_wrong(self) -> Crossing | None:
