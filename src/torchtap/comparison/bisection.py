@@ -31,8 +31,7 @@ from torchtap.comparison.recordings import describe
 from torchtap.comparison.result import Comparison, FirstDifference
 from torchtap.comparison.rules import PairingRule
 from torchtap.errors import CompareError
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves
 from torchtap.hooks.visit import Call
 from torchtap.plan.names import parent_path, path_of, site_name
 

@@ -20,8 +20,7 @@ from torchtap.comparison.passes import Feed, Trace, golden_copy, jitter, visitin
 from torchtap.comparison.result import Comparison, FirstDifference
 from torchtap.comparison.values import resolution
 from torchtap.comparison.words import in_target
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves
 from torchtap.hooks.visit import Call
 from torchtap.plan.names import is_inside, join_path, last_part, parent_path, read_name, site_name
 from torchtap.plan.sites import places, unwrap

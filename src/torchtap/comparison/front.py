@@ -26,8 +26,7 @@ from torchtap.comparison.recordings import MemoryRecording, Recording, describe,
 from torchtap.comparison.result import Comparison
 from torchtap.comparison.rules import PairingRule
 from torchtap.errors import CompareError
-from torchtap.hooks.leaves import leaves
-from torchtap.hooks.structure import map_leaves
+from torchtap.hooks.leaves import leaves, map_leaves
 from torchtap.plan.names import site_name
 from torchtap.session.untouched import untouched
 

@@ -30,7 +30,7 @@ from torchtap.comparison.result import FirstDifference, FunctionAnswer, Row
 from torchtap.comparison.rules import PairingRule
 from torchtap.comparison.values import resolution
 from torchtap.errors import CompareError
-from torchtap.hooks.structure import map_leaves
+from torchtap.hooks.leaves import map_leaves
 from torchtap.plan.names import path_of
 from torchtap.plan.sites import places
 

@@ -31,9 +31,7 @@ from torchtap.comparison.judge import Oddity, OddityKind
 from torchtap.comparison.measures import Measures, measure
 from torchtap.comparison.roles import RolePairs, alike, pair_by_role
 from torchtap.errors import CompareError
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.leaves import argument_name, input_leaves, leaves
-from torchtap.hooks.structure import map_inputs, map_leaves
+from torchtap.hooks.leaves import Args, Kwargs, argument_name, input_leaves, leaves, map_inputs, map_leaves
 from torchtap.hooks.visit import Call, Stop, Visiting, Visitor
 from torchtap.plan.names import paths_around, read_name, site_name
 from torchtap.plan.sites import places

@@ -105,8 +105,16 @@ class Spread:
         return prod(axis.size for axis in placed.axes if axis.share.kind == "batch" or axis.name in untold)
 
     def is_unknown(self, site: str, step: int) -> bool:
-        """Whether nobody said which part of the whole the ranks hold, and they do not all hold the same."""
-        return bool(self._untold(site, step))
+        """Return True if the merged numbers are not known to be those of the whole.
+
+        Either the ranks' parts are not known and differ, or the ranks hold summands and only statistics of them.
+        """
+        if self._untold(site, step):
+            return True
+        placed = self.placement(site, step)
+        if placed is None or not any(axis.share.kind == "partial" and axis.size > 1 for axis in placed.axes):
+            return False
+        return not any(ref.field == "value" and ref.step == step for ref in self.run.tensors(site))
 
     def _untold(self, site: str, step: int) -> set[str]:
         """The axes of which nobody said what they do, and along which ranks do not simply hold the same."""
