@@ -18,7 +18,15 @@ from torchtap.comparison.floors import weight_of
 from torchtap.comparison.passes import Trace, TracedValue
 from torchtap.comparison.rules import PairingRule, rule_from
 from torchtap.comparison.values import signature
-from torchtap.plan.names import join_path, last_part, parent_path, path_of, paths_around, read_name
+from torchtap.plan.names import (
+    join_path,
+    last_part,
+    parent_path,
+    path_of,
+    path_parts,
+    paths_around,
+    read_name,
+)
 from torchtap.plan.sites import places
 
 __all__ = ["Matched", "match_models"]
@@ -44,7 +52,15 @@ def match_models(
     trace, fused = _regroup(trace, listed, left, right, pairs)
     pairs += fused
     names = {pair.target: pair.reference for pair in pairs}
-    trace = replace(trace, layouts=_layouts(reference, target, pairs), raw=trace.raw or trace)
+    bare = _without_parameters(reference), _without_parameters(target)
+    trace = replace(
+        trace,
+        layouts=_layouts(reference, target, pairs),
+        output_only=frozenset(
+            pair.reference for pair in pairs if (pair.reference in bare[0]) != (pair.target in bare[1])
+        ),
+        raw=trace.raw or trace,
+    )
     return Matched(names, _alignment(trace, listed, pairs, unused), trace)
 
 
@@ -63,7 +79,7 @@ def _nodes(model: nn.Module, trace: Trace) -> list[Node]:
             Node(
                 path=path,
                 order=at,
-                shape=tuple(n for n in value.shape if n != 1),
+                shape=_rows_and_width(value),
                 value=signature(value),
                 weight=None if module is None else _weight(module),
                 type_name=type(module).__name__,
@@ -71,6 +87,19 @@ def _nodes(model: nn.Module, trace: Trace) -> list[Node]:
             )
         )
     return found
+
+
+def _without_parameters(model: nn.Module) -> set[str]:
+    return {place.path for place in places(model) if next(place.module.parameters(), None) is None}
+
+
+def _rows_and_width(value: Tensor) -> tuple[int, ...]:
+    """Return a shape that does not change when a batch is packed into one axis."""
+    return (
+        (value.numel() // value.shape[-1], value.shape[-1])
+        if value.dim() > 1 and value.numel()
+        else tuple(value.shape)
+    )
 
 
 def _weight(module: nn.Module) -> tuple[float, ...] | None:
@@ -248,11 +277,17 @@ def _parts_of(whole: Node, candidates: list[Node], whole_trace: Trace, parts_tra
             group = candidates[start : start + count]
             if len({parent_path(n.path) for n in group}) != 1:
                 continue
+            if _first_number(group[0].path) != _first_number(whole.path):
+                continue  # of another layer
             elements = sum(n.weight[0] for n in group if n.weight is not None)
             sizes = sum(_last_size(parts_trace, n.path) for n in group)
             if elements == whole.weight[0] and sizes == size:
                 return _in_order(whole, group, whole_trace, parts_trace)
     return []
+
+
+def _first_number(path: str) -> str:
+    return next((part for part in path_parts(path) if part.isdigit()), "")
 
 
 def _in_order(whole: Node, group: list[Node], whole_trace: Trace, parts_trace: Trace) -> list[Node]:

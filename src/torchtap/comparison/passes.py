@@ -162,6 +162,8 @@ class Trace:
     derived: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # A module and the order that its output features have in the target.
     layouts: dict[str, Tensor] = field(default_factory=dict)
+    # Modules that were paired by their outputs alone: a leaf with a container. Their inputs are not comparable.
+    output_only: frozenset[str] = frozenset()
 
     def add(self, event: TracedValue, value: Tensor) -> None:
         """Note one more value."""
@@ -271,6 +273,10 @@ class Versions:
 
     def __init__(self, given: list[tuple[str, Tensor]]) -> None:
         self._given = [(leaf, value, version_of(value)) for leaf, value in given]
+
+    def given(self) -> set[int]:
+        """Return the identities of the call's tensors."""
+        return {id(value) for _, value, _ in self._given}
 
     def changed(self) -> tuple[str, ...]:
         """The leaves whose version went on."""
@@ -471,7 +477,7 @@ class TraceProbe:
         try:
             with steady(model), default_dtype(self._cast):
                 torch.manual_seed(self._seed)
-                with visiting(model, self, None if self._names is None else self._names.__contains__):
+                with visiting(model, self):
                     feed(model)
         finally:
             if self._wide is not None:
@@ -483,6 +489,9 @@ class TraceProbe:
     # The visitor's side.
 
     def before(self, call: Call, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        if self._names is not None and call.path not in self._names:
+            self._enter_unpaired(call, args, kwargs)
+            return None
         path = call.path if self._names is None else self._names[call.path]
         given = list(input_leaves(call.input_names, args, kwargs, through_objects=False))
         frame = _Frame(call, path, Versions([]))
@@ -505,6 +514,11 @@ class TraceProbe:
         frame = self._frames[-1]
         if self._wide is not None:
             self._wide.leave(call.key)
+        if self._names is not None and call.path not in self._names:
+            self._frames.pop()
+            if self._frames and not frame.clean:
+                self._frames[-1].clean = False
+            return None
         self._note_changes(frame)
         instead, whole = self._look(frame, "output", list(leaves(output, through_objects=False)))
         self._frames.pop()
@@ -513,6 +527,15 @@ class TraceProbe:
         if not instead:
             return None
         return map_leaves(output, lambda leaf, t: instead.get(leaf, t))
+
+    def _enter_unpaired(self, call: Call, args: Args, kwargs: Kwargs) -> None:
+        """Note a call of a module that has no partner: its code counts as that of the module around it."""
+        outer = next(reversed(self._frames), None)
+        given = list(input_leaves(call.input_names, args, kwargs, through_objects=False))
+        frame = _Frame(call, "" if outer is None else outer.path, Versions(given))
+        if outer is not None:
+            frame.clean, frame.complete = outer.clean, outer.complete
+        self._frames.append(frame)
 
     def _note_call(self, frame: _Frame, settings: dict[str, object]) -> None:
         """Whether the reference made this call, and with the same plain arguments."""
@@ -554,16 +577,10 @@ class TraceProbe:
         else:
             pairs = pair_by_role(found, expected, self._trace.values)
             frame.complete = frame.complete and not (kind == "input" and pairs.unpaired)
-            if frame.path == "" and kind == "output" and found and expected and not pairs.sites:
-                self._odd(
-                    expected[0][1],
-                    self._place[expected[0][1]],
-                    "",
-                    "shape",
-                    f"its shape is {_shape(found[0][1])}, in the reference "
-                    f"{_shape(self._trace.values[expected[0][1]])}",
-                )
-        maker = frame if kind == "output" else next(reversed(self._frames), None)
+            self._note_results(frame, kind, found, expected, pairs)
+        if kind == "input" and frame.path in self._trace.output_only:
+            return {}, True
+        maker = frame if kind == "output" else self._caller(found)
         author = self._author(frame, kind)
         whole = self._note_unmatched(frame.path, kind, author, found, expected, pairs.sites)
         for site, both in pairs.derived.items():
@@ -590,16 +607,44 @@ class TraceProbe:
                 instead[leaf] = put
         return instead, whole
 
+    def _note_results(
+        self,
+        frame: _Frame,
+        kind: str,
+        found: list[tuple[str, Tensor]],
+        expected: list[tuple[str, str]],
+        pairs: RolePairs,
+    ) -> None:
+        """Report results of a port that have no partner: another shape is another function."""
+        if frame.path == "" and kind == "output" and found and expected and not pairs.sites:
+            site = expected[0][1]
+            shapes = _shape(found[0][1]), _shape(self._trace.values[site])
+            why = f"its shape is {shapes[0]}, in the reference {shapes[1]}"
+            self._odd(site, self._place[site], "", "shape", why)
+
     def _note_maker(
         self, site: str, author: str | None, frame: _Frame, kind: str, maker: _Frame | None
     ) -> None:
         """Note which module made a value, and whether that module had only the reference's values."""
         self._last = max(self._last, self._place[site] + 1)
-        self.makers[site] = (author, frame.call.path if kind == "output" else frame.call.parent)
-        if maker is not None and not maker.clean:
+        if kind == "output" or self._names is None:
+            self.makers[site] = (author, frame.call.path if kind == "output" else frame.call.parent)
+        else:
+            self.makers[site] = (author, None if maker is None else maker.call.path)
+        if (maker is not None and not maker.clean) or frame.path in self._trace.output_only:
             self.unproven.add(site)
         if maker is not None and not maker.complete:
             self.incomplete.add(site)
+
+    def _caller(self, found: list[tuple[str, Tensor]]) -> _Frame | None:
+        """Return the call whose code made the inputs of a call: one that only passes its own input on did not."""
+        values = {id(value) for _, value in found}
+        frames = list(reversed(self._frames))
+        if self._names is not None:
+            for frame in frames:
+                if not values & frame.versions.given():
+                    return frame
+        return next(iter(frames), None)
 
     def _author(self, frame: _Frame, kind: str) -> str | None:
         """Return the module that made a value, by the reference's name of it or of the nearest module around it."""
