@@ -54,11 +54,16 @@ class Collector:
         """Everything that a tally holds, and what of it is still to come; afterwards it holds nothing."""
         folding, coming = self._folding, list[PendingNumbers]()
         with folding.lock:
-            statistics = self._statistics(tally, coming)
-            if statistics is not None and not folding.folded and not tally.numbers:  # most often
-                tally.clear()
-                return (statistics,), (), coming
-            return self._collect(tally, statistics, coming)
+            try:
+                statistics = self._statistics(tally, coming)
+                if statistics is not None and not folding.folded and not tally.numbers:  # most often
+                    tally.clear()
+                    return (statistics,), (), coming
+                return self._collect(tally, statistics, coming)
+            except Exception as error:  # such as out of memory: it must not end the training
+                folding.drop(tally)
+                folding.lose(f"a step of {tally.phase}", error)
+                return (), (), []
 
     def peek(self, tally: Tally) -> ScalarBlock | None:
         """The statistics that a tally holds so far; it goes on holding them. Waits for what is on a device."""
