@@ -163,6 +163,7 @@ PROVOKED: dict[str, Any] = {
 }
 # Provoked where the compiler, the optimizer, several ranks and nested tensors are tested.
 ELSEWHERE = {
+    "SEVERAL_UPDATES",
     "IN_A_BRANCH",
     "OUTSIDE_THE_GRAPH",
     "NOT_CALLED_OR_COMPILED",

@@ -143,7 +143,7 @@ def test_sites_of_a_factory_a_script_and_a_file(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["show", "nowhere"], "there is no run at nowhere"),
+        (["show", "nowhere"], "there is no run at "),
         (["sites", "nothing"], "names no model"),
         (["sites", "no.such.module:f"], "cannot import"),
         (["sites", "torch.nn:Linear"], "cannot be called without arguments"),

@@ -219,7 +219,7 @@ def test_half_of_a_layer_is_dead_and_is_cut_out() -> None:
     found = example("dead_neurons")
     assert found["kept"] == 32
     assert found["error"] < 1e-5
-    assert "warning: 50% of the units of 1:output never fire" in found["findings"]
+    assert "warning: 50% of the units of 1:output fire for no sample of 3 records" in found["findings"]
 
 
 def test_a_transform_of_ones_own_is_held_against_the_model() -> None:

@@ -15,6 +15,7 @@ from tests.optional import need
 from tests.store.records import record
 from tests.torture.crafting import crafted, scalar_segment, tensor_segment, write_segment
 
+import torchtap as tt
 from torchtap.errors import RunCorruptError, RunError, TorchtapError
 from torchtap.store.files.layout import SegmentName
 from torchtap.store.format.checksum import JSON_LIMIT, load_json, seal
@@ -169,7 +170,7 @@ def test_a_large_tensor_with_a_wrong_checksum_is_refused_before_memory_is_taken_
     head = json.loads(tensor_segment(name, "x", np.zeros(1, "<f4"))[8:].rstrip(b"\0").decode())
     key = "0/full/value/x"
     head[key] |= {"shape": [size // 4], "data_offsets": [0, size]}
-    head["__metadata__"]["torchtap"] = crafted_note(name)
+    head["__metadata__"]["torchtap"] = crafted_note(name, tt.open(part.parents[1]).manifest["run_id"])
     text = seal(json.dumps(head, separators=(",", ":")).encode())
     path = part / name.file
     path.write_bytes(len(text).to_bytes(8, "little") + text)
@@ -179,10 +180,10 @@ def test_a_large_tensor_with_a_wrong_checksum_is_refused_before_memory_is_taken_
     assert memory < 64 * MiB
 
 
-def crafted_note(name: SegmentName) -> str:
+def crafted_note(name: SegmentName, run_id: str | None = None) -> str:
     from torchtap.store.format.segment import segment_note
 
-    return segment_note(name, (0, 0))
+    return segment_note(name, (0, 0), run_id=run_id)
 
 
 @pytest.mark.parametrize("text", ["{},", "[],", '{"a":1},', "1,", '"ab",', "[[]],", "1.5,", '{"a":{}},'])

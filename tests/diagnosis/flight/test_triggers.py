@@ -139,7 +139,7 @@ def test_a_scaler_that_looks_for_its_scale_is_no_incident(tmp_path: Path) -> Non
 
 def test_a_number_is_unusual_against_its_own_history_only() -> None:
     usual = Usual(10.0, 50)
-    assert [usual.judge(value) for value in [5.0] * 10 + [1000.0] + [5.0] * 10][10] is None, (
+    assert [usual.judge(value) for value in [5.0] * 5 + [1000.0] + [5.0] * 10][5] is None, (
         "too little was seen"
     )
     usual = Usual(10.0, 50)

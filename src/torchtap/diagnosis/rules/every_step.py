@@ -90,7 +90,9 @@ def update_zero(rule: Rule, chart: Chart, *, length: int = 3) -> Iterable[Findin
         weight, predicted = _row(chart, f"{slot}.weight"), _row(chart, f"{slot}.predicted")
         meant = np.where(np.isnan(predicted), rate * gradient, predicted)
         with np.errstate(invalid="ignore"):
-            still = (moved == 0) & (gradient > 0) & (rate > 0) & (meant > _ROUNDING * weight * 1e-2)
+            # An optimizer of unknown arithmetic may stop by itself, as LBFGS does: only a large gradient convicts it.
+            least = (_ROUNDING if np.isfinite(predicted).any() else 1.0) * 1e-2 * weight
+            still = (moved == 0) & (gradient > 0) & (rate > 0) & (meant > least)
         still &= ~_skipped(chart, slot)
         column = first_run_of(np.asarray(still), ~np.isnan(moved), length)
         if column is not None:

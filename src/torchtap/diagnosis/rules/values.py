@@ -331,7 +331,8 @@ def shrinking(
     sizes, steps = found.values[:, columns], found.steps[columns]
     for at in range(max(length, len(columns) - LAST), len(columns)):
         before = int(np.searchsorted(steps, steps[at] - within))
-        left = sizes[:, at - length + 1 : at + 1] / np.maximum(sizes[:, before, None], 1e-30)
+        first = np.where(sizes[:, before, None] > 0, sizes[:, before, None], np.nan)  # zero cannot shrink
+        left = sizes[:, at - length + 1 : at + 1] / first
         # All but a few: what a loss makes smaller it does not make smaller everywhere.
         if at - before >= length and ((left < share).mean(axis=0) >= 0.9).all():
             at_step = int(steps[at])
