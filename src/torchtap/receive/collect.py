@@ -7,7 +7,7 @@ filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from torchtap.receive.entries import Entry, Fold, Tally
 from torchtap.receive.folding import Folding
-from torchtap.reduce.base import Arrival
 from torchtap.reduce.crossing import Crossing
+from torchtap.reduce.moments import merged_results
 from torchtap.store.record import ScalarBlock, TensorItem
 
 __all__ = ["Collected", "Collector", "PendingNumbers", "numbers_on_host", "result_of"]
@@ -50,15 +50,19 @@ class Collector:
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._rows: dict[frozenset[int], tuple[int, Rows, tuple[str, ...]]] = {}
 
-    def collect(self, tally: Tally) -> Collected:
-        """Everything that a tally holds, and what of it is still to come; afterwards it holds nothing."""
+    def collect(self, tallies: Sequence[Tally], live: frozenset[int]) -> Collected:
+        """Return what tallies of one step and phase hold for these taps, and what of it is still to come.
+
+        Afterwards they hold nothing.
+        """
         folding, coming = self._folding, list[PendingNumbers]()
         with folding.lock:
-            statistics = self._statistics(tally, coming)
-            if statistics is not None and not folding.folded and not tally.numbers:  # most often
-                tally.clear()
-                return (statistics,), (), coming
-            return self._collect(tally, statistics, coming)
+            statistics = self._statistics(tallies, live, coming)
+            if not folding.folded and not any(tally.numbers for tally in tallies):  # most often
+                for tally in tallies:
+                    tally.clear()
+                return (() if statistics is None else (statistics,)), (), coming
+            return self._collect(tallies, live, statistics, coming)
 
     def peek(self, tally: Tally) -> ScalarBlock | None:
         """The statistics that a tally holds so far; it goes on holding them. Waits for what is on a device."""
@@ -66,21 +70,27 @@ class Collector:
             tally.reserve(len(self._folding.rows))
             if 1 not in tally.arrived:
                 return None
-            rows, sites = self._rows_of(tally)
+            rows, sites = self._rows_of(tally.live)
             return ScalarBlock(
-                sites, tally.block.statistics, tally.block.results(rows), self._present(tally, rows)
+                sites, tally.block.statistics, tally.block.results(rows), self._present([tally], rows)
             )
 
     def _collect(
-        self, tally: Tally, statistics: ScalarBlock | None, coming: list[PendingNumbers]
+        self,
+        tallies: Sequence[Tally],
+        live: frozenset[int],
+        statistics: ScalarBlock | None,
+        coming: list[PendingNumbers],
     ) -> Collected:
-        """The same, where not all that it holds are statistics."""
+        """The same, where not all that they hold are statistics."""
         scalars = [] if statistics is None else [statistics]
         tensors: list[TensorItem] = []
         numbers: dict[tuple[str, ...], tuple[list[str], list[list[Any]]]] = {}
         for entry in self._folding.folded:
-            for fold in entry.folds.get(tally.phase, {}).values():
-                if fold.state is None:
+            wanted = self._folding.fold_keys(entry, live)
+            for fold in self._merged_folds(entry, tallies):
+                if fold.state is None or fold.key not in wanted:
+                    fold.state = None
                     continue
                 result = self._finish(entry, fold)
                 _add_numbers(numbers, entry.name, result)
@@ -89,33 +99,68 @@ class Collector:
                     for name, value in result.items()
                     if isinstance(value, Tensor) and not _is_number(value)
                 )
-        for statistic, of_sites in tally.numbers.items():
-            for site, number in of_sites.items():
-                _add_numbers(numbers, site, {statistic: number})
-        tally.clear()
+        came: dict[tuple[str, str], Any] = {}
+        for tally in tallies:
+            for statistic, of_sites in tally.numbers.items():
+                came |= {(site, statistic): number for site, number in of_sites.items()}
+            tally.clear()
+        for (site, statistic), number in came.items():
+            _add_numbers(numbers, site, {statistic: number})
         for names, (sites, rows) in numbers.items():
             values = numbers_on_host(rows, coming)
             scalars.append(ScalarBlock(self._same(tuple(sites)), self._same(names), values))
         return tuple(scalars), tuple(tensors), coming
 
-    def _statistics(self, tally: Tally, coming: list[PendingNumbers]) -> ScalarBlock | None:
-        if len(self._folding.rows) > len(tally.arrived):
-            tally.reserve(len(self._folding.rows))
-        if 1 not in tally.arrived:
-            return None
-        rows, sites = self._rows_of(tally)
-        block = tally.block
-        statistics, arriving = block.statistics, block.hand_over()
-        if arriving is None:
-            values = block.results(rows)
-        else:
-            values = np.empty((len(rows), len(statistics)))
-            coming.append(PendingNumbers(arriving.done, partial(_fill_statistics, values, arriving, rows)))
-        return ScalarBlock(sites, statistics, values, self._present(tally, rows))
+    def _merged_folds(self, entry: Entry, tallies: Sequence[Tally]) -> list[Fold]:
+        """Return an entry's folds, the states of several tallies merged into the first that has one."""
+        first: dict[str, Fold] = {}
+        for tally in tallies:
+            for fold in entry.folds.get(tally.phase, {}).values():
+                if fold.state is None:
+                    continue
+                into = first.setdefault(fold.key, fold)
+                if into is not fold:
+                    try:
+                        into.state = into.reduction.merge(into.state, fold.state)
+                        into.seconds, fold.seconds = into.seconds + fold.seconds, 0.0
+                    except Exception as error:
+                        self._folding.lose(entry.name, error)
+                    fold.state = None
+        return list(first.values())
 
-    def _rows_of(self, tally: Tally) -> tuple[Rows, tuple[str, ...]]:
+    def _statistics(
+        self, tallies: Sequence[Tally], live: frozenset[int], coming: list[PendingNumbers]
+    ) -> ScalarBlock | None:
+        for tally in tallies:
+            if len(self._folding.rows) > len(tally.arrived):
+                tally.reserve(len(self._folding.rows))
+        held = [tally for tally in tallies if 1 in tally.arrived]
+        rows, sites = self._rows_of(live)
+        if not held or not len(rows):
+            return None
+        present = self._present(held, rows)
+        if present is not None and not present.any():
+            return None
+        blocks = [tally.block for tally in held]
+        arriving = [block.hand_over() for block in blocks]
+        if len(held) == 1 and arriving[0] is None:
+            values = blocks[0].results(rows)
+        else:
+            states = [
+                block.states() if came is None else came for block, came in zip(blocks, arriving, strict=True)
+            ]
+            values = np.empty((len(rows), len(blocks[0].statistics)))
+            fill = partial(_fill_merged, values, states, rows)
+            on_the_way = [each for each in arriving if each is not None]
+            if on_the_way:
+                coming.append(PendingNumbers(lambda: all(each.done() for each in on_the_way), fill))
+            else:
+                fill()
+        return ScalarBlock(sites, blocks[0].statistics, values, present)
+
+    def _rows_of(self, live: frozenset[int]) -> tuple[Rows, tuple[str, ...]]:
         """The rows that live taps want statistics of, and their sites: one set a schedule, growing with new sites."""
-        folding, live = self._folding, tally.live
+        folding = self._folding
         known = self._rows.get(live)
         if known is None or known[0] != len(folding.rows):
             wanted = [entry for entry in folding.rows if folding.wants_row(entry, live)]
@@ -124,11 +169,14 @@ class Collector:
             known = self._rows[live] = (len(folding.rows), rows, sites)
         return known[1:]
 
-    def _present(self, tally: Tally, rows: Rows) -> npt.NDArray[np.bool_] | None:
+    def _present(self, tallies: Sequence[Tally], rows: Rows) -> npt.NDArray[np.bool_] | None:
         """Which of these rows have something in them; None where all have."""
-        if tally.arrived.count(1) == len(rows) == len(self._folding.rows):
+        arrived = tallies[0].arrived
+        if len(tallies) == 1 and arrived.count(1) == len(rows) == len(self._folding.rows):
             return None
-        present = np.frombuffer(tally.arrived, dtype=np.bool_)[rows]
+        present = np.frombuffer(arrived, dtype=np.bool_)[rows]
+        for tally in tallies[1:]:
+            present = present | np.frombuffer(tally.arrived, dtype=np.bool_)[rows]
         return None if present.all() else present
 
     def _finish(self, entry: Entry, fold: Fold) -> dict[str, Any]:
@@ -218,8 +266,11 @@ def numbers_on_host(rows: list[list[Any]], coming: list[PendingNumbers]) -> Numb
     return values
 
 
-def _fill_statistics(values: Numbers, arriving: Arrival, rows: Rows) -> None:
-    values[...] = arriving.results()[rows]
+def _fill_merged(values: Numbers, states: list[Any], rows: Rows) -> None:
+    """Merge the states of several blocks, those that were on their way to the host included."""
+    values[...] = merged_results(
+        [each if isinstance(each, np.ndarray) else each.states() for each in states]
+    )[rows]
 
 
 def _fill_cells(values: Numbers, crossing: Crossing, cells: list[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""A listener of trainings that hears nothing: subclasses have the methods of what they need."""
+"""A listener of trainings that does nothing: subclasses override the events that they need."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ __all__ = ["Ears"]
 
 class Ears:
     """A `TrainingListener` to begin from."""
+
+    def entered(self, optimizer: Optimizer) -> None:
+        pass
 
     def evaluating(self, optimizer: Optimizer) -> None:
         pass

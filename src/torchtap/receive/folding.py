@@ -301,6 +301,10 @@ class Folding(FoldingFields):
         """Whether a live tap keeps this site in the block."""
         return any(index in live and self._in_rows[index] for index in entry.taps)
 
+    def fold_keys(self, entry: Entry, live: frozenset[int]) -> set[str]:
+        """Return the keys of the reductions that live taps keep beside the block."""
+        return {self.keys[index] for index in entry.taps if index in live and not self._in_rows[index]}
+
     def refresh(self, entry: Entry) -> None:
         """Which of the entry's reductions are live now. Two taps with the same reduction share one fold."""
         if entry.also is not None:

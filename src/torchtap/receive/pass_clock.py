@@ -1,4 +1,4 @@
-"""What a receiver asks of the clock: whose a pass is, and which taps are live in it."""
+"""The interface between a receiver and the steps of a training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["PassClock"]
 
 
 class PassClock(Protocol):
-    """Whoever knows what the passes of a training serve."""
+    """Decide where the values of a pass are folded. A key names a tally; which step it belongs to is known later."""
 
-    def pass_begins(self, phase: str, learning: bool) -> frozenset[int] | None:
-        """The taps that are live in a pass that begins now; None for one that is not to be heard.
+    def begin_pass(self, training: bool, grad: bool) -> tuple[str, frozenset[int]] | None:
+        """Return the key and the active taps of a pass that begins now; None for one that is not recorded.
 
-        ``learning`` says that gradients are on.
+        ``training`` is the module's mode; ``grad`` is True if autograd records.
         """
 
-    def state_phase(self) -> tuple[str, frozenset[int]]:
-        """The phase that parameters, gradients and buffers belong to when they are read now, and its live taps."""
+    def state_key(self) -> tuple[str, frozenset[int]]:
+        """Return the same for parameters, gradients and buffers that are read now."""

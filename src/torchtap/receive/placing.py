@@ -98,6 +98,11 @@ class Placing:
 
     # -- at the end of a step -----------------------------------------------------------------------------
 
+    def relabel(self, key: str, phase: str) -> None:
+        """The values that were folded under ``key`` turned out to be of this phase."""
+        for site, noted in [each for each in self._fresh if each[1] == key]:
+            self._fresh[site, phase] = self._fresh.pop((site, noted))
+
     def changes(self, entries: Sequence[PlacedSite], phase: str) -> dict[str, Any] | None:
         """What was not told yet, as an event of a run; None where nothing is new."""
         news: dict[str, Placement] = {}

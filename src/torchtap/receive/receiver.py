@@ -87,7 +87,6 @@ class Receiver(ReceiverFields):
             self._begin_folding()
         self.thread = _NO_THREAD
         self.open = False
-        self.phase: str | None = None  # that the user named, for all passes until it is taken back
         self._clock = clock  # None: all passes are of one phase
         self.takes_all = clock is None and placing is None  # whatever kind of pass it is
         self._passed_over: tuple[int | None] | None = (
@@ -181,7 +180,7 @@ class Receiver(ReceiverFields):
 
     def follow(self, before: Receiver) -> None:
         """Go on where the receiver of the same training has stopped: the model has other modules now."""
-        self.phase, self.passes, self.late = before.phase, before.passes, before.late
+        self.passes, self.late = before.passes, before.late
         self.overheard = before.overheard
         came = (port.port.site.name for port in before.ports.values() if port.arrived)
         self.arrived_before = before.arrived_before.union(came)
@@ -209,7 +208,7 @@ class Receiver(ReceiverFields):
     def turn_to_state(self) -> None:
         """What comes now is read from the model, not from a pass: it belongs to the phase that trains."""
         if self._clock is not None:
-            self.turn_to(*self._clock.state_phase())
+            self.turn_to(*self._clock.state_key())
 
     @contextmanager
     def not_listening(self) -> Iterator[None]:
@@ -259,12 +258,11 @@ class Receiver(ReceiverFields):
             return False
         if self._clock is not None:
             learning = torch.is_grad_enabled() if learning is None else learning
-            phase = self.phase or ("train" if training is not False and learning else "eval")
-            live = self._clock.pass_begins(phase, learning)
-            if live is None:
+            begun = self._clock.begin_pass(training is not False, learning)
+            if begun is None:
                 return False
             folding = self.folding
-            folding.turn_to(folding.tally_of(phase, live))
+            folding.turn_to(folding.tally_of(*begun))
             folding.tally.passes += 1
         return True
 

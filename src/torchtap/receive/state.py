@@ -1,13 +1,13 @@
 """Read what a model holds rather than passes on. The same for every form.
 
-Parameters and gradients are read just before the optimizer changes them: after its closure, after unscaling and
-clipping. A gradient has further sites for its earlier stages: as it was accumulated (``param_grad_accumulated``, before
-unscaling), before it was clipped (``param_grad_unclipped``), and, among several ranks, before these averaged it
-(``param_grad_local``). Where nothing scales, clips or averages, all four are the same value. What an optimizer did
-(``update``), what it keeps (``optim_state``) and its learning rates (``lr``) are read when it has stepped. What no
-optimizer brought is read at the end of the step, and so are buffers.
+Parameters are read when ``optimizer.step`` is entered. Gradients are read just before the optimizer uses them: after
+its closure, after unscaling and clipping. A gradient has further sites for its earlier stages: as it was accumulated
+(``param_grad_accumulated``, before unscaling), before it was clipped (``param_grad_unclipped``), and, among several
+ranks, before these averaged it (``param_grad_local``). Where nothing scales, clips or averages, all four are the same
+value. What an optimizer did (``update``), what it keeps (``optim_state``) and its learning rates (``lr``) are read when
+it has stepped. What no optimizer brought is read at the end of the step, and so are buffers.
 
-A step may hold several closure calls (LBFGS) and several updates (a critic's, five for one of the generator). Then
+A step may hold several closure calls (LBFGS) and several updates (those inside one ``with watch.step():``). Then
 ``param`` is what the first update found, ``param_grad`` and its stages are what the last one used, ``optim_state`` is
 what it left, and ``update`` is what all of them did together. None of these is a mixture.
 """
@@ -173,14 +173,18 @@ class StateReader:
         parameter = self._parameter_of(ports[0])
         return parameter is not None and id(parameter.grad) in clipped
 
-    def ready(self, optimizer: Optimizer) -> None:
-        self._read_of(optimizer, _BEFORE_UPDATE)
+    def entered(self, optimizer: Optimizer) -> None:
+        """Read parameters before anything moves them: some optimizers do so before they call their closure."""
+        self._read_of(optimizer, ("param",))
         if not self._reads_updates or not self._receiver.hears_this_thread():
             return
         for parameter in parameters_of(optimizer):
             ports = self._parameters.get(id(parameter), ())
             if any(port.kind == "update" for port in ports) and id(parameter) not in self._before:
                 self._before[id(parameter)] = parameter.detach().clone()
+
+    def ready(self, optimizer: Optimizer) -> None:
+        self._read_of(optimizer, _BEFORE_UPDATE)
 
     def updated(self, optimizer: Optimizer) -> None:
         if not self._receiver.hears_this_thread():

@@ -35,6 +35,9 @@ class Arrival(Protocol):
     def results(self) -> npt.NDArray[np.float64]:
         """The results of each row; waits for them."""
 
+    def states(self) -> npt.NDArray[np.float64]:
+        """The state of each row; waits for them."""
+
 
 class RowBlock(Protocol):
     """A reduction's own fast path: the folds of many sites as the rows of one block.
@@ -79,6 +82,9 @@ class RowBlock(Protocol):
 
     def results(self, rows: npt.NDArray[np.intp] | None = None) -> npt.NDArray[np.float64]:
         """The results of each row, or of those given."""
+
+    def states(self) -> npt.NDArray[np.float64]:
+        """Return a copy of the rows' states."""
 
     def hand_over(self) -> Arrival | None:
         """Send what is on other devices to the host, without waiting; None where nothing is."""

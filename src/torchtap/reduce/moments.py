@@ -13,6 +13,7 @@ Not here: the native kernel (`kernel`), buffers of many states (`stats_block`), 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ __all__ = [
     "measure_masked",
     "measure_with_torch",
     "merge_states",
+    "merged_results",
 ]
 
 STATISTICS = ("count", "mean", "std", "min", "max", "absmax", "l1", "l2", "rms", "zeros", "nans", "infs")
@@ -108,6 +110,19 @@ def merge_states(left: Tensor, right: Tensor) -> Tensor:
     summed[..., 7] = torch.maximum(left[..., 7], right[..., 7])
     summed[..., 9] = torch.where(both, rest, only[..., 9])
     return summed
+
+
+def merged_results(states: Sequence[States]) -> States:
+    """Return the statistics of the rows of several blocks, folded row by row; blocks may have different lengths."""
+    longest = max(map(len, states))
+    padded = [
+        each if len(each) == longest else np.concatenate([each, blank_states(longest - len(each))])
+        for each in states
+    ]
+    merged = torch.from_numpy(padded[0])
+    for each in padded[1:]:
+        merged = merge_states(merged, torch.from_numpy(each))
+    return finish(merged.numpy())
 
 
 def _sum_of_two(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

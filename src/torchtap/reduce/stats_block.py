@@ -255,12 +255,16 @@ class StatsArrival:
         """Whether they are there; ``results`` would not wait."""
         return all(slots.arrived() for slots in self.sets)
 
-    def results(self) -> npt.NDArray[np.float64]:
-        """The twelve statistics of each row. The first call waits for them."""
+    def states(self) -> npt.NDArray[np.float64]:
+        """The state of each row. The first call waits for them."""
         sets, self.sets = self.sets, ()
         for slots in sets:
             self._receive(self._rows, slots)
-        return finish(self._rows)
+        return self._rows
+
+    def results(self) -> npt.NDArray[np.float64]:
+        """The twelve statistics of each row. The first call waits for them."""
+        return finish(self.states())
 
 
 def _merge_into(rows: npt.NDArray[np.float64], chosen: list[int], states: npt.NDArray[np.float64]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,7 +14,6 @@ from torchtap.plan.names import OF_CALLS
 from torchtap.plan.plan import Plan
 from torchtap.receive.collect import Collected, Collector
 from torchtap.receive.eager import EagerAttachment
-from torchtap.receive.entries import Tally
 from torchtap.receive.receiver import Receiver
 from torchtap.store.record import ScalarBlock
 
@@ -73,20 +72,18 @@ class Tapping:
         return [PassHooks(each, self.receiver) for each in models.values()]
 
     @cached_property
-    def tallies(self) -> Mapping[str, Tally]:
-        """What each phase holds."""
-        return self.receiver.folding.tallies
-
-    @cached_property
     def _collector(self) -> Collector:
         return Collector(self.receiver.folding, among_ranks=self._among_ranks)
 
-    @cached_property
-    def collect(
-        self,
-    ) -> Callable[[Tally], Collected]:
-        """Everything that a phase holds; afterwards it holds nothing. Bound once: a capture never asks for it."""
-        return self._collector.collect
+    def collect(self, keys: Sequence[str], live: frozenset[int], phase: str) -> tuple[int, Collected]:
+        """Return the passes and the values that these tallies hold for some taps; they are empty afterwards."""
+        tallies = self.receiver.folding.tallies
+        held = [tallies[key] for key in keys if key in tallies]
+        if self.receiver.placing is not None:
+            for key in keys:
+                self.receiver.placing.relabel(key, phase)
+        passes = sum(tally.passes for tally in held)
+        return passes, self._collector.collect(held, live)
 
     def arm(self, live: frozenset[int]) -> None:
         """Have the model bring what these taps ask for."""
@@ -120,15 +117,19 @@ class Tapping:
         ports = (port for port in self.plan.ports if not self.armed.isdisjoint(port.taps))
         return any(port.site.kind in OF_CALLS for port in ports)
 
-    def holds_anything(self, tally: Tally) -> bool:
-        return self.receiver.folding.holds_anything(tally)
-
-    def drop(self, tally: Tally) -> None:
+    def drop(self, key: str) -> int:
+        """Forget what a tally holds. Returns its passes."""
+        tally = self.receiver.folding.tallies.get(key)
+        if tally is None:
+            return 0
+        passes = tally.passes
         self.receiver.folding.drop(tally)
+        return passes
 
-    def peek(self, tally: Tally) -> ScalarBlock | None:
-        """The statistics that a phase holds so far."""
-        return self._collector.peek(tally)
+    def peek(self, key: str) -> ScalarBlock | None:
+        """Return the statistics that a tally holds so far."""
+        tally = self.receiver.folding.tallies.get(key)
+        return None if tally is None else self._collector.peek(tally)
 
     def detach(self) -> None:
         """Leave the model as it was found."""

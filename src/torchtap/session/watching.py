@@ -1,44 +1,53 @@
-"""A training under watch: each step's values become a record for each phase, for the run folder and the sinks.
+"""Record a model while it trains: the public object behind `torchtap.watch`.
 
 It guarantees:
-- what moves the clock (`step`, `set_step`, `set_batch`, `follow`) decides when a step ends; passes over the model
-  within a step fold into one record for each phase, training apart from evaluation (`steps`);
-- on a step that no tap asked for, the model carries no tap;
+- marks of the user (`step`, `set_step`, `set_batch`) or followed optimizers decide when a step ends; passes of one step
+  fold into one record for each phase (`tracker`);
+- at a step that no tap selects, the model carries no tap;
 - a sink or a reduction that fails costs its own values, never the training (unless ``strict``);
 - a tap that is over its budget keeps less;
-- `close` leaves the model as it was found.
+- `close` leaves the model as it was found, and writes the audit.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any, Self, final
+from weakref import finalize
 
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from torchtap.errors import SessionError
 from torchtap.hooks.ways import WayName
 from torchtap.plan.plan import Plan
+from torchtap.receive import training
+from torchtap.receive.ears import Ears
 from torchtap.receive.receiver import Receiver
-from torchtap.session.block import Block
-from torchtap.session.evaluations import Evaluations
-from torchtap.session.gaps import Gaps
+from torchtap.schedule.base import Moment
+from torchtap.session.audit import Audit
+from torchtap.session.census import Evaluations, Lookout, ModelChanges
 from torchtap.session.newest import Newest
 from torchtap.session.outlets import Outlets
-from torchtap.session.steps import StepMaker
+from torchtap.session.steps import StepRecorder
 from torchtap.session.tapping import Tapping
 from torchtap.session.told_sites import ToldSites
+from torchtap.session.tracker import StepTracker, Update
 from torchtap.store.record import Consumer, StepRecord
 from torchtap.store.write.pool import HostPool
 
 if TYPE_CHECKING:
     from torchtap.receive.placing import Placing
     from torchtap.session.coverage import Missing
-    from torchtap.session.following import Following
 
 __all__ = ["Watch"]
+
+_NO_CLOCK = (
+    "nothing moves the clock: all passes fold into one record, which is written when the watch is closed. Use "
+    "watch.follow(optimizer), or `with watch.step():`"
+)
 
 
 @final
@@ -58,12 +67,12 @@ class Watch:
         placing: Placing | None = None,
         follow_model: bool = False,
     ) -> None:
-        self._model = model
         self._outlets = outlets = Outlets(consumers, strict=strict)
         self._sites = ToldSites(outlets, placing)
         self._recorded = recorded  # steps that earlier attempts left in the folder
+        self._audit = Audit()
 
-        def tap(steps: StepMaker, plan: Plan = plan) -> Tapping:
+        def tap(steps: StepRecorder, plan: Plan = plan) -> Tapping:
             return Tapping(
                 model,
                 plan,
@@ -76,245 +85,262 @@ class Watch:
                 placing=placing,
             )
 
-        self._maker = StepMaker(
-            plan,
-            tap,
-            outlets,
-            self._hand_on,
-            is_training=self._is_training,
-            on_no_clock=self._hint_no_clock,
-            first=recorded.stop,
-        )
-        self._lull = self._maker.lull
-        self._next_block = self._block_of(None, None, None)
-        self._members = [model] if models is None else list(models.values())
-        self._following: Following | None = None  # until an optimizer is followed
-        self._logs = False  # whether the training logs numbers of its own
-        self._newest = Newest()
-        self._handed_on = 0
-        self._skipped = False
+        members = [model] if models is None else list(models.values())
+        self._steps = StepRecorder(tap, outlets, self._hand_on, self._left, first=recorded.stop)
+        self._follower: _Follower | None = None  # until an optimizer is followed
+        self._lookout = Lookout(members, self._steps, self._mode_changed, self._passed)
         self._evaluations = Evaluations(plan)
-        self._closed = False
-        self._tap = tap
-        retap = self._go_over_to if follow_model else None
-        self._gaps = Gaps(model, self._members, self._steps.taps, outlets.note_loss, retap)
-        self._steps.listen_before()
+        self._newest = Newest()
+        self._in_block = self._closed = self._logs = False
+
+        def go_over_to(plan: Plan) -> Tapping:
+            """Register the taps on the modules that the model consists of now."""
+            before, entries = self.plan, self._receiver.entries
+            taps = self._steps.change_taps(lambda steps: tap(steps, plan))
+            self._sites.model_changed(before, entries, plan)
+            return taps
+
+        self._changes = ModelChanges(
+            model, members, self._steps.taps, outlets.note_loss, go_over_to, follow=follow_model
+        )
+        self._steps.begin_step(None)
+        self._lookout.look(armed=bool(self._steps.taps.armed), logs=False)
 
     @property
     def plan(self) -> Plan:
         """The taps and the places that they are bound to; with ``follow_model``, those of the model as it is now."""
-        return self._maker.taps.plan
-
-    @property
-    def _steps(self) -> StepMaker:
-        """The steps, all of them counted, for whoever makes something happen."""
-        lull = self._lull
-        if lull.open >= 0 or lull.last >= 0:
-            self._maker.catch_up()
-        return self._maker
+        return self._steps.taps.plan
 
     @property
     def _receiver(self) -> Receiver:
-        return self._maker.taps.receiver
-
-    def _go_over_to(self, plan: Plan) -> Tapping:
-        """The model has changed: the taps are put on what it consists of now."""
-        before, entries = self.plan, self._receiver.entries
-        taps = self._steps.change_taps(lambda steps: self._tap(steps, plan))
-        self._sites.model_changed(before, entries, plan)
-        return taps
-
-    def _is_training(self) -> bool:
-        return any(getattr(model, "training", True) for model in self._members)
+        return self._steps.taps.receiver
 
     # -- the clock ----------------------------------------------------------------------------------------
 
     def step(
         self, step: int | None = None, *, epoch: int | None = None, batch: int | None = None
     ) -> AbstractContextManager[Self]:
-        """One training step: forward, backward and update are inside. Passes of one phase fold together."""
-        if step is None and epoch is None and batch is None:
-            return self._next_block
-        return self._block_of(step, epoch, batch)
+        """Mark a block as one training step, with its forward, backward and update inside."""
+        return self._block(step, epoch, batch)
 
-    def _block_of(self, step: int | None, epoch: int | None, batch: int | None) -> Block[Self]:
-        return Block(self, self._lull, self._enter_block, self._leave_block, step, epoch, batch)
-
-    def _enter_block(self, step: int | None, epoch: int | None, batch: int | None) -> None:
-        if self._lull.in_block:
+    @contextmanager
+    def _block(self, step: int | None, epoch: int | None, batch: int | None) -> Iterator[Self]:
+        if self._in_block:
             raise SessionError("watch.step() inside watch.step(): a step cannot hold another")
         self._advance(step, epoch, batch)
-        self._lull.in_block = True
-
-    def _leave_block(self) -> None:
-        self._lull.in_block = False
-        self._end()
+        self._in_block = True
+        try:
+            yield self
+        finally:
+            self._in_block = False
+            self._end()
 
     def set_step(self, step: int) -> None:
-        """The step before is over, this one begins. The same number again changes nothing."""
-        if not self._following and (step == self._lull.open or self._lull.goes_on(step)):
+        """End the step before and begin this one. The same number again changes nothing."""
+        tracker = self._steps.tracker
+        if (tracker.marked or tracker.follows) and step == tracker.number:
+            self._check_open()
             return
-        if self._steps.open is None or step != self._steps.open.step:
+        if tracker.follows and not tracker.marked:
+            self._check_open()
+            tracker.set_number(step)
+            self._steps.act()
+            self._begin(threading.get_ident())
+        else:
             self._advance(step, None, None)
 
     def set_epoch(self, epoch: int) -> None:
-        """The step before is over, and so is its epoch; the next step begins with `set_batch` or `step`.
+        """Begin an epoch, and end the step before; the next step begins with `set_batch` or `step`.
 
-        Where an optimizer is followed, its next update ends the first step of this epoch.
+        If an optimizer is followed, its next update ends the first step of this epoch.
         """
         self._check_open()
-        if not self._following:
+        if self._follower is None:
             self._end()
-        self._steps.clock.set_epoch(epoch)
-        if self._following:
-            self._steps.relabel()
+        self._steps.tracker.set_epoch(epoch)
 
     def set_batch(self, batch: int) -> None:
-        """The step before is over; a step with this batch begins. Where an optimizer is followed, it is only noted."""
-        if self._following:
+        """End the step before and begin one with this batch. If an optimizer is followed, only note the batch."""
+        if self._follower is not None:
             self._check_open()
-            self._steps.clock.set_batch(batch)
-            self._steps.relabel()
+            self._steps.tracker.set_batch(batch)
         else:
             self._advance(None, None, batch)
 
     def end_step(self) -> None:
-        """The open step is over, and what came in it is handed on. What is evaluated until the next is still its."""
+        """End the open step and hand it on. What is evaluated until the next step still belongs to it."""
         self._end()
-        self._steps.leave_last()
+        self._steps.tracker.leave()
         self._steps.settle()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Self]:
-        """A block whose passes are of a phase with this name, whatever the model's mode says."""
+        """Name the phase of the passes inside this block, whatever the model's mode."""
         if not isinstance(name, str) or not name:
             raise SessionError(f"phase({name!r}): give the phase a name, e.g. 'valid'")
         self._check_open()
-        before, self._receiver.phase = self._receiver.phase, name
-        self._steps.rearm()
-        self._evaluations.begins(name, self._steps.live_after_last(name))
+        steps = self._steps
+        before, steps.named = steps.named, name
+        steps.arm(evaluation=True)
+        self._look_out()
+        last = steps.tracker.last or steps.tracker.moment()
+        self._evaluations.begins(name, bool(steps.live_at(last, name)))
         try:
             yield self
         finally:
-            self._receiver.phase = before
+            steps.named = before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A block in which passes over the model are not taken: a look at it that is no part of the training."""
-        with self._receiver.not_listening():
+        """Do not record model calls inside this block."""
+        with self._receiver.not_listening(), self._lookout.paused():
             yield
 
     def follow(self, *optimizers: object, start: int | None = None) -> Self:
-        """Let optimizers be the clock: a step is over when each of them has updated, or a scaler left the update out.
+        """Let the updates of optimizers end the steps.
 
-        What frameworks wrap around optimizers is taken too. ``start`` is the number of the first step; without it
-        a folder that holds steps already is continued after them. Returns the watch.
+        A step is one update, or the updates of several optimizers that take turns. An update that a gradient scaler
+        leaves out counts, too. Optimizers that frameworks have wrapped are found inside.
+
+        Args:
+            optimizers: torch optimizers, or what a framework made of them. Further ones may be followed later.
+            start: the number of the first step. Without it, a folder that holds steps is continued after them.
+
+        Returns the watch. Raises `SessionError` for anything that holds no optimizer.
         """
         self._check_open()
-        steps = self._steps
-        fresh = steps.last is None and steps.open is None
-        if start is not None and not fresh:
+        tracker = self._steps.tracker
+        if start is not None and (tracker.follows or tracker.marked or tracker.last is not None):
             raise SessionError(
-                f"follow(start={start}): step {steps.clock.step} has begun already; give start= with the first follow"
+                f"follow(start={start}): step {tracker.number} has begun already; give start= with the first follow"
             )
-        self._followed().add(optimizers)
+        found = _inside(optimizers)
         if start is not None:
-            steps.clock.start_at(start)
-        if fresh and steps.passes_before and self._followed().sentry.sees_gradients():
+            tracker.set_start(start)
+        if tracker.last is None:
             self._tell_what_is_hidden(None)
-            steps.adopt_early(threading.get_ident())
-        elif steps.open is None:
-            self._tell_what_is_hidden(None)
-            steps.begin(None, threading.get_ident(), fresh=True)
+        if self._follower is None:
+            self._follower = _Follower(tracker, self._hears, self._entered, self._updated)
+            if not tracker.marked:
+                self._receiver.begin_step(threading.get_ident())
+        for each in found:
+            self._follower.add(each)
+        self._steps.arm()
         self._look_out()
         return self
 
-    def _followed(self) -> Following:
-        """Who is followed, perhaps nobody yet. Loaded here: where steps are blocks, nobody ever is."""
-        if self._following is None:
-            from torchtap.session.following import Following, Sentry
+    def _hears(self) -> bool:
+        return self._receiver.hears_this_thread()
 
-            sentry = Sentry(self._members, self._steps.pass_begins, self._mode_changed)
-            self._following = Following(
-                self._update_is_done, lambda: self._receiver.hears_this_thread(), sentry
-            )
-        return self._following
+    def _entered(self) -> None:
+        """A followed optimizer is about to update."""
+        self._steps.tracker.enter()
+        self._steps.act()
 
-    def _update_is_done(self, skipped: bool) -> None:
-        """Every followed optimizer has stepped."""
-        self._skipped |= skipped
-        if self._lull.in_block or self._closed:
-            return
-        if not self._skipped and self._lull.goes_on():
-            return
+    def _updated(self, optimizer: int, skipped: bool) -> None:
         steps = self._steps
-        self._finish(steps)
-        self._gaps.look()
-        steps.begin(None, threading.get_ident(), fresh=True)
-        self._look_out()
-        if not self._logs:  # whose the next number will be, the next pass tells
-            steps.rest()
+        steps.tracker.note_update(optimizer, skipped=skipped)
+        if steps.tracker.marked:
+            return
+        steps.read_rest()
+        self._hint_silence(steps.tracker.number)
+        steps.tracker.end_update()
+        steps.act()
+        self._begin(threading.get_ident())
 
-    def _finish(self, steps: StepMaker) -> None:
-        skipped, self._skipped = self._skipped, False
-        if skipped and steps.open is not None:
-            self._outlets.tell("skipped", step=steps.open.step)
-        steps.end(skipped=skipped)
+    def _begin(self, thread: int) -> None:
+        self._look_for_changes(self._steps.tracker.number)
+        self._steps.begin_step(thread)
+        self._look_out()
+
+    def _look_for_changes(self, step: int) -> None:
+        """Compare the model with what it was, unless no tap is active."""
+        if self._steps.taps.armed or self._steps.wanted_at(step):
+            self._changes.look()
 
     def _look_out(self) -> None:
-        """Nothing of ours may be on the model in this step; what comes must still find its place."""
-        steps, following = self._steps, self._followed()
-        following.sentry.look_for_passes(self._logs and not steps.taps.armed)
-        if steps.last is not None and not steps.live_at(steps.last, "eval") <= steps.taps.armed:
-            following.sentry.look_for_modes()
-            if not self._is_training():
-                steps.rearm()
+        """Notice the passes and the mode switches that decide where values belong."""
+        steps = self._steps
+        armed = steps.taps.armed
+        self._lookout.look(armed=bool(armed), logs=self._logs and steps.tracker.follows)
+        last = steps.tracker.last
+        if last is not None and steps.tracker.follows and not steps.live_at(last, "eval") <= armed:
+            self._lookout.look_for_modes()
+            if not self._lookout.is_training():
+                steps.arm(evaluation=True)
+                self._lookout.look(armed=bool(steps.taps.armed), logs=self._logs)
 
-    def _mode_changed(self, training: bool) -> None:
-        if self._steps.fresh and not self._closed:
-            self._steps.rearm(evaluation=not training)
-            if not training and self._receiver.phase is None:
-                self._evaluations.begins("eval", self._steps.live_after_last("eval"))
+    def _passed(self) -> None:
+        tracker = self._steps.tracker
+        clockless = tracker.last is None and not tracker.marked and not tracker.follows
+        if clockless and tracker.training_passes == 2:
+            self._outlets.hint("clock", _NO_CLOCK)
 
-    def _hint_no_clock(self) -> None:
-        self._outlets.hint(
-            "clock",
-            "nothing moves the clock: all passes fold into one record, which is written when the watch is closed. Use "
-            "watch.follow(optimizer), or `with watch.step():`",
-        )
+    def _mode_changed(self, is_training: bool) -> None:
+        steps = self._steps
+        if steps.tracker.is_fresh and not self._closed:
+            steps.arm(evaluation=not is_training)
+            self._lookout.look(armed=bool(steps.taps.armed), logs=self._logs and steps.tracker.follows)
+            if not is_training and steps.named is None and steps.tracker.last is not None:
+                self._evaluations.begins("eval", bool(steps.live_at(steps.tracker.last, "eval")))
 
     def _advance(self, step: int | None, epoch: int | None, batch: int | None) -> None:
         self._check_open()
         steps = self._steps
-        if steps.open is not None:
-            self._end()
+        tracker = steps.tracker
+        self._end()
         if epoch is not None:
-            steps.clock.set_epoch(epoch)
+            tracker.set_epoch(epoch)
         if batch is not None:
-            steps.clock.set_batch(batch)
+            tracker.set_batch(batch)
         if self._recorded:
             self._tell_what_is_hidden(step)
-        wanted = steps.wanted_next(step)
-        if wanted or steps.taps.armed:  # where no tap is live, nobody need know yet
-            self._gaps.look()
-        steps.begin(step, threading.get_ident(), wanted=wanted)
-        if not wanted and not self._following:
-            steps.rest()
+        self._look_for_changes(tracker.number if step is None else step)
+        tracker.begin(step)
+        steps.act()
+        steps.begin_step(threading.get_ident())
+        self._look_out()
 
     def _end(self) -> None:
         steps = self._steps
-        if steps.open is not None:
-            self._finish(steps)
-            steps.release()
+        if steps.tracker.marked:
+            steps.read_rest()
+            self._hint_silence(steps.tracker.number)
+            evaluated = steps.tracker.only_evaluations()
+            if evaluated and steps.tracker.learnt:
+                self._outlets.hint(
+                    "evaluation",
+                    f"step {steps.tracker.number} holds passes of {', '.join(evaluated)} only, and took a number "
+                    "among the steps of the training. Have evaluations outside of steps: they belong to the step "
+                    "that ended last",
+                )
+            steps.tracker.end()
+            steps.act()
+
+    def _hint_silence(self, step: int) -> None:
+        taps = self._steps.taps
+        if taps.armed and not taps.receiver.passes and taps.listens_to_passes:
+            self._outlets.hint(
+                "silent",
+                f"step {step} is over and no call of the model was seen. If a compiled or wrapped model is called, "
+                "give torchtap that one",
+            )
 
     def _tell_what_is_hidden(self, step: int | None) -> None:
-        """Before a step is recorded a second time: what earlier attempts have of it will not be shown any more."""
-        if self._recorded:
-            from torchtap.session.resumed import tell_what_is_hidden
-
-            recorded, self._recorded = self._recorded, range(0)
-            first = self._steps.clock.following if step is None else step
-            tell_what_is_hidden(self._outlets, recorded, first)
+        """Warn before steps of earlier attempts are recorded again: those will not be shown any more."""
+        if not self._recorded:
+            return
+        recorded, self._recorded = self._recorded, range(0)
+        first = self._steps.tracker.number if step is None else step
+        if isinstance(first, int) and first < recorded.stop:
+            self._outlets.hint(
+                "hidden",
+                f"the folder holds steps up to {recorded[-1]} of an earlier attempt; this one begins at step "
+                f"{first} and hides what it records again. To keep both, use another folder; to go on after "
+                "them, leave start= out",
+            )
+        else:
+            self._outlets.tell("continued", after=recorded[-1])
 
     # -- what comes out -----------------------------------------------------------------------------------
 
@@ -324,34 +350,32 @@ class Watch:
         value: float | Tensor | None = None,
         **numbers: float | Tensor,
     ) -> None:
-        """Numbers of the training's own: ``watch.log("loss", loss)``, ``watch.log(loss=loss)``, or a mapping.
+        """Log numbers of the training's own: ``watch.log("loss", loss)``, ``watch.log(loss=loss)``, or a mapping.
 
-        After an update they belong to the step that it ended. A tensor is read when the step ends, together with
-        everything else. One with more than one element is kept whole. A name with a colon is a full site name, any
-        other becomes ``:value.<name>``.
+        They belong to the step of the last training pass or update before the call. A tensor with more than one
+        element is kept whole. A name with a colon is a full site name, any other becomes ``:value.<name>``.
         """
         self._check_open()
-        phase = self._receiver.phase or "train"
-        self._steps.logged.add(phase, name, value, numbers)
-        if not self._logs and self._following:
+        self._steps.log(name, value, dict(numbers))
+        self._audit.logs += 1
+        if not self._logs:
             self._logs = True
             self._look_out()
-        self._logs = True
 
     def note(self, kind: str, **facts: object) -> None:
-        """Write something down beside the values; `Run.events` gives it back."""
+        """Write an event beside the values; `Run.events` returns it."""
         self._outlets.tell(kind, **facts)
 
     def alert(
         self, level: str, title: str, text: str, step: int | None = None, site: str | None = None
     ) -> None:
-        """Tell the sinks that have a place for alerts; ``level`` is info, warning or error."""
+        """Send an alert to the sinks that take them; ``level`` is info, warning or error."""
         self._outlets.alert(level, title, text, step, site)
 
     @property
     def live(self) -> bool:
-        """Whether any tap is live in the open step."""
-        return bool(self._maker.taps.armed)
+        """Return True if any tap is active in the open step."""
+        return bool(self._steps.taps.armed)
 
     @property
     def lost(self) -> list[str]:
@@ -361,89 +385,99 @@ class Watch:
     @property
     def step_number(self) -> int:
         """The step that is open, or the one that ended last; -1 before the first."""
-        if self._lull.holds_any:
-            return self._lull.newest
-        moment = self._maker.open or self._maker.last
-        return -1 if moment is None else moment.step
+        tracker = self._steps.tracker
+        if tracker.marked or (tracker.follows and not self._closed):
+            return tracker.number
+        return -1 if tracker.last is None else tracker.last.step
 
     @property
     def passes(self) -> int:
-        """How many times the model was called while a step was open and a tap live."""
+        """How many times the model was called while a step was open and a tap active."""
         return self._receiver.passes
 
     def structure(self, path: str) -> object:
-        """The structure of a module's output where it is not one tensor: names of leaves stand for tensors."""
+        """Return the structure of a module's output if it is not one tensor: names of leaves stand for tensors."""
         port = self._receiver.ports.get((path, "output", ""))
         return None if port is None else port.structure
 
     def _hand_on(self, record: StepRecord) -> None:
-        self._handed_on += 1
+        self._audit.record(record)
         self._newest.add(record)
-        self._sites.before(record, self._maker.taps.receiver.entries)
+        self._sites.before(record, self._receiver.entries)
         self._outlets.write(record)
 
+    def _left(self, moment: Moment, updates: tuple[Update, ...]) -> None:
+        self._audit.left(moment.step, updates)
+        for each in updates:
+            if each.skipped:
+                self._outlets.tell("skipped", step=moment.step)
+
     def described_sites(self) -> list[dict[str, Any]]:
-        """What was found out about the sites since the plan was made, in the order of execution."""
+        """Return what was found out about the sites since the plan was made, in the order of execution."""
         return self._sites.described(self._receiver.entries)
 
     def coverage(self) -> list[Missing]:
-        """Each site that the plan expects and that did not arrive so far, with the reason."""
+        """Return each site that the plan expects and that did not arrive so far, with the reason."""
         from torchtap.session.coverage import missing_sites
 
-        return missing_sites(self._receiver, self._maker.ever_live)
+        return missing_sites(self._receiver, self._steps.ever_live)
 
     def summary(self, file: IO[str] | None = None) -> None:
         """Print the newest statistics of each site as a table."""
         from torchtap.session.summary import print_summary
 
-        self._maker.settle()
+        self._steps.settle()
         print_summary(self._newest.blocks(), self.coverage(), self.lost, file)
 
     def latest(self, site: str, statistic: str = "value", phase: str | None = None) -> float:
-        """The newest number of a site, of any phase if none is named."""
-        self._maker.settle()
+        """Return the newest number of a site, of any phase if none is named."""
+        self._steps.settle()
         return self._newest.number(site, statistic, phase)
 
     def so_far(self) -> StepRecord | None:
-        """The open step's statistics as they are now, of the passes that train; None if there are none yet.
+        """Return the statistics of the newest pass as they are now; None if there are none yet.
 
-        For whoever decides something before the step is over. The step goes on and is recorded as a whole.
+        For decisions before the step is over. The step goes on and is recorded as a whole.
         """
-        return self._maker.so_far()
+        return self._steps.so_far()
 
     def flush(self) -> None:
-        """Have everything so far on disk and visible to readers."""
-        self._maker.settle()
+        """Write everything so far to disk, visible to readers."""
+        self._steps.settle()
         self._outlets.flush()
 
     # -- the end ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the open step, write the coverage, take every hook off, close the run and the sinks."""
+        """End the open step, write coverage and audit, remove every hook, close the run and the sinks."""
         if self._closed:
             return
+        steps = self._steps
         try:
-            clockless = self._steps.last is None and self._steps.open is None
-            self._steps.close()
-            self._tell_what_is_odd(clockless)
+            clockless = not steps.tracker.follows and not steps.tracker.marked and steps.tracker.last is None
+            steps.close()
+            self._report(clockless)
         finally:
             self._closed = True
-            self._steps.stop_hearing()
-            if self._following is not None:
-                self._following.stop()
-            self._steps.taps.detach()
+            self._receiver.end_step()
+            if self._follower is not None:
+                self._follower.stop()
+            self._lookout.stop()
+            steps.taps.detach()
             if self._outlets.keep_events:
                 self._sites.tell(self._receiver.entries)
                 missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
                 self._outlets.tell("coverage", missing=missing)
+                self._outlets.tell("audit", **self._audit.result())
             self._outlets.close()
 
-    def _tell_what_is_odd(self, clockless: bool) -> None:
+    def _report(self, clockless: bool) -> None:
+        """Warn of what is odd about the whole recording."""
         if clockless and self.passes > 1:
-            self._hint_no_clock()
-        if not self._newest and not self._handed_on:
+            self._outlets.hint("clock", _NO_CLOCK)
+        if not self._newest and not self._audit.records:
             self._outlets.hint(
-                "empty", "this watch recorded nothing; watch.coverage() says why for each site"
+                "empty", "this watch recorded nothing; watch.coverage() gives the reason for each site"
             )
         if told := self._evaluations.told():
             self._outlets.hint("evaluations", told)
@@ -455,17 +489,15 @@ class Watch:
             )
 
     def __repr__(self) -> str:
-        steps, lull = self._maker, self._lull
-        last = lull.last if lull.holds_any or steps.last is None else steps.last.step
-        is_open = lull.open >= 0 if lull.holds_any else steps.open is not None
+        tracker = self._steps.tracker
         if self._closed:
             state = "closed"
-        elif is_open and not steps.fresh:
-            state = f"in step {self.step_number}"
-        elif last >= 0:
-            state = f"after step {last}"
+        elif tracker.marked or (tracker.follows and not tracker.is_fresh):
+            state = f"in step {tracker.number}"
+        elif tracker.last is not None:
+            state = f"after step {tracker.last.step}"
         else:
-            state = "before the first step" + ("" if self._following else ", no clock yet")
+            state = "before the first step" + ("" if tracker.follows else ", no clock yet")
         lost = f", {len(self.lost)} lost" if self.lost else ""
         taps = f"{len(self.plan.asked)} taps on {len(self.plan.ports)} places"
         return f"Watch({taps}, {state}, {self.passes} passes{lost})"
@@ -479,3 +511,81 @@ class Watch:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionError("this watch is closed; make a new one to go on")
+
+
+def _inside(optimizers: Sequence[object]) -> list[Optimizer]:
+    """Return the torch optimizers inside whatever was given."""
+    found: list[Optimizer] = []
+    for each in optimizers:
+        inside = training.innermost(each)
+        if not inside:
+            raise SessionError(
+                f"follow({each!r}): give a torch.optim.Optimizer, or what a framework wraps around one; "
+                "its updates end the steps"
+            )
+        found += inside
+    if not found:
+        raise SessionError("follow(): give at least one optimizer, whose updates end the steps")
+    return found
+
+
+@final
+class _Follower(Ears):
+    """Pass the events of followed optimizers on. An optimizer over the same parameters counts as followed."""
+
+    def __init__(
+        self,
+        tracker: StepTracker,
+        is_ours: Callable[[], bool],
+        entered: Callable[[], None],
+        updated: Callable[[int, bool], None],
+    ) -> None:
+        self._tracker = tracker
+        self._is_ours = is_ours  # the thread that runs
+        self._entered, self._updated = entered, updated
+        self._counts: dict[int, int] = {}  # by optimizer: its parameters, when they were last looked at
+        self._parameters: set[int] = set()
+        training.listen(self, clock=True)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Follow this optimizer until it is gone."""
+        key = id(optimizer)
+        held = [id(parameter) for parameter in training.parameters_of(optimizer)]
+        if key not in self._counts:
+            finalize(optimizer, self._forget, key).atexit = False
+        self._counts[key] = len(held)
+        self._parameters.update(held)
+        self._tracker.know(key, held)
+
+    def _forget(self, key: int) -> None:
+        if self._counts.pop(key, None) is not None:
+            self._tracker.forget(key)
+
+    def stop(self) -> None:
+        """Follow no optimizer any more."""
+        training.stop_listening(self)
+        self._counts.clear()
+
+    def entered(self, optimizer: Optimizer) -> None:
+        if self._is_followed(optimizer):
+            self._entered()
+
+    def updated(self, optimizer: Optimizer) -> None:
+        if self._is_followed(optimizer):
+            self._updated(id(optimizer), False)
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        if self._is_followed(optimizer):
+            self._updated(id(optimizer), True)
+
+    def _is_followed(self, optimizer: Optimizer) -> bool:
+        if not self._is_ours():
+            return False
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._counts.get(id(optimizer)) == count:
+            return True
+        known = id(optimizer) in self._counts
+        if known or any(id(each) in self._parameters for each in training.parameters_of(optimizer)):
+            self.add(optimizer)  # it has other parameters now, or shares those of one that is followed
+            return True
+        return False
