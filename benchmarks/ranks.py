@@ -31,8 +31,8 @@ from torchtap.diagnosis.run import diagnose
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.opened import OpenRun
-from torchtap.viewer.ranks import ranks_at, ranks_of
+from torchtap.viewer.charts import ranks_at, ranks_of
+from torchtap.viewer.open_run import OpenRun
 
 __all__ = ["run", "write_world"]
 

@@ -21,9 +21,8 @@ from benchmarks.timing import quartiles
 from benchmarks.viewer_runs import folded_map, many_runs, overlaid
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.assets import FILES, asset
-from torchtap.viewer.catalog import Catalog
-from torchtap.viewer.server import ViewerServer
+from torchtap.viewer.run_index import Catalog
+from torchtap.viewer.server import FILES, ViewerServer, asset
 
 __all__ = ["record", "run"]
 
@@ -185,7 +184,7 @@ def _interactions(browser: Any, path: Path, rounds: int) -> tuple[list[float], .
 def _spike_is_there(server: ViewerServer) -> bool:
     import urllib.request
 
-    from torchtap.viewer.wire import unpack
+    from torchtap.viewer.arrays import unpack
 
     address = f"{server.address}api/map?run=run&statistic=rms&kind=output&rows=700&columns=960"
     with urllib.request.urlopen(address) as reply:

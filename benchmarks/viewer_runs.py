@@ -13,7 +13,7 @@ import numpy as np
 from tests.viewer.browsing import open_page
 from tests.viewer.recordings import small_run
 
-from torchtap.viewer.catalog import Catalog
+from torchtap.viewer.run_index import Catalog
 from torchtap.viewer.server import ViewerServer
 
 __all__ = ["folded_map", "many_runs", "overlaid"]

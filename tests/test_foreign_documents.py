@@ -21,7 +21,7 @@ from torchtap.monitors.monitor.config import read_config
 from torchtap.monitors.monitor.files import read_item
 from torchtap.plan.plan import Plan
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.cards import read_notes
+from torchtap.viewer.run_index import read_notes
 
 HOSTILE = {
     "nothing": b"",

@@ -13,6 +13,8 @@ from torchtap.plan.names import (
     KINDS,
     Name,
     belongs_to,
+    execution_order,
+    in_passing_order,
     is_inside,
     join_path,
     last_part,
@@ -25,7 +27,6 @@ from torchtap.plan.names import (
     site_name,
     without_wrappers,
 )
-from torchtap.plan.site_order import execution_order, in_passing_order
 
 words = st.text(st.sampled_from("ab:0#~ |é"), min_size=1, max_size=5)
 paths = st.lists(words, max_size=3).map(".".join)

@@ -9,12 +9,7 @@ from pathlib import Path
 
 import torchtap
 
-# torch loads what packages register as its backends; torchtap registers what `torchtap run` begins with.
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(Path(torchtap.__file__).parents[1]),
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(torchtap.__file__).parents[1])}
 
 # What a watch with statistics of outputs has no use for, in one process, without a run folder, with blocks as steps.
 NOT_NEEDED = {

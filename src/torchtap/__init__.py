@@ -125,7 +125,7 @@ if TYPE_CHECKING:
     from torchtap.sinks import make_sink as make_sink
     from torchtap.store.read.reader import Run as Run
     from torchtap.store.read.reader import open as open
-    from torchtap.viewer.plot import plot as plot
+    from torchtap.viewer.figures import plot as plot
 
 __version__ = "0.1.0"
 
@@ -234,7 +234,7 @@ _HOME = {
     "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
     "open": "torchtap.store.read.reader",
     "open_layers": "torchtap.monitors.layers.files",
-    "plot": "torchtap.viewer.plot",
+    "plot": "torchtap.viewer.figures",
     "record_layers": "torchtap.monitors.layers.recorder",
     "tap": "torchtap.plan.tap",
     "verify": "torchtap.session.verification",

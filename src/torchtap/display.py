@@ -17,11 +17,11 @@ _PICTURES = Registry(
     "picture",
     "torchtap.pictures",
     {
-        "captured values": "torchtap.viewer.notebook:seen_html",
-        "comparison": "torchtap.viewer.notebook:comparison_html",
-        "figure": "torchtap.viewer.plot:plot",
-        "run": "torchtap.viewer.notebook:run_html",
-        "series": "torchtap.viewer.notebook:series_svg",
+        "captured values": "torchtap.viewer.figures:seen_html",
+        "comparison": "torchtap.viewer.figures:comparison_html",
+        "figure": "torchtap.viewer.figures:plot",
+        "run": "torchtap.viewer.figures:run_html",
+        "series": "torchtap.viewer.figures:series_svg",
     },
     TorchtapError,
 )

@@ -13,6 +13,7 @@ import pytest
 import torchtap as tt
 from torchtap.cli import main
 from torchtap.errors import PlanError
+from torchtap.integrations.inject import injected_path
 from torchtap.integrations.zero_code.settings import Settings
 from torchtap.plan.next_live import Pace
 from torchtap.schedule import Moment
@@ -30,10 +31,15 @@ def start(
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, **({**environment, "PYTHONPATH": inject()} if environment else {})},
     )
     assert done.returncode == expect, done.stderr
     return done
+
+
+def inject() -> str:
+    """What ``$(torchtap inject)`` gives."""
+    return injected_path(os.environ.get("PYTHONPATH"))
 
 
 def losses_of(text: str) -> dict[int, float]:
@@ -107,7 +113,7 @@ def test_two_processes_under_torchrun_are_one_run(tmp_path: Path) -> None:
     assert len(run.series("0:output", "std").steps) == 4
 
 
-def test_one_variable_does_the_same_for_any_launcher(tmp_path: Path) -> None:
+def test_two_variables_do_the_same_for_any_launcher(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(
         'out = "run"\n[[tap]]\nselect = "Generator.main.0:output"\nkeep = "histogram"\nevery = 2\n'

@@ -108,8 +108,8 @@ def test_a_value_in_the_middle_of_a_step_can_be_looked_at() -> None:
 
 
 def test_the_projects_own_sinks_take_a_monitors_steps(tmp_path: Path) -> None:
-    from torchtap.sinks.json_lines import JsonLinesSink
-    from torchtap.sinks.tensorboard import TensorBoardSink
+    from torchtap.sinks.local import JsonLinesSink
+    from torchtap.sinks.trackers import TensorBoardSink
 
     model = mlp()
     sinks = [TensorBoardSink(tmp_path / "board"), JsonLinesSink(tmp_path / "lines.jsonl")]
@@ -124,7 +124,7 @@ def test_the_projects_own_sinks_take_a_monitors_steps(tmp_path: Path) -> None:
 
 def test_weights_and_biases_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    from torchtap.sinks.wandb import WandbSink
+    from torchtap.sinks.trackers import WandbSink
 
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")

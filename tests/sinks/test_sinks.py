@@ -21,8 +21,8 @@ from torchtap.sinks import (
     make_sink,
     sink_names,
 )
-from torchtap.sinks.choice import Choice, label
-from torchtap.sinks.pictures import attention_picture
+from torchtap.sinks.selection import Choice, label
+from torchtap.sinks.trackers import attention_picture
 from torchtap.store.read.reader import open_run
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter

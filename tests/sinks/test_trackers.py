@@ -14,8 +14,8 @@ import pytest
 
 from torchtap.errors import MissingExtraError, PlanError
 from torchtap.sinks import JsonLinesSink, MlflowSink, TrackioSink, make_sink, sink_names
-from torchtap.sinks.choice import Choice, label
-from torchtap.sinks.mlflow import mlflow_name
+from torchtap.sinks.selection import Choice, label
+from torchtap.sinks.trackers import mlflow_name
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 from torchtap.testing import SinkContract
 

@@ -233,8 +233,8 @@ def test_unpacking_takes_little_more_than_the_tensor(part: Path) -> None:
 
 
 def test_the_page_looks_at_the_size_that_a_tensor_unpacks_to(part: Path) -> None:
-    from torchtap.viewer.catalog import Catalog, Refused
-    from torchtap.viewer.routes import answer
+    from torchtap.viewer.run_index import Catalog, Refused
+    from torchtap.viewer.server import answer
 
     plant_packed(part, 512 * MiB, [128 * MiB])
     catalog = Catalog.open([part.parents[1]])

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import torchtap as tt
 from torchtap.receive import hearing
 from torchtap.receive.asking import Asking
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.held import Held
 from torchtap.receive.receiver import Receiver
 from torchtap.reduce import kernel
@@ -285,7 +285,7 @@ def test_fields_that_hold_nonsense_are_not_believed() -> None:
     receivers: list[Receiver] = []
     original = Receiver.ear
 
-    def noted(self: Receiver, *ports: LivePort | None) -> Any:
+    def noted(self: Receiver, *ports: PortState | None) -> Any:
         receivers.append(self)
         return original(self, *ports)
 
@@ -379,7 +379,7 @@ def test_a_model_that_serves_does_not_close_the_way_past_python(mode: Callable[[
     taken: list[str] = []
     take = Receiver.take
 
-    def noted(self: Receiver, port: LivePort, tree: object) -> None:
+    def noted(self: Receiver, port: PortState, tree: object) -> None:
         taken.append(port.port.site.path)
         take(self, port, tree)
 

@@ -257,10 +257,9 @@ def _closing(folder: Path, rank: int) -> bytes:
 
 def _take_out(folder: Path, out: Path, tally: Tally) -> None:
     from torchtap.store.export.front import FORMATS, export_run
-    from torchtap.viewer.assets import built
-    from torchtap.viewer.catalog import Catalog, Refused
     from torchtap.viewer.report import write_report
-    from torchtap.viewer.routes import answer
+    from torchtap.viewer.run_index import Catalog, Refused
+    from torchtap.viewer.server import answer, built
 
     out.mkdir(exist_ok=True)
     for form in FORMATS:

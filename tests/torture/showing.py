@@ -125,11 +125,10 @@ def _exports(folder: Path, names: Sequence[str], out: Path) -> int:
 
 
 def _page(folder: Path, names: Sequence[str], out: Path) -> int:
-    from torchtap.viewer.assets import built
-    from torchtap.viewer.catalog import Catalog
+    from torchtap.viewer.arrays import unpack
     from torchtap.viewer.report import write_report
-    from torchtap.viewer.routes import answer
-    from torchtap.viewer.wire import unpack
+    from torchtap.viewer.run_index import Catalog
+    from torchtap.viewer.server import answer, built
 
     catalog = Catalog.open([folder])
     about = json.loads(answer(catalog, "about", {"run": ""}))

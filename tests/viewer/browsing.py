@@ -32,7 +32,7 @@ def _executable() -> str | None:
 
 def need_browser() -> None:
     """Skip without a browser or without the built page; in CI that is a failure."""
-    from torchtap.viewer.assets import built
+    from torchtap.viewer.server import built
 
     missing = []
     if _executable() is None:

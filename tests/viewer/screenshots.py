@@ -19,7 +19,7 @@ from tests.viewer.browsing import chromium, open_page
 from tests.viewer.ranked import train_ranks
 from tests.viewer.recordings import train
 
-from torchtap.viewer.catalog import Catalog
+from torchtap.viewer.run_index import Catalog
 from torchtap.viewer.server import ViewerServer
 
 __all__ = ["main"]

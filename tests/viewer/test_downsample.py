@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtap.viewer.downsample import block_extremes, buckets, extremes, keep_points
+from torchtap.viewer.arrays import block_extremes, buckets, extremes, keep_points
 
 
 def test_one_spike_among_ten_thousand_steps_survives_both_ways_up_and_down() -> None:

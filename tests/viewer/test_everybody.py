@@ -13,7 +13,7 @@ from tests.viewer.recordings import small_run
 
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.catalog import Catalog
+from torchtap.viewer.run_index import Catalog
 from torchtap.viewer.server import ViewerServer
 
 AXE = Path(__file__).parents[2] / "frontend" / "node_modules" / "axe-core" / "axe.min.js"

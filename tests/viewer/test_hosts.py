@@ -9,9 +9,8 @@ import pytest
 
 from torchtap.store.record import StepRecord, TensorItem
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.catalog import Catalog
-from torchtap.viewer.routes import answer
-from torchtap.viewer.security import Policy
+from torchtap.viewer.run_index import Catalog
+from torchtap.viewer.server import Policy, answer
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 import torchtap as tt
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.colours import NOT_FINITE, css, sequential
-from torchtap.viewer.notebook import map_svg, series_svg, site_html
+from torchtap.viewer.arrays import NOT_FINITE, css, sequential
+from torchtap.viewer.figures import map_svg, series_svg, site_html
 
 
 class Checked(HTMLParser):

@@ -15,7 +15,7 @@ from tests.viewer.browsing import Visit, open_page, wait_for_colours
 from tests.viewer.recordings import train
 
 import torchtap as tt
-from torchtap.viewer.catalog import Catalog
+from torchtap.viewer.run_index import Catalog
 from torchtap.viewer.server import ViewerServer
 
 

@@ -16,8 +16,8 @@ from tests.viewer.recordings import small_run, train
 import torchtap as tt
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.catalog import Catalog
 from torchtap.viewer.report import write_report
+from torchtap.viewer.run_index import Catalog
 from torchtap.viewer.server import ViewerServer
 
 

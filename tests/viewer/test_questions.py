@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import torchtap as tt
-from torchtap.viewer.catalog import Catalog
-from torchtap.viewer.opened import Refused
-from torchtap.viewer.routes import answer
-from torchtap.viewer.wire import unpack
+from torchtap.viewer.arrays import unpack
+from torchtap.viewer.open_run import Refused
+from torchtap.viewer.run_index import Catalog
+from torchtap.viewer.server import answer
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,10 @@ from tests.viewer.browsing import Visit
 from torchtap.placement import Axis, Placement, Share
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.catalog import Catalog
-from torchtap.viewer.opened import Refused
-from torchtap.viewer.routes import answer
-from torchtap.viewer.server import ViewerServer
-from torchtap.viewer.wire import unpack
+from torchtap.viewer.arrays import unpack
+from torchtap.viewer.open_run import Refused
+from torchtap.viewer.run_index import Catalog
+from torchtap.viewer.server import ViewerServer, answer
 
 SITES = ("a:output", "a:param.weight", "b:param.weight")
 

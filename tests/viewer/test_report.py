@@ -18,11 +18,10 @@ from click.testing import CliRunner
 from torchtap.cli.report import command as report_command
 from torchtap.cli.view import command as view_command
 from torchtap.errors import MissingExtraError
-from torchtap.viewer import assets
-from torchtap.viewer.catalog import Catalog
-from torchtap.viewer.report import write_report
-from torchtap.viewer.routes import answer
-from torchtap.viewer.still import find_browser, write_picture
+from torchtap.viewer import server as assets
+from torchtap.viewer.report import find_browser, write_picture, write_report
+from torchtap.viewer.run_index import Catalog
+from torchtap.viewer.server import answer
 
 ROOT = Path(__file__).parents[2]
 needs_page = pytest.mark.skipif(not assets.built(), reason="the page is not built (`make frontend`)")
@@ -99,7 +98,7 @@ def test_a_figure_stands_in_where_there_is_no_browser(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("torchtap.viewer.still.find_browser", lambda: None)
+    monkeypatch.setattr("torchtap.viewer.report.find_browser", lambda: None)
     assert write_picture(None, run_folder, tmp_path / "map.png") == "matplotlib"
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 

@@ -16,14 +16,12 @@ from tests.viewer.recordings import small_run
 
 import torchtap as tt
 from torchtap.errors import TorchtapError
-from torchtap.viewer.catalog import Catalog
+from torchtap.viewer.arrays import unpack
+from torchtap.viewer.charts import smoothed
 from torchtap.viewer.manage import manage
-from torchtap.viewer.opened import Refused
-from torchtap.viewer.routes import answer
-from torchtap.viewer.scalars import smoothed
-from torchtap.viewer.security import Policy
-from torchtap.viewer.server import USUAL_PORT, ViewerServer, application
-from torchtap.viewer.wire import unpack
+from torchtap.viewer.open_run import Refused
+from torchtap.viewer.run_index import Catalog
+from torchtap.viewer.server import USUAL_PORT, Policy, ViewerServer, answer, application
 
 
 def listed(catalog: Catalog, since: int = 0) -> Any:

@@ -15,10 +15,9 @@ import torch
 
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer import assets
-from torchtap.viewer.catalog import Catalog
-from torchtap.viewer.security import CONTENT_POLICY, Policy
-from torchtap.viewer.server import ViewerServer, application
+from torchtap.viewer import server as assets
+from torchtap.viewer.run_index import Catalog
+from torchtap.viewer.server import CONTENT_POLICY, Policy, ViewerServer, application
 
 testclient = pytest.importorskip("starlette.testclient")
 

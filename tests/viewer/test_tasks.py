@@ -17,7 +17,7 @@ from tests.viewer.recordings import small_run, train
 
 import torchtap as tt
 from torchtap.store.record import ScalarBlock, StepRecord
-from torchtap.viewer.catalog import Catalog
+from torchtap.viewer.run_index import Catalog
 from torchtap.viewer.server import ViewerServer
 
 

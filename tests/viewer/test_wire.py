@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from torchtap.viewer.wire import encode_json, pack, unpack
+from torchtap.viewer.arrays import encode_json, pack, unpack
 
 
 def test_arrays_and_facts_come_back_as_they_went() -> None:

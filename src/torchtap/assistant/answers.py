@@ -1,8 +1,8 @@
-"""What an assistant may ask about runs, and the answers: plain data, short enough to be read as text.
+"""Answer an assistant's questions about runs with plain data, short enough to be read as text.
 
 Runs are known by their names in the catalog, never by a path. Everything goes through the viewer's gates: foreign text
 is cut, and what would move a cursor or hide is spelled out; a NaN or an infinity is null and counted; a large answer is
-cut and says how much there is. Nothing is written and nothing of a run is executed.
+cut and states its full length. Nothing is written and nothing of a run is executed.
 
 Not here: the protocol (`server`), what the answers are made of (`torchtap.viewer`).
 """
@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.sanitize import browser_text, shown
-from torchtap.viewer.catalog import Catalog
-from torchtap.viewer.opened import OpenRun, Refused
+from torchtap.viewer.arrays import encode_json
+from torchtap.viewer.open_run import OpenRun, Refused
 from torchtap.viewer.overview import about_run, comparison_of, coverage_of, findings_of, list_runs
-from torchtap.viewer.wire import encode_json
+from torchtap.viewer.run_index import Catalog
 
 __all__ = ["QUESTIONS", "compare", "coverage", "findings", "list_all", "series", "sites"]
 
@@ -32,7 +32,7 @@ _LONGEST = 2000
 
 
 def _facts(encoded: bytes) -> Answer:
-    """What the page would have been told, with every text as it may be shown."""
+    """Return the answer that the page would get, with every text made safe to print."""
     facts: Answer = _spelled(json.loads(encoded))
     return facts
 
@@ -46,7 +46,7 @@ def _spelled(value: object) -> Any:
 
 
 def _meant(given: str, names: Iterable[str]) -> str:
-    """The name that was asked for: some are told in another spelling."""
+    """Return the run's own spelling of a name that was shown sanitized."""
     names = list(names)
     return given if given in names else next((name for name in names if _told(name) == given), given)
 
@@ -114,27 +114,27 @@ def series(catalog: Catalog, run: str, site: str, statistic: str = "", phase: st
 def coverage(catalog: Catalog, run: str, limit: int = 200) -> Answer:
     """Say what a run was asked to record and did not get, each with the reason; and what was lost or damaged."""
     opened = _fresh(catalog, run)
-    told = _facts(coverage_of(opened))
+    facts = _facts(coverage_of(opened))
     return {
         "run": _told(opened.name),
-        "planned": told["planned"],
-        "missing": _cut(told["missing"], limit),
-        "problems": _cut(told["problems"], limit),
-        "lost": _cut(told["lost"], limit),
+        "planned": facts["planned"],
+        "missing": _cut(facts["missing"], limit),
+        "problems": _cut(facts["problems"], limit),
+        "lost": _cut(facts["lost"], limit),
     }
 
 
 def compare(catalog: Catalog, reference: str, target: str, limit: int = 40) -> Answer:
     """Compare two runs site by site: the outcome, the first site that differs, and the sites around it."""
-    told = _facts(comparison_of(catalog, _fresh(catalog, reference).name, _fresh(catalog, target).name))
-    for name, entries in told.items():
+    facts = _facts(comparison_of(catalog, _fresh(catalog, reference).name, _fresh(catalog, target).name))
+    for name, entries in facts.items():
         if isinstance(entries, list):
-            told[name] = _cut(entries, limit)
-    return told
+            facts[name] = _cut(entries, limit)
+    return facts
 
 
 def _fresh(catalog: Catalog, run: str) -> OpenRun:
-    """The run as it is now."""
+    """Return the run after a refresh."""
     catalog.look()
     opened = catalog[_meant(run, catalog.names())]
     opened.refresh()

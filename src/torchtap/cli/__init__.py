@@ -23,6 +23,7 @@ COMMANDS = {
     "demo": "Train a small GPT and look inside it.",
     "diagnose": "Say what looks wrong in a run, and what to do.",
     "export": "Write a run in another format: parquet, hdf5, pt, npz, csv, jsonl.",
+    "inject": "Print the PYTHONPATH with which any launcher's Python processes are recorded.",
     "learn": "Keep what held in good runs, for `diagnose --against`.",
     "mcp": "Serve runs to an assistant over the Model Context Protocol.",
     "rcc": "Refined coordinate check over model widths.",

@@ -20,7 +20,7 @@ def command(runs: tuple[str, ...], as_json: bool) -> None:
     `mcp`.
     """
     from torchtap.assistant.server import make_server
-    from torchtap.viewer.catalog import Catalog
+    from torchtap.viewer.run_index import Catalog
 
     server = make_server(Catalog.open(runs))
     if not as_json:

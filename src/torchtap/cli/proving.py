@@ -29,7 +29,7 @@ def facts() -> Iterator[tuple[str, str]]:
     from torchtap.session.compiled_parts import missing_parts
     from torchtap.store.files.layout import FORMAT_VERSION
     from torchtap.store.format.seal import JSON_LIMIT
-    from torchtap.viewer.assets import built
+    from torchtap.viewer.server import built
 
     yield "torchtap", f"{_version('torchtap')}, run format {FORMAT_VERSION}"
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"

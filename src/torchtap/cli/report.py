@@ -33,8 +33,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Write one HTML file with the map, the findings and the sites of RUN, to mail or to keep."""
-    from torchtap.viewer.report import write_report
-    from torchtap.viewer.still import write_picture
+    from torchtap.viewer.report import write_picture, write_report
 
     report = write_report(runs, out, sites=sites, title=title, rank=rank)
     drawn_by = write_picture(report.path, runs[0], png) if png is not None else None

@@ -1,4 +1,8 @@
-"""`torchtap run train.py …`: record an unchanged script. Sets one environment variable and becomes the script."""
+"""`torchtap run train.py …`: record an unchanged script. Set two environment variables and become the script.
+
+``TORCHTAP`` holds the settings. ``PYTHONPATH`` begins with the folder whose ``sitecustomize`` starts the recording in
+every Python process that inherits it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import click
 
 from torchtap.cli.console import say_json
 from torchtap.errors import PlanError
+from torchtap.integrations.inject import injected_path
 from torchtap.integrations.zero_code.settings import Settings, read_plan_file
 
 __all__ = ["command"]
@@ -54,7 +59,7 @@ def command(
 
     WORDS are the script with its arguments, or a command that starts one: `torchtap run train.py --lr 1e-3`,
     `torchtap run -m package.train`, `torchtap run torchrun --nproc-per-node 2 train.py`. Everything after the script
-    belongs to it. The environment variable TORCHTAP (a plan file, or 1) does the same for any launcher.
+    belongs to it. For a launcher that starts processes elsewhere, see `torchtap inject`.
     """
     planned = read_plan_file(plan_file) if plan_file is not None else Settings()
     tap = tuple({"select": each, "every": every or planned.every} for each in taps)
@@ -68,7 +73,6 @@ def command(
         doctor=doctor or None,
         tap=tap or None,
     )
-    _check_start()
     line = command_line(module, words)
     if settings.out is None:
         # Decided here, so that all processes of a launcher write into the same run.
@@ -77,7 +81,19 @@ def command(
         say_json({"run": settings.out, "command": line}, line=True)
     # A launcher trains nothing itself; of a script it is worth telling that no model was seen in it.
     script = str(os.getpid()) if line[0] == sys.executable else "none"
-    become(line, {**os.environ, "TORCHTAP": settings.to_environment(), "TORCHTAP_SCRIPT": script})
+    flag = flag_that_prevents_recording(line)
+    if flag is not None:
+        reason = f"Python's {flag} keeps sitecustomize from running"
+        click.echo(f"torchtap: this training is not recorded: {reason}", err=True)
+    become(
+        line,
+        {
+            **os.environ,
+            "TORCHTAP": settings.to_environment(),
+            "TORCHTAP_SCRIPT": script,
+            "PYTHONPATH": injected_path(os.environ.get("PYTHONPATH")),
+        },
+    )
 
 
 def command_line(module: str | None, words: tuple[str, ...]) -> list[str]:
@@ -93,6 +109,24 @@ def command_line(module: str | None, words: tuple[str, ...]) -> list[str]:
     if found is None:
         raise PlanError(f"{first!r} is neither a Python script nor a command that can be found")
     return [found, *words[1:]]
+
+
+def flag_that_prevents_recording(line: list[str]) -> str | None:
+    """Return the flag of a Python command that keeps `sitecustomize` from being imported: -E, -I or -S."""
+    if not os.path.basename(line[0]).startswith(("python", "pypy")):
+        return None
+    words = iter(line[1:])
+    for word in words:
+        if not word.startswith("-") or word[1:2] in ("", "-", "c", "m"):
+            return None  # the script, a long option, a program or a module
+        if word[1] in "WX":
+            if len(word) == 2:
+                next(words, None)  # its value
+            continue
+        found = [letter for letter in word[1:] if letter in "EIS"]
+        if found:
+            return f"-{found[0]}"
+    return None
 
 
 def default_folder(module: str | None, words: tuple[str, ...]) -> str:
@@ -117,10 +151,3 @@ def _with_options(settings: Settings, **options: object) -> Settings:
     """The plan file's settings, with what the command line says in their place."""
     given = {name: value for name, value in options.items() if value is not None}
     return Settings.of({**settings.as_dict(), **given}, "torchtap run")
-
-
-def _check_start() -> None:
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        raise PlanError(
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, which keeps torch from telling torchtap of its start: unset it"
-        )

@@ -92,7 +92,7 @@ def _tell_programs(run: Run, patterns: tuple[str, ...], rows: int, poll: float |
 
 def _newest(run: Run, patterns: tuple[str, ...], rows: int) -> dict[str, object]:
     from torchtap.diagnosis.run import diagnose
-    from torchtap.viewer.chosen import matching_sites
+    from torchtap.viewer.figures import matching_sites
     from torchtap.viewer.terminal import logged_first, newest
 
     steps = run.steps()

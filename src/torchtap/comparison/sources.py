@@ -18,8 +18,7 @@ from torchtap.errors import CompareError
 from torchtap.forms.match.site_map import SiteMap
 from torchtap.hooks.leaves import leaves
 from torchtap.hooks.structure import map_leaves
-from torchtap.plan.names import site_name
-from torchtap.plan.site_order import in_passing_order
+from torchtap.plan.names import in_passing_order, site_name
 from torchtap.session.matching import has_names, match
 from torchtap.session.untouched import untouched
 

@@ -56,7 +56,7 @@ from torchtap.plan.sites import unwrap
 from torchtap.receive import by_name, inside, reasons
 from torchtap.receive.active import activate, deactivate
 from torchtap.receive.attention import report_attention
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.receiver import Receiver
 
 __all__ = ["attach_compiled", "compiled_regions"]
@@ -260,13 +260,13 @@ def _only_measures(plan: Plan, taps: Iterable[int]) -> bool:
     return all(plan.taps[index].keep.block is not None for index in taps)
 
 
-def _root_gradients(model: nn.Module, receiver: Receiver) -> LivePort | None:
+def _root_gradients(model: nn.Module, receiver: Receiver) -> PortState | None:
     """The port of the gradients of what a wholly compiled model returns."""
     whole = runs_compiled(model)
     return receiver.ports.get(("", "grad_output", "")) if whole else None
 
 
-def _take_gradients(receiver: Receiver, port: LivePort, output: Any) -> None:
+def _take_gradients(receiver: Receiver, port: PortState, output: Any) -> None:
     """Ask for the gradients of results that share their memory.
 
     A compiled graph returns these as one base, and makes the views anew behind itself: what is asked inside the

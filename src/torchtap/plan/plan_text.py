@@ -10,9 +10,9 @@ from torch import nn
 
 from torchtap.errors import PlanError, SelectionError, TorchtapError
 from torchtap.plan.budget import Budget
+from torchtap.plan.names import no_such_site
 from torchtap.plan.plan import Plan, candidates
 from torchtap.plan.sites import Place, Selector, Site, selectors_of
-from torchtap.plan.suggest import no_such_site
 from torchtap.plan.tap import Tap
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.sanitize import shown

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtap.hooks.leaves import leaves
 from torchtap.receive import reasons
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.gradients import Ask, ask_for_gradient
 from torchtap.receive.receiver import Receiver
 
@@ -32,7 +32,7 @@ class Asking:
 
     def of_each(
         self,
-        port: LivePort,
+        port: PortState,
         found: Iterable[tuple[str, Tensor]],
         recomputed: bool = False,
         ask: Ask = ask_for_gradient,
@@ -48,7 +48,7 @@ class Asking:
         except Exception as error:
             receiver.folding.lose(port.port.site.name, error)
 
-    def of_output(self, port: LivePort, tree: object, recomputed: bool) -> None:
+    def of_output(self, port: PortState, tree: object, recomputed: bool) -> None:
         """The same for what a module returned. Most often that is one tensor."""
         if not isinstance(tree, Tensor):
             self.of_each(port, leaves(tree), recomputed)
@@ -69,7 +69,7 @@ class Asking:
             receiver.folding.lose(port.port.site.name, error)
 
     def _await(
-        self, port: LivePort, leaf: str, call: int, tensor: Tensor, recomputed: bool, ask: Ask
+        self, port: PortState, leaf: str, call: int, tensor: Tensor, recomputed: bool, ask: Ask
     ) -> None:
         if not tensor.requires_grad:
             _note_no_gradient(port, leaf, call)
@@ -85,7 +85,7 @@ class Asking:
             ask(tensor, receiver.take_gradient, entry, tally, tally.serial)
 
 
-def _note_no_gradient(port: LivePort, leaf: str, call: int) -> None:
+def _note_no_gradient(port: PortState, leaf: str, call: int) -> None:
     port.note = reasons.NO_GRADIENT
     known = port.entries.get((leaf, call))
     if known is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.gradients import ask_for_gradient
 from torchtap.receive.receiver import Receiver
 
@@ -83,5 +83,5 @@ def await_gradient(
         ask_for_gradient(tensor, receiver.take_gradient, entry, tally, tally.serial)
 
 
-def _next(receiver: Receiver, port: LivePort, leaf: str) -> int:
+def _next(receiver: Receiver, port: PortState, leaf: str) -> int:
     return port.next_leaf_call(receiver.pass_number, leaf)

@@ -26,7 +26,7 @@ from torchtap.hooks.walker import Walker
 from torchtap.hooks.ways import WayName
 from torchtap.plan.names import Kind
 from torchtap.plan.sites import unwrap
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.receiver import Receiver
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class EagerAttachment:
         ]
         self._walker.after_each(stops, self._receiver.keep, emitting_outputs(self._channel), hear)
 
-    def _put_on(self, port: LivePort) -> None:
+    def _put_on(self, port: PortState) -> None:
         """Stop at a port's module. Kinds that do not pass there are read elsewhere.
 
         Parameters and buffers are read from the module (`state`), attention maps come from the functions that
@@ -165,7 +165,7 @@ class EagerAttachment:
                 wait = self._await_own_inputs() if own else self._await_inputs
                 self._walker.before_and_again(module, port, wait, emit_given)
 
-    def _live_port(self, path: str, kind: str) -> LivePort | None:
+    def _live_port(self, path: str, kind: str) -> PortState | None:
         port = self._receiver.ports.get((path, kind, ""))
         return None if port is None or self._armed.isdisjoint(port.port.taps) else port
 
@@ -206,12 +206,12 @@ class EagerAttachment:
 
         return Asking(self._receiver)
 
-    def _await_own_inputs(self) -> Callable[[LivePort, Args, Kwargs, bool], object]:
+    def _await_own_inputs(self) -> Callable[[PortState, Args, Kwargs, bool], object]:
         from torchtap.receive.own_inputs import awaiting_own_inputs
 
         return awaiting_own_inputs(self._asking)
 
-    def _await_inputs(self, port: LivePort, args: Args, kwargs: Kwargs, repeated: bool) -> None:
+    def _await_inputs(self, port: PortState, args: Args, kwargs: Kwargs, repeated: bool) -> None:
         found = input_leaves(port.input_names, args, kwargs)
         self._asking.of_each(port, found, repeated)
 

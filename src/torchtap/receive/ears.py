@@ -1,4 +1,4 @@
-"""A listener of trainings that does nothing: subclasses override the events that they need."""
+"""The base class of step listeners: every method is a no-op."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["Ears"]
+__all__ = ["Ears", "StepListener"]
 
 
-class Ears:
-    """A `TrainingListener` to begin from."""
+class StepListener:
+    """Receive the events of a training loop. Override the methods for the events that you need."""
 
     def entered(self, optimizer: Optimizer) -> None:
         pass
@@ -33,3 +33,6 @@ class Ears:
 
     def skipped(self, optimizer: Optimizer) -> None:
         pass
+
+
+Ears = StepListener

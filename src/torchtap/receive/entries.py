@@ -16,7 +16,7 @@ from torchtap.plan.plan import Port
 from torchtap.plan.sites import Site, input_names
 from torchtap.reduce.base import AnyReduction, RowBlock
 
-__all__ = ["Entry", "Fold", "LivePort", "RecentValues", "Tally", "gone"]
+__all__ = ["Entry", "Fold", "PortState", "RecentValues", "Tally", "gone"]
 
 
 @final
@@ -135,7 +135,7 @@ class Tally(TallyFields):
 
 
 @final
-class LivePort(CallFields):
+class PortState(CallFields):
     """A plan's port at run time: counts calls in a pass and keeps the entries of its leaves.
 
     ``apart`` are the taps that keep each pass by itself: their calls are counted on from pass to pass.

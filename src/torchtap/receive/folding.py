@@ -24,7 +24,7 @@ from torchtap.errors import ReductionError, TorchtapError
 from torchtap.hooks.records import FoldingFields
 from torchtap.plan.plan import Plan
 from torchtap.plan.sites import Site
-from torchtap.receive.entries import Entry, Fold, LivePort, RecentValues, Tally
+from torchtap.receive.entries import Entry, Fold, PortState, RecentValues, Tally
 
 if TYPE_CHECKING:
     from torchtap.receive.placing import Placing
@@ -124,7 +124,7 @@ class Folding(FoldingFields):
 
     # -- the hot path -------------------------------------------------------------------------------------
 
-    def entry(self, port: LivePort, leaf: str, call: int) -> Entry | None:
+    def entry(self, port: PortState, leaf: str, call: int) -> Entry | None:
         """The entry of a leaf, or None where no live tap wants it."""
         try:
             entry = port.entries[leaf, call]
@@ -255,7 +255,7 @@ class Folding(FoldingFields):
         self.tally.reserve(len(self.rows))
         return entry.row
 
-    def _new_entry(self, port: LivePort, leaf: str, call: int) -> Entry | None:
+    def _new_entry(self, port: PortState, leaf: str, call: int) -> Entry | None:
         with self.lock:
             if (leaf, call) not in port.entries:  # another thread may have come first
                 entry = self._made(port, leaf, call, port.apart or frozenset(port.port.taps))
@@ -266,7 +266,7 @@ class Folding(FoldingFields):
                     port.first = entry
             return port.entries[leaf, call]
 
-    def _with_other_passes(self, port: LivePort, leaf: str, call: int, entry: Entry | None) -> Entry | None:
+    def _with_other_passes(self, port: PortState, leaf: str, call: int, entry: Entry | None) -> Entry | None:
         """Have the taps that fold passes get the value too, where another tap keeps passes apart."""
         if not port.apart or len(port.apart) == len(port.port.taps):
             return entry
@@ -282,7 +282,7 @@ class Folding(FoldingFields):
         entry.also = other
         return entry
 
-    def _made(self, port: LivePort, leaf: str, call: int, among: frozenset[int]) -> Entry | None:
+    def _made(self, port: PortState, leaf: str, call: int, among: frozenset[int]) -> Entry | None:
         """An entry for those of some taps that want the site; None if none does."""
         names = port.port.names
         more = leaf.removeprefix(names[0].leaf)

@@ -20,7 +20,7 @@ from torchtap.receive.gradients import nothing, of_the_view
 from torchtap.reduce import kernel
 
 if TYPE_CHECKING:
-    from torchtap.receive.entries import LivePort
+    from torchtap.receive.entries import PortState
     from torchtap.receive.receiver import Receiver
 
 __all__ = ["Hear", "make_ear"]
@@ -31,7 +31,7 @@ Hear = Callable[[object], int]
 _LEARNING = [dtype for dtype in kernel.DTYPE_CODES if dtype.is_floating_point]
 
 
-def make_ear(receiver: Receiver, output: LivePort | None, gradient: LivePort | None) -> Hear | None:
+def make_ear(receiver: Receiver, output: PortState | None, gradient: PortState | None) -> Hear | None:
     """An ear for these ports of a module; None without native code, or where torch has no such way."""
     native = _native()
     if native is None:

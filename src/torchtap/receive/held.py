@@ -7,7 +7,7 @@ from typing import final
 
 from torch import Tensor
 
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.receiver import Receiver
 from torchtap.reduce import kernel
 
@@ -22,22 +22,22 @@ class Held:
         self._receiver = receiver
         self._folding = receiver.folding
 
-    def take(self, port: LivePort, tensor: Tensor) -> None:
+    def take(self, port: PortState, tensor: Tensor) -> None:
         """The value of a port that stands for one tensor."""
         port.next_call(self._receiver.pass_number)
         self._take_anew(port, port.leaf, tensor)
 
-    def take_each(self, ports: list[LivePort], tensors: list[Tensor]) -> None:
+    def take_each(self, ports: list[PortState], tensors: list[Tensor]) -> None:
         """`take` for each of several ports, by one call into native code where that can be."""
         for position in self._fold_together(ports, tensors):
             self.take(ports[position], tensors[position])
 
-    def take_part(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
+    def take_part(self, port: PortState, leaf: str, tensor: Tensor) -> None:
         """A tensor that belongs to a port's own, such as what an optimizer keeps for it."""
         port.next_leaf_call(self._receiver.pass_number, leaf)
         self._take_anew(port, leaf, tensor)
 
-    def take_number(self, port: LivePort, leaf: str, statistic: str, number: float | Tensor) -> None:
+    def take_number(self, port: PortState, leaf: str, statistic: str, number: float | Tensor) -> None:
         """A number that is a result already; it is kept whatever the reduction."""
         port.next_leaf_call(self._receiver.pass_number, leaf)
         entry = self._folding.entry(port, leaf, 0)
@@ -45,7 +45,7 @@ class Held:
             entry.shape = entry.shape or ()
             self._folding.tally.numbers.setdefault(statistic, {})[entry.name] = number
 
-    def _take_anew(self, port: LivePort, leaf: str, tensor: Tensor) -> None:
+    def _take_anew(self, port: PortState, leaf: str, tensor: Tensor) -> None:
         """Drop what the tally holds of a leaf's first call: a later value of the same step takes its place."""
         with self._folding.lock:
             entry, tally = port.entries.get((leaf, 0)), self._folding.tally
@@ -58,7 +58,7 @@ class Held:
                 entry = entry.also
         self._receiver.take_leaf(port, leaf, 0, tensor)
 
-    def _fold_together(self, ports: list[LivePort], tensors: list[Tensor]) -> Sequence[int]:
+    def _fold_together(self, ports: list[PortState], tensors: list[Tensor]) -> Sequence[int]:
         """Fold the only value of each of these ports; the positions of those that are left to be taken one by one."""
         if kernel.hearing is None:
             return range(len(ports))

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.folding import Folding
 from torchtap.reduce.kernel import DTYPES, make_keeper
 
@@ -60,7 +60,7 @@ def make_kept(lender: Lender) -> Keeper | None:
     return None if make_keeper is None else make_keeper(lender.lend, lender.give_back)
 
 
-def book(kept: Keeper, folding: Folding, ports: Sequence[LivePort]) -> None:
+def book(kept: Keeper, folding: Folding, ports: Sequence[PortState]) -> None:
     """Have entries for all that came."""
     with folding.lock:
         tensors: dict[int, Tensor] = {}  # one for all places that showed the same value

@@ -14,7 +14,7 @@ from torchtap.hooks.arguments import Args, Kwargs
 from torchtap.hooks.leaves import input_leaves
 from torchtap.hooks.structure import map_leaves
 from torchtap.receive.asking import Asking
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.gradients import ask_at_its_node
 
 __all__ = ["awaiting_own_inputs"]
@@ -22,10 +22,10 @@ __all__ = ["awaiting_own_inputs"]
 
 def awaiting_own_inputs(
     asking: Asking,
-) -> Callable[[LivePort, Args, Kwargs, bool], tuple[Args, Kwargs]]:
+) -> Callable[[PortState, Args, Kwargs, bool], tuple[Args, Kwargs]]:
     """A function that asks for these gradients, and gives the module its views."""
 
-    def wait(port: LivePort, args: Args, kwargs: Kwargs, repeated: bool) -> tuple[Args, Kwargs]:
+    def wait(port: PortState, args: Args, kwargs: Kwargs, repeated: bool) -> tuple[Args, Kwargs]:
         args, kwargs = map_leaves(args, _its_own), map_leaves(kwargs, _its_own)
         found = input_leaves(port.input_names, args, kwargs)
         asking.of_each(port, found, repeated, ask_at_its_node)

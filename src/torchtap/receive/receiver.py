@@ -30,7 +30,7 @@ from torchtap.hooks.records import ReceiverFields
 from torchtap.plan.names import paths_around
 from torchtap.plan.plan import Plan
 from torchtap.receive import reasons
-from torchtap.receive.entries import Entry, LivePort, Tally
+from torchtap.receive.entries import Entry, PortState, Tally
 from torchtap.receive.folding import Folding
 from torchtap.receive.hearing import Hear, make_ear
 
@@ -92,7 +92,7 @@ class Receiver(ReceiverFields):
         self._passed_over: tuple[int | None] | None = (
             None  # whom to hear again after a pass that is not taken
         )
-        self._enclosing: dict[tuple[str, str], tuple[LivePort, ...]] = {}
+        self._enclosing: dict[tuple[str, str], tuple[PortState, ...]] = {}
         # Given the number of passes so far, a path and a leaf: what the leaf is called, where a form is not certain.
         self.rename: Callable[[int, str, str], str] | None = None
         self.pass_number = 0
@@ -120,8 +120,8 @@ class Receiver(ReceiverFields):
             if folding is None:
                 folding = self._make_folding()
                 sites = [(port, port.site) for port in self.plan.ports]
-                self._ports: dict[tuple[str, str, str], LivePort] = {
-                    (site.path, site.kind, site.leaf): LivePort(port, self._apart) for port, site in sites
+                self._ports: dict[tuple[str, str, str], PortState] = {
+                    (site.path, site.kind, site.leaf): PortState(port, self._apart) for port, site in sites
                 }
                 # Bound once: they are called for every value.
                 self._entry = folding.entry
@@ -132,7 +132,7 @@ class Receiver(ReceiverFields):
             return folding
 
     @property
-    def ports(self) -> dict[tuple[str, str, str], LivePort]:
+    def ports(self) -> dict[tuple[str, str, str], PortState]:
         """The places of the plan."""
         self._book()
         return self._ports
@@ -242,7 +242,7 @@ class Receiver(ReceiverFields):
         heard = self.thread if self._passed_over is None else self._passed_over[0]
         return self.open and (heard is None or heard == threading.get_ident())
 
-    def begin_part(self, port: LivePort) -> bool:
+    def begin_part(self, port: PortState) -> bool:
         """A module was called without the model around it: what comes until the next call of the model is one pass."""
         module = port.port.site.module
         if not self.open or not self._is_taken(getattr(module, "training", None), None):
@@ -285,7 +285,7 @@ class Receiver(ReceiverFields):
 
     # -- values -------------------------------------------------------------------------------------------
 
-    def take(self, port: LivePort, tree: object) -> None:
+    def take(self, port: PortState, tree: object) -> None:
         """A module's output, or any other structure of tensors, of the port's next call."""
         if self.between_passes and not self.begin_part(port):
             return
@@ -318,11 +318,11 @@ class Receiver(ReceiverFields):
         site = self.plan.ports[stop[0]].site
         self.take(self.ports[site.path, site.kind, site.leaf], tree)
 
-    def ear(self, output: LivePort | None, gradient: LivePort | None) -> Hear | None:
+    def ear(self, output: PortState | None, gradient: PortState | None) -> Hear | None:
         """`take` and `Asking.of_output` in one go, for a call like most; None where there is no such thing."""
         return make_ear(self, output, gradient) if self.placing is None else None
 
-    def take_inputs(self, port: LivePort, args: Args, kwargs: Mapping[str, Any]) -> None:
+    def take_inputs(self, port: PortState, args: Args, kwargs: Mapping[str, Any]) -> None:
         """A module's arguments."""
         if self.between_passes and not self.begin_part(port):
             return
@@ -350,11 +350,11 @@ class Receiver(ReceiverFields):
         for port in self.enclosing(kind, owner or ""):
             self.take_leaf(port, leaf, port.next_leaf_call(self.pass_number, leaf), tensor)
 
-    def enclosing(self, kind: str, owner: str) -> tuple[LivePort, ...]:
+    def enclosing(self, kind: str, owner: str) -> tuple[PortState, ...]:
         """For each tap that asks for this kind, the port of the innermost module around ``owner``."""
         known = self._enclosing.get((kind, owner))
         if known is None:
-            found: dict[int, LivePort] = {}
+            found: dict[int, PortState] = {}
             for index in range(len(self.plan.taps)):
                 for path in (owner, *paths_around(owner)):
                     port = self.ports.get((path, kind, ""))
@@ -364,7 +364,7 @@ class Receiver(ReceiverFields):
             known = self._enclosing[kind, owner] = tuple(found.values())
         return known
 
-    def _take_leaves(self, port: LivePort, call: int, found: Iterable[tuple[str, Tensor]]) -> bool:
+    def _take_leaves(self, port: PortState, call: int, found: Iterable[tuple[str, Tensor]]) -> bool:
         """The tensors of a structure; says whether it has any. Types of the user's may fail to be looked through."""
         came = False
         try:
@@ -375,7 +375,7 @@ class Receiver(ReceiverFields):
             self.folding.lose(port.port.site.name, error)
         return came
 
-    def take_leaf(self, port: LivePort, leaf: str, call: int, tensor: Tensor) -> None:
+    def take_leaf(self, port: PortState, leaf: str, call: int, tensor: Tensor) -> None:
         """One tensor of a port's call."""
         entry = self._entry(port, leaf, call)
         if entry is not None:

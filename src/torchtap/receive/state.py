@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from torchtap._torch_distributed import fsdp_sharded, local_part, spec_of
 from torchtap.receive import reasons, training
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.held import Held
 from torchtap.receive.receiver import Receiver
 from torchtap.receive.training import parameters_of
@@ -46,14 +46,14 @@ class StateReader:
         self._receiver = receiver
         self._held = Held(receiver)
         self._armed: frozenset[int] = frozenset()
-        self._parameters: dict[int, tuple[LivePort, ...]] = {}  # id of a parameter -> its live ports
+        self._parameters: dict[int, tuple[PortState, ...]] = {}  # id of a parameter -> its live ports
         self._gradients: dict[int, tuple[int, ...]] = {}  # the ids of those of them that read its gradient
         # Of an optimizer and kinds: the ids of its parameters, and all ports that are read then.
-        self._asked_of: dict[tuple[int, tuple[str, ...]], tuple[list[int], list[LivePort]]] = {}
+        self._asked_of: dict[tuple[int, tuple[str, ...]], tuple[list[int], list[PortState]]] = {}
         self._before_update = 0  # how many of all these ports are read before an update
         self._reads_updates = self._reads_state = False  # whether any reads what an optimizer did, or keeps
-        self._buffers: tuple[LivePort, ...] = ()
-        self._rates: LivePort | None = None
+        self._buffers: tuple[PortState, ...] = ()
+        self._rates: PortState | None = None
         self._groups: dict[int, int] = {}  # id of an optimizer -> the number of its first group
         self._next_group = 0
         self._known: set[int] = set()  # the ids of the model's parameters
@@ -93,7 +93,7 @@ class StateReader:
             training.listen(self)
             self._listens = True
 
-    def _sort_by_parameter(self, ports: list[LivePort]) -> None:
+    def _sort_by_parameter(self, ports: list[PortState]) -> None:
         """Which live ports each parameter has, and what of them is read before and after an update."""
         of_parameters = [port for port in ports if port.kind in _OF_PARAMETERS]
         for port in of_parameters:
@@ -107,7 +107,7 @@ class StateReader:
         self._before_update = sum(kind in _BEFORE_UPDATE for kind in kinds)
         self._reads_updates, self._reads_state = "update" in kinds, "optim_state" in kinds
 
-    def _find_rates(self, ports: list[LivePort]) -> None:
+    def _find_rates(self, ports: list[PortState]) -> None:
         """Where learning rates go, if anybody asks for them; and whose they may be."""
         self._rates = next((port for port in ports if port.kind == "lr"), None)
         if self._rates is not None:
@@ -169,7 +169,7 @@ class StateReader:
         self._read(_of_kinds(asked, ("param_grad_unclipped", "param_grad_accumulated")))
         self._receiver.folding.forget_values()
 
-    def _is_clipped(self, ports: tuple[LivePort, ...], clipped: set[int]) -> bool:
+    def _is_clipped(self, ports: tuple[PortState, ...], clipped: set[int]) -> bool:
         parameter = self._parameter_of(ports[0])
         return parameter is not None and id(parameter.grad) in clipped
 
@@ -211,7 +211,7 @@ class StateReader:
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def _parameter_of(self, port: LivePort) -> Tensor | None:
+    def _parameter_of(self, port: PortState) -> Tensor | None:
         """A port's parameter, as the optimizer has it: of one that is gathered for a forward, this rank's shard."""
         site = port.port.site
         managed = self._sharded.get((id(site.module), site.leaf)) if self._sharded else None
@@ -228,7 +228,7 @@ class StateReader:
         scale = getattr(optimizer, "grad_scale", None)
         self._read(self._ports_of(optimizer, kinds), scale)
 
-    def _ports_of(self, optimizer: Optimizer, kinds: tuple[str, ...]) -> list[LivePort]:
+    def _ports_of(self, optimizer: Optimizer, kinds: tuple[str, ...]) -> list[PortState]:
         """The live ports of these kinds, of all parameters of an optimizer: in most steps those of the step before."""
         held = [id(parameter) for parameter in parameters_of(optimizer)]
         known, ports = self._asked_of.get((id(optimizer), kinds), ((), []))
@@ -237,14 +237,14 @@ class StateReader:
             self._asked_of[id(optimizer), kinds] = held, ports
         return ports
 
-    def _read(self, asked: list[LivePort], scale: Tensor | None = None) -> None:
+    def _read(self, asked: list[PortState], scale: Tensor | None = None) -> None:
         """Take what these ports show, those that were not read yet: all together, since they are many."""
         if self._stepped:
             self._others_come()
         taken, passed = self._taken, self._passed
         if taken:
             asked = [port for port in asked if id(port) not in taken or id(port) in passed]
-        found: list[LivePort] = []
+        found: list[PortState] = []
         values: list[Tensor] = []
         for port in asked:
             value = self._value_of(port)
@@ -259,7 +259,7 @@ class StateReader:
         passed.difference_update(read)
         self._held.take_each(found, values)
 
-    def _value_of(self, port: LivePort) -> Tensor | None:
+    def _value_of(self, port: PortState) -> Tensor | None:
         """What a port shows now; where it is nothing, the port says why."""
         if self._sharded or port.module is None:
             parameter = self._parameter_of(port)
@@ -277,7 +277,7 @@ class StateReader:
             port.note = reasons.NO_PARAMETER_GRADIENT if parameter.numel() else reasons.NO_ELEMENT
         return gradient
 
-    def _averaged(self, ports: Sequence[LivePort]) -> list[Tensor]:
+    def _averaged(self, ports: Sequence[PortState]) -> list[Tensor]:
         """The parameters whose local gradients are asked for and can be had."""
         asked = [port for port in ports if port.kind == "param_grad_local"]
         for port in asked:
@@ -286,7 +286,7 @@ class StateReader:
         wanted = [self._parameter_of(port) for port in asked if port.note != reasons.NO_LOCAL_GRADIENT]
         return [parameter for parameter in wanted if parameter is not None]
 
-    def _take_update(self, port: LivePort, parameter: Tensor) -> None:
+    def _take_update(self, port: PortState, parameter: Tensor) -> None:
         before = self._before.get(id(parameter))
         if before is None:
             return
@@ -301,7 +301,7 @@ class StateReader:
         if spec_of(parameter) is not None:  # what ranks' ratios are folded with
             self._held.take_number(port, leaf, "weight_l2", weight)
 
-    def _take_optimizer_state(self, port: LivePort, state: dict[str, Any]) -> None:
+    def _take_optimizer_state(self, port: PortState, state: dict[str, Any]) -> None:
         leaf = port.leaf
         for name, value in state.items():
             if isinstance(value, Tensor):
@@ -311,7 +311,7 @@ class StateReader:
         if not state:
             port.note = reasons.NO_OPTIMIZER_STATE
 
-    def _take_rates(self, port: LivePort, optimizer: Optimizer) -> None:
+    def _take_rates(self, port: PortState, optimizer: Optimizer) -> None:
         first = self._groups.get(id(optimizer))
         if first is None:
             if self._known.isdisjoint(map(id, parameters_of(optimizer))):
@@ -324,11 +324,11 @@ class StateReader:
                 self._held.take_number(port, str(first + number), "value", rate)
 
 
-def _of_kinds(asked: Iterable[tuple[LivePort, ...]], kinds: tuple[str, ...]) -> list[LivePort]:
+def _of_kinds(asked: Iterable[tuple[PortState, ...]], kinds: tuple[str, ...]) -> list[PortState]:
     return [port for ports in asked for port in ports if port.kind in kinds]
 
 
-def _tensor_of(port: LivePort) -> Tensor | None:
+def _tensor_of(port: PortState) -> Tensor | None:
     if port.module is None:
         return None
     held = port.module._buffers if port.kind == "buffer" else port.module._parameters

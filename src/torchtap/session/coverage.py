@@ -13,7 +13,7 @@ from torchtap.hooks.stand_ins import is_stand_in
 from torchtap.plan.names import KINDS, OF_CALLS, belongs_to, is_unplaced, path_parts
 from torchtap.plan.sites import unwrap
 from torchtap.receive import reasons
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.receiver import Receiver
 
 __all__ = ["Missing", "missing_sites", "replaced_paths"]
@@ -69,7 +69,7 @@ _AT_A_STEP: dict[str, str] = {
 }
 
 
-def _why_silent(receiver: Receiver, port: LivePort, ever_live: frozenset[int]) -> str:
+def _why_silent(receiver: Receiver, port: PortState, ever_live: frozenset[int]) -> str:
     """Why nothing came from a place that the model has."""
     if ever_live.isdisjoint(port.port.taps):
         return reasons.OFF_SCHEDULE
@@ -97,7 +97,7 @@ def _now_at(root: nn.Module, path: str) -> dict[str, object] | None:
     return None if module is None else unwrap(module).__dict__
 
 
-def _why_not_called(receiver: Receiver, port: LivePort) -> str:
+def _why_not_called(receiver: Receiver, port: PortState) -> str:
     module = port.port.site.module
     if module is not None and type(module).forward is nn.Module.forward and not is_stand_in(module):
         return reasons.NO_FORWARD.format(name=type(module).__name__)
@@ -126,16 +126,16 @@ def _idle_taps(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Missin
             yield Missing(", ".join(selector.text for selector in tap.selectors), reasons.IDLE_TAP)
 
 
-def _asked_by(receiver: Receiver, tap: int, kind: str) -> list[LivePort]:
+def _asked_by(receiver: Receiver, tap: int, kind: str) -> list[PortState]:
     return [port for port in receiver.ports.values() if tap in port.port.taps and port.kind == kind]
 
 
-def _came_before(receiver: Receiver, port: LivePort) -> bool:
+def _came_before(receiver: Receiver, port: PortState) -> bool:
     """Whether it came before the model was changed."""
     return port.port.site.name in receiver.arrived_before
 
 
-def _only_numbered(port: LivePort) -> list[str]:
+def _only_numbered(port: PortState) -> list[str]:
     """The sites of a port from which only numbered tensors came."""
     found = [entry for entry in port.entries.values() if entry is not None and entry.shape is not None]
     return [entry.name for entry in found] if all(is_unplaced(entry.site.leaf) for entry in found) else []

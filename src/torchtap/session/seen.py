@@ -37,7 +37,7 @@ class Seen(Mapping[str, Any]):
         name = self._named(name)
         entry = self._find(name)
         if entry is None:
-            from torchtap.plan.suggest import no_such_site
+            from torchtap.plan.names import no_such_site
 
             reason = self._why_not(name)
             raise no_such_site(name, list(self), "the captured", reason)

@@ -1,18 +1,13 @@
-"""Where records go besides the run folder: one leaf file for each sink, none of them imported before it is used.
+"""Send records to other tools than the run folder. Each sink is imported when it is first used.
 
 Every sink is a `torchtap.store.record.Consumer`; `torchtap.testing.SinkContract` is what it is held to.
 """
 
 from __future__ import annotations
 
-from torchtap.sinks.callback import CallbackSink
-from torchtap.sinks.json_lines import JsonLinesSink
-from torchtap.sinks.memory import MemorySink
-from torchtap.sinks.mlflow import MlflowSink
-from torchtap.sinks.registry import make_sink, sink_names
-from torchtap.sinks.tensorboard import TensorBoardSink
-from torchtap.sinks.trackio import TrackioSink
-from torchtap.sinks.wandb import WandbSink
+from torchtap.sinks.local import CallbackSink, JsonLinesSink, MemorySink
+from torchtap.sinks.selection import make_sink, sink_names
+from torchtap.sinks.trackers import MlflowSink, TensorBoardSink, TrackioSink, WandbSink
 
 __all__ = [
     "CallbackSink",

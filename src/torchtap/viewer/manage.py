@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtap.viewer.cards import NOTES, read_notes, short_text
-from torchtap.viewer.catalog import Catalog
-from torchtap.viewer.opened import Refused
+from torchtap.viewer.open_run import Refused
+from torchtap.viewer.run_index import NOTES, Catalog, read_notes, short_text
 
 __all__ = ["manage"]
 

@@ -1,7 +1,7 @@
-"""What a run is, in words: its sites and modules, what was expected and did not come, what looks wrong.
+"""Describe a run: its sites and modules, missing values, findings, comparison.
 
-Everything here comes from files that somebody else may have written: texts are cut to a length, shapes to a
-number of axes, trees to a depth, so that a hostile run costs no more than a large one.
+A run may have been written by a stranger. Texts are cut to a length, shapes to a number of axes, trees to a depth, so
+that a hostile run costs no more than a large one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import numpy as np
 from torchtap.diagnosis.places import ChartedSite
 from torchtap.plan.names import site_name
 from torchtap.store.read.reader import Run
-from torchtap.viewer.cards import phases_of, short_text
-from torchtap.viewer.catalog import Catalog
-from torchtap.viewer.derived import derived_of
-from torchtap.viewer.opened import OpenRun
-from torchtap.viewer.wire import encode_json
+from torchtap.viewer.arrays import derived_of, encode_json
+from torchtap.viewer.open_run import OpenRun
+from torchtap.viewer.run_index import Catalog, phases_of, short_text
 
 __all__ = ["about_run", "comparison_of", "coverage_of", "findings_of", "list_runs", "tokens_of"]
 
@@ -116,7 +114,7 @@ def _site(place: ChartedSite) -> dict[str, object]:
 
 
 def _with_tensors(run: Run) -> dict[str, list[str]]:
-    """What the sites that kept more than numbers have: histograms, tensors, in the order in which they came."""
+    """Return what each site has beside numbers: histograms, tensors, in recorded order."""
     found: dict[str, dict[str, None]] = {}
     for reference in run.tensors():
         what = "histogram" if "histogram" in str(reference.reduction).lower() else "tensor"
@@ -125,7 +123,7 @@ def _with_tensors(run: Run) -> dict[str, list[str]]:
 
 
 def findings_of(catalog: Catalog, name: str) -> bytes:
-    """What looks wrong, the gravest first; and for each site that is named, the mark it gets in the tree."""
+    """Return the findings, gravest first, and the mark in the tree of each site that a finding names."""
     shown = catalog[name]
     found = shown.findings()
     catalog.note_findings(shown.name, found)
@@ -156,7 +154,7 @@ def _points(shown: OpenRun, site: str, statistic: str) -> list[float | None]:
 
 
 def coverage_of(shown: OpenRun) -> bytes:
-    """What was asked for and what came of it, with the reason for everything that never came."""
+    """Return what was selected, what was recorded, and the reason for each missing value."""
     with shown.lock:
         listed = shown.run.manifest.get("sites")
         planned = [
@@ -171,7 +169,7 @@ def coverage_of(shown: OpenRun) -> bytes:
                 for entry in noted
                 if isinstance(entry, Mapping)
             ]
-        else:  # the session says why when it ends; until then only that
+        else:  # the session writes the reasons when it ends
             come = set(shown.sites) | {site_name(place.module, place.kind) for place in shown.places}
             missing = [{"site": name, "reason": "not arrived yet"} for name in planned if name not in come]
         return encode_json(

@@ -1,8 +1,8 @@
-"""`write_report`: one file with the page and what it needs to know of a run, for mail and CI artefacts.
+"""Write a report: one HTML file with the page and its answers, for mail and CI artefacts; or a PNG of it.
 
-The file is the viewer's own page with an archive of answers inside. It asks nothing of any server, and its
-content policy would not let it. Guarantees: what it shows is what the viewer would show; its size is bounded,
-and sites that did not fit are named in what is returned.
+The file is the viewer's own page with an archive of answers inside. Its content policy forbids requests to any server.
+It guarantees: the report shows what the viewer would show; its size is bounded, and the result names the sites that
+did not fit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import base64
 import gzip
 import hashlib
 import json
+import shutil
 import struct
+import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +24,13 @@ from urllib.parse import urlencode
 from torchtap.errors import TorchtapError
 from torchtap.plan.names import kind_of
 from torchtap.sanitize import browser_text, in_html
-from torchtap.viewer.assets import asset
-from torchtap.viewer.cards import phases_of
-from torchtap.viewer.catalog import Catalog
-from torchtap.viewer.chosen import matching_sites
-from torchtap.viewer.opened import OpenRun, Refused
-from torchtap.viewer.routes import answer
+from torchtap.viewer.figures import matching_sites
+from torchtap.viewer.open_run import OpenRun, Refused
+from torchtap.viewer.run_index import Catalog, phases_of
+from torchtap.viewer.server import answer, asset
 
-__all__ = ["Report", "write_report"]
+__all__ = ["Report", "find_browser", "write_picture", "write_report"]
+
 
 _BUDGET = 10 << 20  # bytes of answers before compression
 _COLUMNS = 480
@@ -41,7 +43,7 @@ _COMPARED = 4  # runs that are compared with the first
 @final
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was written: where, how large, and which of the wanted sites are inside."""
+    """A written report: its path, its size, and which of the wanted sites it contains."""
 
     path: Path
     size: int
@@ -66,7 +68,7 @@ class _Archive:
         try:
             body = answer(self._catalog, question, asked)
         except (Refused, TorchtapError):
-            return  # the page says that this is not part of the report
+            return  # the page shows that this is not part of the report
         key = f"{question}?{urlencode(sorted((n, str(v)) for n, v in parameters.items()))}"
         self.size += len(body) - len(self._entries.get(key, b""))
         self._entries[key] = body
@@ -196,7 +198,7 @@ def _add_site(archive: _Archive, shown: OpenRun, site: str) -> None:
 
 
 def _slices(shown: OpenRun, site: str) -> Iterator[dict[str, str | int]]:
-    """The slices that the page shows before anybody turns a knob, at the last few steps."""
+    """Return the slices that the page shows at first, at the last few steps."""
     kept = [r for r in shown.run.tensors(site) if "histogram" not in r.reduction and len(r.shape) <= 16]
     for reference in kept[-_STEPS:]:
         dimensions = max(2, len(reference.shape))
@@ -231,3 +233,50 @@ def _page(archive: str, title: str) -> bytes:
 
 def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def find_browser() -> str | None:
+    """The path of a Chromium, if there is one."""
+    return next((found for name in _BROWSERS if (found := shutil.which(name))), None)
+
+
+def write_picture(
+    report: Path | None, run: str | Path, path: str | Path, *, size: tuple[int, int] = (1440, 900)
+) -> str:
+    """Write a PNG of ``report`` (a file of `write_report`), else of the run's map. Return "browser" or "matplotlib"."""
+    browser = find_browser()
+    if browser is not None and report is not None and _photograph(browser, report, Path(path), size):
+        return "browser"
+    from torchtap.viewer.figures import plot
+
+    plot(run, size=(size[0] / 100, size[1] / 100)).savefig(path, dpi=100)
+    return "matplotlib"
+
+
+def _photograph(browser: str, report: Path, path: Path, size: tuple[int, int]) -> bool:
+    with tempfile.TemporaryDirectory() as profile:
+        command = [
+            browser,
+            "--headless",
+            "--no-sandbox",  # the page is ours and may load nothing
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--lang=en-US",
+            f"--user-data-dir={profile}",
+            f"--window-size={size[0]},{size[1]}",
+            "--virtual-time-budget=8000",
+            f"--screenshot={path.resolve()}",
+            report.resolve().as_uri(),
+        ]
+        try:
+            subprocess.run(command, capture_output=True, timeout=90, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return False
+    return path.is_file() and path.stat().st_size > 0

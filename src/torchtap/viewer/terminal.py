@@ -1,6 +1,6 @@
 """A run in a terminal: sparklines, tables, findings. Built of rich; imports no torch.
 
-Everything that comes from a file is shown as plain text, never as markup.
+Every text that originates in a file is shown as plain text, never as markup.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from torchtap.diagnosis.finding import Finding
-from torchtap.viewer.chosen import matching_sites
-from torchtap.viewer.derived import EMPTY_SUMS, without_empty_sums
-from torchtap.viewer.downsample import extremes
+from torchtap.viewer.arrays import EMPTY_SUMS, extremes, without_empty_sums
+from torchtap.viewer.figures import matching_sites
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
@@ -67,14 +66,14 @@ def sparkline(values: npt.ArrayLike, width: int = 24) -> str:
 
 
 def site_word(site: str) -> str:
-    """What a person calls a site: a logged value by its name, what the model itself gives by its kind."""
+    """Return a short label: the name of a logged value, or the kind for a site of the model itself."""
     if is_logged(site):
         return site.removeprefix(LOGGED)
     return f"(model) {site[1:]}" if site.startswith(":") else site
 
 
 def cut_in_the_middle(text: str, width: int) -> str:
-    """``text`` in at most ``width`` characters; the end of a site's name tells as much as its start."""
+    """``text`` in at most ``width`` characters; the end of a site's name matters as much as its start."""
     if len(text) <= width:
         return text
     tail = width // 2
@@ -82,7 +81,7 @@ def cut_in_the_middle(text: str, width: int) -> str:
 
 
 def is_logged(site: str) -> bool:
-    """Whether a site is a value that the training logged."""
+    """Return True if a site is a value that the training logged."""
     return site.startswith(LOGGED)
 
 

@@ -199,7 +199,7 @@ class Comparison:
         for row in self.rows:
             if row.site == site:
                 return row
-        from torchtap.plan.suggest import no_such_site
+        from torchtap.plan.names import no_such_site
 
         raise no_such_site(site, [row.site for row in self.rows], "the compared")
 

@@ -24,8 +24,15 @@ from torchtap.comparison.measure.streams import PIECE_BYTES, ValueStream, can_st
 from torchtap.comparison.measure.values import Comparable, Value, value_of
 from torchtap.comparison.recorded.saved import SavedTensor, Unreadable, read_saved
 from torchtap.errors import CompareError, RunCorruptError, RunNotFoundError
-from torchtap.plan.names import kind_of, path_of, read_name, site_name
-from torchtap.plan.site_order import execution_order, in_passing_order, passes_modules
+from torchtap.plan.names import (
+    execution_order,
+    in_passing_order,
+    kind_of,
+    passes_modules,
+    path_of,
+    read_name,
+    site_name,
+)
 from torchtap.store.format.dtypes import BY_NAME
 
 if TYPE_CHECKING:

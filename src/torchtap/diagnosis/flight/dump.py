@@ -32,7 +32,7 @@ from torchtap.session.front import watch
 from torchtap.session.manifest import run_manifest
 from torchtap.session.model_tree import environment
 from torchtap.session.untouched import untouched
-from torchtap.sinks.memory import MemorySink
+from torchtap.sinks.local import MemorySink
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 

@@ -21,7 +21,7 @@ from torchtap.diagnosis.op_trail import Event
 from torchtap.errors import RunError
 from torchtap.plan.tap import tap
 from torchtap.reduce import Full, Stats
-from torchtap.sinks.memory import MemorySink
+from torchtap.sinks.local import MemorySink
 from torchtap.store.read.reader import open_run
 
 __all__ = ["Offline", "offline"]

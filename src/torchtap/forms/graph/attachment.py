@@ -39,7 +39,7 @@ from torchtap.forms.op.passes import PassHooks
 from torchtap.hooks.stand_ins import skeleton
 from torchtap.plan.names import KINDS, is_inside, join_path, last_part, parent_path
 from torchtap.receive import reasons
-from torchtap.receive.entries import LivePort
+from torchtap.receive.entries import PortState
 from torchtap.receive.receiver import Receiver
 
 __all__ = ["attach_exported", "attach_graph", "called_modules", "exported_tree", "graph_tree"]
@@ -125,7 +125,7 @@ def attach_graph(
 
 def _tap_inlined(
     tapped: fx.GraphModule,
-    ports: list[LivePort],
+    ports: list[PortState],
     prefix: str,
     carried: set[tuple[str, str]],
     told: dict[str, str],
@@ -185,7 +185,7 @@ def attach_exported(
     return CarriedAttachment(receiver, None, [_ModuleRoute(program, receiver, site_map)])
 
 
-def _note_insides(ports: Iterable[LivePort]) -> None:
+def _note_insides(ports: Iterable[PortState]) -> None:
     for port in ports:
         if port.kind in ("attention", "value"):
             port.note = reasons.NOT_IN_A_GRAPH.format(kind=port.kind)

@@ -19,7 +19,7 @@ from torchtap.plan.names import Kind, site_name
 
 if TYPE_CHECKING:
     from torchtap.hooks.arguments import Args, Kwargs
-    from torchtap.receive.entries import LivePort
+    from torchtap.receive.entries import PortState
 
 __all__ = ["emitting_inputs", "emitting_output", "emitting_outputs", "emitting_pass"]
 
@@ -82,7 +82,7 @@ def emitting_pass(channel: Channel, root: nn.Module) -> Callable[[Args, Kwargs],
     return emit
 
 
-def emitting_inputs(channel: Channel, port: LivePort) -> Callable[[Args, Kwargs], None]:
+def emitting_inputs(channel: Channel, port: PortState) -> Callable[[Args, Kwargs], None]:
     """A function that emits the tensors that a module was given."""
     what, names = Emitted(channel.prefix + port.port.site.path, (port.kind,)), port.input_names
 

@@ -1,4 +1,4 @@
-"""The recording of one process that runs an unchanged script: begun by `autostart`, ended when the process ends.
+"""The recording of one process that runs an unchanged script: begun by `sitecustomize`, ended when the process ends.
 
 It guarantees:
 - nothing is made before a model that an optimizer trains is called, so that DataLoader workers, launchers and
@@ -32,7 +32,7 @@ from torchtap.reduce.registry import reduction_from_spec
 from torchtap.session.front import watch
 from torchtap.session.step_loss import StepLoss
 from torchtap.session.watching import Watch
-from torchtap.sinks.registry import make_sink
+from torchtap.sinks.selection import make_sink
 
 __all__ = ["TrainingRecording", "begin", "taps_of"]
 

@@ -14,9 +14,8 @@ from typing import Any, Literal, TypeAlias, final, get_args
 from torch import nn
 
 from torchtap.errors import PlanError
-from torchtap.plan.names import without_wrappers
+from torchtap.plan.names import nearest_names, without_wrappers
 from torchtap.plan.sites import places
-from torchtap.plan.suggest import nearest_names
 
 __all__ = [
     "LayerConfig",

@@ -1,28 +1,197 @@
-"""How a run, a look inside, a site and a comparison show themselves in a notebook.
+"""Draw runs without the page: matplotlib figures, and static HTML with SVG for notebooks.
 
-Small static HTML with SVG: no JavaScript, nothing loaded, so that it survives new notebooks, e-mail and
-version control. Everything that comes from a file is escaped.
+The HTML contains no JavaScript and loads nothing, so it survives notebooks, e-mail and version control. Every text that
+originates in a file is escaped. `picture_of` chooses sites and statistic for figures, notebooks and the terminal alike.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
+import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.errors import TorchtapError
-from torchtap.sanitize import in_html
-from torchtap.viewer.chosen import picture_of
-from torchtap.viewer.colours import NOT_FINITE, css
-from torchtap.viewer.downsample import extremes
+from torchtap.diagnosis.places import places
+from torchtap.errors import SelectionError, TorchtapError, needing
+from torchtap.sanitize import in_html, shown
+from torchtap.viewer.arrays import NOT_FINITE, css, extremes, sequential
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from torchtap.store.read.reader import Run
 
-__all__ = ["comparison_html", "map_svg", "run_html", "seen_html", "series_svg", "site_html"]
+__all__ = [
+    "Picture",
+    "comparison_html",
+    "map_svg",
+    "matching_sites",
+    "picture_of",
+    "plot",
+    "run_html",
+    "seen_html",
+    "series_svg",
+    "site_html",
+    "usual_statistic",
+]
+
+
+_USUAL = ("rms", "std", "l2", "absmax", "mean")
+_KINDS = ("output", "grad_output", "param_grad", "param", "input", "grad_input", "value")
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """One statistic of some sites, in execution order against steps."""
+
+    statistic: str
+    sites: list[str]
+    steps: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+    broken: npt.NDArray[np.bool_]  # where NaN or an infinity was recorded
+
+
+def usual_statistic(names: Sequence[str]) -> str:
+    """Return the most informative statistic among ``names``."""
+    return next((name for name in _USUAL if name in names), names[0] if names else "std")
+
+
+def matching_sites(run: Run, patterns: Sequence[str] | None, kind: str | None = None) -> list[str]:
+    """Sites in execution order: those that match any pattern (``blocks.*:output``), else those of a kind,
+    else those of the first kind that was recorded."""
+    listed = places(run)
+    if patterns:
+        found = [place.name for place in listed if _matches(place.name, patterns)]
+        if not found:
+            raise SelectionError(f"none of the run's {len(listed)} sites matches {', '.join(patterns)}")
+        return found
+    there = sorted({place.kind for place in listed})
+    if kind and kind not in there:
+        raise SelectionError(f"the run has no sites of kind {kind!r}; it has {', '.join(there)}")
+    wanted = kind or next((k for k in (*_KINDS, *there) if k in there), "")
+    return [place.name for place in listed if place.kind == wanted]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def picture_of(
+    run: Run, statistic: str | None = None, sites: Sequence[str] | None = None, kind: str | None = None
+) -> Picture:
+    """The numbers of a picture."""
+    names = matching_sites(run, sites, kind)
+    held = {site: run.statistics(site) for site in names}
+    if statistic is None:
+        statistic = usual_statistic(next((list(s) for s in held.values() if s), []))
+    having = [site for site in names if statistic in held[site]]
+    if not having:
+        raise SelectionError(f"none of these sites has a statistic {statistic!r}")
+    matrix = run.matrix(statistic, sites=having)
+    values, steps = np.asarray(matrix.values), np.asarray(matrix.steps)
+    return Picture(statistic, list(matrix.sites), steps, values, _broken(run, having, steps, held))
+
+
+def _broken(
+    run: Run, sites: list[str], steps: npt.NDArray[np.int64], held: dict[str, list[str]]
+) -> npt.NDArray[np.bool_]:
+    """Return True for each step at which a value that is not finite was counted or logged."""
+    found = np.zeros((len(sites), len(steps)), dtype=bool)
+    for name in ("nans", "infs"):
+        rows = [row for row, site in enumerate(sites) if name in held[site]]
+        if rows:
+            counts = run.matrix(name, [sites[row] for row in rows], steps).values
+            found[rows] |= np.nan_to_num(counts) > 0
+    for row, site in enumerate(sites):
+        if "value" in held[site]:
+            series = run.series(site, "value")
+            there = np.isin(series.steps, steps) & ~np.isfinite(series.values)
+            found[row, np.searchsorted(steps, series.steps[there])] = True
+    return found
+
+
+_MOST_LINES = 8
+_MOST_NAMES = 40
+_LINEAR = frozenset({"mean", "min", "max", "zeros", "count", "value"})
+
+
+def plot(
+    run: Run | str | os.PathLike[str],
+    sites: str | Sequence[str] | None = None,
+    statistic: str | None = None,
+    *,
+    kind: str | None = None,
+    log: bool | None = None,
+    size: tuple[float, float] = (10.0, 6.0),
+) -> Figure:
+    """One statistic of ``sites`` (names or patterns such as ``blocks.*:output``) over the steps of a run.
+
+    Up to eight sites are lines; more are a map with the sites in execution order from top to bottom. Without
+    ``sites``, all of ``kind``; ``log`` is chosen by the statistic unless given.
+    """
+    with needing("matplotlib", "plot", who="plot"):
+        from matplotlib.figure import Figure
+    if isinstance(run, (str, os.PathLike)):
+        from torchtap.store.read.reader import open_run
+
+        run = open_run(run)
+    picture = picture_of(run, statistic, [sites] if isinstance(sites, str) else sites, kind)
+    if log is None:
+        log = picture.statistic not in _LINEAR
+    log = log and bool((picture.values > 0).any())
+    figure: Figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    if len(picture.sites) <= _MOST_LINES:
+        _lines(axes, picture, log)
+    else:
+        _map(figure, axes, picture, log)
+    axes.set_xlabel("step")
+    return figure
+
+
+def _label(name: str) -> str:
+    """A name as matplotlib draws it: dollars begin formulas, and an underscore in front hides a line."""
+    text = shown(name, 120).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def _lines(axes: Any, picture: Picture, log: bool) -> None:
+    for site, values in zip(picture.sites, picture.values, strict=True):
+        there = np.isfinite(values)
+        axes.plot(picture.steps[there], values[there], label=_label(site), linewidth=1.4)
+    if log:
+        axes.set_yscale("log")
+    axes.set_ylabel(_label(picture.statistic))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _map(figure: Any, axes: Any, picture: Picture, log: bool) -> None:
+    from matplotlib.colors import ListedColormap, LogNorm, Normalize, to_rgb
+
+    colours = ListedColormap(np.array(sequential()) / 255.0).with_extremes(bad=(*to_rgb(NOT_FINITE), 0.25))
+    values = np.ma.masked_invalid(picture.values)
+    finite = values.compressed()
+    if log:
+        finite = finite[finite > 0]
+    low, high = np.quantile(finite, [0.005, 0.995]) if len(finite) else (0.1, 1.0)
+    scale = LogNorm(low, max(high, low * 1.01)) if log else Normalize(low, high if high > low else low + 1)
+    if log:
+        values = np.ma.maximum(values, low / 10)  # an exact zero is less than anything on the scale
+    ends = (picture.steps[0] - 0.5, picture.steps[-1] + 0.5, len(picture.sites) - 0.5, -0.5)
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, norm=scale, extent=ends)
+    shown_rows = np.unique(
+        np.linspace(0, len(picture.sites) - 1, min(_MOST_NAMES, len(picture.sites))).astype(int)
+    )
+    axes.set_yticks(shown_rows, [_label(picture.sites[row]) for row in shown_rows], fontsize="x-small")
+    figure.colorbar(image, ax=axes, label=_label(picture.statistic), extend="both")
+
 
 _STYLE = "font:13px/1.4 system-ui,sans-serif;max-width:760px"
 _DIM = "opacity:.65"
@@ -57,7 +226,7 @@ def _findings(run: Run) -> list[str]:
 
 
 def site_html(run: Run, site: str) -> str:
-    """One site: a line for each statistic that says something about its size."""
+    """Draw one site: a line for each statistic that measures its size."""
     names = run.statistics(site)
     wanted = [name for name in ("mean", "std", "absmax", "l2", "zeros", "value") if name in names] or list(
         names
@@ -73,7 +242,7 @@ def site_html(run: Run, site: str) -> str:
 
 
 def seen_html(seen: Mapping[str, Any], *, most: int = 60) -> str:
-    """What one look inside brought: shape, type and size of each value."""
+    """Show captured values: shape, type and size of each."""
     rows = []
     for name in list(seen)[:most]:
         value = seen[name]

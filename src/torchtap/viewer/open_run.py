@@ -1,11 +1,11 @@
-"""One run, open for looking: a lock, and what was already read of it.
+"""Hold one open run for the viewer: its lock, and a bounded cache of what was read.
 
 Guarantees:
-- one run is read by one thread at a time, whatever the server does at once;
-- a growing run is read only where it grew;
-- what is kept in memory is bounded.
+- one thread at a time reads a run, however many requests are open;
+- refreshing a growing run reads only its new part;
+- the memory of the cache is bounded.
 
-Not here: which runs there are (`catalog`), what is computed from the numbers (`heatmap`, `series`, `tensors`).
+Not here: the list of runs (`run_index`), what is computed from the numbers (`charts`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy.typing as npt
 
 from torchtap.diagnosis.places import ChartedSite, places
 from torchtap.sanitize import browser_text
-from torchtap.viewer.derived import DERIVED, EMPTY_SUMS, derive, without_empty_sums
-from torchtap.viewer.downsample import block_extremes
+from torchtap.viewer.arrays import DERIVED, EMPTY_SUMS, block_extremes, derive, without_empty_sums
 
 if TYPE_CHECKING:
     from torchtap.diagnosis.finding import Finding
     from torchtap.store.read.reader import Run
 
 __all__ = ["BLOCK", "NumberGrid", "OpenRun", "Refused"]
+
 
 T = TypeVar("T")
 BLOCK = 4
@@ -38,7 +38,7 @@ _LARGEST_TENSOR = 256 << 20  # unpacked
 
 
 class Refused(Exception):
-    """A question that is not answered; ``status`` is the HTTP status that says so."""
+    """A request that is refused with the HTTP status ``status``."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class NumberGrid:
         return self._blocks
 
     def is_start_of(self, sites: list[str], steps: npt.NDArray[np.int64]) -> bool:
-        """Whether a grid of these sites and steps begins with this one."""
+        """Return True if a grid of these sites and steps begins with this one."""
         return self.sites == sites and np.array_equal(self.steps, steps[: len(self.steps)])
 
 
@@ -117,7 +117,7 @@ class OpenRun:
             return self.revision
 
     def in_phase(self, phase: str) -> OpenRun:
-        """The run with the records of one phase alone; without a phase, the run as it is."""
+        """Return the run restricted to one phase, or the whole run without one."""
         if not phase:
             return self
         with self.lock:
@@ -257,14 +257,14 @@ class OpenRun:
             return value
 
     def findings(self) -> list[Finding]:
-        """What looks wrong in the run as it is now."""
+        """Diagnose the present state of the run."""
         from torchtap.diagnosis.run import diagnose
         from torchtap.store.read.reader import open_run
 
         with self._diagnosing:
             revision = self.revision
             if self._findings is None or self._findings[0] != revision:
-                # A reader of its own: this takes a while, and maps and series are asked for meanwhile.
+                # Uses its own reader: a diagnosis takes a while, and maps and series are requested meanwhile.
                 self._findings = (
                     revision,
                     diagnose(open_run(self.run.path, rank=self.run.shown_rank, partial=True)),

@@ -10,17 +10,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.errors import SelectionError
+from torchtap.errors import PlanError, SelectionError
 from torchtap.plan.names import read_name
 from torchtap.plan.sites import Selectable, Selector, Site
-from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
+from torchtap.registry import Registry
+from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 
-__all__ = ["Choice", "label", "place_of"]
+__all__ = ["SINKS", "Choice", "label", "make_sink", "place_of", "sink_names"]
 
 
 def place_of(name: str) -> tuple[str, str]:
@@ -33,7 +34,7 @@ def place_of(name: str) -> tuple[str, str]:
 
 
 def label(site: str, statistic: str, phase: str = "train") -> str:
-    """What a number is called in tools that group by the part before the slash."""
+    """Return the name of a number for tools that group by the part before the slash."""
     kind, place = place_of(site)
     name = f"{kind}/{place}" if kind == statistic == "value" else f"{kind}.{statistic}/{place}"
     return name if phase == "train" else f"{phase}.{name}"
@@ -42,7 +43,7 @@ def label(site: str, statistic: str, phase: str = "train") -> str:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """What is taken of one grid: positions in its flattened values, and their names."""
+    """The selected part of one grid: positions in its flattened values, and their names."""
 
     block_sites: tuple[str, ...]
     block_statistics: tuple[str, ...]
@@ -53,7 +54,7 @@ class _Part:
 
 @final
 class Choice:
-    """The sites and statistics that were asked for; all of them when nothing was."""
+    """The selected sites and statistics; all of them by default."""
 
     def __init__(
         self, sites: Selectable | Sequence[Selectable] | None = None, statistics: Sequence[str] | None = None
@@ -65,8 +66,8 @@ class Choice:
             self._selectors = [Selector.of(one) for one in several]
         self._statistics = None if statistics is None else frozenset(statistics)
         self._label: Callable[[str, str, str], str] = label
-        self._met: set[str] = set()  # selectors and statistics that something came for
-        self._asked = False  # whether any number came by
+        self._met: set[str] = set()  # selectors and statistics that matched a record
+        self._asked = False  # True after the first number
         self._parts: dict[tuple[int, int, str], _Part] = {}
 
     def name_by(self, label: Callable[[str, str, str], str]) -> None:
@@ -75,7 +76,7 @@ class Choice:
         self._parts.clear()
 
     def takes(self, site: str) -> bool:
-        """Whether a site was asked for."""
+        """Return True if a site is selected."""
         if self._selectors is None:
             return True
         picking = [selector.text for selector in self._selectors if _picks(selector, site)]
@@ -83,19 +84,19 @@ class Choice:
         return bool(picking)
 
     def takes_of(self, statistics: Sequence[str]) -> list[tuple[int, str]]:
-        """Those of a grid's statistics that were asked for, each with its column."""
+        """Return the selected statistics of a grid, each with its column."""
         self._asked = True
         self._met.update(statistics)
         asked = self._statistics
         return [(column, name) for column, name in enumerate(statistics) if asked is None or name in asked]
 
     def tell_what_never_came(self, sink: str) -> None:
-        """Warn of sites and statistics that were asked for and of which no record had any."""
+        """Warn about selected sites and statistics that no record contained."""
         asked = [f"site {each.text!r}" for each in self._selectors or () if each.text not in self._met]
         asked += [f"statistic {each!r}" for each in sorted((self._statistics or frozenset()) - self._met)]
         if asked and self._asked:
             warnings.warn(
-                f"{sink} was asked for {', '.join(asked)}, and no record had it: see which sites and statistics "
+                f"{sink} selects {', '.join(asked)}, and no record contained it: see which sites and statistics "
                 "the taps keep",
                 RuntimeWarning,
                 stacklevel=4,
@@ -165,5 +166,42 @@ class Choice:
 def _picks(selector: Selector, site: str) -> bool:
     try:
         return selector.picks(Site.parse(site))
-    except SelectionError:  # an alias: it can be asked for by its own name
+    except SelectionError:  # an alias: it can be selected by its own name
         return selector.text in (site, f"{site}:output")
+
+
+SINKS = Registry(
+    what="sink",
+    group="torchtap.sinks",
+    built_in={
+        "jsonl": "torchtap.sinks.local:JsonLinesSink",
+        "memory": "torchtap.sinks.local:MemorySink",
+        "mlflow": "torchtap.sinks.trackers:MlflowSink",
+        "tensorboard": "torchtap.sinks.trackers:TensorBoardSink",
+        "trackio": "torchtap.sinks.trackers:TrackioSink",
+        "wandb": "torchtap.sinks.trackers:WandbSink",
+    },
+    error=PlanError,
+)
+
+
+def sink_names() -> list[str]:
+    """The names of all sinks there are, without importing them."""
+    return SINKS.names()
+
+
+def make_sink(spec: str, **options: Any) -> Consumer:
+    """The sink that a text such as ``tensorboard:logs/`` stands for."""
+    name, _, target = spec.partition(":")
+    make = SINKS.load(name)
+    if not target:
+        if name in ("jsonl", "tensorboard"):
+            raise PlanError(f"the sink {name!r} needs a place to write to, as in '{name}:some/path'")
+        made: Consumer = make(**options)
+    elif name == "memory":
+        if not target.isdecimal():
+            raise PlanError(f"the sink {spec!r}: say how many records to hold, as in 'memory:100'")
+        made = make(int(target), **options)
+    else:
+        made = make(target, **options)
+    return made
