@@ -175,7 +175,7 @@ class Lookout:
         self._models, self._steps, self._on_pass = models, steps, on_pass
         self._passes = [PassHooks(model, self, on_output=self._output) for model in modules]
         self._modes = [ModeHook(model, on_mode) for model in modules]
-        self._looks = self._looks_for_modes = self._paused = False
+        self._looks = self._looks_for_modes = self._paused = self._returned = False
 
     def is_training(self) -> bool:
         """Return True if any model is in training mode."""
@@ -216,13 +216,17 @@ class Lookout:
     def begin_pass(self, training: bool | None = None) -> None:
         """A model was called. If taps are active, the receiver has begun the pass."""
         steps = self._steps
+        self._returned = False
         if not steps.taps.armed and not self._paused and steps.taps.receiver.hears_this_thread():
             steps.begin_pass(training is not False, torch.is_grad_enabled())
 
     def end_pass(self) -> None:
-        pass
+        """The call is over. One that raised has no output that a backward could run through."""
+        if not self._returned and not self._paused and self._steps.taps.receiver.hears_this_thread():
+            self._steps.output(None)
 
     def _output(self, output: object) -> None:
+        self._returned = True
         if not self._paused and self._steps.taps.receiver.hears_this_thread():
             self._steps.output(output)
             self._on_pass()

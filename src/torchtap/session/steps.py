@@ -29,7 +29,7 @@ from torchtap.receive.gradients import ask_at_its_node
 from torchtap.schedule.base import Moment
 from torchtap.session.outlets import Outlets
 from torchtap.session.tapping import Tapping
-from torchtap.session.tracker import Assign, Drop, Pass, StepTracker, Update
+from torchtap.session.tracker import Assign, Drop, Leave, Pass, StepTracker, Update
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class StepRecorder:
         return self._units.key(made.unit), self._may_want(training, grad)
 
     def output(self, tree: object) -> None:
-        """The newest pass has returned this: a backward through it makes it training."""
+        """The newest pass has returned this; None: it raised. A backward through it makes it training."""
         made = self._pass
         if made is None or not made.grad or made.backward:
             return
@@ -93,10 +93,8 @@ class StepRecorder:
         with suppress(Exception):  # a structure of the user's own may fail to be looked through
             found += [tensor for _, tensor in leaves(tree)]
         asked = [tensor for tensor in found if tensor.requires_grad]
-        if found and made.differentiable is None:
+        if asked or found or tree is None:
             made.differentiable = bool(asked)
-        elif asked:
-            made.differentiable = True
         for tensor in asked:
             ask_at_its_node(tensor, _mark, made)
 
@@ -187,7 +185,7 @@ class StepRecorder:
             elif isinstance(action, Drop):
                 self._drop(action)
             else:
-                self._release(action.moment, action.updates)
+                self._release(action)
 
     def _drop(self, action: Drop) -> None:
         key = self._units.release(action.unit)
@@ -269,17 +267,18 @@ class StepRecorder:
 
     # -- records ------------------------------------------------------------------------------------------
 
-    def _release(self, moment: Moment, updates: tuple[Update, ...]) -> None:
+    def _release(self, leave: Leave) -> None:
         """Make the records of a step, the one that trains first."""
-        found = sorted(
-            (key for key in self._assigned if key[0] == moment.step), key=lambda key: key[1] != "train"
-        )
-        for number, key in enumerate(found):
+        found = [key for key in self._assigned if key[0] == leave.moment.step]
+        if not leave.whole:
+            found = [key for key in found if key[1] == leave.moment.phase]
+        for key in sorted(found, key=lambda key: key[1] != leave.moment.phase):
             made = self._made(self._assigned.pop(key))
             if made is not None:
-                made.skipped = not number and any(each.skipped for each in updates)
+                trains = key[1] == leave.moment.phase
+                made.skipped = trains and any(each.skipped for each in leave.updates)
                 self._waiting.append(made)
-        self._left(moment, updates)
+        self._left(leave.moment, leave.updates)
         if self._waiting:
             self._let_go()
 

@@ -49,10 +49,11 @@ class Drop(NamedTuple):
 
 @final
 class Leave(NamedTuple):
-    """Nothing more belongs to this step: its records are whole."""
+    """Nothing more belongs to this step: its records are whole. Not ``whole``: that holds for the moment's phase."""
 
     moment: Moment
     updates: tuple[Update, ...]
+    whole: bool = True
 
 
 Action: TypeAlias = "Assign | Drop | Leave"
@@ -227,7 +228,12 @@ class StepTracker:
             self.marked = False
             segment, self._segment = self._segment, _Segment()
             self._finish([segment])
-            self._leave()
+            moment, updates = self._left.pop()
+            trains = replace(moment, phase=segment.label())
+            if segment.evidence or trains.phase == "train":  # evaluations may follow
+                self._actions.append(Leave(trains, updates, whole=False))
+                updates = ()
+            self._left.append((moment, updates))
 
     def leave(self) -> None:
         """End the open step; nothing that comes later belongs to it."""
