@@ -279,7 +279,9 @@ class Run:
             return (max(self.last, 0) if place == "pre" else step), "eval"
         if place == "pre":
             return step, "forward"
-        return (step, "eval") if step == final else (step + 1, "forward")
+        if step < final:
+            return step + 1, "forward"
+        return (step, "eval") if self.program.every == 1 else None  # no hooks where the next step would be
 
     def extras(self, step: int, place: str) -> None:
         for at, where, kind in self.program.extras:

@@ -49,7 +49,6 @@ from torchtap.rank_identity import identity
 from torchtap.receive import backward, training
 from torchtap.receive.ears import Ears
 from torchtap.session.front import watch
-from torchtap.session.step_loss import StepLoss
 from torchtap.session.watching import Watch
 from torchtap.store.record import Consumer, StepRecord
 
@@ -119,7 +118,6 @@ class Doctor(Ears):
         self._backwards = 0  # since the last record
         self._records = 0
         self._told = 0
-        self._loss = StepLoss()
         self._left_out: deque[int] = deque(maxlen=8)  # steps whose update a scaler left out
         self._closed = False
         self.seconds = 0.0  # that rules have taken
@@ -193,7 +191,7 @@ class Doctor(Ears):
     def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
         if loss is None or os.getpid() != self._process:
             return
-        self._loss.add(self.watch, loss)
+        self.watch.add(loss=loss)
         self._backwards += 1
 
     def backward_ends(self) -> None:

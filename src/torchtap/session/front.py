@@ -311,11 +311,14 @@ def _tapped(asked: Any, keep: Any, **when: Any) -> Any:
 
 def _together(models: dict[str, nn.Module], *, in_parts: bool) -> nn.Module:
     """One tree for several models, or for the parts of one."""
-    if not in_parts:
+    if not in_parts and "" not in models:
         return nn.ModuleDict(models)
     from torchtap.session.staged import joined
 
-    return joined(list(models.values()))
+    if in_parts:
+        return joined(list(models.values()))
+    named = nn.ModuleDict({name: model for name, model in models.items() if name})
+    return joined([models[""], named])
 
 
 def _parts(stages: Sequence[object]) -> dict[str, nn.Module]:
@@ -334,7 +337,7 @@ def _models(model: object) -> dict[str, nn.Module] | None:
     if not isinstance(model, dict) or not model:
         return None
     for name, each in model.items():
-        if not isinstance(name, str) or not name or "." in name or not isinstance(each, nn.Module):
+        if not isinstance(name, str) or "." in name or not isinstance(each, nn.Module):
             raise PlanError(
                 f"several models are given as {{name: nn.Module}}, with names without dots; {name!r} is "
                 f"{type(each).__name__}"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast, final
 
 import numpy as np
 from torch import Tensor
@@ -163,12 +163,16 @@ class StepRecorder:
                 wanted |= self.live_at(step, self.named)
         return wanted
 
-    def arm(self, *, evaluation: bool = False) -> None:
-        """Register the hooks that the next pass may need; ``evaluation``: also those of the step that ended last."""
+    def arm(self, *, evaluation: bool = False, anew: bool = False) -> None:
+        """Register the hooks that the next pass may need; ``evaluation``: also those of the step that ended last.
+
+        ``anew``: nothing has been read of this step yet.
+        """
         wanted = self.wanted()
         if evaluation and self.tracker.last is not None and self.tracker.is_fresh:
             wanted |= self.wanted_at(self.tracker.last)
-        self.taps.arm(wanted)
+        if anew or wanted != self.taps.armed:
+            self.taps.arm(wanted)
 
     # -- the clock ----------------------------------------------------------------------------------------
 
@@ -216,14 +220,14 @@ class StepRecorder:
         if self._spending is not None:
             self._spending.begin_step()
         self.taps.receiver.begin_step(thread)
-        self.arm()
+        self.arm(anew=True)
 
     def log(self, name: object, value: object, numbers: dict[str, Any]) -> None:
         """Keep numbers of the training's own until their step is whole."""
         read = _numbers(name, value, numbers)
         unit = self.tracker.log(self.named or "train")
         self.act()
-        self._units.logged.setdefault(unit, {}).update(read)
+        merge_numbers(self._units.logged.setdefault(unit, {}), read)
 
     def change_taps(self, tap: Callable[[StepRecorder], Tapping]) -> Tapping:
         """The model has other modules now: hand on what the hooks have brought, and register others."""
@@ -286,7 +290,7 @@ class StepRecorder:
         """Return a record of these units; None if they hold nothing that an active tap asks for."""
         moment, logged = whole.moment, dict[str, Any]()
         for unit in whole.units:
-            logged |= self._units.logged.pop(unit, {})
+            merge_numbers(logged, self._units.logged.pop(unit, {}))
         keys, rest = ([self._units.release(each) for each in units] for units in (whole.units, whole.rest))
         made = PartialRecord(moment, 0, False, (), (), [])
         live = self.live_at(moment, moment.phase)
@@ -418,6 +422,22 @@ class PartialRecord:
 # -- logged numbers -----------------------------------------------------------------------------------------------
 
 
+@final
+class Summed(NamedTuple):
+    """A number that is added to those before it in the same step."""
+
+    value: Any
+
+
+def merge_numbers(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add logged numbers: later ones replace earlier ones, or are added up."""
+    for site, number in more.items():
+        before = into.get(site)
+        if isinstance(number, Summed) and isinstance(before, Summed):
+            number = Summed(before.value + number.value)
+        into[site] = number
+
+
 def _numbers(name: object, value: object, numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return logged numbers by site. A name with a colon is a full site name, others become ``:value.<name>``."""
     if name is not None:
@@ -426,6 +446,10 @@ def _numbers(name: object, value: object, numbers: Mapping[str, Any]) -> dict[st
     read: dict[str, Any] = {}
     for key, number in numbers.items():
         site = key if ":" in key else site_name("", "value", key)
+        if isinstance(number, Summed):
+            value = number.value
+            read[site] = Summed(value.detach().float() if isinstance(value, Tensor) else float(value))
+            continue
         if isinstance(number, Tensor) and (number.numel() != 1 or not number.is_complex()):
             read[site] = number.detach().clone()
         else:
@@ -442,6 +466,7 @@ _known: dict[tuple[str, ...], tuple[str, ...]] = {}  # sites: consumers cache by
 def _as_blocks(
     logged: Mapping[str, Any], coming: list[PendingNumbers]
 ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...]]:
+    logged = {site: each.value if isinstance(each, Summed) else each for site, each in logged.items()}
     whole = {site: each for site, each in logged.items() if isinstance(each, Tensor) and each.numel() != 1}
     tensors = tuple(TensorItem(site, "value", "full", tensor.cpu()) for site, tensor in whole.items())
     rows: list[list[Any]] = [

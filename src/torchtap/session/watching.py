@@ -31,7 +31,7 @@ from torchtap.session.audit import Audit
 from torchtap.session.census import Evaluations, Lookout, ModelChanges
 from torchtap.session.newest import Newest
 from torchtap.session.outlets import Outlets
-from torchtap.session.steps import StepRecorder
+from torchtap.session.steps import StepRecorder, Summed
 from torchtap.session.tapping import Tapping
 from torchtap.session.told_sites import ToldSites
 from torchtap.session.tracker import StepTracker, Update
@@ -362,6 +362,11 @@ class Watch:
             self._logs = True
             self._look_out()
 
+    def add(self, numbers: Mapping[str, float | Tensor] | None = None, **more: float | Tensor) -> None:
+        """Log numbers that add up over a step, such as the losses of its backward calls."""
+        given = {**(numbers or {}), **more}
+        self.log({name: Summed(value) for name, value in given.items()})  # type: ignore[misc]
+
     def note(self, kind: str, **facts: object) -> None:
         """Write an event beside the values; `Run.events` returns it."""
         self._outlets.tell(kind, **facts)
@@ -389,6 +394,11 @@ class Watch:
         if tracker.marked or (tracker.follows and not self._closed):
             return tracker.number
         return -1 if tracker.last is None else tracker.last.step
+
+    @property
+    def updates(self) -> int:
+        """How many updates of followed optimizers were seen, those that a scaler left out included."""
+        return self._steps.tracker.updates
 
     @property
     def passes(self) -> int:

@@ -4,18 +4,23 @@ It guarantees:
 - nothing is made before a model that an optimizer trains is called, so that DataLoader workers, launchers and
   compile workers leave no trace;
 - whatever goes wrong here costs the recording, never the script; it is told in one line on standard error;
-- standard output, exit codes, signals and random numbers are left alone.
+- standard output, exit codes and random numbers are left alone. SIGTERM and ``os._exit`` end the process as ever, after
+  what was recorded is on disk.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import pkgutil
+import signal
 import sys
-from collections.abc import Mapping
-from typing import Any, final
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +28,15 @@ from torch.optim import Optimizer
 
 from torchtap.diagnosis.doctor import Doctor, doctor
 from torchtap.errors import PlanError, RecordingLostError
+from torchtap.integrations.models import held_by, variable_name
 from torchtap.integrations.zero_code.discovery import Discovery
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
 from torchtap.plan.next_live import Pace
 from torchtap.plan.tap import Tap, tap
-from torchtap.receive.losses import LossCatcher
+from torchtap.receive.losses import UpdateLosses
+from torchtap.receive.training import parameters_of
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.session.front import watch
-from torchtap.session.step_loss import StepLoss
 from torchtap.session.watching import Watch
 from torchtap.sinks.selection import make_sink
 
@@ -44,23 +50,32 @@ def begin(words: str) -> TrainingRecording:
 
 @final
 class TrainingRecording:
-    """A training that is being waited for, or recorded."""
+    """Wait for the trainings of this process, and record them into one run, one after the other or together."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._watch: Watch | None = None
-        self._open: Watch | Doctor | None = None  # what is to be closed
+        self._open: Watch | Doctor | None = None
         self._process = os.getpid()
         self._failed = False
         self._folder = ""
-        self._losses = LossCatcher(self._on_backward)
-        self._loss = StepLoss()
-        self._discovery = Discovery(self._on_found)
+        self._models: dict[str, nn.Module] = {}
+        self._trainings = Trainings()
+        self._loss = UpdateLosses(self._add_loss, self._loss_of_update)
+        self._discovery = Discovery(self._on_found, self._is_recorded)
+        self._leaving = LastWords(self._flush)
         atexit.register(self._at_exit)
 
+    @property
+    def _watch(self) -> Watch | None:
+        return self._open.watch if isinstance(self._open, Doctor) else self._open
+
+    def _is_ours(self) -> bool:
+        """Return True in the process that trains, not in a worker that was forked from it."""
+        return os.getpid() == self._process and torch.utils.data.get_worker_info() is None
+
     def _on_found(self, models: dict[str, nn.Module], optimizers: list[Optimizer]) -> None:
-        if os.getpid() != self._process or torch.utils.data.get_worker_info() is not None:
-            return  # a worker that was forked from the training's process
+        if not self._is_ours():
+            return
         try:
             self._start(models, optimizers)
         except Exception as error:
@@ -69,12 +84,43 @@ class TrainingRecording:
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
 
+    def _is_recorded(self, optimizer: Optimizer) -> bool:
+        """Follow an optimizer that came later if its parameters are recorded. Returns False if they are not."""
+        watch = self._watch
+        if watch is None or not self._is_ours() or self._settings.model is not None:
+            return True  # nothing can be done for it
+        known = {id(each) for model in self._models.values() for each in model.parameters()}
+        if not any(id(each) in known for each in parameters_of(optimizer)):
+            return False
+        if self._trainings.add(optimizer, watch.updates):
+            watch.follow(optimizer)
+            self._note_training(optimizer)
+        return True
+
+    def _note_training(self, optimizer: Optimizer) -> None:
+        watch = self._watch
+        if watch is not None:
+            watch.note(
+                "training",
+                number=self._trainings.count,
+                step=max(0, watch.step_number),
+                optimizer=type(optimizer).__name__,
+            )
+
     def _start(self, models: dict[str, nn.Module], optimizers: list[Optimizer]) -> None:
         settings = self._settings
+        before = self._watch.updates if self._watch is not None else 0
         if settings.model is not None:
             models = {"": named_model(settings.model)}
+        elif self._open is not None:
+            models = self._also_these(models, optimizers)
+        if self._open is not None:
+            self._open.close()  # the folder is continued after its steps
+            self._trainings.updates += before
+            before = 0
+        self._models = models
         model: Any = models[""] if set(models) == {""} else models
-        self._folder = settings.folder()
+        self._folder = self._folder or settings.folder()
         make_folder(self._folder)
         sinks = [make_sink(each) for each in settings.sinks]
         labels = {"command": " ".join(sys.argv), **settings.labels}
@@ -88,41 +134,148 @@ class TrainingRecording:
                 sinks=sinks,
                 labels=labels,
             )
-            return
-        self._open = self._watch = watch(model, self._folder, taps_of(settings), sinks=sinks, labels=labels)
-        self._watch.follow(*optimizers)
-        self._losses.start()
+        else:
+            self._open = watch(model, self._folder, taps_of(settings), sinks=sinks, labels=labels).follow(
+                *optimizers
+            )
+            self._loss.start()
+        news = [each for each in optimizers if self._trainings.add(each, before)]
+        if news and self._trainings.count > 1:
+            self._note_training(news[-1])
 
-    def _on_backward(self, loss: Tensor) -> None:
-        if self._watch is None or os.getpid() != self._process:
+    def _also_these(self, models: dict[str, nn.Module], optimizers: list[Optimizer]) -> dict[str, nn.Module]:
+        """Return the models that are trained now. A model keeps the name that it has in the run."""
+        held = held_by(optimizers)
+        names = {id(model): name for name, model in self._models.items()}
+        found: dict[str, nn.Module] = {}
+        for name, model in models.items():
+            if id(model) in names:
+                found[names[id(model)]] = model
+            elif any(id(each) in held for each in model.parameters()):
+                name = name or variable_name(model) or type(model).__name__
+                taken = {*self._models, *found, ""}
+                found[
+                    next(each for each in (name, *(f"{name}{n}" for n in range(2, 99))) if each not in taken)
+                ] = model
+        return found
+
+    def _add_loss(self, loss: Tensor) -> None:
+        """Add a loss to those of its step."""
+        watch = self._watch
+        if watch is None or os.getpid() != self._process:
             return
         try:
-            self._loss.add(self._watch, loss)
+            watch.add(loss=loss)
         except Exception as error:
-            self._losses.stop()
+            self._loss.stop()
             _say(f"the loss is not recorded: {error}")
+
+    def _loss_of_update(self, optimizer: Optimizer, loss: Tensor) -> None:
+        """Log a loss under the optimizer's name as well, where there are several."""
+        watch = self._watch
+        name = self._trainings.name_of(optimizer)
+        if watch is not None and name is not None and os.getpid() == self._process:
+            with contextlib.suppress(Exception):
+                watch.add({f"loss.{name}": loss})
+
+    def _flush(self) -> None:
+        """The process is about to end without Python's farewell."""
+        watch = self._watch
+        if watch is not None and os.getpid() == self._process:
+            watch.flush()
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
-        self._losses.stop()
+        self._loss.stop()
+        self._discovery.stop()
         _say(f"this training is not recorded: {error}")
 
     def _at_exit(self) -> None:
         if os.getpid() != self._process:
             return
+        self._leaving.stop()
         self._discovery.stop()
-        self._losses.stop()
+        self._loss.stop()
         if self._open is None:
             if not self._failed and _is_main_program():
                 _say("no model was seen that an optimizer trains: nothing was recorded")
             return
         try:
+            watch = self._watch
             self._open.close()
+            updates = self._trainings.updates + (0 if watch is None else watch.updates)
             if int(os.environ.get("RANK", "0")) == 0:
-                _say(closing_line(self._folder))
+                _say(closing_line(self._folder, self._trainings.count, updates))
         except Exception as error:
             _say(f"the recording could not be ended: {error}")
         keep_the_exit_code_of_an_interrupt()
+
+
+@final
+class Trainings:
+    """Count trainings: optimizers that were made without an update in between belong to one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.updates = 0  # of watches that are closed
+        self._known: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        self._since = -1  # the updates when the newest training began
+
+    def add(self, optimizer: Optimizer, updates: int) -> bool:
+        """Note an optimizer. Returns True if it was not known."""
+        if optimizer in self._known:
+            return False
+        self._known[optimizer] = variable_name(optimizer) or type(optimizer).__name__
+        if self.updates + updates > self._since:
+            self.count += 1
+            self._since = self.updates + updates
+        return True
+
+    def name_of(self, optimizer: Optimizer) -> str | None:
+        """Return the name of an optimizer, if there are several."""
+        return self._known.get(optimizer) if len(self._known) > 1 else None
+
+
+@final
+class LastWords:
+    """Call a function before SIGTERM or ``os._exit`` ends the process; both skip everything that Python does at exit.
+
+    The exit code stays: the signal's own handling follows.
+    """
+
+    def __init__(self, say: Callable[[], None]) -> None:
+        self._say = say
+        self._exit = os._exit
+        self._handler: Any = None
+
+        @functools.wraps(os._exit)
+        def leave(status: int) -> NoReturn:
+            self._speak()
+            self._exit(status)
+
+        self._leave = leave
+        os._exit = leave  # type: ignore[assignment]
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.getsignal(signal.SIGTERM)
+            if self._handler == signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._terminated)
+
+    def _speak(self) -> None:
+        with contextlib.suppress(Exception):
+            self._say()
+
+    def _terminated(self, number: int, frame: object) -> None:
+        self._speak()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def stop(self) -> None:
+        """Leave the process as it was."""
+        if os._exit is self._leave:
+            os._exit = self._exit
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) == self._terminated:  # `==`: it is a bound method
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def taps_of(settings: Settings) -> list[Tap]:
@@ -179,8 +332,8 @@ def named_model(name: str) -> nn.Module:
     return holder
 
 
-def closing_line(folder: str) -> str:
-    """Where the run is and what looks wrong in it."""
+def closing_line(folder: str, trainings: int = 1, updates: int = 0) -> str:
+    """Return what was recorded, whether the audit passed, where the run is and what looks wrong in it."""
     from torchtap.diagnosis.run import diagnose
     from torchtap.store.read.reader import open_run
 
@@ -188,7 +341,16 @@ def closing_line(folder: str) -> str:
     findings = [each for each in diagnose(run) if each.severity != "info"]
     wrong = "; ".join(str(each) for each in findings[:3]) or "nothing looks wrong"
     more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
-    return f"{len(run.steps())} steps in {folder}: {wrong}{more}. Look: torchtap view {folder}"
+    failed = [each for event in run.events("audit") for each in event.get("failed", ())]
+    audit = f"audit failed: {failed[0]}" if failed else "audit passed"
+    counts = (
+        f"{_count(trainings, 'training')}, {_count(updates, 'update')}, {_count(len(run.steps()), 'step')}"
+    )
+    return f"{counts}, {audit}, in {folder}: {wrong}{more}. Look: torchtap view {folder}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _is_main_program() -> bool:
