@@ -34,8 +34,7 @@ sanitize: $(SOUND)/.built
 	$(UNDER_ASAN) $(BIN)/python -m tests.native.fuzz $(CASES)
 	$(UNDER_ASAN) $(BIN)/python -m pytest -q -p no:cacheprovider -o pythonpath="$(SOUND) ." \
 	  tests/reduce/test_memory.py tests/reduce/test_stats.py tests/reduce/test_taking.py tests/reduce/test_precision.py \
-	  tests/reduce/test_row_norms.py tests/store/test_checksum.py tests/taps/test_keeping.py tests/taps/test_hearing.py \
-	  tests/test_remembered.py -k "not hundred_million"
+	  tests/reduce/test_row_norms.py tests/store/test_checksum.py tests/taps/test_keeping.py tests/taps/test_trainings.py -k "not hundred_million"
 	for kernel in $(KERNELS); do \
 	  gcc -O1 $(ASAN) $(KERNEL_FLAGS) -o $(SOUND)/$$kernel tests/native/$$kernel.c -lm && $(SOUND)/$$kernel || exit 1; done
 	gcc -O1 -g -fsanitize=thread $(KERNEL_FLAGS) -o $(SOUND)/threads tests/native/statistics.c -lm && $(SOUND)/threads 9000

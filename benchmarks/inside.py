@@ -25,7 +25,6 @@ from torchtap.hooks.untraced import Hook
 from torchtap.receive import by_name, training
 from torchtap.receive.losses import LossCatcher
 from torchtap.receive.receiver import Receiver
-from torchtap.reduce import kernel
 from torchtap.session.watching import Watch
 
 __all__ = ["Spent", "row_of_share", "timed_inside"]
@@ -34,8 +33,6 @@ _ENTRIES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Hook, ("__call__",)),
     (Receiver, ("take_gradient",)),
     (by_name, ("take",)),  # from a compiled graph
-    *((getattr(kernel.hearing, each), ("__call__",))  # what autograd's nodes call
-      for each in ("Listener", "BaseListener") if kernel.hearing is not None),
     (training, ("_tell_ready", "_after_step")),
     (PassKeeper, ("take_seed",)),
     (FunctionProbe, ("_quietly",)),

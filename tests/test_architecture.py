@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "torchtap"
 # From the ground up. A file may import from its own layer and from those before it.
 LAYERS = [
     ["sanitize", "lazy", "spi"],
-    ["errors", "torchscript"],
+    ["errors", "torchscript", "terminal"],
     ["_torch"],
     ["placement"],
     ["_torch_distributed", "rank_identity"],

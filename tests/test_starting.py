@@ -24,7 +24,7 @@ NOT_NEEDED = {
     "optimizers": "receive.training receive.backward session.following",
     "several processes": "receive.mesh receive.placing placement _torch_distributed",
     "several models": "session.staged forms.op.passes",
-    "whole tensors": "reduce.full receive.keeping",
+    "whole tensors": "reduce.full ",
     "other reductions": "reduce.metric reduce.quantiles reduce.histogram reduce.sample reduce.registry",
     "other schedules, budgets, plans as text": "schedule.rules plan.budget session.spending plan.plan_text",
     "run folders": "store.files store.read store.write.writer store.format.payload session.manifest sinks",

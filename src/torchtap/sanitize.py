@@ -1,25 +1,55 @@
-"""One gate for text that came from elsewhere: names of sites, labels, messages in a run or a model file.
+"""The one gate for everything foreign: files, documents and text that this process did not make itself.
 
-A name is data and may be anything. What a terminal, a file format or a browser would take for more than text is
+Files and documents. A path may name a pipe, a device or a terabyte, and a document may be built to exhaust memory or
+the stack:
+
+- `open_file` and `read_file` read regular files only, never block, and read at most a stated number of bytes;
+- `parse_json` and `parse_toml` raise ``ValueError`` for every text that they do not accept.
+
+Text. A name is data and may be anything. What a terminal, a file format or a browser would take for more than text is
 spelled out (``\\x1b``, ``\\u202e``) before it gets there:
 
 - `shown` is for people: terminals, HTML, messages. Nothing in it moves a cursor, changes the direction of writing
   or hides, and it has an end.
 - `storable` is for files: every text can be encoded as UTF-8.
 - `file_component` is for names inside archives: one component, short.
-- `browser_text` is for the page: no lone surrogate, no name that JavaScript's objects have already, short.
+- `browser_text` is for the page: no lone surrogate, no name that JavaScript's objects have already, short;
+- `say` prints a line for people.
 
-Pure: text in, text out. Ordinary names pass unchanged.
+Ordinary names pass unchanged. tests/test_gate.py fails when code goes around this module.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import stat
+import sys
 import zlib
 from functools import cache
+from typing import IO, Any, BinaryIO
 from urllib.parse import quote
 
-__all__ = ["browser_text", "file_component", "in_html", "shortened", "shown", "storable"]
+__all__ = [
+    "JSON_LIMIT",
+    "browser_text",
+    "file_component",
+    "in_html",
+    "open_file",
+    "parse_json",
+    "parse_toml",
+    "read_file",
+    "say",
+    "shortened",
+    "shown",
+    "storable",
+]
+
+JSON_LIMIT = 64 << 20  # bytes of one text
+# Parsed JSON takes many times the room of its text; what it would take is estimated before it is parsed.
+_FREE = 48 << 20
+_BYTES_OF_A_CONTAINER, _BYTES_OF_A_VALUE = 240, 48
+_LARGEST_SETTINGS = 1 << 20  # bytes of a file that a person writes
 
 _LONGEST_SHOWN = 500
 _LONGEST_COMPONENT = 400
@@ -103,3 +133,70 @@ def shortened(text: str, most: int) -> str:
 def _cut(text: str, whole: str, most: int) -> str:
     raw = whole.encode("utf-8", "surrogatepass")
     return f"{text[: most - 40]}…{len(whole)}-{zlib.crc32(raw):08x}{zlib.adler32(raw):08x}"
+
+
+def say(line: str, file: IO[str] | None = None, *, most: int = 20_000) -> None:
+    """Print text for people, on standard error unless a file is given."""
+    print(shown(line, most, lines=True), file=file or sys.stderr)
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading. A pipe or a device is refused with ``OSError`` instead of waited for."""
+    descriptor = os.open(
+        path, os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
+    )
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(0, "it is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: str | os.PathLike[str], most: int = _LARGEST_SETTINGS) -> bytes:
+    """Return the bytes of a regular file. One with more than ``most`` is refused with ``OSError``."""
+    with open_file(path) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise OSError(0, f"it has more than {most} bytes")
+    return raw
+
+
+def parse_json(text: str | bytes, *, bounded: bool = True, strict: bool = False) -> Any:
+    """Return the value of a JSON text; ``ValueError`` if it is not JSON, too deep, or too large for what it holds.
+
+    ``bounded=False`` leaves size and memory to the caller. ``strict=True`` refuses NaN and infinities.
+    """
+    import json
+
+    if bounded and len(text) > JSON_LIMIT:
+        raise ValueError(f"it has {len(text)} bytes of JSON; at most {JSON_LIMIT} are accepted")
+    if bounded and len(text) > 1 << 16 and _room_for(text) > _FREE + 4 * len(text):
+        raise ValueError(f"its {len(text)} bytes of JSON would take far more memory than they should")
+    try:
+        return json.loads(text, parse_constant=_refuse_constant if strict else None)
+    except RecursionError:
+        raise ValueError("not JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+
+
+def parse_toml(raw: bytes) -> dict[str, Any]:
+    """Return the values of a TOML text; ``ValueError`` if it is not TOML or too deep."""
+    import tomllib
+
+    try:
+        return tomllib.loads(raw.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _room_for(text: str | bytes) -> int:
+    """Estimate how much memory the text's values would take, at most."""
+    if isinstance(text, str):
+        containers, values = text.count("{") + text.count("["), text.count(",") + text.count(":")
+    else:
+        containers, values = text.count(b"{") + text.count(b"["), text.count(b",") + text.count(b":")
+    return _BYTES_OF_A_CONTAINER * containers + _BYTES_OF_A_VALUE * values

@@ -21,18 +21,11 @@ from torch import Tensor
 
 from torchtap.comparison.measure import sums
 from torchtap.comparison.measure.measures import measure
-from torchtap.hooks.records import CallFields, EntryFields, FoldingFields, ReceiverFields, TallyFields
-from torchtap.receive.hearing import make_ear
 from torchtap.reduce import Histogram, Stats, StatsBlock, kernel, row_norms
 from torchtap.store.format import checksum
 
 DTYPES = list(kernel.DTYPE_CODES)
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-
-
-class _Receiver(ReceiverFields):
-    def take_gradient(self, *_: object) -> None:
-        """What native code leaves goes nowhere."""
 
 
 class Fuzzer:
@@ -101,45 +94,14 @@ class Fuzzer:
         if len(self.block) > 200:
             self.block = StatsBlock(4)
 
-    def hearing(self) -> None:
-        """An output and its gradient past Python, now and then at a place that is not as it should be."""
-        if kernel.hearing is None:
-            return
-        ear, receiver, port = self.ear()
-        value = self.tensor(FLOATS).detach().requires_grad_()
-        shown = self.random.choice(
-            [lambda: value * 1, lambda: (value * 1).view(value.shape), lambda: value]
-        )()
-        place, field, held = receiver, "thread", receiver.thread
-        odd = self.random.random() < 0.2
-        if odd:
-            place, field = self.random.choice(
-                [(port, "first"), (receiver, "_folding"), (receiver._folding, "tally"), (port, "leaf_calls")]
-            )
-            held = getattr(place, field)
-            setattr(place, field, self.random.choice([None, 1, "x", object(), {"x": 1}]))
-        done = ear(shown)
-        setattr(place, field, held)
-        assert not (odd and done)
-        if shown.grad_fn is not None and done == 2 and self.random.random() < 0.8:
-            shown.sum().backward()
-        assert self.block.result(0)[0] >= (value.numel() if done else 0)
+    def many(self) -> None:
+        """Several tensors replace their rows in one call; what is left has changed nothing."""
+        values = [self.tensor() for _ in range(self.random.randrange(0, 4))]
+        left = self.block.put_each(list(range(len(values))), values)
+        for row, value in enumerate(values):
+            if row not in left:
+                assert self.block.result(row)[0] == value.numel()
         self.block.reset()
-
-    def ear(self) -> tuple[Callable[[object], int], Any, Any]:
-        """An ear whose output goes to row 0 and whose gradient goes to row 1, of a pass that has begun."""
-        receiver, folding, tally = _Receiver(), FoldingFields(), TallyFields()
-        receiver.thread, receiver._folding, receiver.open, receiver.pass_number = None, folding, True, 1
-        folding.tally = tally
-        tally.taker, tally.arrived = self.block.taker, bytearray(len(self.block))
-        ports = []
-        for row in range(2):
-            port, entry = CallFields(), EntryFields()
-            entry.row, entry.quick, port.first, port.leaf_calls = row, True, entry, {}
-            ports.append(port)
-        hear = make_ear(receiver, *ports)  # type: ignore[arg-type]
-        assert hear is not None
-        return hear, receiver, ports[0]
 
     def histogram(self) -> None:
         value = self.tensor()
@@ -157,7 +119,7 @@ class Fuzzer:
         assert len(found) == (4 if biases is None else 5)
 
     def cells(self) -> None:
-        """Sums of rows into cells, of tensors in any layout and of copies, and memory that is fetched."""
+        """Sums of rows into cells, of tensors in any layout."""
         width, rows, more = (self.random.randrange(0, most) for most in (200, 4, 3))
         dtype = [self.random.choice(FLOATS)]
         x, y = (self.tensor(dtype, (rows + more) * width).reshape(rows + more, width) for _ in range(2))
@@ -166,9 +128,6 @@ class Fuzzer:
             y = self.tensor()
         biases = [self.tensor(dtype, width) for _ in range(self.random.choice([0, 2]))]
         given: list[Any] = [x_0, between, start]
-        keeper = kernel.make_keeper(lambda _: None, lambda _: None)
-        if keeper is not None and (kept := keeper.copies((x_0,), {}, start)) is not None:
-            (given[0],), _, given[2] = kept
         room = np.full(2 * row_norms.CELLS + 1, -1.0)
         done = row_norms.rows_into(room.ctypes.data, True, x, given[0], y, given[1], given[2], *biases)
         assert room[-1] == -1
@@ -177,7 +136,6 @@ class Fuzzer:
         if done & 2:
             norms = np.linalg.norm(x[:rows].double().numpy(), axis=-1).sum()
             assert np.isclose(room[row_norms.CELLS + 2], norms, rtol=1e-5, equal_nan=True)
-        kernel.fetch(y, *sorted(self.random.randrange(0, 4000) for _ in range(2)))
 
     def distance(self) -> None:
         count = self.size()
@@ -219,8 +177,8 @@ class Fuzzer:
                 lambda: native.rows_into(pick([0, here + 1, "x"]), 0, room, room, room, room, room),
                 lambda: native.rows_into(here, 0, *[room] * pick([0, 1, 4, 6, 8])),
                 lambda: native.use_row_sums(pick([None, 1, "x"])),
-                lambda: native.fetch(room, pick(["x", None, 2**70]), 1),
-                lambda: native.Keeper(print, print, print, 1).copies(pick([None, 1, [room]]), {}, room),
+                lambda: native.Taker(1).put_each(pick([None, [1], [0, 1]]), pick([None, [room, room], room])),
+                lambda: native.Taker(1).put_each([pick([0, -1, "x"])], [room]),
             ]
         if row_norms.native is not None:
             rows = row_norms.native
@@ -232,7 +190,7 @@ class Fuzzer:
             return
         try:
             pick(calls)()
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, OverflowError, IndexError):
             return
         raise AssertionError("nonsense was taken")
 
@@ -241,7 +199,7 @@ class Fuzzer:
             self.statistics,
             self.statistics,
             self.rows,
-            self.hearing,
+            self.many,
             self.histogram,
             self.norms,
             self.cells,

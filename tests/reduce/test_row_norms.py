@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchtap.reduce import kernel, row_norms
+from torchtap.reduce import row_norms
 from torchtap.reduce.row_norms import of_change, of_steps, read, row_count
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -140,18 +140,6 @@ def test_tensors_go_into_cells_as_they_are(dtype: torch.dtype, shape: tuple[int,
     )
 
 
-@needs_rows_into
-def test_copies_of_a_call_are_as_good_as_its_tensors() -> None:
-    given, output = torch.randn(4, 6), torch.randn(4, 6)
-    keeper = kernel.make_keeper(lambda _: None, lambda _: None)
-    (given_copy,), _, output_copy = keeper.copies((given,), {}, output)
-    expected = into(False, given, given.clone(), output, output.clone(), output.clone())
-    given_now, output_now = given.clone(), output.clone()
-    given.zero_()
-    output.zero_()
-    assert into(False, given_now, given_copy, output_now, output_copy, output_copy) == expected
-
-
 def freed() -> Tensor:
     value = torch.ones(3, 4)
     value.untyped_storage().resize_(0)
@@ -213,20 +201,6 @@ def test_numbers_go_to_no_address_that_cannot_be() -> None:
     for values in ([value] * 4, [value] * 6, [value] * 8):
         with pytest.raises(TypeError, match="five or seven"):
             row_norms.rows_into(room.data_ptr(), 0, *values)
-
-
-@pytest.mark.skipif(not kernel._has_fetch, reason="no native code")
-def test_only_plain_memory_of_the_right_size_is_fetched() -> None:
-    assert kernel.native is not None
-    fetch, value = kernel.native.fetch, torch.arange(1000.0)
-    assert fetch(value, 4000, 4000)
-    assert fetch(value[:7], 0, 28)
-    assert value.tolist() == list(range(1000))
-    assert not fetch(value, 4001, 5000)
-    assert not fetch(value, 0, 3999)
-    assert not fetch(value, -1, 5000)
-    for odd in (value[::2], freed(), torch.ones(9, device="meta"), torch.ones(0), None, "text"):
-        assert not fetch(odd, 0, 1 << 20)
 
 
 LAYOUTS = {

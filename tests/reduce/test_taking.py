@@ -55,10 +55,10 @@ def test_any_dtype_and_layout_has_the_numbers_of_the_longer_way(
 
 def test_a_torch_whose_methods_are_no_plain_functions_is_refused_and_nothing_changes() -> None:
     tensor = torch.zeros(())
-    asked = (tensor.storage_offset, *[len] * 4)
+    asked = (tensor.storage_offset, *[len] * 3)
     exchange = Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
     assert kernel.native is not None
-    assert not kernel.native.use_tensors(exchange, (Tensor,), asked, lambda: -1)
+    assert not kernel.native.use_tensors(exchange, (Tensor,), asked)
     block = StatsBlock(1)
     assert block.take(0, torch.ones(3))
     assert statistics(block, 0)["mean"] == 1.0
@@ -167,8 +167,8 @@ def test_nonsense_is_refused() -> None:
     block = StatsBlock(2)
     for call in (
         lambda: block.take("row", torch.ones(3)),  # type: ignore[arg-type]
-        lambda: block.taker.take(0),
-        lambda: block.taker.take_any(0, torch.ones(3), 0),
+        lambda: block._taker.take(0),
+        lambda: block._taker.take_any(0, torch.ones(3), 0),
     ):
         with pytest.raises((TypeError, ValueError)):
             call()
@@ -210,3 +210,16 @@ def test_results_of_some_rows_are_those_of_the_plain_formulas(monkeypatch: pytes
     monkeypatch.setattr(block, "_native", None)
     np.testing.assert_allclose(native, block.results(chosen), rtol=1e-15)
     np.testing.assert_allclose(block.results()[chosen], native, rtol=1e-15)
+
+
+def test_many_small_tensors_replace_their_rows_in_one_call_and_the_others_are_returned() -> None:
+    block = StatsBlock(3)
+    block.take(0, torch.full((4,), 9.0))
+    values = [torch.ones(3), torch.ones(kernel.MANY + 1), torch.full((2,), 5.0)]
+    assert list(block.put_each([0, 1, 2], values)) == [1]
+    assert [statistics(block, row)["count"] for row in range(3)] == [3, 0, 2]
+    assert statistics(block, 0)["mean"] == 1.0
+    with pytest.raises(IndexError):
+        block.put_each([3], [torch.ones(2)])
+    with pytest.raises(TypeError, match="as many"):
+        block.put_each([0, 1], [torch.ones(2)])

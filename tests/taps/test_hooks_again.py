@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.hooks import hooks
 from torchtap.hooks.walker import Walker
 
 TABLES = (
@@ -28,18 +27,11 @@ TABLES = (
 SECOND = tt.tap("*:output", every=2)
 
 
-@pytest.fixture(params=["native", "python"], autouse=True)
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """With the native loops, and without them."""
-    if request.param == "native" and hooks.put_on is hooks.put_on_in_python:
-        pytest.skip("no native code here")
-    if request.param == "python":
-        monkeypatch.setattr(hooks, "put_on", hooks.put_on_in_python)
-        monkeypatch.setattr(hooks, "take_off", hooks.take_off_in_python)
-        monkeypatch.setattr(hooks, "are_on", hooks.are_on_in_python)
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield request.param
+        yield
 
 
 def made() -> nn.Sequential:

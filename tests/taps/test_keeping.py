@@ -1,10 +1,9 @@
-"""Whole outputs that are copied when they come and booked when somebody looks: what is seen is the same as without."""
+"""A capture keeps whole outputs as they were when the model returned them."""
 
 from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -15,9 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
 from torchtap.errors import ReductionError
-from torchtap.receive import keeping, receiver
-from torchtap.receive.folding import Folding
-from torchtap.reduce import kernel
 from torchtap.store.write.pool import pool_of
 
 WIDE = 32 << 10  # floats: no longer a small value
@@ -49,15 +45,6 @@ class Odd(nn.Module):
         return self.last(x + one + two)
 
 
-@pytest.fixture(params=["native", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "python":
-        monkeypatch.setattr(keeping, "make_keeper", None)
-    elif not kernel.hearing:
-        pytest.skip("no native code")
-    return str(request.param)
-
-
 def _look(model: nn.Module, passes: int = 1, **options: bool) -> dict[str, Tensor]:
     torch.manual_seed(1)
     with tt.capture(model, "**:output", **options) as seen:  # type: ignore[arg-type]
@@ -66,23 +53,7 @@ def _look(model: nn.Module, passes: int = 1, **options: bool) -> dict[str, Tenso
     return dict(seen)
 
 
-@pytest.mark.parametrize("options", [{}, {"merge": True}, {"all_threads": True}])
-@pytest.mark.parametrize("passes", [1, 3])
-def test_what_is_seen_is_the_same_with_and_without(
-    monkeypatch: pytest.MonkeyPatch, passes: int, options: dict[str, bool]
-) -> None:
-    torch.manual_seed(0)
-    model = Odd()
-    found = [_look(model, passes, **options) for _ in range(2)]
-    monkeypatch.setattr(keeping, "make_keeper", None)
-    found.append(_look(model, passes, **options))
-    for other in found[1:]:
-        assert list(other) == list(found[0])
-        assert all(torch.equal(other[name], value) for name, value in found[0].items())
-    assert {"first:output#1", "twins:output.1", "inner.1:output"} <= set(found[0])
-
-
-def test_a_change_in_place_does_not_reach_what_was_kept(way: str) -> None:
+def test_a_change_in_place_does_not_reach_what_was_kept() -> None:
     torch.manual_seed(0)
     model = Odd()
     x = torch.randn(3, 4)
@@ -95,14 +66,14 @@ def test_a_change_in_place_does_not_reach_what_was_kept(way: str) -> None:
     assert torch.equal(seen["inner:output"], linear.relu())
 
 
-def test_one_copy_serves_a_value_that_is_shown_twice(way: str) -> None:
+def test_one_copy_serves_a_value_that_is_shown_twice() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
     with tt.capture(model, "**:output") as seen:
         model(torch.ones(1, 4))
     assert seen[":output"] is seen["0:output"] is seen["0.0:output"]
 
 
-def test_looking_in_between_changes_nothing(way: str) -> None:
+def test_looking_in_between_changes_nothing() -> None:
     model = Odd()
     with tt.capture(model, "**:output") as seen:
         assert list(seen) == []
@@ -114,7 +85,7 @@ def test_looking_in_between_changes_nothing(way: str) -> None:
     assert not seen.coverage()
 
 
-def test_parts_that_are_called_without_the_model(way: str) -> None:
+def test_parts_that_are_called_without_the_model() -> None:
     model = Odd()
     with tt.capture(model, "**:output") as seen:
         model.first(torch.ones(1, 4))
@@ -123,7 +94,7 @@ def test_parts_that_are_called_without_the_model(way: str) -> None:
     assert "inner:output" in {missing.site for missing in seen.coverage()}
 
 
-def test_copies_have_no_gradient_history_and_leave_the_training_as_it_is(way: str) -> None:
+def test_copies_have_no_gradient_history_and_leave_the_training_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     x = torch.randn(2, 4)
     model(x).sum().backward()
@@ -138,7 +109,7 @@ def test_copies_have_no_gradient_history_and_leave_the_training_as_it_is(way: st
     )
 
 
-def test_values_without_a_version_are_copied(way: str) -> None:
+def test_values_without_a_version_are_copied() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
     with torch.inference_mode(), tt.capture(model, "**:output") as seen:
         model(-torch.ones(1, 4))
@@ -146,7 +117,7 @@ def test_values_without_a_version_are_copied(way: str) -> None:
         assert torch.equal(seen["1:output"], seen_before.relu())
 
 
-def test_values_inside_of_a_transform_are_plain(way: str) -> None:
+def test_values_inside_of_a_transform_are_plain() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     x = torch.randn(3, 4)
     with tt.capture(model, "**:output") as seen:
@@ -159,7 +130,7 @@ def test_values_inside_of_a_transform_are_plain(way: str) -> None:
         assert seen[name].numpy().shape == (3, 4)
 
 
-def test_what_a_trace_inside_of_a_pass_runs_is_seen_as_it_is(way: str) -> None:
+def test_what_a_trace_inside_of_a_pass_runs_is_seen_as_it_is() -> None:
     class Tracing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -175,7 +146,7 @@ def test_what_a_trace_inside_of_a_pass_runs_is_seen_as_it_is(way: str) -> None:
     assert torch.equal(seen["inner:output"], model.inner(x))
 
 
-def test_memory_that_is_not_there_is_an_error_with_the_sites_name(way: str) -> None:
+def test_memory_that_is_not_there_is_an_error_with_the_sites_name() -> None:
     class Freed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             gone = x.clone()
@@ -191,9 +162,7 @@ def test_memory_that_is_not_there_is_an_error_with_the_sites_name(way: str) -> N
     assert torch.equal(seen["0:output"], torch.ones(2, 2))
 
 
-def test_memory_that_cannot_be_had_is_an_error_with_the_sites_name(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_had_is_an_error_with_the_sites_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Identity(), nn.Linear(4, WIDE))
 
     def lend(nbytes: int) -> None:
@@ -208,7 +177,7 @@ def test_memory_that_cannot_be_had_is_an_error_with_the_sites_name(
     assert torch.equal(seen["0:output"], torch.ones(1, 4))
 
 
-def test_a_checkpoint_s_repetition_is_not_kept_again(way: str) -> None:
+def test_a_checkpoint_s_repetition_is_not_kept_again() -> None:
     class Again(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -223,7 +192,7 @@ def test_a_checkpoint_s_repetition_is_not_kept_again(way: str) -> None:
     assert list(seen) == ["inner:output"]
 
 
-def test_other_threads_are_heard_if_they_are_asked_for(way: str) -> None:
+def test_other_threads_are_heard_if_they_are_asked_for() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def call() -> None:
@@ -244,32 +213,7 @@ def test_other_threads_are_heard_if_they_are_asked_for(way: str) -> None:
         assert all(torch.equal(value, expected) for value in seen.values())
 
 
-def test_threads_whose_first_values_come_at_the_same_time_lose_none(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def made_slowly(*args: Any, **kwargs: Any) -> Folding:
-        time.sleep(0.01)  # the other threads come by
-        return Folding(*args, **kwargs)
-
-    monkeypatch.setattr(receiver, "Folding", made_slowly)
-    model, together = nn.Sequential(Twins(), nn.Identity()), threading.Barrier(4)
-
-    def call(number: int) -> None:
-        x = torch.full((2,), float(number))
-        together.wait()
-        model[0](x)  # what it returns is left to Python, which has nothing to put it into yet
-
-    with tt.capture(model, "**:output", all_threads=True) as seen:
-        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    found = sorted(value[0].item() for name, value in seen.items() if ":output.0" in name)
-    assert found == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_what_nobody_looked_at_goes_at_once(way: str) -> None:
+def test_what_nobody_looked_at_goes_at_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     gc.collect()
     gc.disable()
@@ -283,14 +227,14 @@ def test_what_nobody_looked_at_goes_at_once(way: str) -> None:
         gc.enable()
 
 
-def test_a_selector_from_which_nothing_came_is_told(way: str) -> None:
+def test_a_selector_from_which_nothing_came_is_told() -> None:
     model = Odd()
     with pytest.warns(RuntimeWarning, match="nothing came from 'last:output'"):
         with tt.capture(model, "first:output", "last:output"):
             model.first(torch.ones(1, 4))
 
 
-def test_sessions_inside_of_each_other_and_no_residue(way: str) -> None:
+def test_sessions_inside_of_each_other_and_no_residue() -> None:
     model = Odd()
     x = torch.randn(3, 4)
     for _ in range(2):
@@ -324,7 +268,7 @@ def test_sessions_inside_of_each_other_and_no_residue(way: str) -> None:
     ],
     ids=lambda value: f"{value.dtype}{list(value.shape)}",
 )
-def test_values_of_every_kind_are_what_they_were(way: str, value: Tensor) -> None:
+def test_values_of_every_kind_are_what_they_were(value: Tensor) -> None:
     model = nn.Sequential(nn.Identity())
     with tt.capture(model, "0:output") as seen:
         model(value)
@@ -338,7 +282,7 @@ def test_values_of_every_kind_are_what_they_were(way: str, value: Tensor) -> Non
 
 
 @pytest.mark.parametrize("size", [8, WIDE])
-def test_what_was_seen_never_changes_afterwards(way: str, size: int) -> None:
+def test_what_was_seen_never_changes_afterwards(size: int) -> None:
     """Neither by the model's own changes, nor by later captures, whose memory was used before."""
     model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
     held, expected = [], []
@@ -354,7 +298,7 @@ def test_what_was_seen_never_changes_afterwards(way: str, size: int) -> None:
         assert torch.equal(seen["1:output"], torch.zeros(size))
 
 
-def test_memory_of_large_values_comes_back_and_is_used_again(way: str) -> None:
+def test_memory_of_large_values_comes_back_and_is_used_again() -> None:
     model = nn.Sequential(nn.Identity())
     pool = pool_of(model)
 
@@ -373,7 +317,7 @@ def test_memory_of_large_values_comes_back_and_is_used_again(way: str) -> None:
     assert pool.nbytes == made
 
 
-def test_a_value_outlives_its_capture_and_the_model(way: str) -> None:
+def test_a_value_outlives_its_capture_and_the_model() -> None:
     model = nn.Sequential(nn.Identity())
     with tt.capture(model, "0:output") as seen:
         model(torch.full((WIDE,), 7.0))
@@ -386,7 +330,7 @@ def test_a_value_outlives_its_capture_and_the_model(way: str) -> None:
     assert torch.equal(value, torch.full((WIDE,), 7.0))
 
 
-def test_more_than_the_pool_may_hold_is_kept_all_the_same(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_the_pool_may_hold_is_kept_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(nn.Identity() for _ in range(4)))
     monkeypatch.setattr(pool_of(model), "_limit", 2 * WIDE * 4)
     with tt.capture(model, "**:output") as seen:
@@ -398,7 +342,7 @@ def test_more_than_the_pool_may_hold_is_kept_all_the_same(way: str, monkeypatch:
         assert torch.equal(value, torch.full((WIDE,), float(number))), name
 
 
-def test_a_large_value_that_was_changed_in_between_is_copied_again(way: str) -> None:
+def test_a_large_value_that_was_changed_in_between_is_copied_again() -> None:
     class Changed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.add_(1)
@@ -425,7 +369,7 @@ def _state(model: nn.Module) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("selector", ["**:output", "inner.*:output"])
-def test_a_model_is_as_it_was_found_after_a_hundred_captures(way: str, selector: str) -> None:
+def test_a_model_is_as_it_was_found_after_a_hundred_captures(selector: str) -> None:
     model = Odd()
     x = torch.randn(3, 4)
     found = _state(model)

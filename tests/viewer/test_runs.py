@@ -154,6 +154,31 @@ def test_a_run_that_was_named_itself_or_is_being_written_stays(tmp_path: Path) -
         writer.close()
 
 
+def test_a_note_is_never_written_through_a_link(shelf_folder: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    run = shelf_folder / "run-4"
+    for name in (".notes.json.part", "notes.json"):
+        (run / name).symlink_to(outside)
+    manage(Catalog.open([shelf_folder]), {"run": "run-4", "action": "tag", "value": ["good"]})
+    assert outside.read_text() == "mine"
+    assert (run / "notes.json").is_file()
+    assert not (run / "notes.json").is_symlink()
+    assert not (run / ".notes.json.part").exists()
+
+
+@pytest.mark.parametrize("body", [b"[" * 90_000, b'{"a":' * 15_000, b"{", b"\xff", b""])
+def test_a_body_that_is_no_json_is_refused_as_such(shelf_folder: Path, body: bytes) -> None:
+    testclient = pytest.importorskip("starlette.testclient")
+    policy = Policy.of("127.0.0.1", manage=True)
+    base = "http://127.0.0.1:8000"
+    client = testclient.TestClient(application(Catalog.open([shelf_folder]), policy), base_url=base)
+    answer = client.post(
+        f"/manage?token={policy.token}", content=body, headers={"origin": base, "x-torchtap": "page"}
+    )
+    assert (answer.status_code, answer.json()) == (400, {"error": "this is no JSON"})
+
+
 def test_only_the_page_of_a_viewer_that_manages_may_change_runs(shelf_folder: Path) -> None:
     testclient = pytest.importorskip("starlette.testclient")
     base = "http://127.0.0.1:8000"

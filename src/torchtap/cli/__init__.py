@@ -13,7 +13,7 @@ from importlib import import_module
 import click
 
 from torchtap.errors import TorchtapError
-from torchtap.sanitize import shown
+from torchtap.sanitize import say
 
 __all__ = ["main", "torchtap"]
 
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
         error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        print("stopped", file=sys.stderr)
+        say("stopped")
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has left: nothing to say, and nobody to say it to
@@ -90,6 +90,6 @@ def _tell(error: Exception, *, debug: bool) -> None:
         traceback.print_exc()
     expected = isinstance(error, (TorchtapError, OSError))
     what = str(error) if expected else f"{type(error).__name__}: {error}"
-    print(f"torchtap: {shown(what, 20_000, lines=True)}", file=sys.stderr)
+    say(f"torchtap: {what}")
     if not expected and not debug:
-        print("This was not expected; `torchtap --debug …` shows where it came from.", file=sys.stderr)
+        say("This was not expected; `torchtap --debug …` shows where it came from.")

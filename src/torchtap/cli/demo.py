@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from torchtap.cli.console import say_json
+from torchtap.cli.console import Terminal, say_json
 
 if TYPE_CHECKING:
     from torchtap.session.watching import Watch
@@ -39,7 +38,7 @@ _SHOWN = (
 )
 def command(steps: int, out: str, as_json: bool) -> None:
     """Train a small GPT on a few kilobytes of text and look inside it while it learns."""
-    console = Console(stderr=as_json)
+    console = Terminal(stderr=as_json)
     folder = Path(out)
     if folder.exists():
         if not any(folder.glob("rank-*")):
@@ -53,7 +52,7 @@ def command(steps: int, out: str, as_json: bool) -> None:
         say_json({"run": out, "loss": loss, **facts})
 
 
-def _train(console: Console, folder: Path, steps: int) -> float:
+def _train(console: Terminal, folder: Path, steps: int) -> float:
     import torch
     import torch.nn.functional as F
 
@@ -120,7 +119,7 @@ def _table(watch: Watch, step: int, steps: int, loss: float) -> Table:
     return table
 
 
-def _show(console: Console, folder: Path) -> dict[str, object]:
+def _show(console: Terminal, folder: Path) -> dict[str, object]:
     """What the run holds, what was found in it, and how to look further; the same facts for programs."""
     from torchtap.diagnosis.run import diagnose
     from torchtap.store.read.reader import open_run
@@ -135,13 +134,13 @@ def _show(console: Console, folder: Path) -> dict[str, object]:
     findings = diagnose(run)
     console.print(f"What looks wrong in it: {'nothing.' if not findings else ''}")
     for finding in findings[:5]:
-        console.print(f"  {finding}", markup=False)
+        console.print(f"  {finding}")
     if len(findings) > 5:
         console.print(f"  … and {len(findings) - 5} more; the report has them all")
     report = _write_report(console, folder)
     # From a checkout the command is in the environment that make has set up, which may not be on the path.
     name = "torchtap" if shutil.which("torchtap") else sys.argv[0]
-    console.print(f"\nLook further:\n  {name} show {folder}\n  {name} view {folder}", markup=False)
+    console.print(f"\nLook further:\n  {name} show {folder}\n  {name} view {folder}")
     return {
         "sites": len(run.sites()),
         "steps": len(run.steps()),
@@ -150,7 +149,7 @@ def _show(console: Console, folder: Path) -> dict[str, object]:
     }
 
 
-def _write_report(console: Console, folder: Path) -> str | None:
+def _write_report(console: Terminal, folder: Path) -> str | None:
     from torchtap.errors import MissingExtraError
     from torchtap.viewer.report import write_report
 
@@ -158,7 +157,7 @@ def _write_report(console: Console, folder: Path) -> str | None:
     try:
         write_report([folder], page)
     except MissingExtraError as error:
-        console.print(f"No report: {error}", markup=False)
+        console.print(f"No report: {error}")
         return None
     console.print(f"The report: {page}")
     return str(page)

@@ -91,7 +91,7 @@ def _stop_there(event: Event) -> None:
     place = event.line
     while frame is not None and place and f"{frame.f_code.co_filename}:{frame.f_lineno} " not in place:
         frame = frame.f_back
-    print(f"torchtap: {event.kind} from {event.op} in {event.path or 'the model itself'}", file=sys.stderr)
+    say(f"torchtap: {event.kind} from {event.op} in {event.path or 'the model itself'}", err=True)
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()
     debugger.interaction(frame, None)  # a look at the place itself, not at what is called next

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import webbrowser
-from pathlib import Path
 
 import click
+
+from torchtap.sanitize import JSON_LIMIT, read_file
 
 __all__ = ["command"]
 
@@ -67,7 +68,7 @@ def command(
     from torchtap.viewer.server import ViewerServer
 
     try:
-        result = load_json(Path(comparison).read_bytes()) if comparison else None
+        result = load_json(read_file(comparison, JSON_LIMIT)) if comparison else None
         if result is not None and not isinstance(result, dict):
             raise click.ClickException(
                 f"{comparison} is no comparison: write one with torchtap compare --json"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,6 +47,7 @@ from torchtap.plan.next_live import Pace
 from torchtap.rank_identity import identity
 from torchtap.receive import backward, training
 from torchtap.receive.ears import Ears
+from torchtap.sanitize import say
 from torchtap.session.front import watch
 from torchtap.session.watching import Watch
 from torchtap.store.record import Consumer, StepRecord
@@ -242,7 +242,7 @@ class Doctor(Ears):
     def _tell(self, finding: Finding) -> None:
         if not self._quiet and finding.severity != "info":
             since = "" if finding.step is None else f" (step {finding.step})"
-            print(f"torchtap: {finding.kind}: {finding}{since}. {finding.advice}", file=sys.stderr)
+            say(f"torchtap: {finding.kind}: {finding}{since}. {finding.advice}")
         self.watch.alert(finding.severity, finding.kind, finding.message, finding.step, finding.site)
         grave = finding.severity == "error" or (finding.severity == "warning" and self._stop_at == "warning")
         if self._stop_at is not None and grave and self._stopped_by is None:

@@ -63,13 +63,12 @@ def attach(
     receiver: Receiver,
     way: WayName = "hook",
     site_map: SiteMap | None = None,
-    form: str | None = None,
 ) -> Attachment:
-    """An attachment for this model's form, if that is known already.
+    """Return an attachment for the form of this model.
 
     A map tells which values of a graph are which sites.
     """
-    form = form or form_of(model)
+    form = form_of(model)
     if way != "hook" and form != "eager":
         raise FormError(f"way={way!r} is for eager models, and this one is {form}: leave it out")
     match form:

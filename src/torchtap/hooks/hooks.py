@@ -7,7 +7,7 @@ or one live step among many, is mostly hooks that come and go. Native code goes 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Self, TypeAlias, final
 
@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchtap.hooks.untraced import CleanState, clean_state, conceal, reveal
-from torchtap.reduce.kernel import native
 
 __all__ = ["Entry", "Hooks", "RegisteredHook", "hook_entries", "new_number"]
 
@@ -43,7 +42,7 @@ def new_number() -> int:
     return number
 
 
-def put_on_in_python(entries: list[Entry]) -> list[Table]:
+def put_on(entries: list[Entry]) -> list[Table]:
     """Put hooks on; the tables into which they went. Where one fails, none is on."""
     tables: list[Table] = []
     try:
@@ -62,7 +61,7 @@ def put_on_in_python(entries: list[Entry]) -> list[Table]:
     return tables
 
 
-def take_off_in_python(entries: list[Entry], tables: list[Table]) -> None:
+def take_off(entries: list[Entry], tables: list[Table]) -> None:
     """Take hooks out of the tables into which they were put. What others have taken off already is no error."""
     _take_out(entries, tables)
     for module, *_, state in entries:
@@ -75,15 +74,9 @@ def _take_out(entries: list[Entry], tables: list[Table]) -> None:
         table.pop(entry[2], None)
 
 
-def are_on_in_python(entries: list[Entry]) -> bool:
+def are_on(entries: list[Entry]) -> bool:
     """Whether each hook is in the table that its module has now."""
     return all(number in getattr(module, name) for module, name, number, *_ in entries)
-
-
-# A checkout may still hold the build of an older source, without them.
-put_on: Callable[[list[Entry]], list[Table]] = getattr(native, "put_in_tables", put_on_in_python)
-take_off: Callable[[list[Entry], list[Table]], None] = getattr(native, "take_from_tables", take_off_in_python)
-are_on: Callable[[list[Entry]], bool] = getattr(native, "are_in_tables", are_on_in_python)
 
 
 def hook_entries(

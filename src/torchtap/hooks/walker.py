@@ -11,7 +11,7 @@ is not hot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
@@ -30,9 +30,6 @@ __all__ = ["EVERY_THREAD", "Heard", "Walker", "is_compiling", "shown_call", "sho
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 Stop = TypeVar("Stop")
-# Takes what a module returned past all of this, and says how far it came: 0 nothing, 1 half, 2 all was done.
-Hear = Callable[[object], int]
-_ALL = 2
 _MOST_ASIDE = 8  # sets of hooks
 
 
@@ -53,17 +50,11 @@ def _unheeded(_: object) -> None:
     """A compiler follows the code, and there is nothing to put into its graph."""
 
 
-def _unheard(_: object) -> int:
-    """Nothing is done past the hook."""
-    return 0
-
-
 def shown_output(
     stop: Stop,
     visit: Callable[[Stop, object], object],
     traced: Callable[[object], object] = _unheeded,
     heard: Heard = EVERY_THREAD,
-    hear: Hear = _unheard,
 ) -> Callable[[nn.Module, object, object], object]:
     """A forward hook that shows what a module returns, but not what a checkpoint repeats."""
 
@@ -71,8 +62,6 @@ def shown_output(
     def hook(module: nn.Module, args: object, output: object) -> Any:
         if is_compiling():
             return traced(output)
-        if hear(output) == _ALL:
-            return None
         if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
             return visit(stop, output)
         return None
@@ -142,33 +131,9 @@ class Walker:
         stop: Stop,
         visit: Callable[[Stop, object], object],
         traced: Callable[[object], object],
-        hear: Hear | None = None,
     ) -> None:
         """Show what the module returns. Repetitions are left out."""
-        self._put.append(
-            self._way.after(module, shown_output(stop, visit, traced, self._heard, hear or _unheard))
-        )
-
-    def after_each(
-        self,
-        stops: Iterable[tuple[nn.Module, Stop]],
-        visit: Callable[[Stop, Any], object],
-        traced: Callable[[Stop, Any], object],
-        hear: Callable[[Heard, Stop, Any], bool],
-    ) -> None:
-        """`after` for many modules, each once: one function serves them all, so that less is made and let go of."""
-        heard = self._heard
-
-        def hook(stop: Stop, module: nn.Module, args: object, output: object) -> Any:
-            if is_compiling():
-                return traced(stop, output)
-            if hear(heard, stop, output):
-                return None
-            if (heard.thread == get_ident() or heard.thread is None) and graph_task() == -1:
-                return visit(stop, output)
-            return None
-
-        self._put.extend(self._way.after_each(stops, hook))
+        self._put.append(self._way.after(module, shown_output(stop, visit, traced, self._heard)))
 
     def before(
         self,
@@ -195,17 +160,13 @@ class Walker:
         stop: Stop,
         visit: Callable[[Stop, object, bool], object],
         traced: Callable[[object], object],
-        hear: Hear | None = None,
     ) -> None:
         """Show what the module returns, and say whether a checkpoint repeats the call."""
         heard = self._heard
-        hear = hear or _unheard
 
         def hook(module: nn.Module, args: object, output: object) -> Any:
             if is_compiling():
                 return traced(output)
-            if hear(output) == _ALL:
-                return None
             if heard.thread == get_ident() or heard.thread is None:
                 return visit(stop, output, graph_task() != -1)
             return None
@@ -217,25 +178,20 @@ class Walker:
         module: nn.Module,
         first: tuple[Stop, Callable[[Stop, Any], Any], Callable[[Any], Any]],
         second: tuple[Stop, Callable[[Stop, Any, bool], Any], Callable[[Any], Any]],
-        hear: Hear | None = None,
     ) -> None:
         """`after` and then `after_and_again`, by one hook: torch takes long to call one, and each looks where it is."""
         heard = self._heard
         stop, visit, traced = first
         stop_again, visit_again, traced_again = second
-        hear = hear or _unheard
 
         def hook(module: nn.Module, args: object, output: object) -> None:
             if is_compiling():
                 traced(output)
                 traced_again(output)
                 return
-            done = hear(output)
-            if done == _ALL:
-                return
             if heard.thread == get_ident() or heard.thread is None:
                 repeated = graph_task() != -1
-                if not repeated and not done:
+                if not repeated:
                     visit(stop, output)
                 visit_again(stop_again, output, repeated)
 

@@ -9,14 +9,14 @@ No other file registers forward hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeAlias, final, get_args
 
 from torch import nn
 
 from torchtap.errors import PlanError
-from torchtap.hooks.hooks import Entry, Hooks, RegisteredHook, hook_entries, new_number
-from torchtap.hooks.untraced import Hook, clean_state
+from torchtap.hooks.hooks import Hooks, RegisteredHook, hook_entries
+from torchtap.hooks.untraced import Hook
 
 __all__ = ["Action", "Handle", "Hook", "HookWay", "Way", "WayName", "each_end", "way_for"]
 
@@ -50,12 +50,6 @@ class Way(Protocol):
 
     def around(self, module: nn.Module, begin: Action, end: Action) -> list[Handle]:
         """Run ``begin`` ahead of all that comes before a call, and ``end`` after it, also when the call raised."""
-
-    def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
-        """Run ``action`` after each call of these modules, with what stands beside the module as its first argument.
-
-        No module is named twice.
-        """
 
 
 def way_for(root: nn.Module, name: str) -> Way:
@@ -108,18 +102,6 @@ class HookWay:
         first = hook_entries(module, "_forward_pre_hooks", self._hook(begin), _GIVEN_KWARGS, first=True)
         last = hook_entries(module, "_forward_hooks", self._hook(end), _ALWAYS)
         return [Hooks([*first, *last])]
-
-    def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
-        handles: list[Handle] = []
-        entries: list[Entry] = []
-        number = new_number()  # no module has two of them
-        for module, stop in stops:
-            hook = Hook(action, stop)
-            if type(module).register_forward_hook is _REGISTER_AFTER:
-                entries.append((module, "_forward_hooks", number, hook, False, clean_state(module)))
-            else:
-                handles.append(RegisteredHook(module, module.register_forward_hook(hook)))
-        return [*handles, Hooks(entries)]
 
 
 _HOOKS = HookWay()

@@ -19,7 +19,7 @@ import copy
 import functools
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -102,9 +102,6 @@ class _Replacing(ABC):
 
     def around(self, module: nn.Module, begin: Action, end: Action) -> list[Handle]:
         return each_end(self, module, begin, end)
-
-    def after_each(self, stops: Iterable[tuple[nn.Module, Any]], action: Action) -> list[Handle]:
-        return [self.after(module, functools.partial(action, stop)) for module, stop in stops]
 
     def _around(self, module: nn.Module) -> _Around:
         around = self._arounds.get(id(module))

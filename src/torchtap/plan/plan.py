@@ -132,18 +132,6 @@ class Plan:
         return [repr(each.keep) for each in self.taps]
 
     @cached_property
-    def keeps_outputs(self) -> bool:
-        """Whether all that is asked for are modules' outputs, each whole and as it is."""
-        if self.kinds != {"output"} or not all(each.whole and each.keep.whole for each in self.taps):
-            return False
-        return all(each.keep == _whole_tensors() for each in self.taps)
-
-    @cached_property
-    def stops(self) -> list[tuple[tuple[int, ...], Site, tuple[int, str]]]:
-        """For each port its taps, its site, and what a hook knows it by: its number and the module's path."""
-        return [(port.taps, port.site, (number, port.site.path)) for number, port in enumerate(self.ports)]
-
-    @cached_property
     def aliases(self) -> dict[str, str]:
         """Alias to the bare name of the site that it stands for."""
         return {

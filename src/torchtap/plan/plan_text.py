@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torchtap.plan.plan import Plan, candidates
 from torchtap.plan.sites import Place, Selector, Site, selectors_of
 from torchtap.plan.tap import Tap
 from torchtap.reduce.registry import reduction_from_spec
-from torchtap.sanitize import shown
+from torchtap.sanitize import parse_json, shown
 from torchtap.schedule.rules import schedule_from_spec
 
 __all__ = ["described", "picks_nothing", "picks_several", "taps_from_json"]
@@ -37,7 +36,7 @@ def described(plan: Plan) -> str:
 def taps_from_json(text: str) -> list[Tap]:
     """The taps of a plan that `Plan.to_json` wrote."""
     try:
-        return [_tap_from_spec(each) for each in json.loads(text)["taps"]]
+        return [_tap_from_spec(each) for each in parse_json(text)["taps"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, TorchtapError):
             raise

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast, final
-from weakref import ref
 
 from torch import nn
 
@@ -49,35 +48,15 @@ __all__ = [
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class Site:
-    """A named place where a value passes. A reference to a module may be weak: then somebody else holds it."""
+    """A named place that a value passes, with its module if it is bound to a model."""
 
     path: str
     kind: Kind
-    leaf: str
-    call: int
-    _module: nn.Module | ref[nn.Module] | None = field(compare=False, repr=False)
-
-    def __init__(
-        self,
-        path: str,
-        kind: Kind,
-        leaf: str = "",
-        call: int = 0,
-        module: nn.Module | ref[nn.Module] | None = None,
-    ) -> None:
-        put = object.__setattr__
-        put(self, "path", path)
-        put(self, "kind", kind)
-        put(self, "leaf", leaf)
-        put(self, "call", call)
-        put(self, "_module", module)
-
-    @property
-    def module(self) -> nn.Module | None:
-        module = self._module
-        return module() if type(module) is ref else module  # type: ignore[return-value]
+    leaf: str = ""
+    call: int = 0
+    module: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:

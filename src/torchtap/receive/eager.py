@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, final
 from torch import nn
 
 from torchtap.forms.op.channel import Channel
-from torchtap.forms.op.traced import emitting_inputs, emitting_output, emitting_outputs, emitting_pass
+from torchtap.forms.op.traced import emitting_inputs, emitting_output, emitting_pass
 from torchtap.hooks.leaves import input_leaves
 from torchtap.hooks.walker import Walker
 from torchtap.hooks.ways import WayName
@@ -32,7 +32,6 @@ from torchtap.receive.receiver import Receiver
 if TYPE_CHECKING:
     from torchtap.hooks.arguments import Args, Kwargs
     from torchtap.receive.asking import Asking
-    from torchtap.receive.keeping import HearAt
     from torchtap.receive.state import StateReader
 
 __all__ = ["Attachment", "EagerAttachment"]
@@ -106,12 +105,9 @@ class EagerAttachment:
     def _make_hooks(self, live: frozenset[int]) -> None:
         """Made once for each set of live taps, and put on. None of them knows the step."""
         receiver = self._receiver
-        if receiver.keeps is not None:
-            self._keep_outputs(live, receiver.keeps)
-        else:
-            for port in receiver.ports.values():
-                if not live.isdisjoint(port.port.taps):
-                    self._put_on(port)
+        for port in receiver.ports.values():
+            if not live.isdisjoint(port.port.taps):
+                self._put_on(port)
         begin = receiver.begin_pass if receiver.takes_all else self._begin_pass
         self._walker.passes(begin, receiver.end_pass, emitting_pass(self._channel, self._root))
         if receiver.placing is not None:
@@ -122,15 +118,6 @@ class EagerAttachment:
         return kind in plan.kinds and any(
             port.site.kind == kind and not live.isdisjoint(port.taps) for port in plan.ports
         )
-
-    def _keep_outputs(self, live: frozenset[int], hear: HearAt) -> None:
-        """Stop where outputs are kept whole, and where nothing else is."""
-        stops = [
-            (module, stop)
-            for taps, site, stop in self._receiver.plan.stops
-            if not live.isdisjoint(taps) and (module := site.module) is not None
-        ]
-        self._walker.after_each(stops, self._receiver.keep, emitting_outputs(self._channel), hear)
 
     def _put_on(self, port: PortState) -> None:
         """Stop at a port's module. Kinds that do not pass there are read elsewhere.
@@ -145,19 +132,17 @@ class EagerAttachment:
                 path = port.port.site.path
                 first = port, receiver.take, emitting_output(self._channel, path, "output")
                 gradient = self._live_port(path, "grad_output")
-                ear = receiver.ear(port, gradient)
                 if gradient is None:
-                    self._walker.after(module, *first, ear)
+                    self._walker.after(module, *first)
                 else:
                     emit = emitting_output(self._channel, path, "grad_output")
                     second = gradient, self._asking.of_output, emit
-                    self._walker.after_twice(module, first, second, ear)
+                    self._walker.after_twice(module, first, second)
             case "input":
                 self._walker.before(module, port, receiver.take_inputs, emitting_inputs(self._channel, port))
             case "grad_output" if self._live_port(port.port.site.path, "output") is None:
                 emit = emitting_output(self._channel, port.port.site.path, "grad_output")
-                ear = receiver.ear(None, port)
-                self._walker.after_and_again(module, port, self._asking.of_output, emit, ear)
+                self._walker.after_and_again(module, port, self._asking.of_output, emit)
             case "grad_input":
                 emit_given = emitting_inputs(self._channel, port)
                 taps = receiver.plan.taps

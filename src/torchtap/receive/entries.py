@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchtap._torch import version_of
-from torchtap.hooks.records import CallFields, EntryFields, TallyFields
 from torchtap.plan.names import Kind
 from torchtap.plan.plan import Port
 from torchtap.plan.sites import Site, input_names
@@ -36,16 +35,20 @@ class Fold:
 
 
 @final
-class Entry(EntryFields):
+class Entry:
     """A site that was seen: who wants it, and what has been folded so far."""
 
     __slots__ = (
         "also",
+        "asked",
         "dtype",
         "folds",
+        "generation",
         "live_folds",
         "measured",
         "name",
+        "quick",
+        "row",
         "shape",
         "site",
         "taps",
@@ -58,8 +61,9 @@ class Entry(EntryFields):
         self.generation = -1
         self.also: Entry | None = None  # which takes the same values, of all passes together
         self.measured = False  # whether a row of the block is wanted in this generation
-        self.quick = self.asked = False
-        self.row = -1
+        self.quick = False  # True if a value only has to be folded into the row
+        self.asked = False  # True if the newest call, replays apart, requested its gradient
+        self.row = -1  # in each tally's block, once it has one
         self.folds: dict[str, dict[str, Fold]] = {}  # by phase, then by key
         self.live_folds: tuple[Fold, ...] = ()
         self.shape: tuple[int, ...] | None = None  # of the first value; None means that none ever came
@@ -67,7 +71,7 @@ class Entry(EntryFields):
 
 
 @final
-class Tally(TallyFields):
+class Tally:
     """What one phase has folded in the open step. Passes of different phases never meet in one.
 
     ``serial`` changes when the tally is emptied: a gradient that comes later than that has nowhere to go.
@@ -76,11 +80,13 @@ class Tally(TallyFields):
     __slots__ = (
         "_block",
         "_make_block",
+        "arrived",
         "generation",
         "live",
         "numbers",
         "passes",
         "phase",
+        "serial",
         "take",
         "touched",
     )
@@ -98,8 +104,7 @@ class Tally(TallyFields):
         self._make_block = make_block
         self._block: RowBlock | None = None  # made for the first value: many a look keeps no statistics
         self.take: Callable[[int, Tensor], bool] = _not_taken
-        self.taker = None
-        self.arrived = bytearray(rows)
+        self.arrived = bytearray(rows)  # rows that have a value
 
     @property
     def block(self) -> RowBlock:
@@ -107,7 +112,6 @@ class Tally(TallyFields):
         if self._block is None:
             self._block = self._make_block(len(self.arrived))
             self.take = self._block.take  # bound once: it is called for every value
-            self.taker = self._block.taker
         return self._block
 
     def forget(self) -> None:
@@ -135,7 +139,7 @@ class Tally(TallyFields):
 
 
 @final
-class PortState(CallFields):
+class PortState:
     """A plan's port at run time: counts calls in a pass and keeps the entries of its leaves.
 
     ``apart`` are the taps that keep each pass by itself: their calls are counted on from pass to pass.
@@ -143,29 +147,35 @@ class PortState(CallFields):
 
     __slots__ = (
         "apart",
+        "called",
+        "calls",
         "earlier",
         "entries",
+        "first",
         "input_names",
         "kind",
         "leaf",
+        "leaf_calls",
         "module",
         "note",
+        "pass_number",
         "port",
+        "recalls",
         "structure",
     )
 
     def __init__(self, port: Port, apart: frozenset[int] = frozenset()) -> None:
         self.pass_number = -1
         self.calls = self.recalls = 0
-        self.leaf_calls = {}
-        self.called = False
+        self.leaf_calls: dict[str, int] = {}
+        self.called = False  # in any pass
         self.port = port
         self.apart = apart.intersection(port.taps)
         self.earlier: tuple[int, dict[str, int]] = (0, {})  # calls, and calls of each leaf, in earlier passes
         self.kind: Kind = port.site.kind
         self.leaf = port.site.leaf
         self.entries: dict[tuple[str, int], Entry | None] = {}
-        self.first: Entry | None = None
+        self.first: Entry | None = None  # of the first call and the port's own leaf: most values are of it
         self.structure: Any = None  # of an output that is not one tensor, from the first call
         self.note = ""  # why a call brought nothing
         self.module = module = port.site.module  # asked for at every step

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, final
 from torch import Tensor
 
 from torchtap.errors import ReductionError, TorchtapError
-from torchtap.hooks.records import FoldingFields
 from torchtap.plan.plan import Plan
 from torchtap.plan.sites import Site
 from torchtap.receive.entries import Entry, Fold, PortState, RecentValues, Tally
@@ -35,7 +34,7 @@ _ROWS = 64
 
 
 @final
-class Folding(FoldingFields):
+class Folding:
     """What has been folded so far: a tally for each phase, and the entries of all sites that were seen."""
 
     def __init__(
@@ -205,13 +204,6 @@ class Folding(FoldingFields):
         if state is None:
             state = copies[fold.key] = reduction.first(tensor.detach(), self._copy)
         fold.state = list(state) if fold.state is None else reduction.merge(fold.state, state)
-
-    def fold_copy(self, entry: Entry, copy: Tensor) -> None:
-        """Keep a whole value that was copied already, as `_update` does."""
-        if entry.shape is None:
-            entry.shape, entry.dtype = tuple(copy.shape), copy.dtype
-        for fold in entry.live_folds:
-            fold.state = [copy] if fold.state is None else fold.reduction.merge(fold.state, [copy])
 
     def fold_pieces(
         self, entry: Entry, shape: tuple[int, ...], pieces: Callable[[], Iterable[Tensor]]

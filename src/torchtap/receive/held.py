@@ -9,7 +9,6 @@ from torch import Tensor
 
 from torchtap.receive.entries import PortState
 from torchtap.receive.receiver import Receiver
-from torchtap.reduce import kernel
 
 __all__ = ["Held"]
 
@@ -59,14 +58,24 @@ class Held:
         self._receiver.take_leaf(port, leaf, 0, tensor)
 
     def _fold_together(self, ports: list[PortState], tensors: list[Tensor]) -> Sequence[int]:
-        """Fold the only value of each of these ports; the positions of those that are left to be taken one by one."""
-        if kernel.hearing is None:
-            return range(len(ports))
-        left: list[int] = kernel.hearing.take_each(self._folding, ports, tensors)
-        placing = self._receiver.placing
-        if placing is not None:
-            missed = set(left)
-            for position, port in enumerate(ports):
-                if position not in missed and port.first is not None:
-                    placing.note(port.first, tensors[position], self._folding.tally.phase)
+        """Fold statistics of many tensors by one native call. Return the positions of those that are left."""
+        tally, generation = self._folding.tally, self._folding.generation
+        left, quick, rows = list[int](), list[int](), list[int]()
+        for position, port in enumerate(ports):
+            entry = port.first
+            if entry is not None and entry.quick and entry.generation == generation:
+                quick.append(position)
+                rows.append(entry.row)
+            else:
+                left.append(position)
+        missed = set(tally.block.put_each(rows, [tensors[position] for position in quick]))
+        for number, position in enumerate(quick):
+            if number in missed:
+                left.append(position)
+                continue
+            port, placing = ports[position], self._receiver.placing
+            port.next_call(self._receiver.pass_number)
+            tally.arrived[rows[number]] = 1
+            if placing is not None and port.first is not None:
+                placing.note(port.first, tensors[position], tally.phase)
         return left

@@ -17,8 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
-from types import ModuleType
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -26,39 +25,25 @@ from torch import Tensor, nn
 
 from torchtap._torch import script_tracer
 from torchtap.hooks.leaves import input_leaves, leaves
-from torchtap.hooks.records import ReceiverFields
 from torchtap.plan.names import paths_around
 from torchtap.plan.plan import Plan
 from torchtap.receive import reasons
 from torchtap.receive.entries import Entry, PortState, Tally
 from torchtap.receive.folding import Folding
-from torchtap.receive.hearing import Hear, make_ear
 
 if TYPE_CHECKING:
     from torchtap.hooks.arguments import Args
-    from torchtap.receive.keeping import HearAt, Keeper, Lender
     from torchtap.receive.pass_clock import PassClock
     from torchtap.receive.placing import Placing
 
 __all__ = ["Receiver"]
 
 _NO_THREAD = -1
-_BEGINNING = threading.RLock()  # reentrant: garbage that is collected meanwhile may begin to look, too
-
-
-@cache
-def _keeping() -> ModuleType:
-    """Loaded where whole outputs are kept: most sessions keep none."""
-    from torchtap.receive import keeping
-
-    return keeping
 
 
 @final
-class Receiver(ReceiverFields):
+class Receiver:
     """Takes values from a model, keeps what live taps ask for."""
-
-    _folding: Folding | None
 
     def __init__(
         self,
@@ -67,26 +52,21 @@ class Receiver(ReceiverFields):
         apart: frozenset[int] = frozenset(),
         strict: bool = False,
         copy: Callable[[Tensor], Tensor] = torch.clone,
-        lender: Lender | None = None,
         on_lost: Callable[[str], None] = lambda _: None,
         clock: PassClock | None = None,
         placing: Placing | None = None,
     ) -> None:
         self.plan = plan
-        self._apart = apart
-        self._kept: Keeper | None = None  # but where whole outputs are all that is asked for
-        if lender is not None and clock is None and placing is None and plan.keeps_outputs:
-            self._kept = _keeping().make_kept(lender)
-        self.placing = placing  # None where this process is alone
-        self._make_folding = partial(
-            Folding, plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing
-        )
-        self._turned_to: tuple[str, frozenset[int]] | None = None  # before there was anything to turn
-        self._folding = None
-        if self._kept is None:
-            self._begin_folding()
-        self.thread = _NO_THREAD
-        self.open = False
+        self.placing = placing  # None if this process is alone
+        self.folding = Folding(plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing)
+        self.ports: dict[tuple[str, str, str], PortState] = {
+            (port.site.path, port.site.kind, port.site.leaf): PortState(port, apart) for port in plan.ports
+        }
+        # Bound once: they are called for every value.
+        self._entry = self.folding.entry
+        self._fold = self.folding.fold if placing is None else self.folding.fold_placed
+        self.thread: int | None = _NO_THREAD  # None: values of every thread are received
+        self.open = False  # True while a step is
         self._clock = clock  # None: all passes are of one phase
         self.takes_all = clock is None and placing is None  # whatever kind of pass it is
         self._passed_over: tuple[int | None] | None = (
@@ -110,53 +90,13 @@ class Receiver(ReceiverFields):
         return {id(place.module): place.path for place in self.plan.places}
 
     @property
-    def folding(self) -> Folding:
-        """The other half. Where outputs are only kept, it is made for whoever is the first to look."""
-        return self._begin_folding() if self._folding is None else self._folding
-
-    def _begin_folding(self) -> Folding:
-        with _BEGINNING:
-            folding = self._folding
-            if folding is None:
-                folding = self._make_folding()
-                sites = [(port, port.site) for port in self.plan.ports]
-                self._ports: dict[tuple[str, str, str], PortState] = {
-                    (site.path, site.kind, site.leaf): PortState(port, self._apart) for port, site in sites
-                }
-                # Bound once: they are called for every value.
-                self._entry = folding.entry
-                self._fold = folding.fold if self.placing is None else folding.fold_placed
-                if self._turned_to is not None:
-                    folding.turn_to(folding.tally_of(*self._turned_to))
-                self._folding = folding  # last: another thread may ask meanwhile
-            return folding
-
-    @property
-    def ports(self) -> dict[tuple[str, str, str], PortState]:
-        """The places of the plan."""
-        self._book()
-        return self._ports
-
-    @property
     def entries(self) -> list[Entry]:
         """The sites that were seen, in the order of execution."""
-        if self._kept is not None:
-            self._book()
         return self.folding.entries
-
-    def _book(self) -> None:
-        """Have all that came where it is looked for."""
-        folding = self.folding
-        if self._kept is not None and self._kept.waiting:
-            _keeping().book(self._kept, folding, list(self._ports.values()))
 
     def silent_taps(self) -> list[int]:
         """The taps that were asked for and have brought nothing at all."""
         silent = set(range(len(self.plan.asked)))
-        for number, _, _ in () if self._kept is None else self._kept.waiting:
-            silent.difference_update(self.plan.ports[number].taps)
-            if not silent:
-                return []
         for entry in self.entries:
             if entry.shape is not None:
                 silent.difference_update(entry.taps, entry.also.taps if entry.also is not None else ())
@@ -199,11 +139,7 @@ class Receiver(ReceiverFields):
 
     def turn_to(self, phase: str, live: frozenset[int]) -> None:
         """What comes from now on belongs to this phase, with these taps live."""
-        folding = self._folding
-        if folding is None:
-            self._turned_to = phase, live
-        else:
-            folding.turn_to(folding.tally_of(phase, live))
+        self.folding.turn_to(self.folding.tally_of(phase, live))
 
     def turn_to_state(self) -> None:
         """What comes now is read from the model, not from a pass: it belongs to the phase that trains."""
@@ -278,10 +214,7 @@ class Receiver(ReceiverFields):
         if self._passed_over is not None:
             (self.thread,), self._passed_over = self._passed_over, None
         self.between_passes = True
-        if self._folding is not None:
-            self._folding.forget_values()
-        if self._kept is not None:
-            self._kept.forget()
+        self.folding.forget_values()
 
     # -- values -------------------------------------------------------------------------------------------
 
@@ -307,20 +240,6 @@ class Receiver(ReceiverFields):
             port.structure = skeleton(tree)
         if not self._take_leaves(port, call, leaves(tree)):
             port.note = reasons.NO_TENSOR.format(kind=port.kind, name=type(tree).__name__)
-
-    @property
-    def keeps(self) -> HearAt | None:
-        """What keeps outputs where whole ones are all that is asked for; None elsewhere."""
-        return None if self._kept is None else self._kept.hear
-
-    def keep(self, stop: tuple[int, str], tree: object) -> None:
-        """`take` what `keeps` has left."""
-        site = self.plan.ports[stop[0]].site
-        self.take(self.ports[site.path, site.kind, site.leaf], tree)
-
-    def ear(self, output: PortState | None, gradient: PortState | None) -> Hear | None:
-        """`take` and `Asking.of_output` in one go, for a call like most; None where there is no such thing."""
-        return make_ear(self, output, gradient) if self.placing is None else None
 
     def take_inputs(self, port: PortState, args: Args, kwargs: Mapping[str, Any]) -> None:
         """A module's arguments."""

@@ -273,14 +273,8 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
 }
 
 #include "_native_tensor.h"
-#include "_native_records.h"
 #include "_native_taking.h"
-#include "_native_hearing.h"
-#include "_native_copying.h"
-#include "_native_modules.h"
-#include "_native_hooks.h"
 #include "_native_rows.h"
-#include "_native_fetching.h"
 
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
@@ -292,16 +286,9 @@ static PyMethodDef methods[] = {
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
     {"use_pool", py_use_pool, METH_O, NULL},
     {"is_sound", py_is_sound, METH_O, NULL},
-    {"fetch", (PyCFunction)(void (*)(void))py_fetch, METH_FASTCALL, NULL},
     {"rows_into", (PyCFunction)(void (*)(void))py_rows_into, METH_FASTCALL, NULL},
     {"use_row_sums", py_use_row_sums, METH_O, NULL},
-    {"same_modules", (PyCFunction)(void (*)(void))py_same_modules, METH_FASTCALL, NULL},
-    {"put_in_tables", py_put_in_tables, METH_O, NULL},
-    {"take_from_tables", (PyCFunction)(void (*)(void))py_take_from_tables, METH_FASTCALL, NULL},
-    {"are_in_tables", py_are_in_tables, METH_O, NULL},
     {"use_tensors", (PyCFunction)(void (*)(void))py_use_tensors, METH_FASTCALL, NULL},
-    {"take_each", (PyCFunction)(void (*)(void))py_take_each, METH_FASTCALL, NULL},
-    {"use_autograd", py_use_autograd, METH_VARARGS, NULL},
     {"use_instructions", py_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -309,8 +296,7 @@ static PyMethodDef methods[] = {
 static int start(PyObject *module)
 {
     choose_instructions();
-    if (!name_questions() || !name_attributes() || !name_of_hooks() || add_records(module) < 0 || add_taker(module) < 0 ||
-        add_hearing(module) < 0 || add_keeper(module) < 0)
+    if (!name_questions() || add_taker(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "FIELDS", sizeof(State) / sizeof(double));
 }

@@ -1,4 +1,4 @@
-/* From Python tensors, and copies of such, to the norms of their rows, in one call. Included by _native.c.
+/* From Python tensors to the norms of their rows, in one call. Included by _native.c.
  *
  * The arithmetic is that of `_rows.c`, which hands over its function (`use_row_sums`). Here is asked where the tensors lie,
  * and whether they lie alike; where not, nothing was read and Python sees to it. */
@@ -21,25 +21,11 @@ static void let_go_of(Operands *operands)
         Py_XDECREF(operands->of[i].storage);
 }
 
-static void locate_copy(Copied *copy, Memory *memory)
-{
-    Py_INCREF((PyObject *)copy);
-    memory->storage = (PyObject *)copy;
-    memory->raw = copy->data;
-    memory->elements = (size_t)copy->bytes / ITEM_BYTES[copy->dtype];
-    memory->shape = copy->shape;
-    memory->dimensions = copy->dimensions;
-    memory->dtype = copy->dtype;
-    memory->contiguous = 1;
-}
-
-/* Whether one more value, a tensor or a copy of one, is contiguous and all there. */
+/* Add an operand; 0 unless it is contiguous and its memory is there. */
 static int one_more(Operands *operands, PyObject *value)
 {
     Memory *memory = operands->of + operands->count;
-    if (Py_TYPE(value) == copied_type)
-        locate_copy((Copied *)value, memory);
-    else if (!is_plain(value) || !locate(value, memory))
+    if (!is_plain(value) || !locate(value, memory))
         return 0;
     operands->count++;
     return memory->contiguous && memory->elements && memory->dimensions;

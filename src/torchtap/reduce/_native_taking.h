@@ -7,8 +7,7 @@ typedef struct {
     PyObject_HEAD State *rows;
     Py_ssize_t count, most;
     Marks recent;
-    State states[RECENT];   /* of the tensors that are marked */
-    PyObject *asked[RECENT]; /* who waits for the gradient of each, or NULL: known, not held (_native_hearing.h) */
+    State states[RECENT]; /* of the tensors that are marked */
 } Taker;
 
 static PyTypeObject *taker_type;
@@ -64,12 +63,11 @@ static PyObject *py_measure_tensor(PyObject *self, PyObject *const *args, Py_ssi
 }
 
 /* 1 measured and folded, 0 left to Python, -1 with an error. `threads` 0: only what is small, without letting go.
- * `anew`: in place of what was in the row. `mark` says where the tensor is remembered; below zero: nowhere. */
-static int take_into_row(Taker *self, Py_ssize_t row, PyObject *tensor, int threads, int anew, int *mark)
+ * `anew`: replace what is in the row. */
+static int take_into_row(Taker *self, Py_ssize_t row, PyObject *tensor, int threads, int anew)
 {
     Memory memory;
     State found;
-    *mark = -1;
     if (row < 0 || row >= self->count) {
         PyErr_Format(PyExc_IndexError, "there is no row %zd", row);
         return -1;
@@ -82,7 +80,6 @@ static int take_into_row(Taker *self, Py_ssize_t row, PyObject *tensor, int thre
         if (anew)
             self->rows[row] = BLANK;
         fold_into(self->rows + row, self->states + place);
-        *mark = place;
         return 1;
     }
     if (PyErr_Occurred() || !locate(tensor, &memory)) {
@@ -96,21 +93,17 @@ static int take_into_row(Taker *self, Py_ssize_t row, PyObject *tensor, int thre
         self->rows[row] = BLANK;
     fold_into(self->rows + row, &found);
     place = set_mark(&self->recent, tensor, version);
-    if (place >= 0) {
+    if (place >= 0)
         self->states[place] = found;
-        self->asked[place] = NULL;
-    }
-    *mark = place;
     return 1;
 }
 
 static int take_value(Taker *self, PyObject *row_number, PyObject *tensor, int threads, int anew)
 {
-    int mark;
     const Py_ssize_t row = PyLong_AsSsize_t(row_number);
     if (row == -1 && PyErr_Occurred())
         return -1;
-    return take_into_row(self, row, tensor, threads, anew, &mark);
+    return take_into_row(self, row, tensor, threads, anew);
 }
 
 static PyObject *answer(int taken)
@@ -136,6 +129,29 @@ static PyObject *taker_put(Taker *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     return answer(take_value(self, args[0], args[1], 0, 1));
+}
+
+/* put_each(rows, tensors): `put` for each pair of two lists. Returns the positions of those for which nothing was done. */
+static PyObject *taker_put_each(Taker *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyList_Check(args[0]) || !PyList_Check(args[1]) || PyList_Size(args[0]) != PyList_Size(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of rows and a list of as many tensors");
+        return NULL;
+    }
+    PyObject *left = PyList_New(0);
+    for (Py_ssize_t i = 0; left && i < PyList_Size(args[0]) && i < PyList_Size(args[1]); i++) {
+        PyObject *row = PyList_GetItem(args[0], i), *tensor = PyList_GetItem(args[1], i);
+        Py_INCREF(row); /* the lists are the caller's, who may change them meanwhile */
+        Py_INCREF(tensor);
+        const int taken = take_value(self, row, tensor, 0, 1);
+        Py_DECREF(row);
+        Py_DECREF(tensor);
+        PyObject *position = taken ? NULL : PyLong_FromSsize_t(i);
+        if (taken < 0 || (!taken && (!position || PyList_Append(left, position) < 0)))
+            Py_CLEAR(left);
+        Py_XDECREF(position);
+    }
+    return left;
 }
 
 /* take_any(row, tensor, threads): the same of any size. Lets go of the interpreter for large ones: the caller brings a
@@ -166,8 +182,6 @@ static PyObject *taker_use_rows(Taker *self, PyObject *const *args, Py_ssize_t n
 static PyObject *taker_forget(Taker *self, PyObject *unused)
 {
     (void)unused;
-    for (int i = 0; i < RECENT; i++)
-        self->asked[i] = NULL;
     forget_marks(&self->recent);
     Py_RETURN_NONE;
 }
@@ -200,6 +214,7 @@ static void taker_free(Taker *self)
 static PyMethodDef taker_methods[] = {
     {"take", (PyCFunction)(void (*)(void))taker_take, METH_FASTCALL, NULL},
     {"put", (PyCFunction)(void (*)(void))taker_put, METH_FASTCALL, NULL},
+    {"put_each", (PyCFunction)(void (*)(void))taker_put_each, METH_FASTCALL, NULL},
     {"take_any", (PyCFunction)(void (*)(void))taker_take_any, METH_FASTCALL, NULL},
     {"use_rows", (PyCFunction)(void (*)(void))taker_use_rows, METH_FASTCALL, NULL},
     {"forget", (PyCFunction)taker_forget, METH_NOARGS, NULL},
@@ -223,5 +238,6 @@ static PyType_Spec taker_spec = {
 
 static int add_taker(PyObject *module)
 {
-    return add_type(module, "Taker", &taker_spec, &taker_type);
+    taker_type = (PyTypeObject *)PyType_FromSpec(&taker_spec);
+    return taker_type ? PyModule_AddObjectRef(module, "Taker", (PyObject *)taker_type) : -1;
 }

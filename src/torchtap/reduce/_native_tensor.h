@@ -44,7 +44,6 @@ static PyObject *name_version;
 enum { IS_NEG, IS_INFERENCE, STORAGE, BEGIN, QUESTIONS };
 static PyCFunction questions[QUESTIONS];
 static PyTypeObject *storage_type; /* whose method the last one is; its length is in bytes */
-static PyObject *graph_task;       /* () -> which backward runs in this thread; -1 for none */
 
 static int dl_dtype(const DLTensor *dl)
 {
@@ -283,13 +282,13 @@ static int take_questions(PyObject *methods)
     return 1;
 }
 
-/* use_tensors(exchange, types, methods, graph_task): the capsule by which tensors of these types tell their memory, what
- * else they are asked, in the order of `questions`, and what tells the backward that runs. Says whether it will do. */
+/* use_tensors(exchange, types, methods): the capsule that gives the memory of tensors of these types, and further methods
+ * in the order of `questions`. Returns False if this build of torch has others. */
 static PyObject *py_use_tensors(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
-    if (nargs != 4 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) > PLAIN || !PyTuple_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "expected a capsule, a few types, their methods and a function");
+    if (nargs != 3 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) > PLAIN || !PyTuple_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "expected a capsule, a few types and their methods");
         return NULL;
     }
     const Exchange *given = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
@@ -304,8 +303,6 @@ static PyObject *py_use_tensors(PyObject *self, PyObject *const *args, Py_ssize_
         Py_INCREF(type); /* for good: they are torch's own */
         plain_types[i] = type;
     }
-    Py_INCREF(args[3]);
-    graph_task = args[3];
     exchange = given;
     Py_RETURN_TRUE;
 }

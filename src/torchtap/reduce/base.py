@@ -12,7 +12,7 @@ A reduction keeps something small of a stream of tensors. It guarantees (held by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -49,7 +49,6 @@ class RowBlock(Protocol):
     """
 
     statistics: ClassVar[tuple[str, ...]]
-    taker: object  # native code that takes values by itself (`_native_taking.h`), or None
 
     def __init__(self, rows: int, *, scratch: int) -> None: ...
 
@@ -64,6 +63,9 @@ class RowBlock(Protocol):
 
     def take_any(self, row: int, value: Tensor) -> bool:
         """The same of any size; it may let other threads run meanwhile."""
+
+    def put_each(self, rows: list[int], values: list[Tensor]) -> Sequence[int]:
+        """Replace rows by the folds of small values. Return the positions of the values that are left."""
 
     def forget(self) -> None:
         """Recognise nothing that was taken until now."""

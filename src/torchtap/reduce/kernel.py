@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtap._torch import graph_task, script_tracer
 from torchtap.reduce.memory import PLAIN_TYPES, located
 from torchtap.reduce.moments import WIDTH
 
@@ -25,12 +24,8 @@ __all__ = [
     "DTYPE_CODES",
     "MANY",
     "SMALL",
-    "Copied",
     "count",
-    "fetch",
-    "hearing",
     "is_sound",
-    "make_keeper",
     "make_taker",
     "measure",
     "native",
@@ -39,7 +34,7 @@ __all__ = [
 ]
 
 
-_FUNCTIONS = ("count", "fold", "measure", "measure_strided", "measure_tensor", "put_in_tables", "use_pool")
+_FUNCTIONS = ("count", "fold", "measure", "measure_strided", "measure_tensor", "Taker", "use_pool")
 
 
 def _load() -> ModuleType | None:
@@ -74,14 +69,14 @@ def _takes_tensors() -> bool:
     """Whether tensors tell the kernel themselves where they lie: torch from 2.10 on has DLPack's exchange interface."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     # A checkout may still hold the build of an older source.
-    if exchange is None or not hasattr(getattr(native, "Keeper", None), "copies"):
+    if exchange is None or not hasattr(getattr(native, "Taker", None), "put_each"):
         return False
     tensor = torch.zeros(())
     storage = tensor.untyped_storage()
     if len(storage) != tensor.nbytes:
         return False
     asked = tensor.is_neg, tensor.is_inference, tensor.untyped_storage, storage.data_ptr
-    return bool(native.use_tensors(exchange, tuple(PLAIN_TYPES), asked, graph_task))  # type: ignore[union-attr]
+    return bool(native.use_tensors(exchange, tuple(PLAIN_TYPES), asked))  # type: ignore[union-attr]
 
 
 _has_takers = _takes_tensors()
@@ -92,33 +87,8 @@ def make_taker() -> Any:
     return native.Taker(MANY) if native is not None and _has_takers else None
 
 
-# The part that takes values past Python (`_native_hearing.h`). A checkout may still hold the build of an older source.
-hearing = native if _has_takers and hasattr(native, "Ear") else None
-
-
-def fetch(value: Tensor, least: int, most: int) -> None:
-    """Bring a value of so many bytes into the cache, where native code can."""
-    if _has_fetch:
-        native.fetch(value, least, most)  # type: ignore[union-attr]
-
-
-_has_fetch = _has_takers and hasattr(native, "fetch")
-
-
-class _Never:
-    """Nothing is of this type."""
-
-
-# What a keeper answers with: the bytes of a value, its shape, and the number of its dtype.
-Copied: type = getattr(hearing, "Copied", _Never)
-
 # Below so many bytes torch's allocator itself uses memory again: an ordinary copy costs least.
 SMALL = 64 << 10
-
-# Given what lends large memory and what takes it back: what keeps whole values (`_native_copying.h`). None without.
-make_keeper: Callable[[Callable[[int], object], Callable[[Any], None]], Any] | None = (
-    None if hearing is None else partial(hearing.Keeper, script_tracer, SMALL)
-)
 
 
 def is_sound(value: Tensor) -> bool:
@@ -202,3 +172,15 @@ def count(
     native.count(counts.data_ptr(), pointer, flat.numel(), code, at, bins, *octaves)
     del storage
     return True
+
+
+# Used by monitors that copy values of reference modules; to go with them.
+make_keeper: Callable[..., Any] | None = None
+
+
+class Copied:
+    """Nothing is of this type."""
+
+
+def fetch(value: Tensor, least: int, most: int) -> None:
+    """Do nothing."""

@@ -12,7 +12,7 @@ Not thread-safe: whoever shares a block between threads brings the lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, final
 
 import numpy as np
@@ -51,9 +51,9 @@ class StatsBlock:
         # `_scratch`.
         self._remote: list[tuple[SlotSet, int] | None] = [None] * scratch
         self._slots: dict[torch.device, DeviceSlots] = {}
-        self.taker = kernel.make_taker()
-        if self.taker is not None:  # a call less for each value
-            self.take = self.taker.take  # type: ignore[method-assign]
+        self._taker = kernel.make_taker()
+        if self._taker is not None:  # a call less for each value
+            self.take = self._taker.take  # type: ignore[method-assign]
         self._note_addresses()
         place = torch.device(device)
         if place.type not in ("cpu", "meta"):
@@ -108,14 +108,21 @@ class StatsBlock:
     def take_any(self, row: int, value: Tensor) -> bool:
         """The same of any size. Lets other threads run while it reads a large one."""
         rows = self._rows  # held: `grow` has others
-        taken = self.taker is not None and self.taker.take_any(row, value, torch.get_num_threads())
+        taken = self._taker is not None and self._taker.take_any(row, value, torch.get_num_threads())
         del rows
         return bool(taken)
 
+    def put_each(self, rows: list[int], values: list[Tensor]) -> Sequence[int]:
+        """Replace rows by the statistics of small values. Return the positions of the values that are left."""
+        if self._taker is None:
+            return range(len(rows))
+        left: list[int] = self._taker.put_each(rows, values)
+        return left
+
     def forget(self) -> None:
         """Recognise nothing that was taken until now."""
-        if self.taker is not None:
-            self.taker.forget()
+        if self._taker is not None:
+            self._taker.forget()
 
     def fold_state(self, row: int, state: Tensor) -> None:
         """Merge a state that was computed elsewhere, such as in a compiled graph, where `measure` was not needed."""
@@ -183,8 +190,8 @@ class StatsBlock:
     def _note_addresses(self) -> None:
         self._row_address = int(self._rows.ctypes.data)
         self._scratch_address = int(self._scratch.ctypes.data)
-        if self.taker is not None:
-            self.taker.use_rows(self._row_address, len(self._rows))
+        if self._taker is not None:
+            self._taker.use_rows(self._row_address, len(self._rows))
 
     @outside_transforms
     def _measure_with_care(self, scratch: int, value: Tensor) -> None:

@@ -181,9 +181,8 @@ class Lookout:
         """Return True if any model is in training mode."""
         return any(getattr(model, "training", True) for model in self._models)
 
-    def look(self, *, armed: bool, logs: bool) -> None:
-        """Register or remove the hooks: they are needed for values, and to place logged numbers."""
-        wanted = armed or logs
+    def look(self, wanted: bool) -> None:
+        """Register or remove the hooks: they are needed for values, and to place logged numbers and evaluations."""
         if wanted != self._looks:
             self._looks = wanted
             for hooks in self._passes:
@@ -198,7 +197,7 @@ class Lookout:
 
     def stop(self) -> None:
         """Leave the models as they were."""
-        self.look(armed=False, logs=False)
+        self.look(False)
         if self._looks_for_modes:
             self._looks_for_modes = False
             for hook in self._modes:

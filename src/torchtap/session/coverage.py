@@ -15,6 +15,7 @@ from torchtap.plan.sites import unwrap
 from torchtap.receive import reasons
 from torchtap.receive.entries import PortState
 from torchtap.receive.receiver import Receiver
+from torchtap.sanitize import shown
 
 __all__ = ["Missing", "missing_sites", "replaced_paths"]
 
@@ -27,7 +28,7 @@ class Missing(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.site}: {self.reason}"
+        return shown(f"{self.site}: {self.reason}", 2000)
 
 
 def missing_sites(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtap.errors import PlanError, SessionError
 from torchtap.forms.attach import tree_of
@@ -25,7 +25,6 @@ from torchtap.reduce.base import AnyReduction
 from torchtap.schedule.base import Moment, schedule_of
 from torchtap.session.compiled_parts import warn_of_missing_parts
 from torchtap.session.outlets import warn
-from torchtap.session.remembered import remember, remembered
 from torchtap.session.seen import Seen
 from torchtap.session.tapping import Tapping
 from torchtap.session.watching import Watch
@@ -34,7 +33,6 @@ from torchtap.store.write.pool import pool_of
 
 if TYPE_CHECKING:
     from torchtap.forms.match.site_map import SiteMap
-    from torchtap.receive.keeping import Lender
     from torchtap.receive.placing import Placing
 
 __all__ = ["Capture", "capture", "list_sites", "watch"]
@@ -54,11 +52,9 @@ class Capture:
         apart: frozenset[int],
         all_threads: bool,
         strict: bool,
-        pool: Lender,
+        copy: Callable[[Tensor], Tensor],
         way: WayName = "hook",
         site_map: SiteMap | None = None,
-        form: str | None = None,
-        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.plan = plan
         lost: list[str] = []
@@ -66,15 +62,13 @@ class Capture:
             model,
             plan,
             strict=strict,
-            copy=pool.copy,
-            lender=pool,
+            copy=copy,
             on_lost=lost.append,
             way=way,
             apart=apart,
             site_map=site_map,
-            form=form,
         )
-        self.seen = Seen(self._taps.receiver, lost, modules)
+        self.seen = Seen(self._taps.receiver, lost)
         self._any_thread = all_threads
 
     def __enter__(self) -> Seen:
@@ -150,20 +144,11 @@ def capture(
     value the name that it has there; ``like`` also takes what `match` made, or its file.
     """
     taps = taps or ("*:output",)
-    known = remembered(model, taps, keep) if like is None else None
-    tree: Any = model
+    tree: Any = tree_of(model)
     site_map = None
-    modules: Sequence[nn.Module] = ()
-    if known is not None:
-        bound, modules, pool = known
-    else:
-        tree = tree_of(model)
-        if like is not None:
-            tree, site_map = _named_like(tree, model, like, inputs)
-        bound = make_plan(tree, taps, keep)
-        pool = pool_of(tree)
-        if tree is model:
-            remember(model, taps, keep, bound)
+    if like is not None:
+        tree, site_map = _named_like(tree, model, like, inputs)
+    bound = make_plan(tree, taps, keep)
     apart = bound.whole if merge is None else frozenset(() if merge else range(len(bound.taps)))
     return Capture(
         model,
@@ -171,11 +156,9 @@ def capture(
         apart=apart,
         all_threads=all_threads,
         strict=strict,
-        pool=pool,
+        copy=pool_of(tree).copy,
         way=way,
         site_map=site_map,
-        form=None if known is None else "eager",
-        modules=modules,
     )
 
 

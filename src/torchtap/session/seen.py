@@ -13,6 +13,7 @@ from torchtap.plan.sites import input_names, unwrap
 from torchtap.receive.collect import result_of
 from torchtap.receive.entries import Entry
 from torchtap.receive.receiver import Receiver
+from torchtap.sanitize import shown
 
 if TYPE_CHECKING:
     from torchtap.session.coverage import Missing
@@ -27,9 +28,8 @@ class Seen(Mapping[str, Any]):
     A name may also be an alias, a further name of a shared module or tied parameter, or an input by position.
     """
 
-    def __init__(self, receiver: Receiver, lost: list[str], modules: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, receiver: Receiver, lost: list[str]) -> None:
         self.lost = lost  # what could not be kept, a sentence each; a strict capture raises instead
-        self._modules = modules  # held: a plan that was remembered does not
         self._receiver = receiver
         self._by_name: dict[str, Entry] = {}
 
@@ -114,7 +114,7 @@ class Seen(Mapping[str, Any]):
             # Two backward passes of one forward, for instance, are joined: what is given counts.
             shape = self._shape(entry)
             lines.append(f"  {entry.name}  {dtype}{list(shape)}")
-        return "\n".join(lines)
+        return shown("\n".join(lines), 100_000, lines=True)
 
     def _shape(self, entry: Entry) -> Sequence[int]:
         try:

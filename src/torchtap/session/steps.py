@@ -447,8 +447,8 @@ def _numbers(name: object, value: object, numbers: Mapping[str, Any]) -> dict[st
     for key, number in numbers.items():
         site = key if ":" in key else site_name("", "value", key)
         if isinstance(number, Summed):
-            value = number.value
-            read[site] = Summed(value.detach().float() if isinstance(value, Tensor) else float(value))
+            added: Any = number.value
+            read[site] = Summed(added.detach().float() if isinstance(added, Tensor) else float(added))
             continue
         if isinstance(number, Tensor) and (number.numel() != 1 or not number.is_complex()):
             read[site] = number.detach().clone()

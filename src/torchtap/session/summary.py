@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import IO
 
-from rich.console import Console
 from rich.table import Table
 
 from torchtap.session.coverage import Missing
 from torchtap.store.read.show import compact
 from torchtap.store.record import ScalarBlock
+from torchtap.terminal import Terminal
 
 __all__ = ["print_summary"]
 
@@ -24,16 +24,16 @@ def print_summary(
     file: IO[str] | None = None,
 ) -> None:
     """Print a row for each site, then other numbers, what is missing and what was lost."""
-    console = Console(file=file)
+    console = Terminal(file=file)
     for table in _tables(blocks):
         if table.row_count:
             console.print(table)
     if missing:
         console.print(f"{len(missing)} {'site' if len(missing) == 1 else 'sites'} did not arrive:")
         for entry in missing[:10]:
-            console.print(f"  {entry}", markup=False)
+            console.print(f"  {entry}")
     if lost:
-        console.print(f"{len(lost)} losses; the first: {lost[0]}", markup=False)
+        console.print(f"{len(lost)} losses; the first: {lost[0]}")
 
 
 def _tables(blocks: Iterable[ScalarBlock]) -> tuple[Table, Table]:

@@ -20,7 +20,6 @@ from torchtap.store.record import ScalarBlock
 if TYPE_CHECKING:
     from torchtap.forms.match.site_map import SiteMap
     from torchtap.forms.op.passes import PassHooks
-    from torchtap.receive.keeping import Lender
     from torchtap.receive.pass_clock import PassClock
     from torchtap.receive.placing import Placing
 
@@ -38,7 +37,6 @@ class Tapping:
         *,
         strict: bool,
         copy: Callable[[Tensor], Tensor],
-        lender: Lender | None = None,
         on_lost: Callable[[str], None],
         models: Mapping[str, Any] | None = None,
         way: WayName = "hook",
@@ -46,7 +44,6 @@ class Tapping:
         clock: PassClock | None = None,
         site_map: SiteMap | None = None,
         placing: Placing | None = None,
-        form: str | None = None,
     ) -> None:
         self.plan = plan
         self.receiver = Receiver(
@@ -54,13 +51,12 @@ class Tapping:
             apart=apart,
             strict=strict,
             copy=copy,
-            lender=lender,
             on_lost=on_lost,
             clock=clock,
             placing=placing,
         )
         self._among_ranks = placing is not None
-        self._attachment = attach(model, self.receiver, way, site_map, form)
+        self._attachment = attach(model, self.receiver, way, site_map)
         self._members = [] if models is None else self._each_called(models)
         self._hears_members = False
         self.armed: frozenset[int] = frozenset()

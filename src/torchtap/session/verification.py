@@ -22,6 +22,7 @@ from torchtap.errors import PlanError, VerificationError
 from torchtap.hooks.arguments import Args, Kwargs
 from torchtap.plan.sites import Selectable
 from torchtap.plan.tap import Tap
+from torchtap.sanitize import say
 from torchtap.session.front import capture
 
 __all__ = ["Verification", "verify"]
@@ -121,7 +122,7 @@ def verify(
     finally:
         torch.set_num_threads(had)
         _restore(model, before)
-    print(result, file=file or sys.stdout)
+    say(str(result), file or sys.stdout)
     if not result.identical:
         raise VerificationError(f"taps changed the model:\n{result}")
     return result

@@ -104,7 +104,7 @@ class Watch:
             model, members, self._steps.taps, outlets.note_loss, go_over_to, follow=follow_model
         )
         self._steps.begin_step(None)
-        self._lookout.look(armed=bool(self._steps.taps.armed), logs=False)
+        self._lookout.look(bool(self._steps.taps.armed))
 
     @property
     def plan(self) -> Plan:
@@ -261,14 +261,15 @@ class Watch:
     def _look_out(self) -> None:
         """Notice the passes and the mode switches that decide where values belong."""
         steps = self._steps
+        tracker, last = steps.tracker, steps.tracker.last
         armed = steps.taps.armed
-        self._lookout.look(armed=bool(armed), logs=self._logs and steps.tracker.follows)
-        last = steps.tracker.last
-        if last is not None and steps.tracker.follows and not steps.live_at(last, "eval") <= armed:
+        # An evaluation after a recorded step belongs to it, unless the next step has begun.
+        awaits = last is not None and tracker.follows and not steps.live_at(last, "eval") <= armed
+        if awaits:
             self._lookout.look_for_modes()
             if not self._lookout.is_training():
                 steps.arm(evaluation=True)
-                self._lookout.look(armed=bool(steps.taps.armed), logs=self._logs)
+        self._lookout.look(bool(steps.taps.armed) or awaits or (self._logs and tracker.follows))
 
     def _passed(self) -> None:
         tracker = self._steps.tracker
@@ -278,9 +279,13 @@ class Watch:
 
     def _mode_changed(self, is_training: bool) -> None:
         steps = self._steps
-        if steps.tracker.is_fresh and not self._closed:
+        if self._closed:
+            return
+        steps.tracker.enter()  # a backward may have begun the next step
+        steps.act()
+        if steps.tracker.is_fresh:
             steps.arm(evaluation=not is_training)
-            self._lookout.look(armed=bool(steps.taps.armed), logs=self._logs and steps.tracker.follows)
+            self._look_out()
             if not is_training and steps.named is None and steps.tracker.last is not None:
                 self._evaluations.begins("eval", bool(steps.live_at(steps.tracker.last, "eval")))
 

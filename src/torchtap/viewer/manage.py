@@ -2,7 +2,7 @@
 
 Guarantees, each held by a test:
 - only runs inside a folder of runs that was given; a run that was named itself is never touched;
-- nothing outside that folder, whatever a name says and wherever a link leads;
+- nothing outside that folder, whatever a name says and wherever a link leads: no link is written through;
 - never a run that is being written;
 - tags and the archived mark go into a file of their own: what was recorded stays as it is.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtap.store.files.system import new_file
 from torchtap.viewer.open_run import Refused
 from torchtap.viewer.run_index import NOTES, Catalog, read_notes, short_text
 
@@ -85,7 +86,9 @@ def _archive(path: Path, value: object) -> None:
 
 def _note(path: Path, tags: list[str], archived: bool) -> None:
     fresh = path / f".{NOTES}.part"
-    fresh.write_text(json.dumps({"tags": tags, "archived": archived}), encoding="utf-8")
+    fresh.unlink(missing_ok=True)  # what an interrupted change or a stranger left, a link included
+    with os.fdopen(new_file(str(fresh)), "w", encoding="utf-8") as file:
+        json.dump({"tags": tags, "archived": archived}, file)
     os.replace(fresh, path / NOTES)  # a reader sees the old file or the new one
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
-import json
 import logging
 import re
 import secrets
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 from urllib.parse import parse_qs
 
 from torchtap.errors import MissingExtraError, RunError, SelectionError, TorchtapError, needing
+from torchtap.sanitize import parse_json
 from torchtap.viewer.arrays import encode_json
 from torchtap.viewer.charts import (
     MapWindow,
@@ -496,7 +496,7 @@ def _runs(catalog: Catalog, parameters: dict[str, str], managed: bool) -> bytes:
 
 def _change(catalog: Catalog, body: bytes) -> tuple[int, bytes]:
     try:
-        return 200, encode_json(manage(catalog, json.loads(body[:100_000])))
+        return 200, encode_json(manage(catalog, parse_json(body[:100_000])))
     except Refused as refused:
         return refused.status, encode_json({"error": str(refused)})
     except ValueError:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchtap.comparison.judge.result import COMPARED, Comparison, Row
+from torchtap.terminal import Terminal
 
 __all__ = ["PrintedTable", "draw", "explained", "number"]
 
@@ -64,7 +65,7 @@ class PrintedTable(Table):
     """A table that plain ``print`` shows as well."""
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), record=True, markup=False, emoji=False)
+        console = Terminal(file=io.StringIO(), record=True)
         console.print(self)
         return console.export_text().rstrip("\n")
 

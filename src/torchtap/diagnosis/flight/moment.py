@@ -52,6 +52,7 @@ class StepSnapshot:
         path = folder / "moment" / f"rank-{rank}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
+        part.unlink(missing_ok=True)  # a link there is not written through
         torch.save(self._plain(), part)
         os.replace(part, path)
         return path

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from torchtap.errors import DiagnosisError, OutputError
+from torchtap.sanitize import open_file, parse_json
 
 __all__ = ["Bound", "Invariants", "SiteHabits", "read_invariants"]
 
@@ -97,7 +98,7 @@ def read_invariants(path: str | os.PathLike[str]) -> Invariants:
     """The invariants of a file that `torchtap learn` wrote."""
     place = os.fspath(path)
     try:
-        with open(place, "rb") as opened:
+        with open_file(place) as opened:
             raw = opened.read(_LARGEST + 1)
     except (OSError, ValueError) as error:
         raise DiagnosisError(f"the invariants at {place} cannot be read: {error}") from error
@@ -106,16 +107,12 @@ def read_invariants(path: str | os.PathLike[str]) -> Invariants:
             f"{place} has more than {_LARGEST} bytes: it is no file that `torchtap learn` wrote"
         )
     try:
-        return _invariants(json.loads(raw, parse_constant=_refuse))
+        return _invariants(parse_json(raw, strict=True))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise DiagnosisError(
             f"{place} is not a file of invariants, or damaged ({type(error).__name__}: {error}); "
             "`torchtap learn GOOD_RUN... -o FILE` writes one"
         ) from error
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
 
 
 def _invariants(read: Any) -> Invariants:

@@ -31,6 +31,7 @@ from torchtap.plan.names import site_name
 from torchtap.plan.plan import Plan, make_plan
 from torchtap.plan.sites import Selectable
 from torchtap.plan.tap import Tap
+from torchtap.sanitize import parse_json
 
 __all__ = ["ExtraOutputs", "extra_outputs", "load_onnx"]
 
@@ -187,7 +188,7 @@ def _described(path: str | Path, text: str) -> tuple[tuple[str, ...], pytree.Tre
     """What the file says of its extra outputs: their sites, how to put the model's own together, and what is constant
     in them."""
     try:
-        noted = json.loads(text)
+        noted = parse_json(text)
         spec = noted.get("spec")
         if spec:
             check_tree(spec)  # torch imports the classes that a tree names

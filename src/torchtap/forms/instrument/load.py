@@ -16,7 +16,6 @@ other way to have it, for programs that go on calling torch's own loaders.
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from torchtap.forms.op import op
 from torchtap.forms.op.carrier import put_on_root
 from torchtap.forms.op.emitting import EmittingModel
 from torchtap.forms.op.travelling import names_left
+from torchtap.sanitize import open_file, parse_json
 
 __all__ = ["load"]
 
@@ -56,7 +56,7 @@ def load(path: str | Path, *, unsafe: bool = False) -> Any:
         from torchtap.forms.instrument.extra import load_onnx
 
         return load_onnx(file)
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         names = _members(opened, file)
         kind = _kind_of(names)
         if kind == "program":
@@ -189,7 +189,7 @@ def _package_sites(file: Path) -> list[str]:
         for name in archive.namelist():
             if "data/aotinductor/" not in name or not name.endswith(".json"):
                 continue
-            described = json.loads(archive.read(name))
+            described = parse_json(archive.read(name), bounded=False)
             for entry in described.get("nodes", ()) if isinstance(described, dict) else ():
                 node = entry.get("node", {})
                 if node.get("target") in ("torchtap::emit", "torchtap::emit_grad"):

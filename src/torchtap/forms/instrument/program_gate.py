@@ -26,6 +26,7 @@ import torch
 
 from torchtap._torch import OPERATORS
 from torchtap.errors import FormError
+from torchtap.sanitize import parse_json
 
 __all__ = ["check_payloads", "check_program", "check_tree"]
 
@@ -82,7 +83,7 @@ def _refuse(what: str, text: str) -> FormError:
 def check_program(text: bytes) -> None:
     """Raise ``FormError`` unless the program's JSON means nothing but operators, arithmetic and names."""
     try:
-        program = json.loads(text)
+        program = parse_json(text, bounded=False)
         _walk(program, "", 0)
     except (ValueError, RecursionError) as error:
         raise FormError(f"its program is not JSON: {str(error)[:200]}") from None
@@ -91,7 +92,7 @@ def check_program(text: bytes) -> None:
 def check_payloads(text: bytes) -> None:
     """The same for the list of weights or constants: no objects, only tensors."""
     try:
-        listed = json.loads(text)
+        listed = parse_json(text, bounded=False)
         payloads = listed["config"].values()
         paths = [str(payload["path_name"]) for payload in payloads]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
@@ -105,7 +106,7 @@ def check_payloads(text: bytes) -> None:
 def check_tree(text: str) -> None:
     """The same for the text of a pytree's description."""
     try:
-        _walk_tree(json.loads(text))
+        _walk_tree(parse_json(text, bounded=False))
     except (ValueError, RecursionError) as error:
         raise FormError(f"the description of its inputs or outputs is not JSON: {str(error)[:200]}") from None
 
@@ -212,7 +213,7 @@ def _walk_tree(value: object) -> None:
     match value:
         case str(text):
             if text[:1] in ("{", "[", '"'):  # a context is JSON in JSON
-                _walk_tree(json.loads(text))
+                _walk_tree(parse_json(text, bounded=False))
             else:
                 _plain(text)
         case list(values):

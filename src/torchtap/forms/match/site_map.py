@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from torchtap.errors import FormError
-from torchtap.sanitize import shown
+from torchtap.sanitize import JSON_LIMIT, parse_json, read_file, shown
 
 __all__ = ["FoundValue", "How", "SiteMap"]
 
@@ -53,7 +53,7 @@ class SiteMap:
     def load(cls, path: str | os.PathLike[str]) -> SiteMap:
         """Read a map that was saved."""
         try:
-            read: Any = json.loads(Path(path).read_text())
+            read: Any = parse_json(read_file(path, JSON_LIMIT))
             if read.pop("format") != _FORMAT or read.pop("version") != _VERSION:
                 raise ValueError("it is of another format or version")
             sites = {site: FoundValue(**found) for site, found in read.pop("sites").items()}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchtap.hooks.arguments import Args, Kwargs
     from torchtap.receive.entries import PortState
 
-__all__ = ["emitting_inputs", "emitting_output", "emitting_outputs", "emitting_pass"]
+__all__ = ["emitting_inputs", "emitting_output", "emitting_pass"]
 
 
 def _loaded() -> bool:
@@ -47,19 +47,6 @@ def emitting_output(channel: Channel, path: str, kind: Kind) -> Callable[[object
             from torchtap.forms.op.emitted import emit_leaves
 
             emit_leaves(what, leaves(output))
-
-    return emit
-
-
-def emitting_outputs(channel: Channel) -> Callable[[tuple[int, str], object], None]:
-    """The same for the outputs of many modules: a stop is a port's number and the module's path."""
-    what = Emitted(channel.prefix, ("output",))
-
-    def emit(stop: tuple[int, str], output: object) -> None:
-        if _loaded():
-            from torchtap.forms.op.emitted import emit_leaves
-
-            emit_leaves(what, leaves(output), stop[1])
 
     return emit
 

@@ -54,7 +54,7 @@ class Discovery(StepListener):
                 self._on_optimizer(optimizer)
 
         Optimizer.__init__ = made  # type: ignore[method-assign, assignment]
-        Optimizer.add_param_group = added  # type: ignore[method-assign]
+        Optimizer.add_param_group = added  # type: ignore[method-assign, assignment]
         training.listen(self)
 
     def entered(self, optimizer: Optimizer) -> None:

@@ -36,6 +36,7 @@ from torchtap.plan.tap import Tap, tap
 from torchtap.receive.losses import UpdateLosses
 from torchtap.receive.training import parameters_of
 from torchtap.reduce.registry import reduction_from_spec
+from torchtap.sanitize import say
 from torchtap.session.front import watch
 from torchtap.session.watching import Watch
 from torchtap.sinks.selection import make_sink
@@ -254,7 +255,7 @@ class LastWords:
             self._exit(status)
 
         self._leave = leave
-        os._exit = leave  # type: ignore[assignment]
+        os._exit = leave
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.getsignal(signal.SIGTERM)
             if self._handler == signal.SIG_DFL:
@@ -341,7 +342,8 @@ def closing_line(folder: str, trainings: int = 1, updates: int = 0) -> str:
     findings = [each for each in diagnose(run) if each.severity != "info"]
     wrong = "; ".join(str(each) for each in findings[:3]) or "nothing looks wrong"
     more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
-    failed = [each for event in run.events("audit") for each in event.get("failed", ())]
+    audits: list[Any] = list(run.events("audit"))
+    failed = [each for event in audits for each in event.get("failed", ())]
     audit = f"audit failed: {failed[0]}" if failed else "audit passed"
     counts = (
         f"{_count(trainings, 'training')}, {_count(updates, 'update')}, {_count(len(run.steps()), 'step')}"
@@ -369,4 +371,4 @@ def _is_helper() -> bool:
 
 
 def _say(line: str) -> None:
-    print(f"torchtap: {line}", file=sys.stderr)
+    say(f"torchtap: {line}")

@@ -24,13 +24,13 @@ import json
 import os
 import sys
 import time
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 from torchtap.errors import PlanError
+from torchtap.sanitize import parse_json, parse_toml, read_file, shown
 
 __all__ = ["DEFAULT_SITES", "Settings", "read_plan_file"]
 
@@ -80,9 +80,9 @@ class Settings:
         """What the ``TORCHTAP`` variable says."""
         if words.lstrip().startswith("{"):
             try:
-                values = json.loads(words)
+                values = parse_json(words)
             except ValueError as error:
-                raise PlanError(f"TORCHTAP is no JSON: {error}") from None
+                raise PlanError(f"TORCHTAP is no JSON: {shown(str(error))}") from None
             return cls.of(values, "TORCHTAP")
         if words.lower() in ("1", "true", "yes", "on"):
             return cls()
@@ -109,12 +109,11 @@ class Settings:
 def read_plan_file(path: str) -> Settings:
     """The settings of a TOML file."""
     try:
-        with open(path, "rb") as file:
-            values = tomllib.load(file)
+        values = parse_toml(read_file(path))
     except OSError as error:
         raise PlanError(f"the plan {path!r} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"the plan {path!r} is no TOML: {error}") from None
+    except ValueError as error:
+        raise PlanError(f"the plan {path!r} is no TOML: {shown(str(error))}") from None
     return Settings.of(values, f"plan {path!r}")
 
 

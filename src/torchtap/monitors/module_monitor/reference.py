@@ -17,8 +17,7 @@ from torchtap._torch import version_of
 from torchtap.errors import MonitorError
 from torchtap.hooks.arguments import Args, Kwargs
 from torchtap.hooks.structure import map_leaves
-from torchtap.receive.keeping import tensor_over
-from torchtap.reduce.kernel import SMALL, Copied, make_keeper
+from torchtap.reduce.kernel import SMALL, make_keeper
 from torchtap.store.write.pool import HostPool
 
 __all__ = ["Call", "Copies", "ReferenceActivations", "opened", "pooled_copy"]
@@ -92,11 +91,7 @@ def _lend_nothing(_: object) -> None:
 
 
 def opened(value: Any) -> Any:
-    """Tensors in place of bytes that native code has kept."""
-    if type(value) is Copied:
-        return tensor_over(value)
-    if type(value) is tuple and len(value) == 1 and type(value[0]) is Copied:
-        return (tensor_over(value[0]),)
+    """Return the value."""
     return value
 
 

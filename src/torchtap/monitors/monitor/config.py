@@ -14,7 +14,6 @@ Only keys that begin with ``monitor_`` are looked at; the rest belongs to the tr
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, final
 
 from torchtap.errors import MissingExtraError, PlanError
-from torchtap.sanitize import shown
+from torchtap.sanitize import parse_json, parse_toml, read_file, shown
 
 __all__ = ["MonitorConfig", "read_config"]
 
@@ -107,7 +106,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, object]) -> Monito
         return MonitorConfig.of(config)
     place = Path(config)
     try:
-        text = place.read_text(encoding="utf-8")
+        text = read_file(place).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         said = getattr(error, "strerror", None) or error
         raise PlanError(f"the configuration {str(place)!r} cannot be read: {said}") from error
@@ -124,11 +123,9 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, object]) -> Monito
 def _parse(place: Path, text: str) -> object:
     match place.suffix.lower():
         case ".json":
-            return json.loads(text)
+            return parse_json(text)
         case ".toml":
-            import tomllib
-
-            return tomllib.loads(text)
+            return parse_toml(text.encode("utf-8"))
         case ".yaml" | ".yml":
             try:
                 import yaml

@@ -26,7 +26,7 @@ from torchtap.errors import OutputError, PlanError, RunCorruptError, TorchtapErr
 from torchtap.hooks.leaves import leaves
 from torchtap.hooks.structure import from_names, plain
 from torchtap.plan.names import join_path
-from torchtap.sanitize import shown
+from torchtap.sanitize import parse_json, shown
 
 __all__ = ["FileFormat", "check_format", "read_item", "shape_of", "writable_folder", "write_item"]
 
@@ -183,7 +183,7 @@ def _read_safetensors(path: Path) -> object:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = (file.metadata() or {}).get(_FACTS)
-    return from_names(tensors) if facts is None else _put_together(json.loads(facts), tensors)
+    return from_names(tensors) if facts is None else _put_together(parse_json(facts), tensors)
 
 
 def _write_npz(path: Path, item: object) -> None:
@@ -204,7 +204,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 def _read_npz(path: Path) -> object:
     # Opened here: numpy leaves a file open that turns out to be no archive.
     with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-        facts = json.loads(str(file[_FACTS]))
+        facts = parse_json(str(file[_FACTS]))
         tensors = {name: torch.from_numpy(file[name]) for name in file.files if name != _FACTS}
     return _put_together(facts, tensors)
 

@@ -55,7 +55,7 @@ def new_file(path: str) -> int:
 
 def open_lock(path: str) -> int:
     """A descriptor of a file that is there to be held."""
-    return os.open(path, os.O_CREAT | os.O_RDWR | _PLAIN, 0o666)
+    return os.open(path, os.O_CREAT | os.O_RDWR | _PLAIN | _flags("O_NOFOLLOW"), 0o666)
 
 
 def hold(descriptor: int) -> None:
