@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from tests.clock.programs import SITES, Program, compare, run
-from tests.clock.truth import Kept
+from tests.clock.truth import Audited
 
 import torchtap as tt
 
@@ -18,7 +18,7 @@ EACH = 25  # loops in one test
 
 def differences(program: Program) -> list[str]:
     by_hand = run(program)
-    kept = Kept()
+    kept = Audited()
     assert by_hand.oracle is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -33,7 +33,8 @@ def differences(program: Program) -> list[str]:
         same = zip(model.parameters(), recorded.models[name].parameters(), strict=True)
         if not all(torch.equal(one, other) for one, other in same):
             wrong.append(f"the weights of {name!r} differ")
-    return wrong + [f"lost: {each}" for each in recorded.watch.lost]
+    wrong += [f"lost: {each}" for each in recorded.watch.lost]
+    return wrong + [f"audit: {each}" for each in kept.audit["failed"]]
 
 
 @pytest.mark.parametrize("first", range(0, LOOPS, EACH))

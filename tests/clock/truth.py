@@ -109,6 +109,16 @@ class Kept:
         return found
 
 
+class Audited(Kept):
+    """A sink that also keeps the audit."""
+
+    audit: dict[str, Any]
+
+    def event(self, kind: str, **facts: Any) -> None:
+        if kind == "audit":
+            self.audit = facts
+
+
 def check(kept: Kept, truth: dict[Key, list[Tensor]]) -> None:
     """Every recorded number against the hand-written hooks', and nothing missing on either side."""
     recorded = {key: values for key, values in kept.numbers().items() if "count" in values}

@@ -17,7 +17,8 @@ from operator import is_, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from torchtap.errors import PlanError
 from torchtap.forms.attach import tree_of
@@ -60,11 +61,13 @@ class ModelChanges:
         self._tell = tell
         self._retap, self._follow = retap, follow
         self._overheard = 0
+        self._smallest: tuple[tuple[int, int], tuple[str | None, Tensor | None]] | None = None
         self._sites = {port.site.name for port in taps.plan.ports}
         self._state_asked = any(port.site.kind.startswith(_OF_STATE) for port in taps.plan.ports)
         self._survey()
 
     def _survey(self) -> None:
+        self._smallest = None
         modules = {id(module): module for member in self._members for module in member.modules()}.values()
         children = [module._modules for module in modules]
         self._parents, self._childless = _parted(children)
@@ -98,6 +101,24 @@ class ModelChanges:
                 "records the thread that moves its clock"
             )
         self._overheard = overheard
+
+    def smallest(self, optimizer: Optimizer) -> tuple[str | None, Tensor | None]:
+        """Return the smallest recorded parameter of an optimizer, and its site."""
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        key = len(held), id(optimizer)
+        if self._smallest is None or self._smallest[0] != key:
+            found = [
+                (port.site.name, parameter)
+                for port in self._taps.plan.ports
+                if port.site.kind == "param" and port.site.module is not None
+                if (parameter := port.site.module._parameters.get(port.site.leaf)) is not None
+                if id(parameter) in held
+            ]
+            best: tuple[str | None, Tensor | None] = min(
+                found, key=lambda each: each[1].numel(), default=(None, None)
+            )
+            self._smallest = key, best
+        return self._smallest[1]
 
     def _moved(self) -> bool:
         """Return True if a tapped module is at another path now, such as inside a wrapper that took its place."""

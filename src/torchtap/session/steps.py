@@ -27,6 +27,7 @@ from torchtap.plan.names import site_name
 from torchtap.receive.collect import PendingNumbers, numbers_on_host
 from torchtap.receive.gradients import ask_at_its_node
 from torchtap.schedule.base import Moment
+from torchtap.session.audit import Audit
 from torchtap.session.outlets import Outlets
 from torchtap.session.tapping import Tapping
 from torchtap.session.tracker import Assign, Drop, Leave, Pass, StepTracker, Update
@@ -52,6 +53,7 @@ class StepRecorder:
         outlets: Outlets,
         hand_on: Callable[[StepRecord], None],
         left: Callable[[Moment, tuple[Update, ...]], None],
+        audit: Audit,
         *,
         first: int = 0,
     ) -> None:
@@ -59,7 +61,7 @@ class StepRecorder:
         self.named: str | None = None  # the phase that the user named
         self.ever_live: frozenset[int] = frozenset()
         self.taps = tap(self)
-        self._outlets = outlets
+        self._outlets, self._audit = outlets, audit
         self._hand_on, self._left = hand_on, left
         self._spending: Spending | None = None  # where no tap has a budget
         self._live: dict[_When, frozenset[int]] = {}
@@ -78,6 +80,8 @@ class StepRecorder:
     def begin_pass(self, training: bool, grad: bool) -> tuple[str, frozenset[int]] | None:
         tracker = self.tracker
         made = self._pass = tracker.begin_pass(training=training, grad=grad, named=self.named)
+        if made is not None:
+            self._audit.note("pass", made.unit, grad=grad, named=self.named is not None)
         self.act()
         if made is None:
             self._outlets.hint("between", _between(tracker.last))
@@ -96,11 +100,16 @@ class StepRecorder:
         if asked or found or tree is None:
             made.differentiable = bool(asked)
         for tensor in asked:
-            ask_at_its_node(tensor, _mark, made)
+            ask_at_its_node(tensor, self._mark, made)
+
+    def _mark(self, made: Pass, gradient: Tensor | None) -> None:
+        made.backward = True
+        self._audit.backward(made.unit)
 
     def state_key(self) -> tuple[str, frozenset[int]]:
         tracker = self.tracker
         unit = tracker.rest() if self._reads_rest else tracker.state()
+        self._audit.note("state", unit)
         wanted: frozenset[int] = frozenset()
         for step in tracker.candidates():
             wanted |= self.live_at(step, self.named or "train")
@@ -183,6 +192,7 @@ class StepRecorder:
             return
         for action in tracker.actions():
             if isinstance(action, Assign):
+                self._audit.assigned(action.unit, action.moment)
                 key = action.moment.step, action.moment.phase
                 whole = self._assigned.setdefault(key, _Whole(action.moment, [], []))
                 (whole.rest if action.rest else whole.units).append(action.unit)
@@ -193,6 +203,7 @@ class StepRecorder:
 
     def _drop(self, action: Drop) -> None:
         key = self._units.release(action.unit)
+        self._audit.dropped(action.unit, action.reason)
         if key is not None:
             passes = self.taps.drop(key)
             if passes and action.reason == "early":
@@ -226,6 +237,7 @@ class StepRecorder:
         """Keep numbers of the training's own until their step is whole."""
         read = _numbers(name, value, numbers)
         unit = self.tracker.log(self.named or "train")
+        self._audit.note("log", unit)
         self.act()
         merge_numbers(self._units.logged.setdefault(unit, {}), read)
 
@@ -273,6 +285,7 @@ class StepRecorder:
 
     def _release(self, leave: Leave) -> None:
         """Make the records of a step, the one that trains first."""
+        self._left(leave.moment, leave.updates)
         found = [key for key in self._assigned if key[0] == leave.moment.step]
         if not leave.whole:
             found = [key for key in found if key[1] == leave.moment.phase]
@@ -282,7 +295,6 @@ class StepRecorder:
                 trains = key[1] == leave.moment.phase
                 made.skipped = trains and any(each.skipped for each in leave.updates)
                 self._waiting.append(made)
-        self._left(leave.moment, leave.updates)
         if self._waiting:
             self._let_go()
 
@@ -330,10 +342,6 @@ def _between(last: Moment | None) -> str:
         f"a training pass came {after}before the next one; it is in no record. Have the pass inside "
         "`with watch.step():`, or let watch.follow(optimizer) move the clock"
     )
-
-
-def _mark(made: Pass, gradient: Tensor | None) -> None:
-    made.backward = True
 
 
 @final

@@ -344,6 +344,10 @@ class StepTracker:
         self.follows = True
         self._sets[optimizer] = frozenset(parameters)
 
+    def parameters_of(self, optimizer: int) -> frozenset[int]:
+        """Return the parameters of a followed optimizer, as far as they are known."""
+        return self._sets.get(optimizer, frozenset())
+
     def forget(self, optimizer: int) -> None:
         """Wait for this optimizer no more."""
         self._sets.pop(optimizer, None)

@@ -86,7 +86,7 @@ class Watch:
             )
 
         members = [model] if models is None else list(models.values())
-        self._steps = StepRecorder(tap, outlets, self._hand_on, self._left, first=recorded.stop)
+        self._steps = StepRecorder(tap, outlets, self._hand_on, self._left, self._audit, first=recorded.stop)
         self._follower: _Follower | None = None  # until an optimizer is followed
         self._lookout = Lookout(members, self._steps, self._mode_changed, self._passed)
         self._evaluations = Evaluations(plan)
@@ -232,8 +232,10 @@ class Watch:
     def _hears(self) -> bool:
         return self._receiver.hears_this_thread()
 
-    def _entered(self) -> None:
+    def _entered(self, optimizer: Optimizer) -> None:
         """A followed optimizer is about to update."""
+        if self._steps.taps.armed and "param" in self.plan.kinds:
+            self._audit.update(*self._changes.smallest(optimizer))
         self._steps.tracker.enter()
         self._steps.act()
 
@@ -241,8 +243,10 @@ class Watch:
         steps = self._steps
         steps.tracker.note_update(optimizer, skipped=skipped)
         if steps.tracker.marked:
+            self._audit.updates += 1
             return
         steps.read_rest()
+        self._audit.updates += 1
         self._hint_silence(steps.tracker.number)
         steps.tracker.end_update()
         steps.act()
@@ -302,6 +306,7 @@ class Watch:
             self._tell_what_is_hidden(step)
         self._look_for_changes(tracker.number if step is None else step)
         tracker.begin(step)
+        self._audit.mark(tracker.number if step is None else step)
         steps.act()
         steps.begin_step(threading.get_ident())
         self._look_out()
@@ -320,6 +325,7 @@ class Watch:
                     "that ended last",
                 )
             steps.tracker.end()
+            self._audit.mark(None)
             steps.act()
 
     def _hint_silence(self, step: int) -> None:
@@ -362,7 +368,6 @@ class Watch:
         """
         self._check_open()
         self._steps.log(name, value, dict(numbers))
-        self._audit.logs += 1
         if not self._logs:
             self._logs = True
             self._look_out()
@@ -422,7 +427,8 @@ class Watch:
         self._outlets.write(record)
 
     def _left(self, moment: Moment, updates: tuple[Update, ...]) -> None:
-        self._audit.left(moment.step, updates)
+        tracker = self._steps.tracker
+        self._audit.left(moment, updates, [tracker.parameters_of(each.optimizer) for each in updates])
         for each in updates:
             if each.skipped:
                 self._outlets.tell("skipped", step=moment.step)
@@ -483,8 +489,15 @@ class Watch:
                 self._sites.tell(self._receiver.entries)
                 missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
                 self._outlets.tell("coverage", missing=missing)
-                self._outlets.tell("audit", **self._audit.result())
+                self._tell_audit()
             self._outlets.close()
+
+    def _tell_audit(self) -> None:
+        """Write the audit into the run; what does not add up is a problem of the run."""
+        result = self._audit.result()
+        for each in result["failed"]:
+            self._outlets.tell("lost", message=f"audit: {each}")
+        self._outlets.tell("audit", **result)
 
     def _report(self, clockless: bool) -> None:
         """Warn of what is odd about the whole recording."""
@@ -552,7 +565,7 @@ class _Follower(Ears):
         self,
         tracker: StepTracker,
         is_ours: Callable[[], bool],
-        entered: Callable[[], None],
+        entered: Callable[[Optimizer], None],
         updated: Callable[[int, bool], None],
     ) -> None:
         self._tracker = tracker
@@ -583,7 +596,7 @@ class _Follower(Ears):
 
     def entered(self, optimizer: Optimizer) -> None:
         if self._is_followed(optimizer):
-            self._entered()
+            self._entered(optimizer)
 
     def updated(self, optimizer: Optimizer) -> None:
         if self._is_followed(optimizer):
