@@ -205,9 +205,9 @@ class StepTracker:
 
     def begin(self, step: int | None = None) -> None:
         """Begin a step that the user marks; it ends with `end`."""
-        following = self.number if step is None else whole(step, "step")
         first = self.last is None and not self._turns and not self.marked
         newest = self.number if self.marked or self._turns else self.number - 1
+        following = newest + 1 if step is None else whole(step, "step")
         if not first and following <= newest:
             raise SessionError(
                 f"step {following} was asked for after step {newest}: steps only grow; "
