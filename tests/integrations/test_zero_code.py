@@ -77,8 +77,8 @@ def test_a_gpt_with_evaluation_accumulation_and_compile(tmp_path: Path, compiled
 
 
 def test_a_gan_is_one_run_with_both_models(tmp_path: Path) -> None:
-    run = check(tmp_path, SCRIPTS / "gan.py", site="Generator.main.0:output")
-    assert len(run.series("Discriminator.main.2:param_grad.weight", "l2").steps) == 5
+    run = check(tmp_path, SCRIPTS / "gan.py", site="netG.main.0:output")
+    assert len(run.series("netD.main.2:param_grad.weight", "l2").steps) == 5
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -115,12 +115,10 @@ def test_two_processes_under_torchrun_are_one_run(tmp_path: Path) -> None:
 
 def test_two_variables_do_the_same_for_any_launcher(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
-    plan.write_text(
-        'out = "run"\n[[tap]]\nselect = "Generator.main.0:output"\nkeep = "histogram"\nevery = 2\n'
-    )
+    plan.write_text('out = "run"\n[[tap]]\nselect = "netG.main.0:output"\nkeep = "histogram"\nevery = 2\n')
     start(sys.executable, SCRIPTS / "gan.py", folder=tmp_path, environment={"TORCHTAP": str(plan)})
     run = tt.open(tmp_path / "run")
-    assert run.histogram("Generator.main.0:output", step=2).counts.sum() == 6 * 16
+    assert run.histogram("netG.main.0:output", step=2).counts.sum() == 6 * 16
 
 
 def test_a_module_is_run_like_python_does(tmp_path: Path) -> None:

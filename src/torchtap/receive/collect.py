@@ -64,16 +64,17 @@ class Collector:
                 return (() if statistics is None else (statistics,)), (), coming
             return self._collect(tallies, live, statistics, coming)
 
-    def peek(self, tally: Tally) -> ScalarBlock | None:
-        """The statistics that a tally holds so far; it goes on holding them. Waits for what is on a device."""
+    def peek(self, tallies: Sequence[Tally], live: frozenset[int]) -> ScalarBlock | None:
+        """Return the statistics that tallies hold so far; they go on holding them. Waits for what is on a device."""
         with self._folding.lock:
-            tally.reserve(len(self._folding.rows))
-            if 1 not in tally.arrived:
+            for tally in tallies:
+                tally.reserve(len(self._folding.rows))
+            held = [tally for tally in tallies if 1 in tally.arrived]
+            if not held:
                 return None
-            rows, sites = self._rows_of(tally.live)
-            return ScalarBlock(
-                sites, tally.block.statistics, tally.block.results(rows), self._present([tally], rows)
-            )
+            rows, sites = self._rows_of(live)
+            values = merged_results([tally.block.states() for tally in held])[rows]
+            return ScalarBlock(sites, held[0].block.statistics, values, self._present(held, rows))
 
     def _collect(
         self,

@@ -23,7 +23,6 @@ from torch.optim.optimizer import Optimizer
 from torchtap.errors import PlanError
 from torchtap.forms.attach import tree_of
 from torchtap.forms.op.passes import PassHooks
-from torchtap.hooks.modes import ModeHook
 from torchtap.plan.plan import Plan, make_plan
 from torchtap.plan.sites import places, unwrap
 from torchtap.plan.tap import Tap
@@ -31,6 +30,7 @@ from torchtap.sanitize import shown
 from torchtap.session.tapping import Tapping
 
 if TYPE_CHECKING:
+    from torchtap.hooks.modes import ModeHook
     from torchtap.session.steps import StepRecorder
 
 __all__ = ["Evaluations", "Lookout", "ModelChanges"]
@@ -195,8 +195,9 @@ class Lookout:
         modules = [model for model in models if isinstance(model, nn.Module)]
         self._models, self._steps, self._on_pass = models, steps, on_pass
         self._passes = [PassHooks(model, self, on_output=self._output) for model in modules]
-        self._modes = [ModeHook(model, on_mode) for model in modules]
-        self._looks = self._looks_for_modes = self._paused = self._returned = False
+        self._modules, self._on_mode = modules, on_mode
+        self._modes: list[ModeHook] = []
+        self._looks = self._paused = self._returned = False
 
     def is_training(self) -> bool:
         """Return True if any model is in training mode."""
@@ -211,18 +212,18 @@ class Lookout:
 
     def look_for_modes(self) -> None:
         """Notice from now on when a model is switched to evaluation and back."""
-        if not self._looks_for_modes:
-            self._looks_for_modes = True
+        if not self._modes:
+            from torchtap.hooks.modes import ModeHook
+
+            self._modes = [ModeHook(module, self._on_mode) for module in self._modules]
             for hook in self._modes:
                 hook.put_on()
 
     def stop(self) -> None:
         """Leave the models as they were."""
         self.look(False)
-        if self._looks_for_modes:
-            self._looks_for_modes = False
-            for hook in self._modes:
-                hook.take_off()
+        while self._modes:
+            self._modes.pop().take_off()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

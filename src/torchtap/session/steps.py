@@ -273,18 +273,19 @@ class StepRecorder:
         self.taps.receiver.end_step()
 
     def so_far(self) -> StepRecord | None:
-        """Return the statistics of the newest pass as they are now; the step goes on."""
-        made = self._pass
-        key = None if made is None else self._units.keys.get(made.unit)
-        block = None if key is None else self.taps.peek(key)
+        """Return the statistics of the passes since the update before that may train; the step goes on."""
+        keys = [self._units.keys[unit] for unit in self.tracker.open_units() if unit in self._units.keys]
+        passes, block = self.taps.peek(keys)
         if block is None:
             return None
-        return PartialRecord(self.tracker.moment(), 1, False, (block,), (), []).record()
+        return PartialRecord(self.tracker.moment(), passes, False, (block,), (), []).record()
 
     # -- records ------------------------------------------------------------------------------------------
 
     def _release(self, leave: Leave) -> None:
         """Make the records of a step, the one that trains first."""
+        if self._waiting and self._waiting[0].moment.step < leave.moment.step:
+            self._let_go(all_of_them=True)
         self._left(leave.moment, leave.updates)
         found = [key for key in self._assigned if key[0] == leave.moment.step]
         if not leave.whole:

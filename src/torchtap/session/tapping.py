@@ -122,10 +122,11 @@ class Tapping:
         self.receiver.folding.drop(tally)
         return passes
 
-    def peek(self, key: str) -> ScalarBlock | None:
-        """Return the statistics that a tally holds so far."""
-        tally = self.receiver.folding.tallies.get(key)
-        return None if tally is None else self._collector.peek(tally)
+    def peek(self, keys: Sequence[str]) -> tuple[int, ScalarBlock | None]:
+        """Return the passes and the statistics that tallies hold so far."""
+        tallies = self.receiver.folding.tallies
+        held = [tallies[key] for key in keys if key in tallies]
+        return sum(tally.passes for tally in held), self._collector.peek(held, self.armed)
 
     def detach(self) -> None:
         """Leave the model as it was found."""

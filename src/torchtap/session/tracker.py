@@ -175,6 +175,11 @@ class StepTracker:
         """Return True if what comes may still belong to the step that ended last."""
         return not self.marked and not self._segment.begun
 
+    def open_units(self) -> list[int]:
+        """Return the units of the passes since the update before that may be training."""
+        items = self._segment.items
+        return [each.unit for each in items if isinstance(each, Pass) and each.phase(False) == "train"]
+
     @property
     def training_passes(self) -> int:
         """Return how many passes since the update before look like training."""
