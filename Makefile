@@ -1,8 +1,9 @@
 # Every target does all the set-up it needs, from a clean clone with no environment.
 #
 #   make demo        train a small model and look inside it
-#   make test        run the tests
-#   make check       ruff and mypy
+#   make test        run the tests; make quick: all but the slow ones (tests/slow.txt)
+#   make check       ruff, mypy and the phrases to avoid
+#   make coverage    the tests with branch coverage, into htmlcov/
 #   make docs        the documentation site, into site/
 #   make dist        the sdist and the wheel, into dist/
 #   make compat TORCH=2.15.0   the tests with another torch (packaging/packaging.mk)
@@ -19,7 +20,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c c
 # Two workers are what two cores carry; torch itself gets one thread in each.
 WORKERS ?= 2
 
-.PHONY: demo test check forms ranks bench torture format browser clean
+.PHONY: demo test quick slow coverage check forms ranks bench torture format browser clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -53,11 +54,27 @@ demo: $(VENV)/.core
 test: $(VENV)/.dev $(VENV)/.triton browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# Everything but the tests that tests/slow.txt lists.
+quick: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+# Measure every test's CPU time anew and write the list of the slow ones.
+slow: $(VENV)/.dev $(VENV)/.triton browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --write-slow
+
+coverage: $(VENV)/.dev $(VENV)/.triton browser
+	rm -f .coverage .coverage.*
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet
+	$(BIN)/python -m coverage report --skip-covered --sort=cover | tail -40
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy packaging/consumer.py
+	$(BIN)/python packaging/phrases.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -41,6 +41,7 @@ CORE = {
     "kernel": "Statistics of one tensor",
     "storage": "Writing and reading runs",
     "growth": "Growth",
+    "memory": "Peak memory",
     "startup": "Starting",
     "module_monitor": "Module monitor",
     "layers": "Recording layers",

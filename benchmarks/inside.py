@@ -21,7 +21,7 @@ from torchtap.diagnosis.probes.gradients import GradientProbe
 from torchtap.diagnosis.probes.hidden import HiddenProbe
 from torchtap.diagnosis.probes.losses import LossProbe
 from torchtap.diagnosis.probes.padded import PaddingProbe
-from torchtap.hooks.untraced import Hook
+from torchtap.hooks.conceal import Hook
 from torchtap.receive import by_name, training
 from torchtap.receive.losses import LossCatcher
 from torchtap.receive.receiver import Receiver

@@ -14,7 +14,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from torchtap.monitors.module_monitor.widths import Setup, check_widths, plot_widths
+from torchtap.monitors.widths import Setup, check_widths, plot_widths
 
 TOKENS, LENGTH, BATCH, RATE, BASE = 50, 16, 16, 5e-3, 64
 

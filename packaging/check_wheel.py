@@ -17,6 +17,7 @@ import tempfile
 import time
 import urllib.request
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -42,12 +43,12 @@ class Installation:
         subprocess.run([*pip, *constraints, f"torch=={torch}"], check=True)
         subprocess.run([*pip, *constraints, f"{wheel}[view,plot]"], check=True)
 
-    def run(self, *words: str, codes: tuple[int, ...] = (0,)) -> str:
+    def run(self, *words: str, codes: tuple[int, ...] = (0,), **variables: str) -> str:
         """The output of a command of the environment's."""
         done = subprocess.run(
             [str(self.bin / words[0]), *words[1:]],
             cwd=self.folder,
-            env=self.environment,
+            env={**self.environment, **variables},
             capture_output=True,
             text=True,
             timeout=600,
@@ -138,7 +139,81 @@ def answers(words: list[str]) -> bool:
     return subprocess.run(words, capture_output=True, timeout=300, check=False).returncode == 0
 
 
-CHECKS = (check_native, check_demo, check_compare, check_report, check_view, check_types)
+TRAINING = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print("trained")
+"""
+
+
+def check_zero_code(place: Installation) -> None:
+    """`torchtap run` and `torchtap inject` record a script; nothing is registered in torch."""
+    (place.folder / "train.py").write_text(TRAINING)
+    assert place.run("torchtap", "run", "--out", "recorded", "--every", "1", "train.py") == "trained\n"
+    inject = {
+        "PYTHONPATH": place.run("torchtap", "inject").strip(),
+        "TORCHTAP": '{"out": "injected", "every": 1}',
+    }
+    assert place.run("python", "train.py", **inject) == "trained\n"
+    for run in ("recorded", "injected"):
+        assert "steps 3 " in place.run("torchtap", "show", run), f"{run} was not recorded"
+    groups = "from importlib.metadata import entry_points as e; print(len(e(group='torch.backends')))"
+    assert place.run("python", "-c", groups) == "0\n", "something is registered in torch"
+
+
+def check_import_torch(place: Installation) -> None:
+    """``import torch`` works in every broken layout of the installed package, whether or not it is to record."""
+    package = Path(place.run("python", "-c", "import torchtap; print(torchtap.__path__[0])").strip())
+    kept = place.folder / "kept"
+    shutil.copytree(package, kept)
+    path = place.run("torchtap", "inject").strip()
+    for name, damage in LAYOUTS.items():
+        damage(package)
+        for variables in ({}, {"TORCHTAP": "1"}, {"TORCHTAP": "1", "PYTHONPATH": path}):
+            said = place.run("python", "-c", "import torch; print('imported')", **variables)
+            assert said == "imported\n", f"{name}: {said}"
+        shutil.rmtree(package, ignore_errors=True)
+        shutil.copytree(kept, package)
+    print(f"import torch: {len(LAYOUTS)} broken layouts, 0 fail")
+
+
+def _write(name: str, text: str) -> Callable[[Path], None]:
+    def damage(package: Path) -> None:
+        (package / name).write_text(text)
+
+    return damage
+
+
+def _half_removed(package: Path) -> None:
+    for path in sorted(package.rglob("*.py"))[::2]:
+        path.unlink()
+
+
+LAYOUTS: dict[str, Callable[[Path], None]] = {
+    "syntax error": _write("__init__.py", "def :"),
+    "import error": _write("__init__.py", "import a_module_that_is_not_there"),
+    "any error": _write("__init__.py", "raise RuntimeError"),
+    "ends the process": _write("__init__.py", "raise SystemExit(3)"),
+    "error in an inner file": _write("errors.py", "raise RuntimeError"),
+    "half removed": _half_removed,
+    "removed, metadata left": shutil.rmtree,
+    "starting file broken": _write("integrations/inject/sitecustomize.py", "raise RuntimeError"),
+}
+
+CHECKS = (
+    check_native,
+    check_demo,
+    check_compare,
+    check_report,
+    check_view,
+    check_types,
+    check_zero_code,
+    check_import_torch,
+)
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ import torchtap as tt
 from torchtap.cli import main
 from torchtap.errors import TorchtapError
 from torchtap.forms.match.site_map import SiteMap
-from torchtap.monitors.monitor.config import read_config
-from torchtap.monitors.monitor.files import read_item
+from torchtap.monitors.monitor_outputs import read_item
+from torchtap.monitors.monitor_settings import read_config
 from torchtap.plan.plan import Plan
 from torchtap.store.write.writer import RunWriter
 from torchtap.viewer.run_index import read_notes

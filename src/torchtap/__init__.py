@@ -64,21 +64,21 @@ if TYPE_CHECKING:
     from torchtap.forms.instrument.instrument import instrument as instrument
     from torchtap.forms.instrument.load import load as load
     from torchtap.integrations.captum import attribute as attribute
-    from torchtap.monitors.layers.files import open_layers as open_layers
-    from torchtap.monitors.layers.recorder import LayerRecorder as LayerRecorder
-    from torchtap.monitors.layers.recorder import get_layer_hidden_states as get_layer_hidden_states
-    from torchtap.monitors.layers.recorder import record_layers as record_layers
+    from torchtap.monitors.attention_heads import (
+        monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
+    )
+    from torchtap.monitors.coordinate_check import RefinedCoordinateCheck as RefinedCoordinateCheck
+    from torchtap.monitors.layers import LayerRecorder as LayerRecorder
+    from torchtap.monitors.layers import get_layer_hidden_states as get_layer_hidden_states
+    from torchtap.monitors.layers import open_layers as open_layers
+    from torchtap.monitors.layers import record_layers as record_layers
+    from torchtap.monitors.metric_storage import StorageManager as StorageManager
     from torchtap.monitors.module_monitor import HooksManager as HooksManager
     from torchtap.monitors.module_monitor import ModuleMonitor as ModuleMonitor
     from torchtap.monitors.module_monitor import MonitorMixin as MonitorMixin
-    from torchtap.monitors.module_monitor import RefinedCoordinateCheck as RefinedCoordinateCheck
-    from torchtap.monitors.module_monitor import StorageManager as StorageManager
-    from torchtap.monitors.module_monitor import (
-        monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention,
-    )
-    from torchtap.monitors.monitor.monitor import Monitor as Monitor
-    from torchtap.monitors.monitor.trainer import MonitoredTrainer as MonitoredTrainer
-    from torchtap.monitors.monitor.trainer import TrainingReport as TrainingReport
+    from torchtap.monitors.monitor import Monitor as Monitor
+    from torchtap.monitors.trainer import MonitoredTrainer as MonitoredTrainer
+    from torchtap.monitors.trainer import TrainingReport as TrainingReport
     from torchtap.plan.budget import Budget as Budget
     from torchtap.plan.plan import Plan as Plan
     from torchtap.plan.plan import make_plan as make_plan
@@ -158,7 +158,7 @@ _HOME = {
     "HooksManager": "torchtap.monitors.module_monitor",
     "Invariants": "torchtap.diagnosis.learned.invariants",
     "JsonLinesSink": "torchtap.sinks",
-    "LayerRecorder": "torchtap.monitors.layers.recorder",
+    "LayerRecorder": "torchtap.monitors.layers",
     "MemorySink": "torchtap.sinks",
     "Metric": "torchtap.reduce",
     "MetricError": "torchtap.errors",
@@ -166,10 +166,10 @@ _HOME = {
     "MissingExtraError": "torchtap.errors",
     "ModuleMonitor": "torchtap.monitors.module_monitor",
     "Moment": "torchtap.schedule",
-    "Monitor": "torchtap.monitors.monitor.monitor",
+    "Monitor": "torchtap.monitors.monitor",
     "MonitorError": "torchtap.errors",
     "MonitorMixin": "torchtap.monitors.module_monitor",
-    "MonitoredTrainer": "torchtap.monitors.monitor.trainer",
+    "MonitoredTrainer": "torchtap.monitors.trainer",
     "Never": "torchtap.schedule",
     "OutputError": "torchtap.errors",
     "Phase": "torchtap.schedule",
@@ -179,7 +179,7 @@ _HOME = {
     "RecordingLostError": "torchtap.errors",
     "Reduction": "torchtap.reduce",
     "ReductionError": "torchtap.errors",
-    "RefinedCoordinateCheck": "torchtap.monitors.module_monitor",
+    "RefinedCoordinateCheck": "torchtap.monitors.coordinate_check",
     "Rule": "torchtap.diagnosis.rules.base",
     "Run": "torchtap.store.read.reader",
     "RunCorruptError": "torchtap.errors",
@@ -195,14 +195,14 @@ _HOME = {
     "Site": "torchtap.plan.sites",
     "Stats": "torchtap.reduce",
     "Steps": "torchtap.schedule",
-    "StorageManager": "torchtap.monitors.module_monitor",
+    "StorageManager": "torchtap.monitors.metric_storage",
     "Tap": "torchtap.plan.tap",
     "TensorBoardSink": "torchtap.sinks",
     "TopK": "torchtap.reduce",
     "Units": "torchtap.reduce",
     "TorchtapError": "torchtap.errors",
     "TrainingStoppedError": "torchtap.errors",
-    "TrainingReport": "torchtap.monitors.monitor.trainer",
+    "TrainingReport": "torchtap.monitors.trainer",
     "Verification": "torchtap.session.verification",
     "VerificationError": "torchtap.errors",
     "WandbSink": "torchtap.sinks",
@@ -223,7 +223,7 @@ _HOME = {
     "find_nan": "torchtap.diagnosis.birth",
     "flight_recorder": "torchtap.diagnosis.flight.recorder",
     "hand_over": "torchtap.editing.handlers",
-    "get_layer_hidden_states": "torchtap.monitors.layers.recorder",
+    "get_layer_hidden_states": "torchtap.monitors.layers",
     "instrument": "torchtap.forms.instrument.instrument",
     "layer_changes": "torchtap.comparison.adjacent",
     "learn": "torchtap.diagnosis.learned.learning",
@@ -231,11 +231,11 @@ _HOME = {
     "load": "torchtap.forms.instrument.load",
     "match": "torchtap.session.matching",
     "make_sink": "torchtap.sinks",
-    "monitor_scaled_dot_product_attention": "torchtap.monitors.module_monitor",
+    "monitor_scaled_dot_product_attention": "torchtap.monitors.attention_heads",
     "open": "torchtap.store.read.reader",
-    "open_layers": "torchtap.monitors.layers.files",
+    "open_layers": "torchtap.monitors.layers",
     "plot": "torchtap.viewer.figures",
-    "record_layers": "torchtap.monitors.layers.recorder",
+    "record_layers": "torchtap.monitors.layers",
     "tap": "torchtap.plan.tap",
     "verify": "torchtap.session.verification",
     "watch": "torchtap.session.front",

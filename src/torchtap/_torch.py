@@ -52,6 +52,7 @@ __all__ = [
     "graphs_being_traced",
     "has_global_hooks",
     "has_lazy_bits",
+    "has_step_hooks",
     "hear_gradient",
     "in_backward",
     "innermost_transform",
@@ -78,6 +79,7 @@ __all__ = [
     "shape_from",
     "skip_alone",
     "something_was_compiled",
+    "step_without_hooks",
     "unpacked_size",
     "user_backend",
     "version_of",
@@ -483,3 +485,15 @@ def load_program_archive(opened: IO[bytes]) -> Any:
 def load_aoti_package(file: str) -> Any:
     """An AOTInductor package. Runs the machine code in it."""
     return _needed("torch._inductor", "aoti_load_package", "load AOTInductor packages")(file)
+
+
+def has_step_hooks(optimizer: object) -> bool:
+    """Return True if an optimizer has step hooks of its own, or if this torch has another place for them."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return any(getattr(optimizer, kind, True) for kind in kinds)
+
+
+def step_without_hooks(kind: type) -> Callable[..., Any]:
+    """Return the step of an optimizer's class without the function around it that calls all step hooks."""
+    step = kind.step  # type: ignore[attr-defined]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from torchtap.placement import Axis, Box, Placement, Share, Spans, boxes_of, chu
 
 __all__ = [
     "MeshAxis",
+    "calling_wrapper",
     "flat_pieces",
     "fsdp_axes",
     "fsdp_sharded",
@@ -223,6 +224,12 @@ def wrapper_group(module: nn.Module) -> list[Any]:
         return []
     across = getattr(module, "_inter_node_pg", None)  # of hybrid sharding
     return [group for group in (across, getattr(module, "process_group", None)) if group is not None]
+
+
+def calling_wrapper() -> nn.Module | None:
+    """Return the DDP wrapper whose forward is running; None outside of one. The wrapped module does not know it."""
+    found = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    return found if isinstance(found, nn.Module) else None
 
 
 def output_plan(module: nn.Module) -> tuple[Any, tuple[Share, ...]] | None:

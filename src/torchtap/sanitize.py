@@ -3,7 +3,8 @@
 Files and documents. A path may name a pipe, a device or a terabyte, and a document may be built to exhaust memory or
 the stack:
 
-- `open_file` and `read_file` read regular files only, never block, and read at most a stated number of bytes;
+- `open_file` and `read_file` read regular files only, never block, and stop at a stated number of bytes;
+- `replace_file` writes beside files of others and follows no link;
 - `parse_json` and `parse_toml` raise ``ValueError`` for every text that they do not accept.
 
 Text. A name is data and may be anything. What a terminal, a file format or a browser would take for more than text is
@@ -27,6 +28,7 @@ import stat
 import sys
 import zlib
 from functools import cache
+from pathlib import Path
 from typing import IO, Any, BinaryIO
 from urllib.parse import quote
 
@@ -39,6 +41,7 @@ __all__ = [
     "parse_json",
     "parse_toml",
     "read_file",
+    "replace_file",
     "say",
     "shortened",
     "shown",
@@ -158,6 +161,18 @@ def read_file(path: str | os.PathLike[str], most: int = _LARGEST_SETTINGS) -> by
     if len(raw) > most:
         raise OSError(0, f"it has more than {most} bytes")
     return raw
+
+
+def replace_file(path: Path, raw: bytes) -> None:
+    """Write a file so that a reader sees the old one or the new one. A link there is replaced, not followed."""
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    flags = (
+        os.O_CREAT | os.O_EXCL | os.O_WRONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY"))
+    )
+    with os.fdopen(os.open(part, flags, 0o666), "wb") as file:
+        file.write(raw)
+    os.replace(part, path)
 
 
 def parse_json(text: str | bytes, *, bounded: bool = True, strict: bool = False) -> Any:

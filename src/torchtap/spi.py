@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtap.hooks.leaves import input_leaves as input_leaves
     from torchtap.hooks.leaves import leaves as leaves
-    from torchtap.hooks.structure import map_leaves as map_leaves
+    from torchtap.hooks.leaves import map_leaves as map_leaves
     from torchtap.hooks.visit import Call as Call
     from torchtap.hooks.visit import Stop as Stop
     from torchtap.hooks.visit import Visiting as Visiting
@@ -80,7 +80,7 @@ _HOME = {
     "input_leaves": "torchtap.hooks.leaves",
     "input_names": "torchtap.plan.sites",
     "leaves": "torchtap.hooks.leaves",
-    "map_leaves": "torchtap.hooks.structure",
+    "map_leaves": "torchtap.hooks.leaves",
     "parameters_of": "torchtap.receive.training",
     "places": "torchtap.plan.sites",
     "reasons": "torchtap.receive",

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from anyio.from_thread import start_blocking_portal
+from tests.optional import need
 from torch import nn
 
 import torchtap as tt
 
-mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed")
+mcp = need("mcp")
 
 HOSTILE = "evil\x1b[31m\u202e</script>"
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import torchtap as tt
-from torchtap.hooks.modes import ModeHook
-from torchtap.monitors.monitor.trainer_clock import TrainingClock
+from torchtap.hooks.replace import ModeHook
+from torchtap.monitors.trainer import TrainingClock
 
 
 def keep_frozen(frozen: nn.Module, whole: nn.Module, mode: bool = True) -> nn.Module:

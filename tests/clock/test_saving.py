@@ -17,7 +17,7 @@ from tests.clock.truth import evaluating
 from torch import nn
 
 import torchtap as tt
-from torchtap.monitors.monitor.monitor import Monitor
+from torchtap.monitors.monitor import Monitor
 
 SAFE = [nn.Sequential, nn.Linear, nn.ReLU]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from tests.optional import need
 from torch import nn
 
 import torchtap as tt
@@ -58,7 +59,7 @@ def test_several_processes_give_the_result_of_one(runs: Path, other: str) -> Non
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
+    ray = need("ray")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

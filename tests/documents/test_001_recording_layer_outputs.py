@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.optional import need
 from torch import Tensor, nn
 
 import torchtap as tt
@@ -300,7 +301,7 @@ def test_it_is_said_that_the_last_layer_is_before_the_final_norm(
 
 
 def test_hugging_face_has_its_last_state_after_that_norm() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = need("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0

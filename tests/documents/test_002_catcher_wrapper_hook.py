@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.optional import need
 from torch import Tensor, nn
 
 import torchtap as tt
@@ -269,7 +270,7 @@ def test_intermediate_outputs_returned_beside_the_output(x: Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_with_a_graph_and_a_loss(tmp_path: Path, x: Tensor) -> None:
-    pytest.importorskip("tensorboard")
+    need("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     torch.manual_seed(0)
@@ -290,7 +291,7 @@ def test_tensorboard_with_a_graph_and_a_loss(tmp_path: Path, x: Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_with_the_writer_that_the_training_has(tmp_path: Path, x: Tensor) -> None:
-    pytest.importorskip("tensorboard")
+    need("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
@@ -317,7 +318,7 @@ def test_tensorboard_with_the_writer_that_the_training_has(tmp_path: Path, x: Te
 
 
 def test_captum_on_a_trained_model(x: Tensor) -> None:
-    attr = pytest.importorskip("captum.attr")
+    attr = need("captum.attr")
     torch.manual_seed(0)
     model = SimpleModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.optional import need
 from torch import Tensor, nn
 from torchtap.monitors.torch_module_monitor.utils import extract_activation_tensor
 
@@ -73,7 +74,7 @@ def test_quick_start() -> None:
 
 
 def test_documented_keys_stand_in_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
+    need("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     model = sequential()
@@ -209,7 +210,7 @@ def test_attention_and_values_of_a_module_s_own() -> None:
 
 
 def test_export_to_hdf5(tmp_path: Path) -> None:
-    pytest.importorskip("h5py")
+    need("h5py")
     model = sequential()
     monitor = ours.ModuleMonitor(None)
     monitor.set_module(model)
@@ -351,7 +352,7 @@ def notebook(
     ids=["metrics", "reference-model", "refined-coordinate-check"],
 )
 def test_its_notebooks_give_the_same_numbers(options: dict[str, bool]) -> None:
-    peer = pytest.importorskip("torch_module_monitor")
+    peer = need("torch_module_monitor")
     theirs, mine = notebook(peer, **options), notebook(ours, **options)
     assert mine.keys() == theirs.keys()
     for step, metrics in theirs.items():

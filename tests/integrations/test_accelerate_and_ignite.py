@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from ignite.engine import Engine, Events
 from tests.integrations.by_hand import ByHand
+from tests.optional import need
 from torch import Tensor, nn
 
 import torchtap as tt
 from torchtap.errors import SessionError
-from torchtap.integrations.accelerate import TorchtapTracker, watch_prepared
-from torchtap.integrations.ignite import TorchtapHandler
+
+Accelerator = need("accelerate").Accelerator
+engine = need("ignite.engine")
+Engine, Events = engine.Engine, engine.Events
+
+from torchtap.integrations.accelerate import TorchtapTracker, watch_prepared  # noqa: E402
+from torchtap.integrations.ignite import TorchtapHandler  # noqa: E402
 
 TAPS = ["*:output", "*:param_grad"]
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests.models import CNN, Structured
+from tests.optional import need
 from torch import Tensor, nn
 
 import torchtap as tt
 
-attr = pytest.importorskip("captum.attr")
+attr = need("captum.attr")
 
 
 class Simple(nn.Module):

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from tests.integrations.by_hand import ByHand
+from tests.optional import need
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchtap as tt
-from torchtap.integrations.lightning import TorchtapCallback, watch_fabric
+
+pl = need("lightning.pytorch")
+
+from torchtap.integrations.lightning import TorchtapCallback, watch_fabric  # noqa: E402
 
 TAPS = ["*:output", "*:param_grad"]
 

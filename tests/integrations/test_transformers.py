@@ -8,11 +8,20 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.by_hand import ByHand
+from tests.optional import need
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import torchtap as tt
-from torchtap.integrations.transformers import TorchtapCallback
+
+transformers = need("transformers")
+GPT2Config, GPT2LMHeadModel = transformers.GPT2Config, transformers.GPT2LMHeadModel
+Trainer, TrainingArguments = (
+    need("transformers.trainer").Trainer,
+    need("transformers.training_args").TrainingArguments,
+)
+TrainerCallback = transformers.TrainerCallback
+
+from torchtap.integrations.transformers import TorchtapCallback  # noqa: E402
 
 SITES = ("transformer.h.0.mlp", "transformer.h.1.ln_1", "lm_head")
 TAPS = ["*:output", "*:param_grad"]

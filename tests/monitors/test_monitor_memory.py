@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from benchmarks.monitor import run
 
-from torchtap.monitors.monitor.statistics import EpochStatistics
+from torchtap.monitors.monitor_outputs import EpochStatistics
 
 
 def test_an_epoch_of_eight_times_the_ceiling_stays_near_it_and_is_exact() -> None:

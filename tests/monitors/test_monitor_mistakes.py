@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
 
 def test_a_clock_used_wrongly_says_how_to_use_it(tmp_path: Path) -> None:
     monitor = make(tmp_path)
-    with pytest.raises(RuntimeError, match=r"set_batch_idx\(0\) before set_epoch: say which epoch"):
+    with pytest.raises(RuntimeError, match=r"set_batch_idx\(0\) before set_epoch: first set the epoch"):
         monitor.set_batch_idx(0)
     with pytest.raises(ValueError, match=r"set_epoch\(-1\): an epoch is a whole number from 0 on"):
         monitor.set_epoch(-1)

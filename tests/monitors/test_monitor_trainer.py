@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.monitors.training import FFN, WEIGHTS, criterion, setting
+from tests.optional import need
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -253,8 +254,8 @@ def test_a_function_that_does_nothing_known_says_so(tmp_path: Path) -> None:
 
 
 def test_hugging_face_s_trainer_with_evaluation_and_accumulation(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+    transformers = need("transformers")
+    need("accelerate")
 
     class Classifier(nn.Module):
         def __init__(self) -> None:

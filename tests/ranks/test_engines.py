@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pytest
+from tests.optional import need
 
 import torchtap as tt
 from torchtap.errors import RunError
-from torchtap.store.export.front import export_run
+from torchtap.store.export import export_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
+
+duckdb = need("duckdb")
 
 RANKS, STEPS = 4, 50
 SITES = tuple(f"blocks.{number}:output" for number in range(10))
@@ -43,7 +45,7 @@ def test_a_dataset_is_queried_by_rank_with_duckdb(run: tt.Run, tmp_path: Path) -
 
 
 def test_a_dataset_is_read_by_dask_as_one_frame(run: tt.Run, tmp_path: Path) -> None:
-    dask = pytest.importorskip("dask.dataframe")
+    dask = need("dask.dataframe")
     target = export_run(run, "dataset", tmp_path / "numbers")
     frame = dask.read_parquet(target)
     chosen = frame[(frame.statistic == "std") & (frame.site == "blocks.0:output")]

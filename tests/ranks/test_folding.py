@@ -15,11 +15,10 @@ import torchtap as tt
 from torchtap._torch_distributed import MeshAxis, _boxes
 from torchtap.errors import PlanError
 from torchtap.placement import Axis, Box, Placement, Share, placement_of, read_layout
-from torchtap.ranks.folding import RankFold, needed, way_of
+from torchtap.ranks.fold import RankFold, needed, quantile, share_of, share_out, way_of
 from torchtap.ranks.launches import find_launches
-from torchtap.ranks.sharing import share_out
-from torchtap.ranks.sketch import quantile, share_of
 from torchtap.store.files.folder import LocalFolder
+from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 
 STATISTICS = ("count", "mean", "std", "min", "max", "absmax", "l1", "l2", "rms", "zeros", "nans", "infs")
@@ -143,8 +142,58 @@ def test_attempts_of_one_launch_are_found_by_what_their_processes_share(
             RunWriter(tmp_path, manifest={}, rank=rank, world=world).close()
     launches = find_launches(LocalFolder(str(tmp_path)), range(3))
     assert [(each.world, each.attempts) for each in launches] == [
-        (3, {0: [0], 1: [0], 2: [0]}),
-        (2, {0: [1], 1: [1]}),
-        (3, {0: [2], 1: [2], 2: [1]}),
+        (3, {0: 0, 1: 0, 2: 0}),
+        (2, {0: 1, 1: 1}),
+        (3, {0: 2, 1: 2, 2: 1}),
     ]
     assert [each.absent for each in launches] == [[], [], []]
+
+
+# --- sums over ranks ----------------------------------------------------------------------------------------------
+
+
+def placed_sum(rank: int, op: str = "sum") -> Placement:
+    """Rank = 2 * dp + tp: samples along dp, summands along tp."""
+    return Placement(
+        (Axis("dp", 2, rank // 2, Share("batch", 0)), Axis("tp", 2, rank % 2, Share("partial", op=op)))
+    )
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_of_a_sum_over_ranks_the_mean_is_exact_and_all_other_statistics_are_marked(
+    tmp_path: Path, op: str
+) -> None:
+    numbers = np.random.default_rng(0).normal(size=(2, 2, 5, 3))  # dp, tp, samples, width
+    numbers[1] *= 3
+    whole = numbers.sum(1) if op == "sum" else numbers.mean(1)
+    names = ("count", "nans", "infs", "mean", "l2", "absmax")
+    for rank in range(4):
+        own = numbers[rank // 2, rank % 2][: 5 if rank < 2 else 2]  # the second half of the batch is smaller
+        row = [own.size, 0, 0, own.mean(), np.linalg.norm(own), np.abs(own).max()]
+        with RunWriter(tmp_path, manifest={}, rank=rank, world=4) as writer:
+            placed = [placed_sum(rank, op).to_json()]
+            writer.event("placements", step=0, phase="train", placements=placed, sites={"a:output": 0})
+            block = ScalarBlock(("a:output",), names, np.array([row]))
+            writer.write(StepRecord(0, None, None, "train", 0.0, (block,), ()))
+    run = tt.open(tmp_path)
+    whole = np.concatenate([whole[0].ravel(), whole[1][:2].ravel()])
+    assert run.series("a:output", "mean").values == pytest.approx([whole.mean()], rel=1e-12)
+    assert run.series("a:output", "count").values.tolist() == [whole.size]
+    marks = {name: run.is_whole("a:output", name) for name in names}
+    assert marks == {"count": True, "nans": False, "infs": False, "mean": True, "l2": False, "absmax": False}
+    assert run.rank(3).is_whole("a:output", "l2")
+
+
+def test_the_mean_of_a_sum_is_left_out_if_a_summand_is_not_finite_or_missing(tmp_path: Path) -> None:
+    names = ("count", "nans", "infs", "mean")
+    for rank in range(4):
+        with RunWriter(tmp_path, manifest={}, rank=rank, world=4) as writer:
+            placed = [placed_sum(rank).to_json()]
+            writer.event("placements", step=0, phase="train", placements=placed, sites={"a:output": 0})
+            for step in range(3):
+                row = [4, float(rank == 1 and step == 1), 0, 0.5 + rank]
+                if rank < 3 or step < 2:
+                    block = ScalarBlock(("a:output",), names, np.array([row], float))
+                    writer.write(StepRecord(step, None, None, "train", 0.0, (block,), ()))
+    assert tt.open(tmp_path).series("a:output", "mean").steps.tolist() == [0]
+    assert tt.open(tmp_path).series("a:output", "mean").values.tolist() == [(0.5 + 2.5) / 2 + (1.5 + 3.5) / 2]

@@ -77,6 +77,18 @@ def test_updates_are_measured_without_a_collective_and_fold(folder: Path) -> Non
     assert ratio == pytest.approx(change / weight, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["inner", "inner_later"])
+def test_the_module_inside_a_ddp_wrapper_is_folded_over_ranks(folder: Path, name: str) -> None:
+    run = tt.open(folder / name)
+    assert run.series("0:output", "count").values.tolist() == [4 * 12.0 * 2] * 3
+    assert run.is_whole("0:output", "l2")
+    placed = run.placement("0:output")
+    assert placed is not None
+    assert [axis.share.kind for axis in placed.axes] == ["batch"]
+    parts = [run.rank(rank).series("0:output", "l2").values for rank in (0, 1)]
+    assert run.series("0:output", "l2").values == pytest.approx((parts[0] ** 2 + parts[1] ** 2) ** 0.5)
+
+
 def test_processes_that_nobody_tells_apart_do_not_hide_each_other(folder: Path) -> None:
     run = tt.open(folder / "nobody")
     assert run.ranks == [0]

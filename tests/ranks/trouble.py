@@ -68,6 +68,12 @@ if mode == "several":
     parallel = DistributedDataParallel(model())
     with tt.watch(parallel, folder / "elastic", ["*:output", "*:param"]) as watch:
         train(parallel, watch, range(3))
+    # The module inside the wrapper is watched, once before it is wrapped and once after.
+    inner = model()
+    with tt.watch(inner, folder / "inner", ["*:output", "*:param_grad"]) as watch:
+        train(DistributedDataParallel(inner), watch, range(3))
+    with tt.watch(parallel.module, folder / "inner_later", ["*:output"]) as watch:
+        train(parallel, watch, range(3))
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     dist.barrier()
     dist.destroy_process_group()

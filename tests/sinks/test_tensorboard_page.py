@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models import GPT
+from tests.optional import need
 from torch.nn import functional
 
 import torchtap as tt
@@ -28,7 +29,7 @@ STEPS = [0, 2, 4, 6, 8]
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Event files of ten steps of training, every second one recorded, with a graph; beside a run."""
-    pytest.importorskip("tensorboard")
+    need("tensorboard")
     folder = tmp_path_factory.mktemp("tensorboard")
     torch.manual_seed(0)
     model = GPT()

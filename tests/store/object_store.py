@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from tests.optional import need
 
 
 @contextmanager
 def served_bucket() -> Iterator[str]:
     """The address of the bucket; where the server is stands in the environment, also of processes that are started."""
-    pytest.importorskip("s3fs")
-    moto = pytest.importorskip("moto.server")
+    need("s3fs")
+    moto = need("moto.server")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     import fsspec

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.optional import need
 from tests.store.records import record
 from tests.torture.crafting import crafted, scalar_segment, tensor_segment, write_segment
 
 from torchtap.errors import RunCorruptError, RunError, TorchtapError
 from torchtap.store.files.layout import SegmentName
-from torchtap.store.format.seal import JSON_LIMIT, load_json, seal
+from torchtap.store.format.checksum import JSON_LIMIT, load_json, seal
 from torchtap.store.read.reader import open_run
 from torchtap.store.write.writer import RunWriter
 
@@ -27,7 +28,7 @@ import sys
 import numpy as np
 from torchtap.errors import TorchtapError
 from torchtap.store.read.reader import open_run
-import torchtap.store.format.compress, zlib, json
+import torchtap.store.format.payload, zlib, json
 try: import zstandard
 except ImportError: pass
 def peak():
@@ -179,7 +180,7 @@ def test_a_large_tensor_with_a_wrong_checksum_is_refused_before_memory_is_taken_
 
 
 def crafted_note(name: SegmentName) -> str:
-    from torchtap.store.format.notes import segment_note
+    from torchtap.store.format.segment import segment_note
 
     return segment_note(name, (0, 0))
 
@@ -204,7 +205,7 @@ def test_a_huge_json_file_is_refused_by_its_size(part: Path) -> None:
 
 
 def packed(size: int) -> bytes:
-    zstandard = pytest.importorskip("zstandard")
+    zstandard = need("zstandard")
     made = zstandard.ZstdCompressor(level=1, write_content_size=True).compressobj(size=size)
     zeros = bytes(MiB)
     return b"".join([*(made.compress(zeros) for _ in range(size // MiB)), made.flush()])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtap.store.files import allocate as allocate_module
-from torchtap.store.files import destination as destination_module
-from torchtap.store.files.destination import LocalDestination
+from torchtap.store.files import folder as destination_module
+from torchtap.store.files import system as allocate_module
+from torchtap.store.files.folder import LocalDestination
 
 _PIECES = [
     bytes([number]) * ((3 << 20) + number) for number in range(1, 8)

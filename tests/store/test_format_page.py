@@ -79,6 +79,7 @@ def test_scalar_segments_have_the_entries_of_the_page(part: Path) -> None:
             "check",
             "kind",
             "part",
+            "run_id",
             "flushes",
             "steps",
             "phases",

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.store.records import SITES, image, record
+from tests.torture.crafting import forget_run_id
 
 from torchtap.errors import RunCorruptError, RunError, RunFormatError, TorchtapError
 from torchtap.store.files.layout import SegmentName
-from torchtap.store.format.header import MAX_HEADER, parse_header
-from torchtap.store.format.notes import segment_note
-from torchtap.store.format.seal import seal
+from torchtap.store.format.checksum import seal
+from torchtap.store.format.segment import MAX_HEADER, parse_header, segment_note
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.write.writer import RunWriter
 
@@ -42,6 +42,7 @@ def folder(tmp_path: Path) -> Path:
         writer.flush()
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     writer.close()
+    forget_run_id(tmp_path / "copy" / "rank-00000" / "attempt-0000")
     return tmp_path / "copy"
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tests.store.records import SITES, STATISTICS, grid, image, number, record
 
-from torchtap.store.files.destination import LocalDestination
+from torchtap.store.files.folder import LocalDestination
 from torchtap.store.files.layout import SegmentName, parse_segment, widest
 from torchtap.store.read.reader import open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
-from torchtap.store.write.merge import Merger
+from torchtap.store.write.compact import Merger
 from torchtap.store.write.writer import RunWriter
 
 
@@ -139,38 +139,40 @@ def test_a_merge_never_launders_damaged_bytes(tmp_path: Path) -> None:
 
 
 def test_a_merge_that_fails_leaves_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(place: LocalDestination, reserve: int) -> None:
-        raise OSError(28, "No space left on device")
+    put = LocalDestination.put
+
+    def full(place: LocalDestination, name: str, buffers: list[bytes]) -> None:
+        segment = parse_segment(name)
+        if segment is not None and segment.last > segment.first:
+            raise OSError(28, "No space left on device")
+        put(place, name, buffers)
 
     writer = RunWriter(tmp_path, manifest={})
     for step in range(3):
         writer.write(record(step, tensors=1))
         writer.flush()
-    monkeypatch.setattr(LocalDestination, "stream", full)
+    monkeypatch.setattr(LocalDestination, "put", full)
     writer.close()
     assert writer.lost == []
     assert np.array_equal(open_run(tmp_path).array(SITES[0], 1), image(1))
 
 
 def test_segments_are_merged_in_powers(tmp_path: Path) -> None:
-    class Counting:
-        def __init__(self) -> None:
-            self.merged: list[tuple[int, int]] = []
-
-    merger, seen = Merger(LocalDestination(str(tmp_path), 0)), Counting()
-
-    def count(sources: list[SegmentName], merged: SegmentName) -> int:
-        seen.merged.append((merged.first, merged.last))
-        return 1
-
-    merger._merge_events = count  # type: ignore[method-assign]
+    place = LocalDestination(str(tmp_path), 0)
+    merger = Merger(place)
     for index in range(300):
-        merger.appeared(SegmentName("events", index, index), 1)
+        name = SegmentName("events", index, index)
+        place.put(name.file, [b"{}\n"])
+        merger.appeared(name, 3)
         while merger.merge_some():
             pass
-    assert (0, 255) in seen.merged
-    assert (256, 271) in seen.merged
-    assert len(seen.merged) == 300 // 16 + 1
+    place.release()
+    named = sorted(
+        name for path in parts(tmp_path, "events") if (name := parse_segment(path.name)) is not None
+    )
+    spans = [(name.first, name.last) for name in named]
+    assert spans[:3] == [(0, 255), (256, 271), (272, 287)]
+    assert spans[3:] == [(index, index) for index in range(288, 300)]
 
 
 def test_of_overlapping_segments_the_widest_count() -> None:

@@ -209,6 +209,7 @@ def test_a_copy_that_was_changed_is_stored_as_it_is_when_it_is_written(tmp_path:
 def test_without_the_native_part_the_same_bytes_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("torchtap.store.files.folder.new_run_id", lambda: "0123456789abcdef")
     values = [torch.randn(2**18 + index) for index in range(8)]
 
     def tensor_files(folder: Path) -> list[bytes]:

@@ -88,7 +88,8 @@ def test_the_table_has_every_number_once(folder: Path) -> None:
     table = open_run(folder).table()
     assert len(table) == 20 * 9
     rows = list(table)
-    assert rows[0] == (0, 0, 0, "train", SITES[0], "mean", number(0, 0, 0))
+    first = open_run(folder).sites()[0]
+    assert rows[0] == (0, 0, 0, "train", first, "mean", number(0, SITES.index(first), 0))
     assert len({(row[0], row[4], row[5]) for row in rows}) == len(rows)
     assert all(row[6] == number(row[0], SITES.index(row[4]), STATISTICS.index(row[5])) for row in rows)
 
@@ -243,9 +244,7 @@ def test_a_replaced_manifest_is_seen_and_an_unchanged_one_is_not_parsed_again(
         writer.flush()
         run.refresh()
         assert run.manifest["plan"] == 2
-        monkeypatch.setattr(
-            "torchtap.store.read.documents.load_json", lambda text: pytest.fail("parsed again")
-        )
+        monkeypatch.setattr("torchtap.store.read.attempt.load_json", lambda text: pytest.fail("parsed again"))
         run.refresh()
 
 
@@ -261,6 +260,6 @@ def test_a_replaced_manifest_is_seen_and_an_unchanged_one_is_not_parsed_again(
     ],
 )
 def test_a_number_in_a_column_is_short(value: float, text: str) -> None:
-    from torchtap.store.read.show import compact
+    from torchtap.store.read.lookup import compact
 
     assert compact(value) == text

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.optional import need
 from tests.store.object_store import served_bucket
 from tests.store.records import SITES, image, number, record
 
@@ -17,7 +18,7 @@ from torchtap.errors import MissingExtraError, RecordingLostError, RunCorruptErr
 from torchtap.store.read.reader import is_run, open_run
 from torchtap.store.write.writer import RunWriter
 
-pytest.importorskip("fsspec")
+need("fsspec")
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from tests.torture.lying_disk import lost_power
 from tests.torture.scale import many_sites, many_steps, reader_beside_writer, two_writers
 
 from torchtap.errors import TorchtapError
-from torchtap.store.files.destination import LocalDestination
-from torchtap.store.format import seal
+from torchtap.store.files.folder import LocalDestination
+from torchtap.store.format import checksum
 from torchtap.store.read.reader import open_run
 from torchtap.store.write.writer import RunWriter
 
@@ -66,12 +66,12 @@ def test_many_steps_and_many_sites_are_read_back() -> None:
 
 
 def test_a_reader_without_checksums_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtap.store.format.header.is_sealed", lambda raw: True)
+    monkeypatch.setattr("torchtap.store.format.segment.is_sealed", lambda raw: True)
     monkeypatch.setattr("torchtap.store.format.segment.verify", lambda buffer, expected: None)
     with pytest.raises((AssertionError, Exception)) as caught:
         damaged_runs(400, seed=2, exports=10_000)
     assert not isinstance(caught.value, TorchtapError)
-    assert seal.is_sealed  # the reader's own name for it was replaced, not the function
+    assert checksum.is_sealed  # the reader's own name for it was replaced, not the function
 
 
 class Recording(RuleBasedStateMachine):

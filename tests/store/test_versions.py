@@ -15,7 +15,7 @@ from tests.store.records import SITES, STATISTICS, image, number, record
 
 from torchtap.errors import TorchtapError
 from torchtap.store.files.layout import SegmentName, parse_segment
-from torchtap.store.format.seal import is_sealed, seal
+from torchtap.store.format.checksum import is_sealed, seal
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 import warnings
@@ -14,11 +15,11 @@ import pytest
 from tests.store.records import SITES, image, number, record
 
 from torchtap.errors import RecordingLostError, SessionError
-from torchtap.store.files.destination import LocalDestination, LocalStream
+from torchtap.store.files.folder import LocalDestination, LocalStream
 from torchtap.store.read.reader import open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
-from torchtap.store.write import recorder
-from torchtap.store.write.pressure import Barrier, RecordQueue
+from torchtap.store.write import writer as recorder
+from torchtap.store.write.queue import Barrier, RecordQueue
 from torchtap.store.write.writer import RunWriter
 
 
@@ -122,18 +123,64 @@ def test_a_restart_by_the_launcher_is_noted(tmp_path: Path, monkeypatch: pytest.
     assert (launch["run_id"], launch["restart"]) == ("job7", 2)
 
 
-def test_two_writers_at_once_get_two_attempts(tmp_path: Path) -> None:
-    writers: list[RunWriter] = []
+def test_writers_that_begin_at_once_get_an_attempt_each(tmp_path: Path) -> None:
+    places: list[LocalDestination] = []
     threads = [
-        threading.Thread(target=lambda: writers.append(RunWriter(tmp_path, manifest={}))) for _ in range(8)
+        threading.Thread(target=lambda: places.append(LocalDestination(str(tmp_path), 0))) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(writer.attempt for writer in writers) == list(range(8))
-    for writer in writers:
-        writer.close()
+    assert sorted(place.part[1] for place in places) == list(range(8))
+    assert len({place.run_id for place in places}) == 8
+    for place in places:
+        place.release()
+
+
+def test_a_second_writer_of_a_rank_in_one_folder_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
+    first = RunWriter(tmp_path, manifest={})
+    with pytest.raises(SessionError, match="already records rank 0"):
+        RunWriter(f"{tmp_path}/./", manifest={})
+    with RunWriter(tmp_path, manifest={}, rank=1, world=2):
+        pass
+    first.close()
+    with RunWriter(tmp_path, manifest={}) as again:
+        assert again.attempt == 1
+
+
+def test_a_relative_folder_and_a_later_change_of_directory_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    writer = RunWriter("run", manifest={})
+    writer.write(record(0, tensors=1))
+    writer.flush()
+    reader = open_run("run")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for step in range(1, 4):
+        writer.write(record(step, tensors=1))
+        writer.flush()
+    writer.close()
+    assert writer.lost == []
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    reader.refresh()
+    for run in (reader, reader.rank(0), open_run(tmp_path / "run"), pickle.loads(pickle.dumps(reader))):
+        assert run.steps().tolist() == [0, 1, 2, 3]
+        assert run.problems == []
+
+
+def test_a_rank_folder_that_is_a_link_is_refused_and_nothing_is_written_through_it(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rank-00000").symlink_to(tmp_path / "outside")
+    with pytest.warns(RuntimeWarning, match="link"):
+        writer = RunWriter(tmp_path / "run", manifest={})
+    writer.write(record(0))
+    writer.close()
+    assert writer.lost
+    assert list((tmp_path / "outside").iterdir()) == []
 
 
 # --- a failing disk -----------------------------------------------------------------------------------------------

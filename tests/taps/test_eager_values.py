@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
-from torchtap.hooks.structure import map_leaves
+from torchtap.hooks.leaves import map_leaves
 
 ALL = sorted(CASES)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.hooks.walker import Walker
+from torchtap.hooks.hooks import Hooks
 
 TABLES = (
     "_forward_hooks",
@@ -143,26 +143,26 @@ def test_what_others_did_to_the_tables_loses_no_later_step(how: str, when: str) 
 @pytest.mark.parametrize("how", ["cleared", "another table"])
 def test_hooks_that_others_removed_are_noticed_after_they_have_come_back(how: str) -> None:
     model = made()
-    root = Walker(model)
-    root.after(model[0], None, lambda *_: None, lambda _: None)
-    root.lay_aside("live")
-    assert root.take_up("live")
-    assert root.gone() == []
+    root = Hooks(model)
+    root.after(model[0], lambda _: None)
+    root.suspend("live")
+    assert root.resume("live")
+    assert root.lost() == []
     if how == "cleared":
         model[0]._forward_hooks.clear()
     else:
         model[0]._forward_hooks = OrderedDict()
-    assert root.gone() == [model[0]]
-    root.leave()
+    assert root.lost() == [model[0]]
+    root.remove()
     assert not any(on(model))
 
 
 def test_a_table_that_others_put_back_later_has_none_of_our_hooks_left() -> None:
     model = made()
-    walker = Walker(model)
-    walker.after(model[0], None, lambda *_: None, lambda _: None)
+    walker = Hooks(model)
+    walker.after(model[0], lambda _: None)
     theirs, model[0]._forward_hooks = model[0]._forward_hooks, OrderedDict()
-    walker.leave()
+    walker.remove()
     assert not theirs
 
 
@@ -274,30 +274,30 @@ def test_nothing_is_on_where_putting_on_fails_half_way() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Bare())
     plain = attributes(model)
-    walker = Walker(model)
+    walker = Hooks(model)
     for module in model:
-        walker.after(module, None, lambda *_: None, lambda _: None)
-    walker.lay_aside("live")
+        walker.after(module, lambda _: None)
+    walker.suspend("live")
     table = model[1].__dict__.pop("_forward_hooks")
     with pytest.raises(AttributeError):
-        walker.take_up("live")
+        walker.resume("live")
     model[1].__dict__["_forward_hooks"] = table
     assert not any(on(model))
     assert attributes(model) == plain
-    assert walker.take_up("live")
-    assert walker.gone() == []
-    walker.leave()
+    assert walker.resume("live")
+    assert walker.lost() == []
+    walker.remove()
     assert not any(on(model))
     assert attributes(model) == plain
 
 
 def test_hooks_that_were_let_go_of_do_not_come_back() -> None:
     model = made()
-    walker = Walker(model)
-    walker.after(model[0], None, lambda *_: None, lambda _: None)
-    walker.lay_aside("live")
-    walker.leave()
-    assert not walker.take_up("live")
+    walker = Hooks(model)
+    walker.after(model[0], lambda _: None)
+    walker.suspend("live")
+    walker.remove()
+    assert not walker.resume("live")
     assert not any(on(model))
 
 
@@ -306,11 +306,11 @@ def test_hooks_come_off_while_the_model_is_collected_as_garbage() -> None:
         def __init__(self) -> None:
             self.model = made()
             self.model.holder = self  # type: ignore[assignment]
-            self.walker = Walker(self.model)
-            self.walker.after(self.model[0], None, lambda *_: None, lambda _: None)
+            self.walker = Hooks(self.model)
+            self.walker.after(self.model[0], lambda _: None)
 
         def __del__(self) -> None:
-            self.walker.leave()
+            self.walker.remove()
             left.append((any(on(self.model)), "__getstate__" in vars(self.model[0])))
 
     left: list[tuple[bool, bool]] = []

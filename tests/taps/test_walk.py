@@ -1,4 +1,4 @@
-"""The walker: every way shows the same calls, takes back other values, and leaves the model as it was."""
+"""Hooks and visitors: every way shows the same calls, takes back other values, and leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from torchtap.hooks.hooks import Hooks
 from torchtap.hooks.visit import Call, Stop, Visiting
-from torchtap.hooks.walker import Walker
 from torchtap.plan.sites import places
 
 WAYS = ["hook", "wrap", "forward"]
@@ -149,13 +149,11 @@ def test_copies_and_pickles_of_a_visited_model_are_not_visited() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_takes_other_arguments_and_another_output(way: Any) -> None:
     model, x = Twice(), torch.randn(2, 3)
-    walker = Walker(model, way)
-    walker.before_and_again(
-        model.act, "act", lambda stop, args, kwargs, again: ((args[0] + 1,), kwargs), lambda *_: None
-    )
-    walker.after_and_again(model.act, "act", lambda stop, output, again: output * 3, lambda *_: None)
+    walker = Hooks(model, way)
+    walker.before(model.act, lambda args, kwargs, replayed: ((args[0] + 1,), kwargs), replays=True)
+    walker.after(model.act, lambda output, replayed: output * 3, replays=True)
     changed = model(x)
-    walker.leave()
+    walker.remove()
     plain = model.layer(model.layer(x))
     assert torch.equal(changed, torch.relu(plain + 1) * 3)
     assert torch.equal(model(x), torch.relu(plain))
@@ -165,13 +163,13 @@ def test_every_way_takes_other_arguments_and_another_output(way: Any) -> None:
 def test_a_pass_begins_before_and_ends_after_everything_in_it_also_when_it_raises(way: Any) -> None:
     model = Twice()
     events: list[str] = []
-    walker = Walker(model, way)
-    walker.after(model, "root", lambda stop, output: events.append(stop), lambda _: None)
-    walker.passes(lambda: events.append("begin"), lambda: events.append("end"))
+    walker = Hooks(model, way)
+    walker.after(model, lambda output: events.append("root"))
+    walker.around(lambda: events.append("begin"), lambda: events.append("end"))
     model(torch.ones(2, 3))
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 7))
-    walker.leave()
+    walker.remove()
     model(torch.ones(2, 3))
     assert events == ["begin", "root", "end", "begin", "end"]
 
@@ -184,10 +182,10 @@ def test_a_class_that_takes_hooks_in_its_own_way_is_asked_for_both_ends_of_a_pas
 
     events: list[str] = []
     model = Registering()
-    walker = Walker(model)
-    walker.passes(lambda: events.append("begin"), lambda: events.append("end"))
+    walker = Hooks(model)
+    walker.around(lambda: events.append("begin"), lambda: events.append("end"))
     model(torch.ones(2, 3))
-    walker.leave()
+    walker.remove()
     model(torch.ones(2, 3))
     assert events == ["registered", "begin", "end"]
     assert not hooks_on(model)
@@ -201,13 +199,13 @@ def test_other_threads_are_not_heard_unless_asked_for() -> None:
 
     model = Twice()
     came: list[int] = []
-    walker = Walker(model, "hook", Heard())
-    walker.after(model.act, 0, lambda stop, output: came.append(threading.get_ident()), lambda _: None)
+    walker = Hooks(model, "hook", Heard())
+    walker.after(model.act, lambda output: came.append(threading.get_ident()))
     model(torch.ones(2, 3))
     other = threading.Thread(target=lambda: model(torch.ones(2, 3)))
     other.start()
     other.join()
-    walker.leave()
+    walker.remove()
     assert came == [threading.get_ident()]
 
 
@@ -217,10 +215,10 @@ def test_one_removal_that_fails_does_not_keep_the_others_on() -> None:
             raise OSError("no")
 
     model = Twice()
-    walker = Walker(model)
-    walker.after(model.act, 0, lambda stop, output: None, lambda _: None)
+    walker = Hooks(model)
+    walker.after(model.act, lambda output: None)
     walker.keep(Broken())
-    walker.after(model.layer, 0, lambda stop, output: None, lambda _: None)
+    walker.after(model.layer, lambda output: None)
     with pytest.raises(OSError, match="no"):
-        walker.leave()
+        walker.remove()
     assert hooks_on(model) == 0

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from torchtap.store.files.layout import SegmentName
-from torchtap.store.format.notes import segment_note
+from torchtap.store.format.checksum import seal
 from torchtap.store.format.scalars import CLOCK
-from torchtap.store.format.seal import seal
+from torchtap.store.format.segment import segment_note
 
-__all__ = ["crafted", "scalar_segment", "tensor_segment", "write_segment"]
+__all__ = ["crafted", "forget_run_id", "scalar_segment", "tensor_segment", "write_segment"]
 
 _CODES = {"i8": "I64", "u1": "U8", "f8": "F64", "f4": "F32", "b1": "BOOL"}
 
@@ -68,7 +68,17 @@ def tensor_segment(name: SegmentName, site: str, array: np.ndarray[Any, Any], **
     return crafted(name, {key: array}, {key: note})
 
 
+def forget_run_id(part: Path) -> None:
+    """Make an attempt like one of an older torchtap, whose manifest has no id to check files against."""
+    path = part / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest.pop("run_id", None)
+    manifest = {"check": "00000000", **{name: fact for name, fact in manifest.items() if name != "check"}}
+    path.write_bytes(seal(json.dumps(manifest).encode()))
+
+
 def write_segment(part: Path, name: SegmentName, content: bytes) -> Path:
+    forget_run_id(part)
     path = part / name.file
     path.write_bytes(content)
     return path

@@ -28,7 +28,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 from tests.store.records import record
 from torchtap.store.files import destination
-from torchtap.store.write.merge import Merger
+from torchtap.store.write.compact import Merger
 from torchtap.store.write.writer import RunWriter
 
 root, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -16,7 +16,7 @@ from tests.torture import limit
 from tests.torture.damage import Tally, memory_disk
 
 from torchtap.errors import TorchtapError
-from torchtap.store.files import destination as destination_module
+from torchtap.store.files import folder as destination_module
 from torchtap.store.read.reader import open_run
 from torchtap.store.write.writer import RunWriter
 

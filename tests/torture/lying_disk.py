@@ -26,7 +26,7 @@ from tests.torture import limit
 from tests.torture.damage import Tally, memory_disk
 
 from torchtap.errors import RunCorruptError, TorchtapError
-from torchtap.store.files import destination as destination_module
+from torchtap.store.files import folder as destination_module
 from torchtap.store.files import system
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.read.results import Series

@@ -108,7 +108,7 @@ def _terminal(folder: Path) -> int:
 
 
 def _exports(folder: Path, names: Sequence[str], out: Path) -> int:
-    from torchtap.store.export.front import FORMATS, export_run
+    from torchtap.store.export import FORMATS, export_run
     from torchtap.store.read.reader import open_run
 
     run = open_run(folder)

@@ -1,4 +1,4 @@
-"""``python -m tests.viewer.screenshots``: train, then photograph every view into docs/images.
+"""``python -m tests.viewer.screenshots``: train, photograph every view, keep what pages show.
 
 Trainings of a small transformer in one folder: one whose first blocks have no residual path, with a dead layer and a
 number that becomes infinite near the end; two that go well; one of them again with one factor off by two per cent; and
@@ -76,6 +76,8 @@ def record(folder: Path) -> None:
 def main(folder: Path | None = None, only: Sequence[str] = ()) -> None:
     """Train (or take the runs of an earlier time), serve, photograph all views or ``only`` some."""
     IMAGES.mkdir(parents=True, exist_ok=True)
+    pages = [*IMAGES.parent.rglob("*.md"), *IMAGES.parents[1].glob("README*.md")]
+    shown = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     with tempfile.TemporaryDirectory() as fresh:
         runs = folder or Path(fresh)
         if not list(runs.glob("*/rank-*")):
@@ -88,8 +90,9 @@ def main(folder: Path | None = None, only: Sequence[str] = ()) -> None:
                             browser, server.address + view, (width, height), dark, name, wait
                         )
                         path = IMAGES / f"{name}-{width}-{'dark' if dark else 'light'}.png"
-                        path.write_bytes(_small(picture))
-                        print(path.name, path.stat().st_size, flush=True)
+                        if path.name in shown:
+                            path.write_bytes(_small(picture))
+                            print(path.name, path.stat().st_size, flush=True)
 
 
 def _photograph(browser: Any, address: str, size: tuple[int, int], dark: bool, name: str, wait: str) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.optional import need
 
 import torchtap as tt
 from torchtap.store.record import ScalarBlock, StepRecord
@@ -101,7 +102,7 @@ def test_empty_and_broken_numbers_draw_nothing_and_do_not_fail() -> None:
 
 
 def test_a_figure_of_few_sites_has_lines_and_of_many_a_map(run_folder: Path) -> None:
-    pytest.importorskip("matplotlib")
+    need("matplotlib")
     run = tt.open(run_folder)
     few = run.plot(["blocks.0:output", "blocks.1:output"], "std")
     assert [line.get_label() for line in few.axes[0].lines] == ["blocks.0:output", "blocks.1:output"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tests.optional import need
 
 from torchtap.cli.report import command as report_command
 from torchtap.cli.view import command as view_command
@@ -97,7 +98,7 @@ def test_the_lock_file_names_no_host() -> None:
 def test_a_figure_stands_in_where_there_is_no_browser(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
+    need("matplotlib")
     monkeypatch.setattr("torchtap.viewer.report.find_browser", lambda: None)
     assert write_picture(None, run_folder, tmp_path / "map.png") == "matplotlib"
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")

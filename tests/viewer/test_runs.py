@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.optional import need
 from tests.viewer.browsing import Hand, Visit
 from tests.viewer.recordings import small_run
 
@@ -169,7 +170,7 @@ def test_a_note_is_never_written_through_a_link(shelf_folder: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("body", [b"[" * 90_000, b'{"a":' * 15_000, b"{", b"\xff", b""])
 def test_a_body_that_is_no_json_is_refused_as_such(shelf_folder: Path, body: bytes) -> None:
-    testclient = pytest.importorskip("starlette.testclient")
+    testclient = need("starlette.testclient")
     policy = Policy.of("127.0.0.1", manage=True)
     base = "http://127.0.0.1:8000"
     client = testclient.TestClient(application(Catalog.open([shelf_folder]), policy), base_url=base)
@@ -180,7 +181,7 @@ def test_a_body_that_is_no_json_is_refused_as_such(shelf_folder: Path, body: byt
 
 
 def test_only_the_page_of_a_viewer_that_manages_may_change_runs(shelf_folder: Path) -> None:
-    testclient = pytest.importorskip("starlette.testclient")
+    testclient = need("starlette.testclient")
     base = "http://127.0.0.1:8000"
     asked = {"run": "run-4", "action": "delete", "value": "run-4"}
     page = {"origin": base, "x-torchtap": "page"}

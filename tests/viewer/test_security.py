@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.optional import need
 
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.store.write.writer import RunWriter
@@ -19,7 +20,7 @@ from torchtap.viewer import server as assets
 from torchtap.viewer.run_index import Catalog
 from torchtap.viewer.server import CONTENT_POLICY, Policy, ViewerServer, application
 
-testclient = pytest.importorskip("starlette.testclient")
+testclient = need("starlette.testclient")
 
 SCRIPT = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 

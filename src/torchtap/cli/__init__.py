@@ -6,6 +6,7 @@ tracebacks; ``--debug`` shows them.
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from importlib import import_module
@@ -66,6 +67,7 @@ def torchtap(debug: bool) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The entry point. Exit codes: 0 done, 1 a negative answer, 2 an error."""
     words = sys.argv[1:] if arguments is None else arguments
+    _spell_what_cannot_be_encoded()
     try:
         code = torchtap.main(words, prog_name="torchtap", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -83,6 +85,13 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         _tell(error, debug="--debug" in words)
         sys.exit(2)
+
+
+def _spell_what_cannot_be_encoded() -> None:
+    """Print ``\\xdf`` if the terminal's encoding has no ß, instead of failing. UTF-8 has everything."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _tell(error: Exception, *, debug: bool) -> None:

@@ -25,7 +25,7 @@ __all__ = ["command"]
 @click.option("--json", "as_json", is_flag=True, help="What was written, as JSON.")
 def command(run: str, target: str, out: str | None, partial: bool, as_json: bool) -> None:
     """Write RUN in another format."""
-    from torchtap.store.export.front import export_run
+    from torchtap.store.export import export_run
 
     opened = open_run(run, partial=partial)
     path = out if out is not None else f"{str(Path(run)).rstrip('/')}.{target}"

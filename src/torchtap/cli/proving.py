@@ -28,7 +28,7 @@ def facts() -> Iterator[tuple[str, str]]:
     from torchtap._torch import TORCH_VERSION
     from torchtap.session.compiled_parts import missing_parts
     from torchtap.store.files.layout import FORMAT_VERSION
-    from torchtap.store.format.seal import JSON_LIMIT
+    from torchtap.store.format.checksum import JSON_LIMIT
     from torchtap.viewer.server import built
 
     yield "torchtap", f"{_version('torchtap')}, run format {FORMAT_VERSION}"

@@ -49,11 +49,11 @@ def command(
 ) -> None:
     """Refined coordinate check over model widths.
 
-    Each FUNCTION takes a width and returns a torchtap.monitors.module_monitor.widths.Setup: a model, its optimizer,
+    Each FUNCTION takes a width and returns a torchtap.monitors.widths.Setup: a model, its optimizer,
     batches and a loss. Without one, the same network is shown in the standard parametrisation and in µP. A layer is
     right if the size of (W_t-W_0)x_t does not depend on the width: an exponent near 0.
     """
-    from torchtap.monitors.module_monitor.widths import TERMS, check_widths, plot_widths
+    from torchtap.monitors.widths import TERMS, check_widths, plot_widths
 
     try:
         sizes = [int(width) for width in widths.split(",")]

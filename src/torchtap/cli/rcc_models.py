@@ -12,7 +12,7 @@ import math
 import torch
 from torch import nn
 
-from torchtap.monitors.module_monitor.widths import Setup
+from torchtap.monitors.widths import Setup
 
 __all__ = ["mup", "standard"]
 

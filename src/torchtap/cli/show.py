@@ -10,9 +10,8 @@ from rich.table import Table
 
 from torchtap.cli.console import Terminal, say_json
 from torchtap.cli.show_layers import has_layers, show_layers
-from torchtap.store.read.phases import in_order
+from torchtap.store.read.lookup import compact, in_order
 from torchtap.store.read.reader import Run, open_run
-from torchtap.store.read.show import compact
 from torchtap.viewer.terminal import (
     cut_in_the_middle,
     is_logged,

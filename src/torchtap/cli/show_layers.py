@@ -17,7 +17,7 @@ def has_layers(folder: str) -> bool:
 
 def show_layers(folder: str, *, as_json: bool, rows: int) -> None:
     """Print statistics of every layer."""
-    from torchtap.monitors.layers.files import open_layers  # needs torch, which the command does not import
+    from torchtap.monitors.layers import open_layers  # needs torch, which the command does not import
 
     layers = open_layers(folder)
     statistics = {f"layer_{n}": layers.statistics.get(f"layer_{n}", {}) for n in layers.numbers}

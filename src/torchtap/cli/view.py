@@ -63,7 +63,7 @@ def command(
     """
     from torchtap.cli.console import say_json
     from torchtap.errors import TorchtapError
-    from torchtap.store.format.seal import load_json
+    from torchtap.store.format.checksum import load_json
     from torchtap.viewer.run_index import Catalog
     from torchtap.viewer.server import ViewerServer
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torchtap.diagnosis.chart import Block, Chart
 from torchtap.diagnosis.facts import FACT, STRUCTURE, read_fact, read_structure
 from torchtap.plan.names import kind_of
-from torchtap.store.read.phases import TRAINING
+from torchtap.store.read.lookup import TRAINING
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run

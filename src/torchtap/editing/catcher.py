@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.editing.layer_catcher import CallArguments, LayerCatcher
 from torchtap.errors import PlanError
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.structure import map_leaves
+from torchtap.hooks.leaves import Args, Kwargs, map_leaves
+from torchtap.hooks.replace import replace_forward
 from torchtap.hooks.visit import Call, Stop, Visiting
-from torchtap.hooks.wrap import replace_forward
 from torchtap.plan.plan import make_plan
 from torchtap.plan.sites import Selectable, Selector
 from torchtap.plan.tap import Tap

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.structure import map_inputs, map_leaves
+from torchtap.hooks.leaves import Args, Kwargs, map_inputs, map_leaves
 from torchtap.hooks.visit import Call, Stop, Visiting
 from torchtap.plan.names import belongs_to
 from torchtap.plan.plan import Plan, Port, make_plan

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torchtap._torch import version_of
 from torchtap.editing.eager_only import hookable
 from torchtap.errors import PlanError, SelectionError
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves
 from torchtap.hooks.visit import Call, Stop, Visiting
 from torchtap.plan.plan import Plan, Port, make_plan
 from torchtap.plan.sites import Selectable, Selector, Site, selectors_of

@@ -20,8 +20,7 @@ from torch import nn
 
 from torchtap.editing.eager_only import hookable
 from torchtap.errors import PlanError
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves
 from torchtap.hooks.visit import Call, Stop, Visiting
 from torchtap.plan.sites import places
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from torchtap.errors import ForwardStoppedError
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.structure import map_leaves
+from torchtap.hooks.leaves import Args, Kwargs, map_leaves
 
 __all__ = ["CallArguments", "LayerCatcher"]
 

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from torchtap._torch import compiled_function, runs_compiled
 from torchtap.errors import FormError
-from torchtap.hooks.ways import WayName
+from torchtap.hooks.hooks import WayName
 from torchtap.receive.eager import Attachment, EagerAttachment
 from torchtap.receive.receiver import Receiver
 
@@ -92,7 +92,9 @@ def attach(
             from torchtap.forms.op.emitting import attach_emitting
 
             return attach_emitting(model, receiver)
-    return EagerAttachment(model, receiver, way)
+    from torchtap.forms.op.traced import GraphEmitter
+
+    return EagerAttachment(model, receiver, way, GraphEmitter())
 
 
 def _is_compiled(model: nn.Module) -> bool:

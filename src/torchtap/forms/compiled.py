@@ -48,8 +48,8 @@ from torchtap.forms.op.emitted import emit_leaves
 from torchtap.forms.op.forms import CarriedAttachment
 from torchtap.forms.op.fused import emit_measured
 from torchtap.forms.op.passes import PassHooks
+from torchtap.hooks.hooks import Handle
 from torchtap.hooks.leaves import input_leaves, leaves
-from torchtap.hooks.ways import Handle
 from torchtap.plan.names import site_name
 from torchtap.plan.plan import Plan
 from torchtap.plan.sites import unwrap

@@ -1,12 +1,7 @@
-"""The arguments of a call, as Python hands them on."""
+"""The former place of names of `leaves`, for callers that have not moved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from torchtap.hooks.leaves import Args, Function, Kwargs
 
 __all__ = ["Args", "Function", "Kwargs"]
-
-Args: TypeAlias = tuple[Any, ...]
-Kwargs: TypeAlias = dict[str, Any]
-Function: TypeAlias = Callable[..., object]  # that is called with them

@@ -1,136 +1,223 @@
-"""Hooks that go on modules together, come off together, and can go on again: the same functions under the same numbers.
+"""Register functions before, after and around the calls of a model's modules.
 
-They are put into torch's tables as torch's own functions do it, in a fraction of the time: a look inside a small model,
-or one live step among many, is mostly hooks that come and go. Native code goes through them where it was built.
+The only file that registers forward hooks. `before` and `after` register one plain function. `Hooks` registers many on
+one model, with guards, and removes them together. It guarantees:
+- `Hooks.remove` removes everything in reverse order, also if one removal fails;
+- copies and pickles of the model have none of these hooks;
+- a function that returns None changes nothing; any other result replaces the arguments or the output;
+- a function is not called in other threads, in a compiler's trace or in a checkpoint's replay, unless it says so.
+
+``way`` is one of three methods of attachment: ``"hook"`` uses torch's hooks, ``"wrap"`` and ``"forward"`` are in
+`replace`. All three pass on the same values.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
-from typing import Any, Self, TypeAlias, final
+from threading import get_ident
+from typing import Any, Literal, Protocol, Self, TypeAlias, final, get_args
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchtap.hooks.untraced import CleanState, clean_state, conceal, reveal
+from torchtap._torch import graph_task
+from torchtap.errors import PlanError
+from torchtap.hooks.conceal import CleanState, Hook, clean_state, conceal, reveal
 
-__all__ = ["Entry", "Hooks", "RegisteredHook", "hook_entries", "new_number"]
+__all__ = ["AnyThread", "Handle", "Hooks", "Way", "WayName", "after", "before"]
 
-Table: TypeAlias = Any  # torch's of hooks: an ordered dict from numbers
-# A module, the name of torch's table there, our number in it, what stands under the number (a hook, or True where torch
-# notes how the hook is to be called), whether it goes ahead of all others, and what keeps it out of the module's copies
-# (None: another entry has that). While garbage is collected, such a reference is dead before the module is gone.
-Entry: TypeAlias = tuple[nn.Module, str, int, object, bool, CleanState | None]
-_AT_ONCE = 1024  # numbers
+WayName = Literal["hook", "wrap", "forward"]
+Function: TypeAlias = Callable[..., Any]
 
-_lock = threading.Lock()
+is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+_REGISTER_BEFORE = nn.Module.register_forward_pre_hook
+_REGISTER_AFTER = nn.Module.register_forward_hook
+_MOST_SUSPENDED = 8  # sets of hooks
+_NUMBERS_AT_ONCE = 1024
+
+# One row of torch's hook tables: the module, the table's attribute, the hook's number, the hook (or True in the tables
+# of flags), True to put it first, and the `__getstate__` that keeps it out of copies (None in the tables of flags).
+Row: TypeAlias = tuple[nn.Module, str, int, object, bool, CleanState | None]
+
+
+class Handle(Protocol):
+    """Something that can be removed."""
+
+    def remove(self) -> None:
+        """Remove it. A second call does nothing."""
+
+
+class HasThread(Protocol):
+    """The owner of hooks, with the thread whose calls it receives."""
+
+    thread: int | None  # a thread's identity; None for every thread
+
+
+class AnyThread:
+    """Receive the calls of every thread."""
+
+    thread: int | None = None
+
+
+class Way(Protocol):
+    """A method of attachment."""
+
+    def before(self, module: nn.Module, fn: Function, *, first: bool = False) -> Handle:
+        """Call ``fn(module, args, kwargs)`` before each call; ``first`` puts it before other hooks."""
+
+    def after(self, module: nn.Module, fn: Function, *, always: bool = False) -> Handle:
+        """Call ``fn(module, args, output)`` after each call; ``always`` also if it raised, with output None."""
+
+
+# -- torch's hooks ----------------------------------------------------------------------------------------------
+
+
+def before(module: nn.Module, fn: Function, *, first: bool = False, copied: bool = False) -> Handle:
+    """Call ``fn(module, args, kwargs)`` before each call of a module.
+
+    first: call it before the hooks that are there.
+    copied: have copies and pickles of the module carry it; tracers see ``fn`` itself.
+    """
+    hook = fn if copied or type(fn) is Hook else Hook(fn)
+    if type(module).register_forward_pre_hook is _REGISTER_BEFORE:
+        return HookRows(
+            _rows(module, "_forward_pre_hooks", hook, "_forward_pre_hooks_with_kwargs", first=first)
+        )
+    return _OwnHook(module, module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True))
+
+
+def after(
+    module: nn.Module, fn: Function, *, always: bool = False, with_kwargs: bool = False, copied: bool = False
+) -> Handle:
+    """Call ``fn(module, args, output)`` after each call of a module.
+
+    always: call it also if the module raised, with output None.
+    with_kwargs: call ``fn(module, args, kwargs, output)``.
+    copied: have copies and pickles of the module carry it; tracers see ``fn`` itself.
+    """
+    hook = fn if copied or type(fn) is Hook else Hook(fn)
+    if type(module).register_forward_hook is _REGISTER_AFTER:
+        flags = ("_forward_hooks_always_called",) * always + ("_forward_hooks_with_kwargs",) * with_kwargs
+        return HookRows(_rows(module, "_forward_hooks", hook, *flags))
+    return _OwnHook(module, module.register_forward_hook(hook, always_call=always, with_kwargs=with_kwargs))
+
+
+@final
+class _TorchHooks:
+    """Attach with torch's hooks."""
+
+    before = staticmethod(before)
+    after = staticmethod(after)
+
+
+def _way(root: nn.Module, name: str) -> Way:
+    if name == "hook":
+        return _TorchHooks()
+    if name not in get_args(WayName):
+        raise PlanError(f"way={name!r}: a tap is put on by {', '.join(map(repr, get_args(WayName)))}")
+    from torchtap.hooks.replace import ForwardWay, WrapWay
+
+    return WrapWay(root) if name == "wrap" else ForwardWay()
+
+
+def _rows(module: nn.Module, table: str, hook: object, *flags: str, first: bool = False) -> list[Row]:
+    """Return the rows of one hook under a new number, with one for each table of flags."""
+    number = _new_number()
+    hook_row = module, table, number, hook, first, clean_state(module)
+    return [hook_row, *[(module, flag, number, True, False, None) for flag in flags]]
+
+
+_numbers_lock = threading.Lock()
 _numbers: Iterator[int] = iter(())
 
 
-def new_number() -> int:
-    """A number that no hook has. They are torch's own, taken many at a time."""
+def _new_number() -> int:
+    """Return a number that no hook has. The numbers are torch's own, reserved many at a time."""
     global _numbers
     number = next(_numbers, None)
     while number is None:
-        with _lock:
-            first = RemovableHandle.next_id
-            RemovableHandle.next_id = first + _AT_ONCE
-            _numbers = iter(range(first, first + _AT_ONCE))
+        with _numbers_lock:
+            start = RemovableHandle.next_id
+            RemovableHandle.next_id = start + _NUMBERS_AT_ONCE
+            _numbers = iter(range(start, start + _NUMBERS_AT_ONCE))
         number = next(_numbers, None)
     return number
 
 
-def put_on(entries: list[Entry]) -> list[Table]:
-    """Put hooks on; the tables into which they went. Where one fails, none is on."""
-    tables: list[Table] = []
-    try:
-        for module, name, number, value, first, _ in entries:
-            table = getattr(module, name)
-            tables.append(table)
-            table[number] = value
-            if first:
-                table.move_to_end(number, last=False)
-    except BaseException:
-        _take_out(entries, tables)
-        raise
-    for module, *_, state in entries:
-        if state is not None:
-            conceal(module, state)
-    return tables
-
-
-def take_off(entries: list[Entry], tables: list[Table]) -> None:
-    """Take hooks out of the tables into which they were put. What others have taken off already is no error."""
-    _take_out(entries, tables)
-    for module, *_, state in entries:
-        if state is not None:
-            reveal(module)
-
-
-def _take_out(entries: list[Entry], tables: list[Table]) -> None:
-    for table, entry in zip(tables, entries, strict=False):
-        table.pop(entry[2], None)
-
-
-def are_on(entries: list[Entry]) -> bool:
-    """Whether each hook is in the table that its module has now."""
-    return all(number in getattr(module, name) for module, name, number, *_ in entries)
-
-
-def hook_entries(
-    module: nn.Module, table: str, hook: object, notes: tuple[str, ...] = (), *, first: bool = False
-) -> list[Entry]:
-    """One hook under a new number. ``notes`` name the tables in which torch notes how a hook is to be called."""
-    number = new_number()
-    entry = module, table, number, hook, first, clean_state(module)
-    return [entry, *[(module, note, number, True, False, None) for note in notes]]
-
-
 @final
-class Hooks:
-    """Some hooks, which are on from the beginning."""
+class HookRows:
+    """Hooks that are registered and removed together, again and again, under the same numbers.
 
-    __slots__ = ("entries", "tables")
+    The rows go directly into torch's tables. That takes a fraction of the time of ``register_forward_hook``, which
+    dominates the cost of a small capture, or of one scheduled step among many.
+    """
 
-    def __init__(self, entries: list[Entry]) -> None:
-        self.entries = entries
-        self.tables: list[Table] | None = put_on(entries)
+    __slots__ = ("rows", "tables")
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+        self.tables: list[Any] | None = None  # the tables that hold the rows; None while removed
+        self.register()
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Self:
-        """All that is on of these, as one; they are not to be used any more."""
+        """Return all registered rows of these as one; the parts must not be used any more."""
         if len(parts) == 1:
             return parts[0]
         parts = [part for part in parts if part.tables is not None]
         made = cls.__new__(cls)
-        made.entries = list(chain.from_iterable(part.entries for part in parts))
+        made.rows = list(chain.from_iterable(part.rows for part in parts))
         made.tables = list(chain.from_iterable(part.tables or () for part in parts))
         return made
 
-    def put_on(self) -> None:
-        """Put them on, behind those of others that came meanwhile; a second time does nothing."""
-        if self.tables is None:
-            self.tables = put_on(self.entries)
+    def register(self) -> None:
+        """Register the hooks, after those that others have registered meanwhile. If one fails, none is registered."""
+        if self.tables is not None:
+            return
+        tables: list[Any] = []
+        try:
+            for module, name, number, value, first, _ in self.rows:
+                table = getattr(module, name)
+                tables.append(table)
+                table[number] = value
+                if first:
+                    table.move_to_end(number, last=False)
+        except BaseException:
+            self._take_out(tables)
+            raise
+        self.tables = tables
+        for module, *_, state in self.rows:
+            if state is not None:
+                conceal(module, state)
 
     def remove(self) -> None:
-        """Take them off; a second time does nothing."""
+        """Remove the hooks. A second call does nothing."""
         tables, self.tables = self.tables, None
-        if tables is not None:
-            take_off(self.entries, tables)
+        if tables is None:
+            return
+        self._take_out(tables)
+        for module, *_, state in self.rows:
+            if state is not None:
+                reveal(module)
+
+    def _take_out(self, tables: list[Any]) -> None:
+        for table, row in zip(tables, self.rows, strict=False):
+            table.pop(row[2], None)  # others may have removed it
 
     @property
-    def gone(self) -> list[nn.Module]:
-        """The modules that somebody else has taken hooks off."""
-        if self.tables is None or are_on(self.entries):
+    def lost(self) -> list[nn.Module]:
+        """The modules from which others have removed hooks of ours."""
+        if self.tables is None:
             return []
-        return [entry[0] for entry in self.entries if not are_on([entry])]
+        return [module for module, name, number, *_ in self.rows if number not in getattr(module, name)]
 
 
 @final
-class RegisteredHook:
-    """A hook that a class has put on its module in its own way. What that did is not known, and not done again."""
+class _OwnHook:
+    """A hook that the module's class has registered in its own way. It cannot be registered again."""
 
     __slots__ = ("_handle", "_module")
 
@@ -140,14 +227,153 @@ class RegisteredHook:
         conceal(module)
 
     @property
-    def gone(self) -> list[nn.Module]:
-        """The module, if somebody else has taken the hook off it."""
+    def lost(self) -> list[nn.Module]:
+        """The module, if others have removed the hook."""
         there = self._handle.id in (self._handle.hooks_dict_ref() or {})
         return [] if self._module is None or there else [self._module]
 
     def remove(self) -> None:
-        """Take it off; a second time does nothing."""
         module, self._module = self._module, None
         if module is not None:
             self._handle.remove()
             reveal(module)
+
+
+# -- many hooks with guards -------------------------------------------------------------------------------------
+
+
+def _nothing(*_: object) -> None:
+    """Add nothing to a compiler's graph."""
+
+
+@final
+class Hooks:
+    """Guarded hooks on the modules of one model.
+
+    root: the model.
+    way: the method of attachment.
+    owner: has the attribute ``thread``; calls of other threads are ignored.
+
+    ``traced`` is called instead of ``fn`` when a compiler traces the module; what it does becomes part of the graph.
+    With ``replays`` a function is also called when activation checkpointing repeats a call, with one more argument:
+    True for a replay.
+    """
+
+    def __init__(self, root: nn.Module, way: WayName = "hook", owner: HasThread | None = None) -> None:
+        self._root = root
+        self._way = _way(root, way)
+        self._owner = AnyThread() if owner is None else owner
+        self._registered: list[Handle] = []
+        self._kept: list[Handle] = []
+        self._suspended: dict[Hashable, HookRows] = {}
+
+    def before(
+        self, module: nn.Module, fn: Function, *, replays: bool = False, traced: Function = _nothing
+    ) -> None:
+        """Call ``fn(args, kwargs)`` before each call of a module."""
+        owner = self._owner
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if is_compiling():
+                return traced(args, kwargs)
+            if owner.thread is not None and owner.thread != get_ident():
+                return None
+            if replays:
+                return fn(args, kwargs, graph_task() != -1)
+            return fn(args, kwargs) if graph_task() == -1 else None
+
+        self._registered.append(self._way.before(module, hook))
+
+    def after(
+        self, module: nn.Module, fn: Function, *, replays: bool = False, traced: Function = _nothing
+    ) -> None:
+        """Call ``fn(output)`` after each call of a module."""
+        owner = self._owner
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if is_compiling():
+                return traced(output)
+            if owner.thread is not None and owner.thread != get_ident():
+                return None
+            if replays:
+                return fn(output, graph_task() != -1)
+            return fn(output) if graph_task() == -1 else None
+
+        self._registered.append(self._way.after(module, hook))
+
+    def around(self, begin: Function, end: Function | None = None, *, traced: Function = _nothing) -> None:
+        """Call ``begin()`` before everything else in a pass, and ``end()`` after it, also if the pass raised.
+
+        A compiler's trace is no pass, nor is a replay of the whole model. Both are called in every thread.
+        """
+
+        def on_begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if is_compiling():
+                traced(args, kwargs)
+            elif graph_task() == -1:
+                begin()
+
+        def on_end(*_: object) -> None:
+            if end is not None and not is_compiling():
+                end()
+
+        self._registered.append(self._way.before(self._root, on_begin, first=True))
+        if end is not None:
+            self._registered.append(self._way.after(self._root, on_end, always=True))
+
+    def when_done(self, module: nn.Module, fn: Function) -> None:
+        """Call ``fn()`` when a call of a module is over, also if it raised."""
+        self._registered.append(self._way.after(module, lambda *_: fn(), always=True))
+
+    def keep(self, handle: Handle) -> None:
+        """Remove this too, with the rest."""
+        self._kept.append(handle)
+
+    def lost(self) -> list[nn.Module]:
+        """Return the modules from which others have removed hooks of ours."""
+        self._join()
+        found = [module for each in self._registered for module in getattr(each, "lost", ())]
+        return list({id(module): module for module in found}.values())
+
+    def _join(self) -> None:
+        if len(self._registered) < 2:
+            return
+        rows = [each for each in self._registered if isinstance(each, HookRows)]
+        others = [each for each in self._registered if not isinstance(each, HookRows)]
+        self._registered = [*others, HookRows.joined(rows)] if rows else others
+
+    def suspend(self, key: Hashable) -> None:
+        """Remove all hooks, but keep them for `resume`."""
+        self._join()
+        match self._registered:
+            case [HookRows() as rows]:  # else a class or another way has registered some
+                if key not in self._suspended and len(self._suspended) >= _MOST_SUSPENDED:
+                    del self._suspended[next(iter(self._suspended))]
+                self._suspended[key] = rows
+        self._remove_all()
+
+    def resume(self, key: Hashable) -> bool:
+        """Register the hooks that were suspended under a key. Return False if there are none."""
+        rows = self._suspended.get(key)
+        if rows is None:
+            return False
+        rows.register()
+        self._registered.append(rows)
+        return True
+
+    def remove(self) -> None:
+        """Remove all hooks, also the suspended ones. New ones can be registered afterwards."""
+        self._suspended.clear()
+        self._remove_all()
+
+    def _remove_all(self) -> None:
+        handles = [*self._registered, *self._kept]
+        self._registered, self._kept = [], []
+        failed: Exception | None = None
+        for handle in reversed(handles):
+            try:
+                handle.remove()
+            except Exception as error:
+                failed = error
+        if failed is not None:
+            raise failed

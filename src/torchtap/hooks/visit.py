@@ -1,10 +1,10 @@
-"""Visitors: whoever wants to see a model's calls one by one, and perhaps put other values in their place.
+"""Visitors: callbacks that see the calls of a model's modules and may replace values.
 
     with Visiting(model, visitor, stops):
         model(x)                       # visitor.before(call, args, kwargs), visitor.after(call, output)
 
-Calls are counted as a capture counts them: inputs and outputs apart, anew in each pass, and a checkpoint's
-repetition has the number of the call that it repeats.
+Calls are counted as in a capture: inputs and outputs apart, from 0 in each pass. A checkpoint's replay has the number
+of the call that it repeats.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple, Protocol, Self, final
 
 from torch import nn
 
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.walker import Walker
+from torchtap.hooks.hooks import Hooks
+from torchtap.hooks.leaves import Args, Kwargs
 from torchtap.plan.sites import input_names, unwrap
 
 __all__ = ["Call", "Stop", "Visiting", "Visitor"]
 
 
 class Stop(NamedTuple):
-    """A module to stop at, and whether its inputs and its outputs are shown. ``key`` is the visitor's own."""
+    """A module to visit: its inputs, its outputs or both. ``key`` is for the visitor's own use."""
 
     path: str
     module: nn.Module
@@ -36,60 +36,59 @@ class Call(NamedTuple):
     """One call of one module."""
 
     path: str
-    number: int  # which call of the module in this pass
-    repeated: bool  # a checkpoint repeats an earlier call, during backward
-    parent: str | None  # whose code made the call, as far as its inputs are shown; None for the user's
+    number: int  # of the call in this pass
+    repeated: bool  # True for a replay by activation checkpointing
+    parent: str | None  # the visited module whose code made the call; None if the user did
     input_names: tuple[str, ...] | None
     key: Any
 
 
 class Visitor(Protocol):
-    """Sees values go in and out. Either method may return what to use instead, or None."""
+    """Receive the inputs and outputs of modules. Each method may return a replacement, or None for no change."""
 
     def before(self, call: Call, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """A module is about to run on these arguments."""
 
     def after(self, call: Call, output: object) -> Any:
-        """A module returned this."""
+        """A module has returned this output."""
 
 
 @final
 class Visiting:
-    """One visitor on one model: for the length of a block, or between `begin` and `end`."""
+    """One visitor on one model, for the length of a block or from `begin` to `end`."""
 
     def __init__(
         self, model: nn.Module, visitor: Visitor, stops: Iterable[Stop], *, passes_apart: bool = True
     ) -> None:
-        self._root = unwrap(model)
         self._visitor = visitor
-        self._passes_apart = passes_apart  # else the calls of all passes are counted in one row
+        self._passes_apart = passes_apart  # False: calls are counted on from pass to pass
         self._stops = [(stop, input_names(stop.module)) for stop in stops]
-        self._walker = Walker(self._root)
+        self._hooks = Hooks(unwrap(model))
         self._calls: dict[tuple[int, str, bool], int] = {}
         self._inside: list[str] = []
 
     def begin(self) -> None:
-        """Put the visitor on the model."""
-        walker = self._walker
+        """Register the visitor's hooks."""
+        hooks = self._hooks
         try:
             if self._passes_apart:
-                walker.passes(self.start_pass)
+                hooks.around(self.start_pass)
             for number, (stop, names) in enumerate(self._stops):
                 if stop.inputs:
-                    shown = partial(self._before, number, names)
-                    walker.before_and_again(stop.module, stop, shown, partial(shown, stop))
+                    enter = partial(self._before, number, names, stop)
+                    hooks.before(stop.module, enter, replays=True, traced=enter)
                 if stop.outputs:
-                    show = partial(self._after, number, names)
-                    walker.after_and_again(stop.module, stop, show, partial(show, stop))
+                    leave = partial(self._after, number, names, stop)
+                    hooks.after(stop.module, leave, replays=True, traced=leave)
                 if stop.inputs and stop.outputs:
-                    walker.at_the_end(stop.module, stop, self._over)
+                    hooks.when_done(stop.module, partial(self._done, stop))
         except BaseException:
             self.end()
             raise
 
     def end(self) -> None:
-        """Take the visitor off."""
-        self._walker.leave()
+        """Remove the visitor's hooks."""
+        self._hooks.remove()
 
     def __enter__(self) -> Self:
         self.begin()
@@ -99,7 +98,7 @@ class Visiting:
         self.end()
 
     def start_pass(self) -> None:
-        """Calls are counted from 0 again."""
+        """Count calls from 0 again."""
         self._calls.clear()
         self._inside.clear()
 
@@ -132,6 +131,6 @@ class Visiting:
         parent = outer[-1] if outer else None
         return self._visitor.after(Call(stop.path, count, repeated, parent, names, stop.key), output)
 
-    def _over(self, stop: Stop) -> None:
+    def _done(self, stop: Stop) -> None:
         if self._inside and self._inside[-1] == stop.path:
             self._inside.pop()

@@ -1,7 +1,7 @@
-"""The import names of the ``torch-module-monitor`` package, for programs that keep them.
+"""The import names of the ``torch-module-monitor`` package, for programs that keep their import lines.
 
 ``stand_in()`` makes ``import torch_module_monitor`` and ``from torch_module_monitor.storage import ...`` find
-torchtap, in this process. Every name here is the object that ``torchtap`` exports.
+torchtap in this process. Every name here is the object that ``torchtap`` exports.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from torchtap.monitors.attention_heads import monitor_scaled_dot_product_attention
+from torchtap.monitors.coordinate_check import RefinedCoordinateCheck, l2_norm
+from torchtap.monitors.metric_storage import StorageManager
 from torchtap.monitors.module_monitor import (
     HooksManager,
     ModuleMonitor,
     MonitorMixin,
-    RefinedCoordinateCheck,
-    StorageManager,
     default_format_module_name_fn,
-    l2_norm,
-    monitor_scaled_dot_product_attention,
+    extract_activation_tensor,
 )
-from torchtap.monitors.module_monitor.naming import extract_activation_tensor
 
 __all__ = [
     "HooksManager",
@@ -33,7 +32,7 @@ __all__ = [
 
 __version__ = "0.1.0"  # of the package whose names these are
 
-# What is found in which submodule of the package.
+# The names in each submodule of the package.
 _SUBMODULES = {
     "attention": (ModuleMonitor, monitor_scaled_dot_product_attention),
     "hooks": (HooksManager,),
@@ -45,7 +44,7 @@ _SUBMODULES = {
 
 
 def stand_in(package: str = "torch_module_monitor") -> None:
-    """From now on ``torch_module_monitor`` is torchtap, in this process."""
+    """Make ``import torch_module_monitor`` find torchtap, in this process."""
     here = sys.modules[package] = sys.modules[__name__]
     for name, exported in _SUBMODULES.items():
         submodule = ModuleType(f"{package}.{name}", f"``torch_module_monitor.{name}``.")

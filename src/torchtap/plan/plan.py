@@ -244,12 +244,12 @@ def _fallbacks(asked: Sequence[Tap]) -> tuple[list[Tap], dict[int, tuple[int, ..
     """The taps that take the place of those whose budget is spent, and where they will stand in the plan."""
     taps: list[Tap] = []
     standing: dict[int, tuple[int, ...]] = {}
-    if all(each.budget is None for each in asked):
+    if all(each.budget is None or not each.budget.limits for each in asked):
         return taps, standing
     from torchtap.plan.budget import lesser
 
     for index, each in enumerate(asked):
-        if each.budget is not None:
+        if each.budget is not None and each.budget.limits:
             first = len(asked) + len(taps)
             taps += [replace(each, keep=keep, schedule=Never(), budget=None) for keep in lesser(each.keep)]
             standing[index] = tuple(range(first, len(asked) + len(taps)))

@@ -19,7 +19,7 @@ from torchtap.plan.names import site_name
 from torchtap.receive import inside
 
 if TYPE_CHECKING:
-    from torchtap.hooks.ways import Handle
+    from torchtap.hooks.hooks import Handle
     from torchtap.receive.receiver import Receiver
 
 __all__ = ["activate", "deactivate", "emit", "listening", "owner_of"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from torchtap.hooks.ways import Handle
+from torchtap.hooks.hooks import Handle
 from torchtap.receive import reasons
 from torchtap.receive.active import owner_of
 from torchtap.receive.attention_calls import AttentionCall, listen

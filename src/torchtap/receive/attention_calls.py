@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchtap._torch import in_backward
-from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import Args, Kwargs
 from torchtap.plan.names import site_name
 from torchtap.receive import inside
 from torchtap.receive.attention_maps import additive, attention_map

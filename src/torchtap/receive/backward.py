@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtap.hooks.arguments import Function
+from torchtap.hooks.leaves import Function
 
 __all__ = ["BackwardListener", "listen", "stop_listening"]
 

@@ -1,74 +1,90 @@
-"""Put a plan on a live eager model and hand each value to the receiver.
+"""Attach a plan to an eager model and pass each value to the receiver.
 
 It guarantees:
 - `detach` removes every hook, also after a forward that raised;
 - a hook never changes what the model returns, nor the order in which gradients add up: gradients are read at
   autograd's nodes;
 - a value is taken before anything can modify it in place;
-- between live steps no hook is on the model at all;
-- a copy or a pickle of the model carries no live hook.
+- between active steps there is no hook on the model;
+- a copy or a pickle of the model carries no hook.
 
-Not here: hooks (`walk`), choosing sites (`sites`, `plan`), arithmetic (`reduce`), other forms (their own rooms).
+Not here: registering hooks (`hooks`), selecting sites (`plan`), arithmetic (`reduce`), other forms (`forms`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, final
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch import nn
 
-from torchtap.forms.op.channel import Channel
-from torchtap.forms.op.traced import emitting_inputs, emitting_output, emitting_pass
+from torchtap.hooks.hooks import Hooks, WayName
 from torchtap.hooks.leaves import input_leaves
-from torchtap.hooks.walker import Walker
-from torchtap.hooks.ways import WayName
 from torchtap.plan.names import Kind
 from torchtap.plan.sites import unwrap
 from torchtap.receive.entries import PortState
 from torchtap.receive.receiver import Receiver
 
 if TYPE_CHECKING:
-    from torchtap.hooks.arguments import Args, Kwargs
-    from torchtap.receive.asking import Asking
+    from torchtap.hooks.leaves import Args, Kwargs
+    from torchtap.receive.gradients import GradientRequests
     from torchtap.receive.state import StateReader
 
-__all__ = ["Attachment", "EagerAttachment"]
+__all__ = ["Attachment", "EagerAttachment", "TraceEmitter"]
 
 
 class Attachment(Protocol):
-    """A plan on a model in some form."""
+    """A plan attached to a model in some form."""
 
     def arm(self, live: frozenset[int]) -> None:
-        """A step begins in which these taps are live."""
+        """Begin a step in which these taps are active."""
 
     def finish_step(self) -> None:
-        """The step is over: hand over what is read at its end."""
+        """End the step: pass on the values that are read at its end."""
 
     def disarm(self) -> None:
-        """No tap is live until `arm` is called again."""
+        """Make all taps inactive until `arm` is called again."""
 
     def detach(self) -> None:
         """Leave the model as it was found."""
 
 
+class TraceEmitter(Protocol):
+    """Functions for hooks to call when a compiler traces them. What they do becomes part of the graph."""
+
+    def open(self, receiver: Receiver) -> None:
+        """Pass emitted values to this receiver."""
+
+    def close(self) -> None:
+        """Drop emitted values."""
+
+    def output(self, path: str, kind: Kind) -> Callable[[object], None]:
+        """Return a function that emits a module's output."""
+
+    def inputs(self, port: PortState) -> Callable[[Args, Kwargs], None]:
+        """Return a function that emits a module's arguments."""
+
+    def passes(self, root: nn.Module) -> Callable[[Args, Kwargs], None]:
+        """Return a function that emits the beginning of a pass."""
+
+
 @final
 class EagerAttachment:
-    """A plan on an eager model."""
+    """A plan attached to an eager model."""
 
-    def __init__(self, model: nn.Module, receiver: Receiver, way: WayName = "hook") -> None:
+    def __init__(self, model: nn.Module, receiver: Receiver, way: WayName, emitter: TraceEmitter) -> None:
         self._root = unwrap(model)
         self._receiver = receiver
-        self._walker = Walker(self._root, way, receiver)
+        self._hooks = Hooks(self._root, way, receiver)
+        self._emitter = emitter
         self._armed: frozenset[int] = frozenset()
         self._state: StateReader | None = None
         if receiver.plan.reads_state:
             from torchtap.receive.state import StateReader
 
             self._state = StateReader(receiver)
-        self._of_passes = receiver.plan.kinds <= {"input", "output"}  # what comes, comes within passes
-        self._channel = Channel()
+        self._only_calls = receiver.plan.kinds <= {"input", "output"}  # all values belong to a pass
 
     def arm(self, live: frozenset[int]) -> None:
         if self._state is not None:
@@ -76,7 +92,7 @@ class EagerAttachment:
         if live == self._armed:
             return
         if self._armed:
-            self._rest()
+            self._suspend()
         if not live:
             return
         self._armed = live
@@ -87,119 +103,125 @@ class EagerAttachment:
             raise
 
     def _install(self, live: frozenset[int]) -> None:
-        receiver = self._receiver
-        self._channel.open(receiver)
-        if not self._walker.take_up(live):
-            self._make_hooks(live)
-        if self._of_passes:
+        self._emitter.open(self._receiver)
+        if not self._hooks.resume(live):
+            self._register(live)
+        if self._only_calls:
             return
-        if self._is_asked("value", live):
+        if self._wants("value", live):
             from torchtap.receive.active import activate
 
-            self._walker.keep(activate(receiver))
-        if self._is_asked("attention", live):
+            self._hooks.keep(activate(self._receiver))
+        if self._wants("attention", live):
             from torchtap.receive.attention import report_attention
 
-            self._walker.keep(report_attention(receiver))
+            self._hooks.keep(report_attention(self._receiver))
 
-    def _make_hooks(self, live: frozenset[int]) -> None:
-        """Made once for each set of live taps, and put on. None of them knows the step."""
+    def _register(self, live: frozenset[int]) -> None:
+        """Register hooks for a set of active taps. They are kept for the next step with the same set."""
         receiver = self._receiver
         for port in receiver.ports.values():
             if not live.isdisjoint(port.port.taps):
-                self._put_on(port)
+                self._register_port(port)
         begin = receiver.begin_pass if receiver.takes_all else self._begin_pass
-        self._walker.passes(begin, receiver.end_pass, emitting_pass(self._channel, self._root))
+        self._hooks.around(begin, receiver.end_pass, traced=self._emitter.passes(self._root))
         if receiver.placing is not None:
-            self._walker.before(self._root, None, receiver.placing.see_inputs, _nothing)
+            self._hooks.before(self._root, receiver.placing.see_inputs)
 
-    def _is_asked(self, kind: Kind, live: frozenset[int]) -> bool:
+    def _register_port(self, port: PortState) -> None:
+        """Register the hook of one port.
+
+        Parameters and buffers are read from the module (`state`), attention maps from the functions that compute them,
+        emitted values from calls of `emit`.
+        """
+        site, receiver, hooks = port.port.site, self._receiver, self._hooks
+        module, path = site.module, site.path
+        assert module is not None
+        match port.kind:
+            case "output":
+                emit_output = self._emitter.output(path, "output")
+                gradient = self._active_port(path, "grad_output")
+                if gradient is None:
+                    hooks.after(module, partial(receiver.take, port), traced=emit_output)
+                else:
+                    emit_gradient = self._emitter.output(path, "grad_output")
+                    take = partial(self._take_both, port, gradient, self._gradients.of_output)
+                    hooks.after(
+                        module, take, replays=True, traced=partial(_emit_both, emit_output, emit_gradient)
+                    )
+            case "input":
+                hooks.before(module, partial(receiver.take_inputs, port), traced=self._emitter.inputs(port))
+            case "grad_output" if self._active_port(path, "output") is None:
+                request = partial(self._gradients.of_output, port)
+                hooks.after(module, request, replays=True, traced=self._emitter.output(path, "grad_output"))
+            case "grad_input":
+                own = any(receiver.plan.taps[number].per_consumer for number in port.port.taps)
+                of_inputs: Callable[..., Any] = self._gradients.of_own_inputs if own else self._request_inputs
+                emit_inputs = self._emitter.inputs(port)
+                hooks.before(module, partial(of_inputs, port), replays=True, traced=emit_inputs)
+
+    def _take_both(
+        self,
+        port: PortState,
+        gradient: PortState,
+        request: Callable[[PortState, object, bool], None],
+        output: object,
+        replayed: bool,
+    ) -> None:
+        if not replayed:
+            self._receiver.take(port, output)
+        request(gradient, output, replayed)
+
+    def _request_inputs(self, port: PortState, args: Args, kwargs: Kwargs, replayed: bool) -> None:
+        self._gradients.of_each(port, input_leaves(port.input_names, args, kwargs), replayed)
+
+    def _active_port(self, path: str, kind: str) -> PortState | None:
+        port = self._receiver.ports.get((path, kind, ""))
+        return None if port is None or self._armed.isdisjoint(port.port.taps) else port
+
+    def _wants(self, kind: Kind, live: frozenset[int]) -> bool:
         plan = self._receiver.plan
         return kind in plan.kinds and any(
             port.site.kind == kind and not live.isdisjoint(port.taps) for port in plan.ports
         )
 
-    def _put_on(self, port: PortState) -> None:
-        """Stop at a port's module. Kinds that do not pass there are read elsewhere.
-
-        Parameters and buffers are read from the module (`state`), attention maps come from the functions that
-        compute them, values from the model's own calls of `emit`.
-        """
-        module, receiver = port.port.site.module, self._receiver
-        assert module is not None
-        match port.kind:
-            case "output":
-                path = port.port.site.path
-                first = port, receiver.take, emitting_output(self._channel, path, "output")
-                gradient = self._live_port(path, "grad_output")
-                if gradient is None:
-                    self._walker.after(module, *first)
-                else:
-                    emit = emitting_output(self._channel, path, "grad_output")
-                    second = gradient, self._asking.of_output, emit
-                    self._walker.after_twice(module, first, second)
-            case "input":
-                self._walker.before(module, port, receiver.take_inputs, emitting_inputs(self._channel, port))
-            case "grad_output" if self._live_port(port.port.site.path, "output") is None:
-                emit = emitting_output(self._channel, port.port.site.path, "grad_output")
-                self._walker.after_and_again(module, port, self._asking.of_output, emit)
-            case "grad_input":
-                emit_given = emitting_inputs(self._channel, port)
-                taps = receiver.plan.taps
-                own = any(taps[number].per_consumer for number in port.port.taps)
-                wait = self._await_own_inputs() if own else self._await_inputs
-                self._walker.before_and_again(module, port, wait, emit_given)
-
-    def _live_port(self, path: str, kind: str) -> PortState | None:
-        port = self._receiver.ports.get((path, kind, ""))
-        return None if port is None or self._armed.isdisjoint(port.port.taps) else port
-
-    def hooks_gone(self) -> list[nn.Module]:
-        """The modules from which somebody else has taken our hooks off."""
-        return self._walker.gone()
-
-    def disarm(self) -> None:
-        if self._state is not None:
-            self._state.disarm()
-        self._rest()
-
-    def _rest(self) -> None:
-        self._channel.close()
-        live, self._armed = self._armed, frozenset()
-        self._walker.lay_aside(live)
-
-    def detach(self) -> None:
-        if self._state is not None:
-            self._state.disarm()
-        self._channel.close()
-        self._armed = frozenset()
-        self._walker.leave()
-
-    def finish_step(self) -> None:
-        if self._state is not None:
-            self._state.finish_step()
-        if not (self._of_passes and self._receiver.no_pass_is_open):
-            self._receiver.end_pass()
-
     def _begin_pass(self) -> None:
         self._receiver.begin_pass(self._root.training)
 
     @cached_property
-    def _asking(self) -> Asking:
-        """Asks for gradients, where a tap does."""
-        from torchtap.receive.asking import Asking
+    def _gradients(self) -> GradientRequests:
+        from torchtap.receive.gradients import GradientRequests
 
-        return Asking(self._receiver)
+        return GradientRequests(self._receiver)
 
-    def _await_own_inputs(self) -> Callable[[PortState, Args, Kwargs, bool], object]:
-        from torchtap.receive.own_inputs import awaiting_own_inputs
+    def hooks_gone(self) -> list[nn.Module]:
+        """Return the modules from which others have removed our hooks."""
+        return self._hooks.lost()
 
-        return awaiting_own_inputs(self._asking)
+    def disarm(self) -> None:
+        if self._state is not None:
+            self._state.disarm()
+        self._suspend()
 
-    def _await_inputs(self, port: PortState, args: Args, kwargs: Kwargs, repeated: bool) -> None:
-        found = input_leaves(port.input_names, args, kwargs)
-        self._asking.of_each(port, found, repeated)
+    def _suspend(self) -> None:
+        self._emitter.close()
+        live, self._armed = self._armed, frozenset()
+        self._hooks.suspend(live)
+
+    def detach(self) -> None:
+        if self._state is not None:
+            self._state.disarm()
+        self._emitter.close()
+        self._armed = frozenset()
+        self._hooks.remove()
+
+    def finish_step(self) -> None:
+        if self._state is not None:
+            self._state.finish_step()
+        if not (self._only_calls and self._receiver.no_pass_is_open):
+            self._receiver.end_pass()
 
 
-def _nothing(*_: object) -> None:
-    """What a compiler's trace is to see."""
+def _emit_both(first: Callable[[Any], None], second: Callable[[Any], None], output: object) -> None:
+    first(output)
+    second(output)

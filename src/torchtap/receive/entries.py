@@ -44,6 +44,7 @@ class Entry:
         "dtype",
         "folds",
         "generation",
+        "how",
         "live_folds",
         "measured",
         "name",
@@ -68,6 +69,7 @@ class Entry:
         self.live_folds: tuple[Fold, ...] = ()
         self.shape: tuple[int, ...] | None = None  # of the first value; None means that none ever came
         self.dtype: torch.dtype | None = None
+        self.how = ""  # how the value was obtained, if not by reading it
 
 
 @final

@@ -18,12 +18,15 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, final
 
+import torch
 from torch import Tensor
 
 from torchtap.errors import ReductionError, TorchtapError
 from torchtap.plan.plan import Plan
 from torchtap.plan.sites import Site
 from torchtap.receive.entries import Entry, Fold, PortState, RecentValues, Tally
+from torchtap.reduce.measuring import measure
+from torchtap.reduce.moments import FIELDS, WIDTH
 
 if TYPE_CHECKING:
     from torchtap.receive.placing import Placing
@@ -205,6 +208,35 @@ class Folding:
             state = copies[fold.key] = reduction.first(tensor.detach(), self._copy)
         fold.state = list(state) if fold.state is None else reduction.merge(fold.state, state)
 
+    def fold_block(self, entry: Entry, block: Tensor, scale: float) -> None:
+        """Fold a block of a value, each of whose elements stands for ``scale`` elements."""
+        with self.lock:
+            try:
+                if entry.measured and scale == 1:
+                    self._measure(entry, block)
+                elif entry.measured:
+                    self._fold_scaled(entry, block, scale)
+                for fold in entry.live_folds:
+                    if not fold.reduction.elementwise:
+                        raise ReductionError(
+                            f"{fold.reduction.name} needs the update in one piece, which is more than the memory that "
+                            "torchtap may hold; give its tap a Budget(memory=…)"
+                        )
+                    fold.state = fold.reduction.update(fold.state, block)
+            except Exception as error:
+                self.lose(entry.name, error)
+        if entry.also is not None:
+            self.fold_block(entry.also, block, scale)
+
+    def _fold_scaled(self, entry: Entry, sample: Tensor, scale: float) -> None:
+        """Fold the statistics of a sample as those of the whole: counts and sums are scaled."""
+        row = entry.row if entry.row >= 0 else self._new_row(entry)
+        state = measure(sample)
+        factors = torch.ones(WIDTH, dtype=state.dtype)
+        factors[[FIELDS.index(name) for name in ("count", "nans", "infs", "zeros", "l1")]] = scale
+        self.tally.block.fold_state(row, state * factors.to(state.device))
+        self.tally.arrived[row] = 1
+
     def fold_pieces(
         self, entry: Entry, shape: tuple[int, ...], pieces: Callable[[], Iterable[Tensor]]
     ) -> None:
@@ -328,6 +360,7 @@ class Folding:
         """Note a value that could not be kept."""
         if self._strict:
             if isinstance(error, TorchtapError):
+                error.args = (f"{site}: {error.args[0] if error.args else ''}", *error.args[1:])
                 raise error
             raise ReductionError(f"{site}: {type(error).__name__}: {error}") from error
         self._on_lost(f"{site}: {type(error).__name__}: {error}")

@@ -1,32 +1,38 @@
-"""The gradient of one value, read where autograd computes it and without changing how.
+"""Read gradients where autograd computes them, without changing the computation.
 
-Hooks go on the node that made the value, not on the tensor: a later in-place op gives the tensor another node
-and another value. If the value is a view (``nn.Linear`` returns one for three dimensions and more), an in-place
-op takes its node out of the graph; the gradient then passes the node of the view's base.
+Hooks are on the node that made the value, not on the tensor: a later in-place op gives the tensor another node and
+another value. If the value is a view (``nn.Linear`` returns one for three and more dimensions), an in-place op takes
+its node out of the graph. The gradient then passes the node of the view's base.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from torchtap._torch import base_of, hear_gradient, version_of
+from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves, map_leaves
+from torchtap.receive import reasons
 
-__all__ = ["Ask", "ask_at_its_node", "ask_for_gradient", "ask_while_traced", "nothing", "of_the_view"]
+if TYPE_CHECKING:
+    from torchtap.receive.entries import PortState
+    from torchtap.receive.receiver import Receiver
+
+__all__ = ["GradientRequests", "ask_for_gradient", "ask_while_traced"]
 
 
 class Ask(Protocol):
-    """Calls ``take(*bound, gradient)`` once autograd has the gradient of ``value``; None where nothing flows back."""
+    """Call ``take(*bound, gradient)`` when autograd has the gradient of ``value``; None if nothing flows back."""
 
     def __call__(self, value: Tensor, take: Callable[..., None], *bound: Any) -> None: ...
 
 
 def ask_at_its_node(value: Tensor, take: Callable[..., None], *bound: Any) -> None:
-    """Call ``take`` with what flows back through the node that made ``value``, and through no other."""
+    """Call ``take`` with the gradient that flows through the node that made ``value``."""
     if value.grad_fn is None:
         value.register_hook(partial(take, *bound))
     else:
@@ -34,7 +40,7 @@ def ask_at_its_node(value: Tensor, take: Callable[..., None], *bound: Any) -> No
 
 
 def ask_for_gradient(value: Tensor, take: Callable[..., None], *bound: Any) -> None:
-    """Call ``take`` with the gradient of ``value`` once autograd has it."""
+    """Call ``take(*bound, gradient)`` when autograd has the gradient of ``value``."""
     base = base_of(value)
     if base is None or value.grad_fn is None or base.grad_fn is None or not _covers(value, base):
         ask_at_its_node(value, take, *bound)
@@ -45,7 +51,7 @@ def ask_for_gradient(value: Tensor, take: Callable[..., None], *bound: Any) -> N
 
 
 def ask_while_traced(value: Tensor, take: Callable[[Tensor], None]) -> None:
-    """The same while AOT autograd traces: it takes the gradients of inputs without running their nodes."""
+    """Do the same while AOT autograd traces, which computes gradients of inputs without running their nodes."""
     base = base_of(value)
     if base is None or base.grad_fn is None or not _covers(value, base):
         value.register_hook(take)
@@ -57,7 +63,7 @@ def ask_while_traced(value: Tensor, take: Callable[[Tensor], None]) -> None:
 
 
 def _counter(value: Tensor) -> Tensor:
-    """A tensor that counts the changes of a value in place, and holds no memory of it."""
+    """Return a tensor that counts the in-place changes of a value without holding its memory."""
     counter = value.detach()
     counter.data = nothing(value.dtype, value.device)
     return counter
@@ -65,12 +71,12 @@ def _counter(value: Tensor) -> Tensor:
 
 @cache
 def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor without elements."""
+    """Return a tensor without elements."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
 def _covers(value: Tensor, base: Tensor) -> bool:
-    """Whether the view shows all of a plainly laid out base, so that the base's gradient is the view's."""
+    """Return True if a view covers all of a contiguous base, so that the base's gradient is the view's."""
     return (
         value.numel() == base.numel()
         and value.storage_offset() == base.storage_offset()
@@ -80,8 +86,9 @@ def _covers(value: Tensor, base: Tensor) -> bool:
 
 @final
 class _ViewGradient:
-    """Listens at a view's node and at its base's. The base is reached last, and counts if the view was not because it
-    was changed in place; a view that nothing used has no gradient, whatever its base has.
+    """Read the gradient of a view at its node, or at its base's if the view was changed in place.
+
+    The base is reached last. A view that nothing used has no gradient, whatever its base has.
     """
 
     __slots__ = ("_changes", "_counter", "_shape", "_strides", "_take", "_taken")
@@ -104,6 +111,91 @@ class _ViewGradient:
 
 
 def of_the_view(gradient: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """The gradient of a view, from that of the base that it shows all of."""
+    """Return the gradient of a view from that of its base."""
     plain = gradient.contiguous()
     return plain.as_strided(shape, strides, plain.storage_offset())
+
+
+@final
+class GradientRequests:
+    """Request the gradients of a module's inputs and outputs for a receiver (`Receiver.take_gradient`).
+
+    A checkpoint's replay requests a gradient only if the call that it repeats could not.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def of_each(
+        self,
+        port: PortState,
+        found: Iterable[tuple[str, Tensor]],
+        replayed: bool = False,
+        ask: Ask = ask_for_gradient,
+    ) -> None:
+        """Request the gradients of these inputs or outputs of a call."""
+        receiver = self._receiver
+        if receiver.between_passes and not replayed and not receiver.begin_part(port):
+            return
+        call = port.next_recall() if replayed else port.next_call(receiver.pass_number)
+        try:
+            for leaf, tensor in found:
+                self._await(port, leaf, call, tensor, replayed, ask)
+        except Exception as error:
+            receiver.folding.lose(port.port.site.name, error)
+
+    def of_output(self, port: PortState, tree: object, replayed: bool) -> None:
+        """Request the gradients of an output, which is most often one tensor."""
+        if not isinstance(tree, Tensor):
+            self.of_each(port, leaves(tree), replayed)
+            return
+        receiver = self._receiver
+        if receiver.between_passes and not replayed and not receiver.begin_part(port):
+            return
+        if replayed:
+            call = port.next_recall()
+        else:  # `next_call`, spelled out
+            if port.pass_number != receiver.pass_number:
+                port.start_pass(receiver.pass_number)
+            call = port.calls
+            port.calls = call + 1
+        try:
+            self._await(port, "", call, tree, replayed, ask_for_gradient)
+        except Exception as error:
+            receiver.folding.lose(port.port.site.name, error)
+
+    def of_own_inputs(
+        self, port: PortState, args: Args, kwargs: Kwargs, replayed: bool
+    ) -> tuple[Args, Kwargs]:
+        """Request the gradients that this call alone sends back, and return the arguments to run it on.
+
+        The module runs on a view of each argument. The view's gradient is this call's part of the value's.
+        """
+        args, kwargs = map_leaves(args, _own_view), map_leaves(kwargs, _own_view)
+        self.of_each(port, input_leaves(port.input_names, args, kwargs), replayed, ask_at_its_node)
+        return args, kwargs
+
+    def _await(self, port: PortState, leaf: str, call: int, tensor: Tensor, replayed: bool, ask: Ask) -> None:
+        if not tensor.requires_grad:
+            _note_no_gradient(port, leaf, call)
+            return
+        receiver = self._receiver
+        folding = receiver.folding
+        entry = None if call or leaf else port.first
+        if entry is None or not entry.quick or entry.generation != folding.generation:
+            entry = folding.entry(port, leaf, call)
+        if entry is not None and not (replayed and entry.asked):
+            entry.asked = not replayed
+            tally = folding.tally
+            ask(tensor, receiver.take_gradient, entry, tally, tally.serial)
+
+
+def _note_no_gradient(port: PortState, leaf: str, call: int) -> None:
+    port.note = reasons.NO_GRADIENT
+    known = port.entries.get((leaf, call))
+    if known is not None:
+        known.asked = False
+
+
+def _own_view(_: str, value: Tensor) -> Tensor:
+    return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value

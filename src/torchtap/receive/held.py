@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from torch import Tensor
@@ -31,6 +31,28 @@ class Held:
         for position in self._fold_together(ports, tensors):
             self.take(ports[position], tensors[position])
 
+    def take_blocks(
+        self, ports: Sequence[PortState], whole: Tensor, blocks: Iterable[Tensor], *, scale: float, how: str
+    ) -> None:
+        """Fold a value that arrives in blocks of elements, for each of several ports.
+
+        ``whole`` has the shape and placement of the value. Each element of a block stands for ``scale`` elements.
+        Reductions that need the value in one piece do not get it; that is reported.
+        """
+        entries = []
+        for port in ports:
+            port.next_call(self._receiver.pass_number)
+            self.drop(port, port.leaf)
+            entry = self._folding.entry(port, port.leaf, 0)
+            if entry is not None:
+                entry.shape, entry.dtype, entry.how = tuple(whole.shape), whole.dtype, how
+                entries.append(entry)
+                if self._receiver.placing is not None:
+                    self._receiver.placing.note(entry, whole, self._folding.tally.phase)
+        for block in blocks:
+            for entry in entries:
+                self._folding.fold_block(entry, block, scale)
+
     def take_part(self, port: PortState, leaf: str, tensor: Tensor) -> None:
         """A tensor that belongs to a port's own, such as what an optimizer keeps for it."""
         port.next_leaf_call(self._receiver.pass_number, leaf)
@@ -45,7 +67,12 @@ class Held:
             self._folding.tally.numbers.setdefault(statistic, {})[entry.name] = number
 
     def _take_anew(self, port: PortState, leaf: str, tensor: Tensor) -> None:
-        """Drop what the tally holds of a leaf's first call: a later value of the same step takes its place."""
+        """Take a value in place of what the tally holds: a later value of the same step replaces it."""
+        self.drop(port, leaf)
+        self._receiver.take_leaf(port, leaf, 0, tensor)
+
+    def drop(self, port: PortState, leaf: str) -> None:
+        """Drop what the tally holds of a leaf's first call."""
         with self._folding.lock:
             entry, tally = port.entries.get((leaf, 0)), self._folding.tally
             while entry is not None:
@@ -55,7 +82,6 @@ class Held:
                 for fold in entry.folds.get(tally.phase, {}).values():
                     fold.state = None
                 entry = entry.also
-        self._receiver.take_leaf(port, leaf, 0, tensor)
 
     def _fold_together(self, ports: list[PortState], tensors: list[Tensor]) -> Sequence[int]:
         """Fold statistics of many tensors by one native call. Return the positions of those that are left."""

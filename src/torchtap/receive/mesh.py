@@ -1,7 +1,7 @@
-"""Where this process stands among those of its training, as the model that it was given tells.
+"""The place of this process among those of its training, as far as its model shows it.
 
-The axes come from the meshes of its parameters, of ``fully_shard`` and of parallel plans, and from the process groups
-of wrappers. Nothing is asked of any other process.
+The axes follow from the meshes of parameters, of ``fully_shard`` and of parallel plans, and from the process groups of
+wrappers. Nothing is communicated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProcessMesh:
 
     @property
     def root(self) -> int:
-        """The lowest rank of all that stand on these axes."""
+        """Return the lowest rank on these axes."""
         count = 1
         for axis in self.axes.values():
             count *= len(axis.ranks)
@@ -54,7 +54,7 @@ class ProcessMesh:
         return min(rank for axis in self.axes.values() for rank in axis.ranks)
 
     def add(self, axis: MeshAxis) -> str:
-        """Have this axis, unless one that runs along it is known; says the name that it has here."""
+        """Add an axis, unless one that runs along it is known. Return the name that it has here."""
         for known in self.axes.values():
             if known.runs_along(axis) or known.ranks == axis.ranks:
                 return known.name
@@ -64,9 +64,27 @@ class ProcessMesh:
         self.axes[name] = axis._replace(name=name)
         return name
 
+    def add_axes_of(self, module: nn.Module) -> None:
+        """Add the axes of a module: its parameters' meshes, its wrapper's groups, its plan for outputs."""
+        for mesh in meshes_of(module):
+            for axis in mesh_axes(mesh):
+                self.add(axis)
+        self.data.update(self.add(axis) for axis in fsdp_axes(module))
+        groups = wrapper_group(module)
+        names = ("dp",) if len(groups) == 1 else ("replicate", "shard")
+        for group, name in zip(groups, names, strict=False):
+            axis = group_axis(group, name)
+            if len(axis.ranks) > 1:
+                self.data.add(self.add(axis))
+        if (plan := output_plan(module)) is not None:
+            mesh, layouts = plan
+            named = [self.add(axis) for axis in mesh_axes(mesh)]
+            if len(named) == 1:
+                self.plans[id(module)] = {named[0]: layouts}
+
 
 def process_mesh(model: nn.Module) -> ProcessMesh | None:
-    """The mesh as a model and its wrappers know it; None where this process is alone."""
+    """Return the mesh of a model and its wrappers; None if this process is alone."""
     here = identity()
     if here.world == 1:
         return None
@@ -74,25 +92,6 @@ def process_mesh(model: nn.Module) -> ProcessMesh | None:
     if here.told_by != "process group":
         return found
     for module in model.modules():
-        _add_axes_of(module, found)
+        found.add_axes_of(module)
     found.flat = flat_pieces(model)
     return found
-
-
-def _add_axes_of(module: nn.Module, found: ProcessMesh) -> None:
-    """What one module knows of the mesh: its parameters' meshes, its wrappers' groups, its plan for outputs."""
-    for mesh in meshes_of(module):
-        for axis in mesh_axes(mesh):
-            found.add(axis)
-    found.data.update(found.add(axis) for axis in fsdp_axes(module))
-    groups = wrapper_group(module)
-    names = ("dp",) if len(groups) == 1 else ("replicate", "shard")
-    for group, name in zip(groups, names, strict=False):
-        axis = group_axis(group, name)
-        if len(axis.ranks) > 1:
-            found.data.add(found.add(axis))
-    if (plan := output_plan(module)) is not None:
-        mesh, layouts = plan
-        named = [found.add(axis) for axis in mesh_axes(mesh)]
-        if len(named) == 1:
-            found.plans[id(module)] = {named[0]: layouts}

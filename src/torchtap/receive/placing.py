@@ -16,7 +16,7 @@ from typing import Any, Protocol, final
 
 from torch import Tensor, nn
 
-from torchtap._torch_distributed import MeshAxis, infers_shapes, placed, spec_of
+from torchtap._torch_distributed import MeshAxis, calling_wrapper, infers_shapes, placed, spec_of
 from torchtap.errors import PlanError
 from torchtap.placement import Axis, Box, Layout, Placement, Share, Stage, read_layout
 from torchtap.plan.names import first_part
@@ -69,9 +69,15 @@ class Placing:
 
     # -- while the model runs -----------------------------------------------------------------------------
 
-    def see_inputs(self, _: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Remember how many samples the model is given: what has another size is no part of a batch."""
+    def see_inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Remember the shape of the first input: a value with another number of samples is no part of a batch.
+
+        A model that is watched inside its DDP wrapper shows the wrapper only now.
+        """
         if not self._given:
+            wrapper = calling_wrapper()
+            if wrapper is not None:
+                self._mesh.add_axes_of(wrapper)
             found = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim())
             self._given = tuple(next((each.shape for each in found), ()))
 

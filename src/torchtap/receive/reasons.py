@@ -37,6 +37,7 @@ __all__ = [
     "OFF_SCHEDULE",
     "OUTSIDE_THE_GRAPH",
     "REPLACED",
+    "SEVERAL_UPDATES",
     "UNCERTAIN_CALL",
     "UNMARKED",
     "UNPLACED",
@@ -60,6 +61,7 @@ NO_LOCAL_GRADIENT = "FSDP hands out gradients that are reduced already"
 NO_ELEMENT = "this rank holds no element of the parameter: another one's shard has it"
 NO_OPTIMIZER_STATE = "the optimizer keeps nothing for it"
 NO_OPTIMIZER_STEP = "no optimizer stepped with it while it was live"
+SEVERAL_UPDATES = "several updates in one step: from the next live step on it is estimated from a sample"
 NO_STEP_ENDED = "no step ended while it was live"
 NO_LEAF = "none of its leaves is one that the selector picks"
 NO_TENSOR = "{kind} is not a tensor but {name}"

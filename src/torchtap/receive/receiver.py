@@ -9,7 +9,7 @@ guarantees:
 - a pass of a thread that is not heard changes nothing, and is counted.
 
 Not here: hooks (`eager` and the other forms), the clock (`watching`), folding and entries (`folding`). Nor what only
-some plans need: to ask for gradients (`asking`), to take values by name (`by_name`) or what a model holds (`held`).
+some plans need: to request gradients (`gradients`), to take values by name (`by_name`) or what a model holds (`held`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchtap.receive.entries import Entry, PortState, Tally
 from torchtap.receive.folding import Folding
 
 if TYPE_CHECKING:
-    from torchtap.hooks.arguments import Args
+    from torchtap.hooks.leaves import Args
     from torchtap.receive.pass_clock import PassClock
     from torchtap.receive.placing import Placing
 
@@ -235,7 +235,7 @@ class Receiver:
                 self._fold(entry, tree)
             return
         if port.structure is None:
-            from torchtap.hooks.structure import skeleton  # here: most modules return one tensor
+            from torchtap.hooks.leaves import skeleton  # here: most modules return one tensor
 
             port.structure = skeleton(tree)
         if not self._take_leaves(port, call, leaves(tree)):
@@ -250,7 +250,7 @@ class Receiver:
             port.note = reasons.NO_ARGUMENT
 
     def take_gradient(self, entry: Entry, tally: Tally, serial: int, gradient: Tensor | None) -> None:
-        """A gradient that was asked for (`asking`, or an ear) while a tally had this serial."""
+        """A gradient that was requested (`gradients`) while a tally had this serial."""
         if gradient is None:
             return
         # A backward that comes after its step has ended has nowhere to put its values.

@@ -17,16 +17,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from torchtap._torch_distributed import fsdp_sharded, local_part, spec_of
+from torchtap._torch_distributed import fsdp_sharded
 from torchtap.receive import reasons, training
 from torchtap.receive.entries import PortState
 from torchtap.receive.held import Held
 from torchtap.receive.receiver import Receiver
 from torchtap.receive.training import parameters_of
+from torchtap.receive.updates import UpdateReader
 
 if TYPE_CHECKING:
     from torchtap.receive.local_gradients import LocalGradients
@@ -51,7 +51,7 @@ class StateReader:
         # Of an optimizer and kinds: the ids of its parameters, and all ports that are read then.
         self._asked_of: dict[tuple[int, tuple[str, ...]], tuple[list[int], list[PortState]]] = {}
         self._before_update = 0  # how many of all these ports are read before an update
-        self._reads_updates = self._reads_state = False  # whether any reads what an optimizer did, or keeps
+        self._reads_state = False  # whether any port reads what an optimizer keeps
         self._buffers: tuple[PortState, ...] = ()
         self._rates: PortState | None = None
         self._groups: dict[int, int] = {}  # id of an optimizer -> the number of its first group
@@ -60,7 +60,7 @@ class StateReader:
         self._taken: set[int] = set()  # the ids of ports that were read in this step
         self._stepped: list[Optimizer] = []  # of which what was read may not be the last
         self._passed: set[int] = set()  # those of them that are read again if there is another update
-        self._before: dict[int, Tensor] = {}  # id of a parameter -> a copy of it before the update
+        self._updates = UpdateReader(receiver, self._held)
         self._listens = False
         self._sharded: dict[tuple[int, str], Any] = {}  # what manages parameters that are gathered at times
         self._local: LocalGradients | None = None  # None: nobody averages them
@@ -74,7 +74,7 @@ class StateReader:
         self._taken.clear()
         self._passed.clear()
         self._stepped.clear()
-        self._before.clear()
+        self._updates.begin_step()
         if self._local is not None:
             self._local.clear()
         if live == self._armed:
@@ -105,7 +105,11 @@ class StateReader:
         }
         kinds = [port.kind for port in of_parameters]
         self._before_update = sum(kind in _BEFORE_UPDATE for kind in kinds)
-        self._reads_updates, self._reads_state = "update" in kinds, "optim_state" in kinds
+        self._reads_state = "optim_state" in kinds
+        named = (
+            (self._parameter_of(ports_of_one[0]), ports_of_one) for ports_of_one in self._parameters.values()
+        )
+        self._updates.arm((parameter, ports) for parameter, ports in named if parameter is not None)
 
     def _find_rates(self, ports: list[PortState]) -> None:
         """Where learning rates go, if anybody asks for them; and whose they may be."""
@@ -126,7 +130,7 @@ class StateReader:
             buffer = _tensor_of(port)
             if buffer is not None:
                 self._held.take(port, buffer)
-        self._before.clear()
+        self._updates.begin_step()
 
     def disarm(self) -> None:
         """Nothing is read until `arm` is called again."""
@@ -176,22 +180,20 @@ class StateReader:
     def entered(self, optimizer: Optimizer) -> None:
         """Read parameters before anything moves them: some optimizers do so before they call their closure."""
         self._read_of(optimizer, ("param",))
-        if not self._reads_updates or not self._receiver.hears_this_thread():
-            return
-        for parameter in parameters_of(optimizer):
-            ports = self._parameters.get(id(parameter), ())
-            if any(port.kind == "update" for port in ports) and id(parameter) not in self._before:
-                self._before[id(parameter)] = parameter.detach().clone()
+        if self._updates.reads and self._receiver.hears_this_thread():
+            self._updates.entered(optimizer)
 
     def ready(self, optimizer: Optimizer) -> None:
         self._read_of(optimizer, _BEFORE_UPDATE)
+        if self._updates.reads and self._receiver.hears_this_thread():
+            self._updates.ready(optimizer)
 
     def updated(self, optimizer: Optimizer) -> None:
         if not self._receiver.hears_this_thread():
             return
-        if self._rates is not None or self._reads_updates or self._reads_state:
+        if self._rates is not None or self._updates.reads or self._reads_state:
             self._receiver.turn_to_state()
-        if self._reads_updates or self._reads_state:
+        if self._updates.reads or self._reads_state:
             self._take_after(optimizer)
         if self._rates is not None:
             self._take_rates(self._rates, optimizer)
@@ -200,10 +202,9 @@ class StateReader:
     def _take_after(self, optimizer: Optimizer) -> None:
         """What the optimizer did to each parameter, and what it keeps for it."""
         for parameter in parameters_of(optimizer):
+            self._updates.updated(parameter)
             for port in self._parameters.get(id(parameter), ()):
-                if port.kind == "update":
-                    self._take_update(port, parameter)
-                elif port.kind == "optim_state":
+                if port.kind == "optim_state":
                     self._take_optimizer_state(port, optimizer.state.get(parameter, {}))
 
     def skipped(self, optimizer: Optimizer) -> None:
@@ -285,21 +286,6 @@ class StateReader:
                 port.note = reasons.NO_LOCAL_GRADIENT
         wanted = [self._parameter_of(port) for port in asked if port.note != reasons.NO_LOCAL_GRADIENT]
         return [parameter for parameter in wanted if parameter is not None]
-
-    def _take_update(self, port: PortState, parameter: Tensor) -> None:
-        before = self._before.get(id(parameter))
-        if before is None:
-            return
-        leaf = port.leaf
-        with torch.no_grad():
-            change = parameter.detach() - before
-            # Of this rank's part: the norm of the whole would be a collective.
-            weight = torch.linalg.vector_norm(local_part(before))
-            ratio = torch.linalg.vector_norm(local_part(change)) / weight
-        self._held.take(port, change)
-        self._held.take_number(port, leaf, "ratio", ratio)
-        if spec_of(parameter) is not None:  # what ranks' ratios are folded with
-            self._held.take_number(port, leaf, "weight_l2", weight)
 
     def _take_optimizer_state(self, port: PortState, state: dict[str, Any]) -> None:
         leaf = port.leaf

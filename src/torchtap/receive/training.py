@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchtap.hooks.arguments import Args, Function, Kwargs
+from torchtap.hooks.leaves import Args, Function, Kwargs
 
 __all__ = ["TrainingListener", "innermost", "listen", "parameters_of", "stop_listening"]
 

@@ -30,7 +30,7 @@ from torchtap.sanitize import shown
 from torchtap.session.tapping import Tapping
 
 if TYPE_CHECKING:
-    from torchtap.hooks.modes import ModeHook
+    from torchtap.hooks.replace import ModeHook
     from torchtap.session.steps import StepRecorder
 
 __all__ = ["Evaluations", "Lookout", "ModelChanges"]
@@ -213,7 +213,7 @@ class Lookout:
     def look_for_modes(self) -> None:
         """Notice from now on when a model is switched to evaluation and back."""
         if not self._modes:
-            from torchtap.hooks.modes import ModeHook
+            from torchtap.hooks.replace import ModeHook
 
             self._modes = [ModeHook(module, self._on_mode) for module in self._modules]
             for hook in self._modes:

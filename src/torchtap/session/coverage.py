@@ -9,7 +9,6 @@ from typing import NamedTuple, final
 from torch import nn
 
 from torchtap._torch import something_was_compiled
-from torchtap.hooks.stand_ins import is_stand_in
 from torchtap.plan.names import KINDS, OF_CALLS, belongs_to, is_unplaced, path_parts
 from torchtap.plan.sites import unwrap
 from torchtap.receive import reasons
@@ -100,7 +99,11 @@ def _now_at(root: nn.Module, path: str) -> dict[str, object] | None:
 
 def _why_not_called(receiver: Receiver, port: PortState) -> str:
     module = port.port.site.module
-    if module is not None and type(module).forward is nn.Module.forward and not is_stand_in(module):
+    if (
+        module is not None
+        and type(module).forward is nn.Module.forward
+        and not hasattr(module, "_torchtap_stand_in")
+    ):
         return reasons.NO_FORWARD.format(name=type(module).__name__)
     if receiver.passes == 0 and something_was_compiled():
         return reasons.NOT_CALLED_OR_COMPILED

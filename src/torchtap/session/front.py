@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchtap.errors import PlanError, SessionError
 from torchtap.forms.attach import tree_of
-from torchtap.hooks.ways import WayName
+from torchtap.hooks.hooks import WayName
 from torchtap.plan.names import Kind
 from torchtap.plan.plan import Plan, candidates, make_plan
 from torchtap.plan.sites import Selectable, places
@@ -215,7 +215,7 @@ def watch(
         # Loaded here, as whatever a session may do without: starting is felt.
         from torchtap.session.manifest import run_manifest
         from torchtap.session.model_tree import environment
-        from torchtap.store.read.earlier import recorded_steps
+        from torchtap.store.read.lookup import recorded_steps
         from torchtap.store.write.writer import RunWriter
 
         here = identity()

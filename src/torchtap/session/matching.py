@@ -19,7 +19,7 @@ from torchtap.forms.match.choose import choose
 from torchtap.forms.match.prints import Print, Prints
 from torchtap.forms.match.recorder import as_it_was
 from torchtap.forms.match.site_map import SiteMap
-from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import Args, Kwargs
 from torchtap.plan.names import parse_name
 from torchtap.plan.plan import make_plan
 from torchtap.plan.sites import places

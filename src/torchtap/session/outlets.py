@@ -101,10 +101,14 @@ class Outlets:
         self._write_down(message)
 
     def hint(self, topic: str, message: str) -> None:
-        """Warn once of each topic, and note it."""
+        """Warn once of each topic, and note it. A consumer with a method ``hint`` gets the message instead."""
         if topic not in self._warned:
             self._warned.add(topic)
-            warn(f"torchtap: {message}")
+            takers = [take for each in self._consumers if (take := getattr(each, "hint", None)) is not None]
+            for take in takers:
+                take(topic, message)
+            if not takers:
+                warn(f"torchtap: {message}")
             self.tell("warning", message=message)
 
     def _write_down(self, message: str) -> None:

@@ -8,7 +8,7 @@ from typing import IO
 from rich.table import Table
 
 from torchtap.session.coverage import Missing
-from torchtap.store.read.show import compact
+from torchtap.store.read.lookup import compact
 from torchtap.store.record import ScalarBlock
 from torchtap.terminal import Terminal
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 
 from torchtap.forms.attach import attach
-from torchtap.hooks.ways import WayName
+from torchtap.hooks.hooks import WayName
 from torchtap.plan.names import OF_CALLS
 from torchtap.plan.plan import Plan
 from torchtap.receive.collect import Collected, Collector

@@ -33,6 +33,7 @@ class ToldSites:
                 "name": entry.name,
                 "shape": None if entry.shape is None else list(entry.shape),
                 "dtype": None if entry.dtype is None else str(entry.dtype).removeprefix("torch."),
+                **({"how": entry.how} if entry.how else {}),
             }
             for entry in entries
         }

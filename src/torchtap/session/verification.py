@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchtap._torch import pytree
 from torchtap.errors import PlanError, VerificationError
-from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import Args, Kwargs
 from torchtap.plan.sites import Selectable
 from torchtap.plan.tap import Tap
 from torchtap.sanitize import say

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from torchtap.errors import SessionError
-from torchtap.hooks.ways import WayName
+from torchtap.hooks.hooks import WayName
 from torchtap.plan.plan import Plan
 from torchtap.receive import training
 from torchtap.receive.ears import Ears

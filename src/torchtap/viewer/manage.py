@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtap.store.files.system import new_file
+from torchtap.sanitize import replace_file
 from torchtap.viewer.open_run import Refused
 from torchtap.viewer.run_index import NOTES, Catalog, read_notes, short_text
 
@@ -85,11 +85,7 @@ def _archive(path: Path, value: object) -> None:
 
 
 def _note(path: Path, tags: list[str], archived: bool) -> None:
-    fresh = path / f".{NOTES}.part"
-    fresh.unlink(missing_ok=True)  # what an interrupted change or a stranger left, a link included
-    with os.fdopen(new_file(str(fresh)), "w", encoding="utf-8") as file:
-        json.dump({"tags": tags, "archived": archived}, file)
-    os.replace(fresh, path / NOTES)  # a reader sees the old file or the new one
+    replace_file(path / NOTES, json.dumps({"tags": tags, "archived": archived}).encode("utf-8"))
 
 
 def _delete(path: Path, value: object) -> None:

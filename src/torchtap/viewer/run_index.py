@@ -30,8 +30,8 @@ from torchtap.errors import RunNotFoundError, TorchtapError
 from torchtap.sanitize import browser_text
 from torchtap.store.files.folder import LocalFolder
 from torchtap.store.files.layout import parse_rank
-from torchtap.store.format.seal import load_json
-from torchtap.store.read.phases import in_order
+from torchtap.store.format.checksum import load_json
+from torchtap.store.read.lookup import in_order
 from torchtap.viewer.arrays import extremes
 from torchtap.viewer.open_run import OpenRun, Refused
 

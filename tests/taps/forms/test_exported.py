@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.optional import need
 from tests.taps.forms.making import FORMS, saved_program
 from tests.taps.forms.structures import Repeated, UsesDict, UsesTensor
 from torch import nn
@@ -92,7 +93,7 @@ def test_a_package_compiled_ahead_of_time_reports_to_the_session_and_is_silent_w
 
 
 def test_an_onnx_file_with_extra_outputs_keeps_the_signature_and_feeds_the_session(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
+    need("onnxruntime")
 
     class Answer(nn.Module):
         def __init__(self) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.optional import need
 
 import torchtap as tt
 from torchtap.errors import FormError
 
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
+onnx = need("onnx")
+need("onnxruntime")
 
 
 def adding(path: Path, *, location: str = "", note: str | None = None) -> Path:

@@ -12,7 +12,7 @@ from torchtap.comparison.measure.dtypes import name_of
 from torchtap.comparison.measure.values import Value
 from torchtap.errors import CompareError, ReductionError
 from torchtap.reduce.readable import readable
-from torchtap.store.format.narrow import widen
+from torchtap.store.format.dtypes import widen
 
 __all__ = ["value_of_tensor"]
 

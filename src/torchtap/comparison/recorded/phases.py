@@ -15,7 +15,7 @@ from torchtap.comparison.recorded.ahead import Spread
 from torchtap.comparison.recorded.comparing import compare_recordings
 from torchtap.comparison.recorded.recordings import Recording, RunRecording
 from torchtap.errors import CompareError
-from torchtap.store.read.phases import TRAINING
+from torchtap.store.read.lookup import TRAINING
 
 __all__ = ["compare_all_phases"]
 

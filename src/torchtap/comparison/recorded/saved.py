@@ -22,8 +22,7 @@ from torchtap.comparison.measure.streams import ValueStream
 from torchtap.comparison.measure.values import Value
 from torchtap.comparison.recorded.archives import Archive, is_archive
 from torchtap.errors import RunCorruptError
-from torchtap.store.format.dtypes import BY_NAME
-from torchtap.store.format.narrow import widen
+from torchtap.store.format.dtypes import BY_NAME, widen
 
 __all__ = ["SavedTensor", "Unreadable", "read_saved"]
 

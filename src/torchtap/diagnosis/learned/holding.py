@@ -22,7 +22,7 @@ from torchtap.diagnosis.learned.numbers import LOGGED, SIZES, Flags, Grid, Phase
 from torchtap.diagnosis.rules.windows import first_run
 from torchtap.plan.names import kind_of
 from torchtap.sanitize import shown
-from torchtap.store.read.phases import TRAINING
+from torchtap.store.read.lookup import TRAINING
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run

@@ -31,7 +31,7 @@ from torchtap.diagnosis.learned.numbers import (
 )
 from torchtap.errors import DiagnosisError
 from torchtap.plan.names import kind_of
-from torchtap.store.read.phases import TRAINING
+from torchtap.store.read.lookup import TRAINING
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run

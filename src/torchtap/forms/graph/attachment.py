@@ -36,7 +36,7 @@ from torchtap.forms.op.carrier import Carriers
 from torchtap.forms.op.forms import CarriedAttachment, ForwardRoute
 from torchtap.forms.op.op import address
 from torchtap.forms.op.passes import PassHooks
-from torchtap.hooks.stand_ins import skeleton
+from torchtap.forms.stand_ins import skeleton
 from torchtap.plan.names import KINDS, is_inside, join_path, last_part, parent_path
 from torchtap.receive import reasons
 from torchtap.receive.entries import PortState

@@ -16,7 +16,7 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from torchtap.hooks.stand_ins import find_class
+from torchtap.forms.stand_ins import find_class
 
 __all__ = ["can_leak", "is_torch_class", "returns_structure", "takes_one"]
 

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from torchtap._torch import pytree
 from torchtap.errors import FormError, MissingExtraError, PlanError
+from torchtap.forms.copy_model import copy_with_shared_tensors
 from torchtap.forms.instrument.program_gate import check_tree
 from torchtap.forms.op.emitting import EmittingModel
-from torchtap.hooks.arguments import Args, Function, Kwargs
-from torchtap.hooks.copying import copy_with_shared_tensors
-from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.leaves import Args, Function, Kwargs, input_leaves, leaves
 from torchtap.hooks.visit import Call, Stop, Visiting
 from torchtap.plan.names import site_name
 from torchtap.plan.plan import Plan, make_plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from torchtap.forms.match.site_map import FoundValue, SiteMap
-from torchtap.hooks.stand_ins import skeleton
+from torchtap.forms.stand_ins import skeleton
 from torchtap.plan.names import last_part, parent_path, path_parts, read_name, site_name
 from torchtap.receive import reasons
 

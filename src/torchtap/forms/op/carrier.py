@@ -24,10 +24,9 @@ from torchtap.forms.op import op
 from torchtap.forms.op.channel import Channel, Emitted
 from torchtap.forms.op.emitted import emit_leaves
 from torchtap.forms.op.travelling import NAMES, CopiedAlong, Packaged
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.leaves import input_leaves, leaves
-from torchtap.hooks.untraced import Traveller, conceal, reveal
-from torchtap.hooks.ways import HookWay
+from torchtap.hooks.conceal import Traveller, conceal, reveal
+from torchtap.hooks.hooks import after, before
+from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves
 from torchtap.plan.sites import input_names, places
 from torchtap.receive import inside
 
@@ -46,9 +45,6 @@ __all__ = [
     "put_on_root",
     "remove_carriers",
 ]
-
-# Carriers go along with copies of the model.
-_ALONG = HookWay(travelling=True)
 
 
 def _hears(what: Emitted) -> bool:
@@ -169,13 +165,13 @@ class Carriers:
         for held, address in self._ways:
             if (module := held()) is not None:
                 self._handles += note_the_way(module, address)
-        for held, before, after in self._modules:
+        for held, given, returned in self._modules:
             if (module := held()) is None:
                 continue
-            if before is not None:
-                self._handles.append(_ALONG.before(module, before))
-            if after is not None:
-                self._handles.append(_ALONG.after(module, after))
+            if given is not None:
+                self._handles.append(before(module, given, copied=True))
+            if returned is not None:
+                self._handles.append(after(module, returned, copied=True))
 
     def switch_off(self) -> None:
         """The modules are as they were."""
@@ -187,8 +183,8 @@ class Carriers:
 def note_the_way(module: nn.Module, address: str) -> list[Any]:
     """Have a tracer know when it is inside a module."""
     return [
-        _ALONG.before(module, EnterCarrier(address, ("value",))),
-        _ALONG.after(module, LeaveCarrier(address, ())),
+        before(module, EnterCarrier(address, ("value",)), copied=True),
+        after(module, LeaveCarrier(address, ()), copied=True),
     ]
 
 
@@ -213,11 +209,11 @@ def put_carriers(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> Non
             _mark(module)
     for path, kinds in kinds_of.items():
         module = modules[path]
-        before, after = carriers_for(module, path, kinds)
-        if before is not None:
-            _ALONG.before(module, before)
-        if after is not None:
-            _ALONG.after(module, after)
+        given, returned = carriers_for(module, path, kinds)
+        if given is not None:
+            before(module, given, copied=True)
+        if returned is not None:
+            after(module, returned, copied=True)
         _mark(module)
 
 
@@ -240,9 +236,9 @@ def _mark(module: nn.Module) -> None:
 def put_copies(module: nn.Module, made: nn.Module) -> None:
     """Have the copy of a module emit what the module does."""
     for hook in _carriers_on(module, "_forward_pre_hooks"):
-        _ALONG.before(made, copy.deepcopy(hook))
+        before(made, copy.deepcopy(hook), copied=True)
     for hook in _carriers_on(module, "_forward_hooks"):
-        _ALONG.after(made, copy.deepcopy(hook))
+        after(made, copy.deepcopy(hook), copied=True)
     _mark(made)
     if "__reduce_package__" in module.__dict__:
         put_on_root(made, {})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchtap.errors import FormError
 from torchtap.forms.op import op
 from torchtap.forms.op.forms import CarriedAttachment
-from torchtap.hooks.stand_ins import skeleton
+from torchtap.forms.stand_ins import skeleton
 from torchtap.plan.names import parse_name, path_of, read_name
 from torchtap.receive import by_name, reasons
 from torchtap.receive.receiver import Receiver

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch import nn
 
-from torchtap.hooks.walker import Walker
+from torchtap.hooks.hooks import Hooks
 
 if TYPE_CHECKING:
     from torchtap.receive.placing import Placing
@@ -64,7 +64,7 @@ class PassHooks:
         self._on_call = on_call  # is given the arguments
         self._on_output = on_output  # is given what the model returned, outside of what was compiled
         self._receiver = receiver
-        self._walker = Walker(model)
+        self._hooks = Hooks(model)
         self._covered: object = None
 
     def switch_on(self) -> None:
@@ -79,19 +79,17 @@ class PassHooks:
             )
             return
         if self._on_call is not None:
-            self._walker.before(
-                self._model, None, lambda _, args, kwargs: self._take_call(args, kwargs), lambda *_: None
-            )
+            self._hooks.before(self._model, self._take_call)
         if self._on_output is not None:
-            self._walker.after(self._model, None, lambda _, output: self._take_output(output), lambda _: None)
-        self._walker.passes(self._begin, self._receiver.end_pass)
+            self._hooks.after(self._model, self._take_output)
+        self._hooks.around(self._begin, self._receiver.end_pass)
         placing: Placing | None = getattr(self._receiver, "placing", None)
         if placing is not None:
-            self._walker.before(model, None, placing.see_inputs, lambda *_: None)
+            self._hooks.before(model, placing.see_inputs)
 
     def switch_off(self) -> None:
         """The model is as it was."""
-        self._walker.leave()
+        self._hooks.remove()
         if self._covered is not None:
             self._model.__dict__["_compiled_call_impl"] = self._covered
             self._covered = None

@@ -1,34 +1,29 @@
-"""What the hook of an eager session does when a compiler traces it: it emits through the op, into the graph.
+"""Emit the values of an eager session into the graph when a compiler traces its hooks.
 
-So a session that was there before ``torch.compile`` is not in its way, and goes on getting its values. What emits is
-loaded when a compiler first comes by: most sessions meet none.
+A session that began before ``torch.compile`` does not disturb the compiler and still receives its values. The op is
+loaded when a compiler first traces a hook: most sessions meet none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
 from torchtap._torch import mark_constant
 from torchtap.forms.op.channel import Channel, Emitted
-from torchtap.hooks.leaves import input_leaves, leaves
-from torchtap.plan.names import Kind, site_name
+from torchtap.spi import input_leaves, leaves
 
 if TYPE_CHECKING:
-    from torchtap.hooks.arguments import Args, Kwargs
-    from torchtap.receive.entries import PortState
+    from torchtap.spi import PortState, Receiver
 
-__all__ = ["emitting_inputs", "emitting_output", "emitting_pass"]
+__all__ = ["GraphEmitter"]
 
 
 def _loaded() -> bool:
-    """Load what emits. Dynamo runs it while it traces, and has nothing of it in the graph.
-
-    The imports after it only look up what is there.
-    """
+    """Load the op. Dynamo runs this while it traces, and puts nothing of it into the graph."""
     from torchtap.forms.op import emitted, op
 
     op.register()
@@ -38,45 +33,57 @@ def _loaded() -> bool:
 mark_constant(_loaded)
 
 
-def emitting_output(channel: Channel, path: str, kind: Kind) -> Callable[[object], None]:
-    """A function that emits the tensors that a module returned."""
-    what = Emitted(channel.prefix + path, (kind,))
+@final
+class GraphEmitter:
+    """The functions that hooks call while a compiler traces them."""
 
-    def emit(output: object) -> None:
-        if _loaded():
-            from torchtap.forms.op.emitted import emit_leaves
+    def __init__(self) -> None:
+        self._channel = Channel()
 
-            emit_leaves(what, leaves(output))
+    def open(self, receiver: Receiver) -> None:
+        """Pass emitted values to this receiver."""
+        self._channel.open(receiver)
 
-    return emit
+    def close(self) -> None:
+        """Drop emitted values."""
+        self._channel.close()
 
+    def output(self, path: str, kind: str) -> Callable[[object], None]:
+        """Return a function that emits a module's output."""
+        what = Emitted(self._channel.prefix + path, (kind,))
 
-def emitting_pass(channel: Channel, root: nn.Module) -> Callable[[Args, Kwargs], None]:
-    """A function that has the graph tell of each pass. The model's mode is a constant there: the compiler guards it."""
-    prefix = channel.prefix
+        def emit(output: object) -> None:
+            if _loaded():
+                from torchtap.forms.op.emitted import emit_leaves
 
-    def emit(args: Args, kwargs: Kwargs) -> None:
-        if not _loaded():
-            return
-        from torchtap.forms.op.op import PASSES
+                emit_leaves(what, leaves(output))
 
-        learning = torch.is_grad_enabled()
-        kind = PASSES[root.training, learning]
-        for _, tensor in input_leaves(None, args, kwargs):
-            torch.ops.torchtap.emit.default(tensor, site_name(prefix, kind))
-            break
+        return emit
 
-    return emit
+    def inputs(self, port: PortState) -> Callable[[Any, Any], None]:
+        """Return a function that emits a module's arguments."""
+        what, names = Emitted(self._channel.prefix + port.port.site.path, (port.kind,)), port.input_names
 
+        def emit(args: Any, kwargs: Any) -> None:
+            if _loaded():
+                from torchtap.forms.op.emitted import emit_leaves
 
-def emitting_inputs(channel: Channel, port: PortState) -> Callable[[Args, Kwargs], None]:
-    """A function that emits the tensors that a module was given."""
-    what, names = Emitted(channel.prefix + port.port.site.path, (port.kind,)), port.input_names
+                emit_leaves(what, input_leaves(names, args, kwargs))
 
-    def emit(args: Args, kwargs: Kwargs) -> None:
-        if _loaded():
-            from torchtap.forms.op.emitted import emit_leaves
+        return emit
 
-            emit_leaves(what, input_leaves(names, args, kwargs))
+    def passes(self, root: nn.Module) -> Callable[[Any, Any], None]:
+        """Return a function that emits the beginning of a pass. The compiler guards the model's mode."""
+        prefix = self._channel.prefix
 
-    return emit
+        def emit(args: Any, kwargs: Any) -> None:
+            if not _loaded():
+                return
+            from torchtap.forms.op.op import PASSES
+
+            kind = PASSES[root.training, torch.is_grad_enabled()]
+            for _, tensor in input_leaves(None, args, kwargs):
+                torch.ops.torchtap.emit.default(tensor, f"{prefix}:{kind}")
+                break
+
+        return emit

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from torchtap.hooks.untraced import Traveller
+from torchtap.hooks.conceal import Traveller
 
 __all__ = ["NAMES", "CopiedAlong", "Packaged", "names_left"]
 

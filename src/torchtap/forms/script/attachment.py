@@ -24,7 +24,7 @@ from torchtap.forms.script.graph import assigned_attributes, constant_sites, inp
 from torchtap.forms.script.traced import TracedNames, forward_methods
 from torchtap.forms.script.types import can_hold_tensors
 from torchtap.forms.script.values import digest_of, tap_values
-from torchtap.hooks.stand_ins import skeleton
+from torchtap.forms.stand_ins import skeleton
 from torchtap.plan.names import KINDS, OF_CALLS, last_part, site_name
 from torchtap.receive import reasons
 from torchtap.receive.receiver import Receiver

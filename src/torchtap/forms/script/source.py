@@ -26,11 +26,11 @@ from torch import nn
 
 from torchtap._torch import script_methods
 from torchtap.errors import FormError
+from torchtap.forms.copy_model import copy_with_shared_tensors
 from torchtap.forms.op.carrier import carried, remove_carriers
 from torchtap.forms.script.copying import script_modules
 from torchtap.forms.script.graph import PATH_ATTRIBUTE, inputs_of
 from torchtap.forms.script.types import can_hold_tensors, emit_lines
-from torchtap.hooks.copying import copy_with_shared_tensors
 from torchtap.torchscript import ScriptMethod
 
 __all__ = ["scriptable"]

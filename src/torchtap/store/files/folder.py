@@ -1,11 +1,14 @@
-"""Reading a folder on this machine without ever leaving it.
+"""Folders of a run: read them without ever leaving them, and write files that are either whole or not there.
 
-The caller's path may be anything, also a link. Below it, nothing is followed: folders and files are opened
-by their own name, relative to their parent, refusing links, and only regular files are read, so that a
-planted link or pipe can neither lead outside nor block. Files are read with ``pread``, never mapped: a file
-that shrinks meanwhile is an error, not a crash of the process.
+Reading: the caller's path may be a link. Below it nothing is followed: folders and files are opened by name, relative
+to their parent, refusing links, and only regular files are read. A planted link or pipe can neither lead outside nor
+block. Files are read with ``pread``, never mapped: a file that shrinks meanwhile is an error, not a crash.
 
-`Folder` is what every reader works with; `remote` has the one for object stores.
+Writing: every file grows under a temporary name and appears by being renamed, which survives the death of the process
+at any moment. Only synced files survive a loss of power. Links inside a run folder are refused or replaced, never
+followed. Paths are absolute from the start, so a later ``os.chdir`` has no effect.
+
+`Folder` and `Destination` are the interfaces; `remote` has those for object stores.
 """
 
 from __future__ import annotations
@@ -13,27 +16,54 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, final
 
 from torchtap.errors import RunCorruptError
 from torchtap.store.files import system
+from torchtap.store.files.layout import (
+    LOCK,
+    TEMPORARY,
+    PartOf,
+    attempt_folder,
+    new_run_id,
+    parse_attempt,
+    parse_rank,
+    rank_folder,
+)
+from torchtap.store.files.system import allocate
 
-__all__ = ["Folder", "LocalFile", "LocalFolder", "OpenFile"]
+__all__ = [
+    "Destination",
+    "Folder",
+    "LocalDestination",
+    "LocalFile",
+    "LocalFolder",
+    "LocalStream",
+    "OpenFile",
+    "Stream",
+    "anchored",
+    "folder_of",
+    "is_run",
+    "run_inside",
+]
 
 
 class OpenFile(Protocol):
     """A file that is open for reading at any offset."""
 
     size: int
-    allocated: int  # bytes that are really there: fewer than ``size`` when the file has holes
-    stamp: object  # another one once the file was replaced
+    allocated: int  # bytes on the disk: fewer than ``size`` if the file has holes
+    stamp: object  # changes when the file is replaced
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly ``size`` bytes, or ``RunCorruptError``."""
+        """Read exactly ``size`` bytes, or raise ``RunCorruptError``."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer, or ``RunCorruptError``."""
+        """Fill the buffer, or raise ``RunCorruptError``."""
 
     def __enter__(self) -> OpenFile: ...
 
@@ -46,16 +76,16 @@ class Folder(Protocol):
     """A folder to read from."""
 
     def names(self) -> list[str]:
-        """What is in it; empty when it does not exist."""
+        """Return the names in it; empty if it does not exist."""
 
     def child(self, name: str) -> Folder:
-        """A folder in it."""
+        """Return a folder in it."""
 
     def open(self, name: str) -> OpenFile:
-        """A file in it; ``OSError`` when it cannot be opened."""
+        """Open a file in it. Raise ``OSError`` if that fails."""
 
     def locked(self, name: str) -> bool | None:
-        """Whether a living process holds the lock file ``name``; ``None`` when nobody can tell."""
+        """Return True if a living process holds the lock file ``name``; None if that is not known."""
 
 
 @final
@@ -123,3 +153,197 @@ class LocalFolder:
             return system.is_held(descriptor)
         finally:
             os.close(descriptor)
+
+
+_ROOM = 16 << 20  # allocated at once for a growing file
+
+
+class Stream(Protocol):
+    """A file that is being written and not visible yet."""
+
+    def append(self, buffer: memoryview) -> None:
+        """Add bytes to its end."""
+
+    def commit(self, name: str, head: bytes) -> None:
+        """Fill in the reserved beginning and let the file appear."""
+
+    def abort(self) -> None:
+        """Leave no trace."""
+
+
+class Destination(Protocol):
+    """The folder that one attempt of one rank is written to. ``run_id`` identifies its files."""
+
+    part: PartOf
+    run_id: str
+    folder: Folder
+
+    def put(self, name: str, buffers: Sequence[bytes | memoryview]) -> None:
+        """Write a whole file, replacing an older one of that name."""
+
+    def stream(self, reserve: int) -> Stream:
+        """Begin a file whose first ``reserve`` bytes are filled in at the end."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+
+    def sync(self, only: Sequence[str] = ("",)) -> None:
+        """Return when every file that has appeared is on the disk, or those whose names begin so."""
+
+    def release(self) -> None:
+        """Release the lock: this writer is done."""
+
+
+@final
+class LocalStream:
+    """A growing file on this machine."""
+
+    def __init__(self, place: LocalDestination, temporary: str, reserve: int) -> None:
+        self._place = place
+        self._temporary = temporary
+        self._reserve = reserve
+        self._end = reserve
+        self._allocated = 0  # end of the space that the file system has reserved
+        self._descriptor = system.new_file(temporary)
+        try:
+            os.lseek(self._descriptor, reserve, os.SEEK_SET)
+        except OSError:
+            self.abort()
+            raise
+
+    def append(self, buffer: memoryview) -> None:
+        self._end += len(buffer)
+        if self._end > self._allocated:
+            room = max(_ROOM, self._end - self._allocated)
+            done = allocate(self._descriptor, self._allocated, room)
+            self._allocated = self._allocated + room if done else sys.maxsize  # do not try again
+        while len(buffer):
+            buffer = buffer[os.write(self._descriptor, buffer) :]
+
+    def commit(self, name: str, head: bytes) -> None:
+        if len(head) != self._reserve:
+            raise ValueError(f"{self._reserve} bytes are reserved for the head, not {len(head)}")
+        if system.write_at(self._descriptor, head, 0) != len(head):
+            raise OSError(f"could not write the head of {name}")
+        os.ftruncate(self._descriptor, self._end)  # gives back the room that was not needed
+        os.close(self._descriptor)
+        self._descriptor = -1
+        self._place.appear(self._temporary, name)
+
+    def abort(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        with suppress(OSError):
+            os.unlink(self._temporary)
+
+
+@final
+class LocalDestination:
+    """One attempt of one rank, in a folder that no other writer has."""
+
+    def __init__(self, run: str, rank: int) -> None:
+        parent = os.path.join(run, rank_folder(rank))
+        os.makedirs(parent, exist_ok=True)
+        system.refuse_link(parent)
+        attempt = max(
+            (found for name in os.listdir(parent) if (found := parse_attempt(name)) is not None), default=-1
+        )
+        while True:
+            attempt += 1
+            try:
+                # Making a folder is atomic: of two writers exactly one gets this attempt.
+                os.mkdir(os.path.join(parent, attempt_folder(attempt)))
+                break
+            except FileExistsError:
+                continue
+        self.part: PartOf = rank, attempt
+        self.run_id = new_run_id()
+        self.path = os.path.join(parent, attempt_folder(attempt))
+        self.folder: Folder = LocalFolder(run, (rank_folder(rank), attempt_folder(attempt)))
+        self._count = 0
+        self._unsynced: list[str] = []
+        self._rooted = False
+        # Held until this process ends, however it ends: it tells a live run from an interrupted one.
+        self._lock = system.open_lock(os.path.join(self.path, LOCK))
+        with suppress(OSError):  # a file system without locks: readers take the run for a live one
+            system.hold(self._lock)
+
+    def _temporary(self) -> str:
+        self._count += 1
+        return os.path.join(self.path, f"{TEMPORARY}{self._count}")
+
+    def appear(self, temporary: str, name: str) -> None:
+        """Rename a finished file to its name."""
+        os.replace(temporary, os.path.join(self.path, name))
+        self._unsynced.append(name)
+
+    def put(self, name: str, buffers: Sequence[bytes | memoryview]) -> None:
+        temporary = self._temporary()
+        try:
+            descriptor = system.new_file(temporary)
+            try:
+                system.write_all(descriptor, buffers)
+            finally:
+                os.close(descriptor)
+            self.appear(temporary, name)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def stream(self, reserve: int) -> LocalStream:
+        return LocalStream(self, self._temporary(), reserve)
+
+    def remove(self, name: str) -> None:
+        os.unlink(os.path.join(self.path, name))
+
+    def sync(self, only: Sequence[str] = ("",)) -> None:
+        names = [name for name in self._unsynced if name.startswith(tuple(only))]
+        if not names:
+            return
+        self._unsynced = [name for name in self._unsynced if not name.startswith(tuple(only))]
+        try:
+            # A file that is gone was merged into a wider segment, which was synced first.
+            for name in dict.fromkeys(names):
+                system.sync(os.path.join(self.path, name))
+            system.sync(self.path)
+            if not self._rooted:  # the folders themselves are entries of their parents
+                rank = os.path.dirname(self.path)
+                for parent in (rank, os.path.dirname(rank)):
+                    system.sync(parent)
+                self._rooted = True
+        except OSError:
+            self._unsynced = names + self._unsynced
+            raise
+
+    def release(self) -> None:
+        os.close(self._lock)
+
+
+def anchored(path: str) -> str:
+    """Return a path that a later ``os.chdir`` does not change; an address of an object store unchanged."""
+    return path if "://" in path else os.path.abspath(path)
+
+
+def folder_of(path: str) -> Folder:
+    """Return the folder at a path on this machine or at an address in an object store."""
+    if "://" in path:
+        from torchtap.store.files.remote import RemoteFolder
+
+        return RemoteFolder(path)
+    return LocalFolder(anchored(path))
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Return True if a folder looks like a run, without reading it."""
+    return any(parse_rank(name) is not None for name in folder_of(os.fspath(path)).names())
+
+
+def run_inside(path: str, names: Sequence[str]) -> str:
+    """Return a hint at a run in a folder that is none itself."""
+    for name in sorted(names):
+        with suppress(OSError):
+            if is_run(os.path.join(path, name)):
+                return f"; {name!r} in it is one"
+    return ""

@@ -12,27 +12,39 @@ Merging writes one segment for a range of flushes and then removes the ones it c
 the *widest* segments hold everything exactly once. Nothing inside a file ever names another file.
 
 Pure: text in, text out.
+
+Which launch of a training this process belongs to, as its launcher tells it.
+
+The processes of one launch find each other at one address, and a restart counts up. ``key`` is made of what they all
+must have in common; together with the number of processes it tells one launch from the next.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, final
 
 __all__ = [
     "CLOSED",
+    "EVENT_RUN_ID",
     "FORMAT_NAME",
     "FORMAT_VERSION",
     "LAUNCH",
     "LOCK",
     "MANIFEST",
+    "RUN_ID",
     "TEMPORARY",
     "Kind",
     "PartOf",
     "SegmentName",
     "attempt_folder",
+    "launch_facts",
+    "new_run_id",
     "parse_attempt",
     "parse_rank",
     "parse_segment",
@@ -40,10 +52,13 @@ __all__ = [
     "widest",
 ]
 
+
 FORMAT_NAME = "torchtap-run"
 FORMAT_VERSION = 2
 
 MANIFEST = "manifest.json"
+RUN_ID = "run_id"  # in every file: identifies the attempt that wrote it
+EVENT_RUN_ID = "@run_id"  # in events, whose other names are the user's
 CLOSED = "closed.json"
 LAUNCH = "launch.json"
 LOCK = "writer.lock"
@@ -76,6 +91,11 @@ class SegmentName:
         if self.kind == "events":
             return f"events-{self.first:08d}-{self.last:08d}.jsonl"
         return f"{self.kind}-{self.first:08d}-{self.last:08d}_{self.low}-{self.high}.safetensors"
+
+
+def new_run_id() -> str:
+    """Return a random id. It uses no random state of torch, numpy or Python."""
+    return uuid.uuid4().hex[:16]
 
 
 def rank_folder(rank: int) -> str:
@@ -128,3 +148,27 @@ def widest(
         kept.append(name)
         expected = name.last + 1
     return kept, gaps
+
+
+_NUMBERS = {"restart": "TORCHELASTIC_RESTART_COUNT", "local_rank": "LOCAL_RANK", "group_rank": "GROUP_RANK"}
+_COMMON = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def launch_facts() -> dict[str, str | int]:
+    """Process, host, what tells the launch, and, under torchrun, its name and how often it was restarted."""
+    facts: dict[str, str | int] = {"pid": os.getpid(), "host": socket.gethostname()}
+    if name := os.environ.get("TORCHELASTIC_RUN_ID"):
+        facts["run_id"] = name
+    for fact, variable in _NUMBERS.items():
+        if (text := os.environ.get(variable, "")).isdigit():
+            facts[fact] = int(text)
+    facts["key"] = "|".join(os.environ.get(variable, "") for variable in _COMMON)
+    return facts

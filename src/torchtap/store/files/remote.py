@@ -1,8 +1,7 @@
 """Runs in object stores and other remote folders, through fsspec (``s3://``, ``gs://``, ``memory://`` ...).
 
-An object appears whole when its upload ends, which is all that the format asks for: no renames, no locks.
-Whether a writer is still alive cannot be told from afar. Needs the extra ``remote`` and the protocol's own
-package.
+An object appears whole when its upload ends, which is all that the format requires: no renames, no locks. A live writer
+cannot be recognized. Needs the extra ``remote`` and the protocol's own package.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any, final
 
 from torchtap.errors import MissingExtraError, RunCorruptError, needing
 from torchtap.store.files.folder import Folder
-from torchtap.store.files.layout import PartOf, attempt_folder, parse_attempt, rank_folder
+from torchtap.store.files.layout import PartOf, attempt_folder, new_run_id, parse_attempt, rank_folder
 
 __all__ = ["RemoteDestination", "RemoteFile", "RemoteFolder", "RemoteStream"]
 
 
 def _connect(url: str) -> tuple[Any, str]:
-    """The file system of a URL and the path on it."""
+    """Return the file system of a URL and the path on it."""
     with needing("fsspec", "remote", who=f"{url} is a remote folder, which"):
         import fsspec
     try:
@@ -33,7 +32,7 @@ def _connect(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Every protocol has its own errors; the writer knows one kind of failing disk."""
+    """Turn the errors of every protocol into ``OSError``, which the writer expects of a failing disk."""
     try:
         yield
     except OSError:
@@ -51,7 +50,7 @@ class RemoteFile:
         self._path = path
         facts = system.info(path)
         self.size = self.allocated = int(facts["size"])
-        # whichever of these the protocol has; without any, a file always counts as replaced
+        # Protocols have some of these. Without any, a file always counts as replaced.
         known = [
             facts[name] for name in ("ETag", "etag", "LastModified", "mtime", "created") if name in facts
         ]
@@ -88,12 +87,12 @@ class RemoteFolder:
         return RemoteFolder(f"{self._path}/{name}", system=self._system)
 
     def names(self) -> list[str]:
-        self._system.invalidate_cache()  # a live run grows behind the cache's back
+        self._system.invalidate_cache()  # fsspec does not notice that a live run grows
         try:
             found = self._system.ls(self._path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        # only the last component: whatever a server answers, nothing outside of this folder is asked for
+        # Only the last component: nothing outside of this folder is read, whatever a server answers.
         names = {os.path.basename(str(path).rstrip("/")) for path in found}
         return sorted(names - {"", ".", "..", os.path.basename(self._path)})
 
@@ -106,7 +105,7 @@ class RemoteFolder:
 
 @final
 class RemoteStream:
-    """An object that is gathered in memory until it is whole."""
+    """An object that is kept in memory until it is whole."""
 
     def __init__(self, place: RemoteDestination, reserve: int) -> None:
         self._place = place
@@ -141,6 +140,7 @@ class RemoteDestination:
             taken = [found for name in parent.names() if (found := parse_attempt(name)) is not None]
         attempt = max(taken, default=-1) + 1
         self.part: PartOf = rank, attempt
+        self.run_id = new_run_id()
         self._path = f"{root}/{rank_folder(rank)}/{attempt_folder(attempt)}"
         self.folder: Folder = RemoteFolder(self._path, system=self._system)
         with _as_os_error():
@@ -157,8 +157,8 @@ class RemoteDestination:
         with _as_os_error():
             self._system.rm_file(f"{self._path}/{name}")
 
-    def sync(self, only: Sequence[str] | None = None) -> None:
-        """An upload that has ended is safe already."""
+    def sync(self, only: Sequence[str] = ("",)) -> None:
+        """Do nothing: an upload that has ended is safe."""
 
     def release(self) -> None:
-        """There is no lock to let go of."""
+        """Do nothing: there is no lock."""

@@ -4,31 +4,44 @@ Large grids of numbers are checked in stretches, so that reading one series veri
 more.
 
 A checksum that was taken while a tensor was copied stays with the copy (`keep_checksum`) until somebody changes it.
+
+A checksum of a JSON text inside the text itself: of a segment's head, a manifest, an event.
+
+The text begins with a fact ``check`` of eight hex digits. They are the crc32 of the text with eight zeros in their
+stead. So a flipped bit in a name, a shape or a note is noticed as one in an array is.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, final
 
 from torchtap.errors import RunCorruptError
+from torchtap.sanitize import JSON_LIMIT, parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
     "CHUNK",
+    "JSON_LIMIT",
+    "UNSEALED",
     "ChunkedChecksum",
     "checksum",
     "checksums",
     "copy_bytes",
+    "is_sealed",
     "keep_checksum",
     "kept_checksum",
+    "load_json",
     "parse_checksums",
+    "seal",
     "verify",
 ]
+
 
 CHUNK = 64 << 10
 
@@ -117,3 +130,38 @@ class ChunkedChecksum:
         if self._filled:
             self._finish()
         return self._done
+
+
+UNSEALED = "00000000"
+_PLACE = re.compile(  # at the beginning of an object, or of the first note of a segment's head
+    rb'\{\s*(?:"__metadata__":\{"torchtap":"\{\\"format\\":\d{1,4},)?\\?"check\\?":\s?\\?"([0-9a-f]{8})\\?"'
+)
+
+
+def seal(text: bytes) -> bytes:
+    """The text with its checksum filled in; the text must begin with a ``check`` of zeros."""
+    found = _PLACE.match(text)
+    if found is None or found[1] != UNSEALED.encode():
+        raise ValueError("the text has no room for its checksum")
+    return b"".join((text[: found.start(1)], f"{checksum(text):08x}".encode(), text[found.end(1) :]))
+
+
+def is_sealed(text: bytes) -> bool:
+    """Whether the text has a checksum, and it is right; ``RunCorruptError`` when it is wrong."""
+    found = _PLACE.match(text)
+    if found is None:
+        return False
+    view = memoryview(text)
+    crc = checksum(view[: found.start(1)])
+    crc = checksum(view[found.end(1) :], checksum(UNSEALED.encode(), crc))
+    if f"{crc:08x}".encode() != found[1]:
+        raise RunCorruptError("it is not the text that was written (the checksum differs)")
+    return True
+
+
+def load_json(text: str | bytes) -> object:
+    """Return the value of a JSON text of a run. Raise ``RunCorruptError`` for anything that is wrong with it."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise RunCorruptError(str(error)) from None

@@ -8,22 +8,39 @@ The view is made without torch's operations, ``is_conj`` and the like included: 
 interpreter's lock, and getting it back from a busy training thread takes longer than all else here.
 
 Takes numpy arrays as well, so that a run can be written by a process that never imports torch.
+
+Lossless compression of a tensor's bytes: byte planes first, then zstd.
+
+The bytes of floating-point numbers compress badly in the order they lie in; all first bytes, then all
+second bytes and so on compress well, since exponents resemble each other. Needs the extra ``compress``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from urllib.parse import unquote
 
 import numpy as np
 
+from torchtap.errors import RunCorruptError, RunError, needing
 from torchtap.store.format.checksum import kept_checksum
 from torchtap.store.format.dtypes import BY_NAME, StoredType
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Payload", "lies_as_it_reads", "nbytes_of", "payload_of"]
+__all__ = [
+    "TRAINING",
+    "Compressor",
+    "Payload",
+    "TensorName",
+    "decompress",
+    "lies_as_it_reads",
+    "make_compressor",
+    "nbytes_of",
+    "payload_of",
+]
 
 
 @final
@@ -130,3 +147,107 @@ class _Memory:
             "shape": (value.nbytes,),
             "data": (value.data_ptr(), True),  # nobody writes through it
         }
+
+
+TRAINING = "train"
+_PIECE = 1 << 20
+_WINDOW = 8 << 20  # what a frame may ask to be kept while it is unpacked; ours ask for half a MiB
+
+
+class Compressor(Protocol):
+    """Bytes in, fewer bytes out."""
+
+    def __call__(self, buffer: memoryview, item_size: int) -> bytes | None:
+        """The compressed bytes; ``None`` when that would not save anything worth having."""
+
+
+def _zstandard() -> Any:
+    with needing("the package zstandard", "compress", who="compress='zstd'"):
+        import zstandard
+    return zstandard
+
+
+def make_compressor(name: str | None) -> Compressor | None:
+    """The compressor called ``name``; ``None`` for none."""
+    if name is None:
+        return None
+    if name != "zstd":
+        raise ValueError(f"compress={name!r} is not known; 'zstd' and None are")
+    zstd = _zstandard().ZstdCompressor(level=1, write_content_size=True)
+
+    def compress(buffer: memoryview, item_size: int) -> bytes | None:
+        planes = np.frombuffer(buffer, np.uint8).reshape(-1, item_size).T
+        packed: bytes = zstd.compress(np.ascontiguousarray(planes))
+        return packed if len(packed) < 0.95 * len(buffer) else None
+
+    return compress
+
+
+def decompress(packed: bytearray, item_size: int, nbytes: int) -> memoryview:
+    """The original bytes, exactly ``nbytes`` of them, or ``RunCorruptError``.
+
+    Plane after plane goes to its place as it is unpacked, so that little more than the result is in memory.
+    """
+    zstandard = _zstandard()
+    try:
+        # before anything is allocated, so that a lying frame cannot take more memory than the shape says
+        if zstandard.frame_content_size(packed) != nbytes:
+            raise RunCorruptError(f"its compressed bytes do not unpack to the {nbytes} bytes of its shape")
+        items = np.empty((nbytes // item_size, item_size), np.uint8)
+        unpacked = zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(packed)
+        for plane in range(item_size):
+            for start in range(0, len(items), _PIECE):
+                stop = min(start + _PIECE, len(items))
+                piece = unpacked.read(stop - start)
+                if len(piece) != stop - start:
+                    raise RunCorruptError("its compressed bytes end too early")
+                items[start:stop, plane] = np.frombuffer(piece, np.uint8)
+    except MemoryError:
+        raise RunError(f"it unpacks to {nbytes} bytes, for which there is no memory") from None
+    except zstandard.ZstdError as error:
+        raise RunCorruptError(f"its compressed bytes cannot be unpacked: {error}") from None
+    return items.reshape(-1).data
+
+
+# --- names of tensors -----------------------------------------------------------------------------------------
+
+_INDICES = "@indices"
+
+
+class TensorName(NamedTuple):
+    """What an entry's name says."""
+
+    step: int
+    reduction: str
+    field: str
+    site: str
+    copy: int = 0
+    indices: bool = False  # the positions of a sparse tensor whose values have the same name without this
+    phase: str = TRAINING
+
+    def __str__(self) -> str:
+        copy = f"~{self.copy}" if self.copy else ""
+        phase = "" if self.phase == TRAINING else f"@{_quote(self.phase)}"
+        field = _quote(self.field) + (_INDICES if self.indices else "")
+        return f"{self.step}{phase}{copy}/{_quote(self.reduction)}/{field}/{self.site}"
+
+    @classmethod
+    def parse(cls, text: str) -> TensorName | None:
+        parts = text.split("/", 3)
+        if len(parts) != 4:
+            return None
+        at, _, copy = parts[0].partition("~")
+        step, _, phase = at.partition("@")
+        try:
+            numbers = int(step[:20]), int(copy[:9] or "0")
+        except ValueError:
+            return None
+        indices = parts[2].endswith(_INDICES)
+        field = parts[2].removesuffix(_INDICES)
+        if "%" in field or "%" in parts[1]:
+            field, parts[1] = unquote(field), unquote(parts[1])
+        return cls(numbers[0], parts[1], field, parts[3], numbers[1], indices, unquote(phase) or TRAINING)
+
+
+def _quote(text: str) -> str:
+    return text.replace("%", "%25").replace("/", "%2F").replace("@", "%40").replace("~", "%7E")

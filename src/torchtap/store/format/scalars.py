@@ -1,9 +1,8 @@
-"""Scalar segments: the clock and every number of some steps, laid out so that one series lies in one stretch.
+"""Scalar segments: the clock and the numbers of some steps, laid out so that each series is contiguous.
 
 Entries: ``clock.step/epoch/batch/phase/time/passes/skipped`` with one row for each record, and for each grid of
-sites by statistics ``gridN.values`` (statistics, sites, rows), ``gridN.rows`` (which rows of the clock) and, only
-where a site was absent, ``gridN.present`` (sites, rows). A step exists once its row of the clock does: the
-tensors of a step appear before it.
+sites by statistics ``gridN.values`` (statistics, sites, rows), ``gridN.rows`` (rows of the clock) and, only if a site
+was absent, ``gridN.present`` (sites, rows). A step exists once its row of the clock does: its tensors appear before.
 """
 
 from __future__ import annotations
@@ -11,18 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap.store.files.layout import PartOf, SegmentName
 from torchtap.store.format.checksum import CHUNK, checksum, checksums
-from torchtap.store.format.header import HeaderEntry, encode_header
-from torchtap.store.format.notes import segment_note
+from torchtap.store.format.segment import HeaderEntry, encode_header, segment_note
 from torchtap.store.record import ScalarBlock, StepRecord
 
-__all__ = ["CLOCK", "NO_NUMBER", "GridRows", "ScalarBuffer", "encode_scalars", "grid_note"]
+__all__ = ["CLOCK", "NO_NUMBER", "Grid", "ScalarBuffer", "encode_scalars", "grid_note"]
 
 CLOCK: dict[str, tuple[str, str]] = {
     "step": ("I64", "<i8"),
@@ -33,12 +31,12 @@ CLOCK: dict[str, tuple[str, str]] = {
     "passes": ("I64", "<i8"),
     "skipped": ("U8", "|u1"),
 }
-NO_NUMBER = -(2**63)  # an epoch or batch that nobody set
+NO_NUMBER = -(2**63)  # an epoch or batch that was not set
 
 
 @final
 @dataclass(slots=True, eq=False)
-class GridRows:
+class _GridRows:
     """The rows of one grid that wait to be written."""
 
     sites: tuple[str, ...]
@@ -50,23 +48,23 @@ class GridRows:
 
 
 def grid_note(sites: Sequence[str], statistics: Sequence[str]) -> str:
-    """The note that names a grid's axes."""
+    """Return the note that names a grid's axes."""
     return json.dumps({"sites": sites, "statistics": statistics}, separators=(",", ":"))
 
 
 @final
 class ScalarBuffer:
-    """Records' clocks and numbers, gathered until the next flush. Used by one thread."""
+    """The clocks and numbers of records until the next flush. Used by one thread."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], GridRows] = {}  # by identity, which holds from step to step
+        self._known: dict[tuple[int, int], _GridRows] = {}  # by identity, which holds from step to step
         self.clear()
 
     def clear(self) -> None:
         """Forget what was gathered."""
         self._clock: list[tuple[int, int, int, int, float, int, int]] = []
         self._phases: dict[str, int] = {}
-        self._grids: dict[tuple[tuple[str, ...], tuple[str, ...]], GridRows] = {}
+        self._grids: dict[tuple[tuple[str, ...], tuple[str, ...]], _GridRows] = {}
         self.nbytes = 0
         if len(self._known) > 256:
             self._known.clear()
@@ -75,21 +73,21 @@ class ScalarBuffer:
 
     @property
     def rows(self) -> int:
-        """How many records were gathered."""
+        """Return the number of records."""
         return len(self._clock)
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The smallest and the largest step."""
+        """Return the smallest and the largest step."""
         steps = [row[0] for row in self._clock]
         return min(steps), max(steps)
 
     def add(self, record: StepRecord) -> None:
-        """Gather one record's clock and numbers."""
+        """Add the clock and the numbers of one record."""
         for block in record.scalars:
             if block.values.shape != (len(block.sites), len(block.statistics)):
                 raise ValueError(
-                    f"a block of {len(block.sites)} sites by {len(block.statistics)} statistics came with "
+                    f"a block of {len(block.sites)} sites by {len(block.statistics)} statistics has "
                     f"values of shape {block.values.shape}"
                 )
         row = len(self._clock)
@@ -107,18 +105,18 @@ class ScalarBuffer:
             grid.present.append(block.present)
             self.nbytes += block.values.nbytes + 8
 
-    def _grid(self, block: ScalarBlock) -> GridRows:
+    def _grid(self, block: ScalarBlock) -> _GridRows:
         identity = (id(block.sites), id(block.statistics))
         grid = self._known.get(identity)
         if grid is None or grid.sites is not block.sites or grid.statistics is not block.statistics:
-            grid = self._known[identity] = GridRows(block.sites, block.statistics)
+            grid = self._known[identity] = _GridRows(block.sites, block.statistics)
         if not grid.rows:
             # equal axes in other tuple objects share one grid of the segment
             grid = self._grids.setdefault((block.sites, block.statistics), grid)
         return grid
 
-    def encode(self, name: SegmentName, part: PartOf) -> list[bytes | memoryview]:
-        """The bytes of the segment of this name."""
+    def encode(self, name: SegmentName, part: PartOf, run_id: str | None) -> list[bytes | memoryview]:
+        """Return the bytes of the segment of this name."""
         columns = np.array(self._clock, dtype=[(name, kind) for name, (_, kind) in CLOCK.items()])
         clock = {name: np.ascontiguousarray(columns[name]) for name in CLOCK}
         grids = []
@@ -129,8 +127,36 @@ class ScalarBuffer:
                 everyone = np.ones(len(grid.sites), bool)
                 present = np.stack([everyone if mask is None else mask for mask in grid.present], axis=-1)
             grid.note = grid.note or grid_note(grid.sites, grid.statistics)
-            grids.append((grid.note, np.asarray(grid.rows, "<i8"), values, present))
-        return encode_scalars(name, part, clock, list(self._phases), grids)
+            grids.append(Grid(grid.note, np.asarray(grid.rows, "<i8"), values, present))
+        return encode_scalars(name, part, clock, list(self._phases), grids, run_id=run_id)
+
+
+class Grid(NamedTuple):
+    """One grid of a segment: its axes as JSON, rows of the clock, values (statistics, sites, rows), presence."""
+
+    note: str
+    rows: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+    present: npt.NDArray[np.bool_] | None = None  # (sites, rows); None if every site has a value
+
+    @classmethod
+    def joined(cls, grids: Sequence[Grid]) -> Grid:
+        """Return grids with the same axes as one."""
+        present = None
+        if any(grid.present is not None for grid in grids):
+            present = np.concatenate(
+                [
+                    np.ones(grid.values.shape[1:], bool) if grid.present is None else grid.present
+                    for grid in grids
+                ],
+                axis=1,
+            )
+        return cls(
+            grids[0].note,
+            np.concatenate([grid.rows for grid in grids]),
+            np.concatenate([grid.values for grid in grids], axis=2),
+            present,
+        )
 
 
 def encode_scalars(
@@ -138,13 +164,15 @@ def encode_scalars(
     part: PartOf,
     clock: dict[str, np.ndarray],
     phases: list[str],
-    grids: Iterable[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_] | None]],
+    grids: Iterable[Grid],
+    *,
+    run_id: str | None = None,
 ) -> list[bytes | memoryview]:
-    """A whole scalar segment as buffers: the head, then each array."""
+    """Return a scalar segment as buffers: the head, then each array."""
     arrays: list[tuple[str, str, np.ndarray]] = [
         (f"clock.{column}", CLOCK[column][0], clock[column]) for column in CLOCK
     ]
-    metadata: dict[str, str] = {"torchtap": segment_note(name, part, phases=phases)}
+    metadata: dict[str, str] = {"torchtap": segment_note(name, part, run_id=run_id, phases=phases)}
     for number, (note, rows, values, present) in enumerate(grids):
         metadata[f"grid{number}"] = note
         arrays.append((f"grid{number}.rows", "I64", rows))

@@ -7,7 +7,7 @@ It guarantees:
 - a step is seen whole or not at all; what was seen once stays seen.
 
 A run that several ranks wrote is one: numbers are folded over ranks, tensors put together, replicas taken once.
-`Run.rank` shows one rank. What finds the numbers is a `View`: `strand` for one rank, `world` for all.
+`Run.rank` shows one rank. `torchtap.ranks.recording` puts launches and ranks together.
 """
 
 from __future__ import annotations
@@ -23,22 +23,31 @@ import numpy.typing as npt
 from torchtap.display import drawn
 from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
 from torchtap.placement import Placement
-from torchtap.ranks.missing import absent_ranks
-from torchtap.ranks.world import World
+from torchtap.ranks.launch_run import absent_ranks
+from torchtap.ranks.recording import Recording
+from torchtap.store.files.folder import anchored, folder_of, is_run, run_inside
 from torchtap.store.files.layout import parse_rank
-from torchtap.store.files.opening import folder_of, is_run, run_inside
 from torchtap.store.read.lookup import (
+    in_order,
+    no_such_phase,
     no_such_site,
     no_such_statistic,
     no_such_tensor,
+    of_one_phase,
     only_statistic,
+    run_text,
     spelled_out,
 )
-from torchtap.store.read.phases import in_order, no_such_phase, of_one_phase
-from torchtap.store.read.results import HistogramResult, Matrix, Series, Table, TensorRef
-from torchtap.store.read.show import run_text
-from torchtap.store.read.strand import Strand, steady
-from torchtap.store.read.view import FoundTensor, Status, View
+from torchtap.store.read.rank_run import steady
+from torchtap.store.read.results import (
+    FoundTensor,
+    HistogramResult,
+    Matrix,
+    Series,
+    Status,
+    Table,
+    TensorRef,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,7 +102,7 @@ class Run:
         phase: str | None = None,
         partial: bool = False,
     ) -> None:
-        self.path = path
+        self.path = path = anchored(path)
         self._attempt = attempt
         self._phase = phase
         self._partial = partial
@@ -104,12 +113,8 @@ class Run:
         self.shown_rank = rank
         if rank is None and (self._asked or len(self._ranks) == 1):
             self.shown_rank = self._ranks[0]
-        self._view: View
-        if self.shown_rank is None:
-            self._view = World(root, path, self._ranks, phase=phase, partial=partial)
-        else:
-            only = [attempt] if attempt is not None else None
-            self._view = Strand(root, path, self.shown_rank, axes={}, only=only, phase=phase, partial=partial)
+        shown = self._ranks if self.shown_rank is None else [self.shown_rank]
+        self._recording = Recording(root, path, shown, attempt=attempt, phase=phase, partial=partial)
         if phase is not None and phase not in self.phases:
             raise no_such_phase(path, phase, Run(path, rank=rank, attempt=attempt).phases)
 
@@ -129,14 +134,14 @@ class Run:
 
     def refresh(self) -> None:
         """See what was written since the run was opened or refreshed."""
-        self._view.refresh()
+        self._recording.refresh()
 
     def follow(self, poll: float = 0.5) -> Iterator[int]:
         """Each step as it becomes visible, those already there first; ends when the recording has ended.
 
         Of several ranks the lowest one's steps.
         """
-        return self._view.follow(poll)
+        return self._recording.follow(poll)
 
     def _steady(self, read: Callable[[], T]) -> T:
         return steady(read, self.refresh)
@@ -154,19 +159,19 @@ class Run:
     @property
     def status(self) -> Status:
         """How the last attempt stands: recording as long as any rank is, closed once every one is."""
-        return self._view.status
+        return self._recording.status
 
     @property
     def statuses(self) -> dict[int, Status]:
         """How each rank of the last launch stands."""
-        return self._view.statuses
+        return self._recording.statuses
 
     # --- what the run is ----------------------------------------------------------------------------------
 
     @property
     def manifest(self) -> dict[str, Any]:
         """What the last attempt said of itself: sites, plan, model, environment. Of several ranks the lowest one's."""
-        return self._view.manifest
+        return self._recording.manifest
 
     @property
     def model_tree(self) -> dict[str, object]:
@@ -182,7 +187,7 @@ class Run:
     @property
     def attempts(self) -> list[int]:
         """The attempts of this rank, or of any."""
-        return self._view.attempts
+        return self._recording.attempts
 
     def rank(self, rank: int) -> Run:
         """The same run as one rank saw it."""
@@ -191,7 +196,7 @@ class Run:
     @property
     def phases(self) -> list[str]:
         """The phases that anything was recorded in: ``train``, ``eval``, and those that the user named."""
-        return self._view.phases
+        return self._recording.phases
 
     def of_phase(self, phase: str) -> Run:
         """The same run with the records of one phase alone."""
@@ -199,19 +204,19 @@ class Run:
 
     def phase_of(self, site: str) -> str:
         """The phase that a site is shown in where none is asked for: training where it was recorded then."""
-        return self._view.phase_of(site)
+        return self._recording.phase_of(site)
 
     @property
     def problems(self) -> list[str]:
         """What is damaged, missing, lost or torn, in sentences; empty when all is well."""
-        found = self._view.problems
+        found = self._recording.problems
         if len(self._ranks) == 1 and not self._asked:
             found += absent_ranks(self._ranks, self.manifest.get("world"))
         return found
 
     def events(self, kind: str | None = None) -> list[dict[str, object]]:
         """Everything noted beside the values, in order; ``kind`` is one of lost, warning, coverage ..."""
-        found = self._view.events()
+        found = self._recording.events()
         return [event for event in found if kind is None or event.get("kind") == kind]
 
     def coverage(self) -> dict[str, object]:
@@ -224,7 +229,7 @@ class Run:
 
     def sites(self) -> list[str]:
         """The sites that something was recorded of, in the order of execution as far as the session noted it."""
-        return list(self._view.site_names())
+        return list(self._recording.site_names())
 
     def site_facts(self) -> dict[str, dict[str, object]]:
         """What is known of each site (class, source, shape, dtype ...), by name, in the order of execution.
@@ -232,7 +237,7 @@ class Run:
         From the manifest and, where the training has shown more, from the last event ``sites``, whose order counts.
         The shape of a value that ranks share is that of the whole.
         """
-        return self._view.site_facts()
+        return self._recording.site_facts()
 
     def placement(self, site: str, step: int | None = None, phase: str | None = None) -> Placement | None:
         """Which part of the whole a site's value is, on the rank that is shown; of all ranks, the lowest that has it.
@@ -240,26 +245,36 @@ class Run:
         None where one process recorded alone, and in runs that are older than placements.
         """
         self._check(site)
-        return self._view.placement(site, step, self.phase_of(site) if phase is None else phase)
+        return self._recording.placement(site, step, self.phase_of(site) if phase is None else phase)
+
+    def is_whole(self, site: str, statistic: str, step: int | None = None, phase: str | None = None) -> bool:
+        """Return True if `series` gives this statistic of the whole value; False if it is one rank's own.
+
+        A statistic does not fold over ranks if the ranks hold summands of the value (except its mean), if their parts
+        are not known, or if it is a metric without an ``aggregate``. Always True for a run of one rank.
+        """
+        self._check(site)
+        chosen = self.phase_of(site) if phase is None else phase
+        return self._recording.is_whole(site, statistic, step, chosen)
 
     def statistics(self, site: str | None = None) -> list[str]:
         """The statistics recorded of a site, or of any."""
         if site is not None:
             self._check(site)
-        return self._view.statistics(site)
+        return self._recording.statistics(site)
 
     def steps(self, site: str | None = None) -> npt.NDArray[np.int64]:
         """All recorded steps, ascending; or those at which something of ``site`` was recorded."""
         if site is not None:
             self._check(site)
-        return self._view.steps(site)
+        return self._recording.steps(site)
 
     def clock(self) -> np.recarray:
         """Columns step, epoch, batch, phase, time, passes, skipped (``clock.step``, ``clock["step"]``) of each record.
 
         An epoch or a batch that was not set is -1.
         """
-        return self._view.clock()
+        return self._recording.clock()
 
     def series(
         self, site: str, statistic: str | None = None, phase: str | None = None, *, partial: bool = False
@@ -274,11 +289,12 @@ class Run:
         """
         if phase is not None and phase not in self.phases:
             raise no_such_phase(self.path, phase, self.phases)
-        site = spelled_out(site, self._view.site_names())
+        site = spelled_out(site, self._recording.site_names())
         if statistic is None:
             statistic = only_statistic(site, self.statistics(site))
         chosen = self.phase_of(site) if phase is None else phase
-        found = self._view.series(site, statistic, chosen, partial=partial)
+        block = self._recording.numbers(statistic, [site], lambda _: chosen, partial=partial)
+        found = Series(block.steps[block.there[0]], block.values[0, block.there[0]])
         if not len(found.steps):
             known = self.statistics(site)  # raises when the site itself is unknown
             if statistic not in known:
@@ -307,10 +323,12 @@ class Run:
             chosen = list(sites)
             for site in chosen:
                 self._check(site)
-        wanted = None if steps is None else np.asarray(steps, np.int64)
-        return self._view.matrix(
-            statistic, chosen, wanted, lambda site: phase or self.phase_of(site), partial=partial
+        wanted = None if steps is None else np.unique(np.asarray(steps, np.int64))
+        block = self._recording.numbers(
+            statistic, chosen, lambda site: phase or self.phase_of(site), steps=wanted, partial=partial
         )
+        block = block.once() if wanted is None else block.at(wanted)
+        return Matrix(chosen, block.steps, np.where(block.there, block.values, np.nan))
 
     def table(
         self,
@@ -324,13 +342,13 @@ class Run:
             self._check(site)
         site_names = list(dict.fromkeys(self.sites() if sites is None else sites))
         statistic_names = list(dict.fromkeys(self.statistics() if statistics is None else statistics))
-        return self._view.table(site_names, statistic_names, partial=partial)
+        return self._recording.table(site_names, statistic_names, partial=partial)
 
     # --- tensors ------------------------------------------------------------------------------------------
 
     def tensors(self, site: str | None = None, phase: str | None = None) -> list[TensorRef]:
         """Every stored tensor, or those of one site, by step; of a site in several phases those of training."""
-        found = self._view.tensors(site)
+        found = self._recording.tensors(site)
         found = of_one_phase(found, self.phases) if phase is None else [r for r in found if r.phase == phase]
         if site is not None and not found:
             self._check(site)
@@ -389,15 +407,15 @@ class Run:
     def _find(
         self, site: str, step: int | None, field: str, reduction: str | None, phase: str | None = None
     ) -> FoundTensor:
-        site = spelled_out(site, self._view.site_names())
+        site = spelled_out(site, self._recording.site_names())
         for chosen in [phase] if phase is not None else in_order(self.phases):
-            found = self._view.find(site, step, field, reduction, chosen)
+            found = self._recording.find(site, step, field, reduction, chosen)
             if found is not None:
                 return found
         raise no_such_tensor(site, step, field, self.tensors(site, phase))
 
     def _check(self, site: str) -> None:
-        if site not in (known := self._view.site_names()):
+        if site not in (known := self._recording.site_names()):
             raise no_such_site(site, known)
 
     def __repr__(self) -> str:

@@ -1,11 +1,11 @@
-"""What reading a run gives: plain columns and small named tuples, numpy only."""
+"""The results of reading a run: plain columns and small named tuples, numpy only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     import pandas
     import polars
     import pyarrow
+    from torch import Tensor
 
-__all__ = ["HistogramResult", "Matrix", "Series", "Table", "TensorRef"]
+__all__ = ["FoundTensor", "HistogramResult", "Matrix", "Series", "Status", "Table", "TensorRef"]
+
+Status = Literal["closed", "recording", "interrupted"]
 
 
 class Series(NamedTuple):
@@ -66,6 +69,22 @@ class TensorRef(NamedTuple):
         known = BY_NAME.get(self.dtype)
         size = 8 if known is None else np.dtype(known.numpy).itemsize if known.numpy else 8
         return prod(self.shape) * size
+
+
+class FoundTensor(Protocol):
+    """A tensor that was found and not read yet."""
+
+    def ref(self) -> TensorRef:
+        """Describe it."""
+
+    def array(self) -> np.ndarray:
+        """Read it as numpy."""
+
+    def tensor(self) -> Tensor:
+        """Read it as torch."""
+
+    def pieces(self, size: int) -> Iterator[memoryview] | None:
+        """Read its bytes in order; None if that needs all of it in memory."""
 
 
 @final

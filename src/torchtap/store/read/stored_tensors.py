@@ -14,13 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtap.errors import RunCorruptError, RunError
-from torchtap.store.format.compress import decompress
-from torchtap.store.format.dtypes import BY_CODE, BY_NAME, StoredType
-from torchtap.store.format.header import HeaderEntry
-from torchtap.store.format.narrow import widen
-from torchtap.store.format.segment import Segment
+from torchtap.store.format.dtypes import BY_CODE, BY_NAME, StoredType, widen
+from torchtap.store.format.payload import TensorName, decompress
+from torchtap.store.format.segment import HeaderEntry, Segment
 from torchtap.store.read.results import TensorRef
-from torchtap.store.write.tensors import TensorName
 
 if TYPE_CHECKING:
     from torch import Tensor

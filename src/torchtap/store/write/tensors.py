@@ -14,78 +14,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, final
-from urllib.parse import unquote
+from typing import final
 
-from torchtap.store.files.destination import Destination, Stream
+from torchtap.store.files.folder import Destination, Stream
 from torchtap.store.files.layout import SegmentName
 from torchtap.store.format.checksum import checksum
-from torchtap.store.format.compress import Compressor
-from torchtap.store.format.header import HeaderEntry, encode_header
-from torchtap.store.format.notes import segment_note
-from torchtap.store.format.payload import Payload, payload_of
+from torchtap.store.format.payload import TRAINING, Compressor, Payload, TensorName, payload_of
+from torchtap.store.format.segment import HeaderEntry, encode_header, segment_note
 from torchtap.store.record import TensorItem
+from torchtap.store.write.queue import Loss
 
-__all__ = ["ENTRY_COST", "MOST_ENTRIES", "Loss", "TensorName", "TensorSegments"]
+__all__ = ["ENTRY_COST", "MOST_ENTRIES", "TensorSegments"]
 
 SPILL = 4 << 20
 MOST_ENTRIES = 2048  # of a segment: to find one tensor, the head of its segment has to be read
 ENTRY_COST = 16 << 10  # so many bytes of data are as much of a burden to a reader as one more entry
 _SMALLEST_RESERVE = 64 << 10
-_INDICES = "@indices"
-TRAINING = "train"
 _PIECE = 4 << 20  # still in the cache when it is written, after its checksum was taken
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What could not be kept, and why."""
-
-    reason: str
-    tensors: int = 0
-    rows: int = 0
-    nbytes: int = 0
-
-
-class TensorName(NamedTuple):
-    """What an entry's name says."""
-
-    step: int
-    reduction: str
-    field: str
-    site: str
-    copy: int = 0
-    indices: bool = False  # the positions of a sparse tensor whose values have the same name without this
-    phase: str = TRAINING
-
-    def __str__(self) -> str:
-        copy = f"~{self.copy}" if self.copy else ""
-        phase = "" if self.phase == TRAINING else f"@{_quote(self.phase)}"
-        field = _quote(self.field) + (_INDICES if self.indices else "")
-        return f"{self.step}{phase}{copy}/{_quote(self.reduction)}/{field}/{self.site}"
-
-    @classmethod
-    def parse(cls, text: str) -> TensorName | None:
-        parts = text.split("/", 3)
-        if len(parts) != 4:
-            return None
-        at, _, copy = parts[0].partition("~")
-        step, _, phase = at.partition("@")
-        try:
-            numbers = int(step[:20]), int(copy[:9] or "0")
-        except ValueError:
-            return None
-        indices = parts[2].endswith(_INDICES)
-        field = parts[2].removesuffix(_INDICES)
-        if "%" in field or "%" in parts[1]:
-            field, parts[1] = unquote(field), unquote(parts[1])
-        return cls(numbers[0], parts[1], field, parts[3], numbers[1], indices, unquote(phase) or TRAINING)
-
-
-def _quote(text: str) -> str:
-    return text.replace("%", "%25").replace("/", "%2F").replace("@", "%40").replace("~", "%7E")
 
 
 @final
@@ -224,7 +169,10 @@ class TensorSegments:
 
     def _commit(self) -> None:
         name = SegmentName("tensors", self._next, self._next, min(self._steps), max(self._steps))
-        metadata = {"torchtap": segment_note(name, self._place.part), **self._notes}
+        metadata = {
+            "torchtap": segment_note(name, self._place.part, run_id=self._place.run_id),
+            **self._notes,
+        }
         if self._stream is None:
             self._place.put(name.file, [encode_header(self._entries, metadata), *self._held])
         else:

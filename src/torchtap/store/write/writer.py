@@ -1,43 +1,71 @@
-"""Record a run: `RunWriter` takes records from the training and leaves segments in a folder.
+"""Record a run: `RunWriter` takes records from the training and writes segments into a folder.
 
 It guarantees:
-- ``write`` only hands the record to a thread of its own; no tensor is copied and no file touched by the
-  caller;
-- nothing is ever written over: a folder that has a run gets a further attempt beside it;
-- a step becomes visible as a whole, at most about `FLUSH_SECONDS` after it was written;
+- ``write`` only hands the record to a thread of its own; the caller copies no tensor and touches no file;
+- nothing is ever overwritten: a folder that has a run gets a further attempt beside it;
+- a step becomes visible as a whole, at most about `FLUSH_SECONDS` after it was written: its tensors appear first, then
+  the clock and the numbers, which make the step exist;
 - after ``flush`` everything written so far is on disk, also if the power fails;
-- no failure of the disk reaches the caller, unless ``strict``: what was lost is counted, told once as a
-  warning, listed in ``lost`` and, if that can still be written, noted in the run.
+- no failure of the disk reaches the caller, unless ``strict``: losses are counted, warned about once, listed in
+  ``lost`` and, if that can still be written, noted in the run;
+- a later ``os.chdir`` has no effect; no link inside the run folder is followed.
 
-Not here: the thread's work (`recorder`), bytes (`scalars`, `tensors`), the bound (`pressure`).
+On a failing disk, tensors that could not be written are dropped at once. Numbers are small: up to `_KEPT_BYTES` are
+kept and tried again with the next flush.
+
+Not here: bytes (`scalars`, `tensors`), the bound (`queue`), merging (`compact`).
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 from torchtap.errors import RecordingLostError, SessionError
-from torchtap.store.files.destination import Destination, LocalDestination
-from torchtap.store.format.compress import make_compressor
+from torchtap.store.files.folder import Destination, LocalDestination, anchored
+from torchtap.store.files.layout import (
+    CLOSED,
+    EVENT_RUN_ID,
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    LAUNCH,
+    MANIFEST,
+    RUN_ID,
+    SegmentName,
+    launch_facts,
+)
+from torchtap.store.format.checksum import UNSEALED, seal
+from torchtap.store.format.payload import Compressor, make_compressor
+from torchtap.store.format.scalars import ScalarBuffer
 from torchtap.store.record import StepRecord
-from torchtap.store.write.pressure import Barrier, Pressure, RecordQueue
-from torchtap.store.write.recorder import FLUSH_SECONDS, RunRecorder
-from torchtap.store.write.tensors import Loss
+from torchtap.store.write.compact import Merger
+from torchtap.store.write.queue import Barrier, Loss, Losses, Pressure, RecordQueue
+from torchtap.store.write.tensors import TensorSegments
 
-__all__ = ["RunWriter"]
+__all__ = ["FLUSH_SECONDS", "RunWriter"]
 
-_open_writers: weakref.WeakSet[RunWriter] = weakref.WeakSet()
+FLUSH_SECONDS = 1.0
+_FLUSH_BYTES = 8 << 20  # of numbers
+_KEPT_BYTES = 32 << 20  # of numbers, while the disk refuses them
+_SYNC_SECONDS = 30.0  # the most of numbers that a power failure may cost; of tensors, those since a flush
+_RESERVED = ("check", "format", RUN_ID)  # fields of the manifest that the writer itself sets
 
 
 @final
 class RunWriter:
-    """Write one rank's part of a run. One process, any number of threads."""
+    """Write one rank's part of a run. One process, any number of threads.
+
+    Raises `SessionError` if this process already records the same rank into the same folder: two recordings of one
+    rank at the same time would hide each other.
+    """
 
     def __init__(
         self,
@@ -53,59 +81,55 @@ class RunWriter:
         flush_seconds: float = FLUSH_SECONDS,
         segment_bytes: int = 64 << 20,
     ) -> None:
+        self.folder = anchored(os.fspath(folder))
+        self._rank = rank
         self._strict = strict
         self._queue = RecordQueue(queue_bytes, on_pressure)
         self._closed = False
         self._process = os.getpid()
-        self._recorder = RunRecorder(
-            manifest=manifest,
-            rank=rank,
-            world=world,
-            flush_seconds=flush_seconds,
-            segment_bytes=segment_bytes,
-            compressor=make_compressor(compress),
-        )
-        self.folder = os.fspath(folder)
+        compressor = make_compressor(compress)
+        _register(self)
+        self._recorder = _Recorder(manifest, rank, world, flush_seconds)
         try:
-            self._recorder.begin(_place(self.folder, rank))
+            self._recorder.begin(_place(self.folder, rank), segment_bytes, compressor)
         except OSError as error:
             reason = f"nothing is recorded: cannot begin a run in {self.folder}: {error.strerror or error}"
             if strict:
+                _open_writers.discard(self)
                 raise RecordingLostError(reason) from error
             self._recorder.losses.add(Loss(reason))
         self._thread = threading.Thread(
             target=self._recorder.work, args=(self._queue,), name="torchtap-writer", daemon=True
         )
         self._thread.start()
-        _open_writers.add(self)
 
     @property
     def attempt(self) -> int:
-        """Which attempt at this run this is: 0 for the first."""
+        """Return the number of this attempt at the run: 0 for the first."""
         return self._recorder.attempt
 
     @property
     def lost(self) -> list[str]:
-        """What could not be kept, in sentences; empty when all went well."""
+        """Return what could not be kept, in sentences; empty if nothing was lost."""
         return self._recorder.losses.sentences()
 
     @property
     def waited(self) -> float:
-        """Seconds that ``write`` has kept its callers waiting for the disk."""
+        """Return the seconds for which ``write`` has blocked its callers."""
         return self._queue.waited
 
     def write(self, record: StepRecord) -> None:
-        """Take one step."""
-        if self._closed or self._process != os.getpid():
-            if self._closed:
-                raise SessionError(f"the run in {self.folder} is closed: make a new RunWriter to record more")
-            return  # a forked child, such as a data loader's worker, is not who records
+        """Record one step."""
+        if self._process != os.getpid():
+            return  # a forked child, such as a data loader's worker, does not record
+        if self._closed:
+            raise SessionError(f"the run in {self.folder} is closed: make a new RunWriter to record more")
         if self._strict:
             self._raise_if_lost()
         self._queue.put(record)
 
     def event(self, kind: str, **facts: object) -> None:
-        """Note something that happened, as JSON."""
+        """Note an event, as JSON."""
         if self._process == os.getpid():
             self._recorder.note(kind, facts)
 
@@ -118,9 +142,7 @@ class RunWriter:
         """Return when everything written so far is on disk and visible to readers."""
         if self._closed or self._process != os.getpid():
             return
-        barrier = Barrier()
-        self._queue.put_barrier(barrier)
-        self._wait(barrier)
+        self._wait(Barrier())
         if self._strict:
             self._raise_if_lost()
 
@@ -130,14 +152,13 @@ class RunWriter:
             return
         self._closed = True
         _open_writers.discard(self)
-        barrier = Barrier(last=True)
-        self._queue.put_barrier(barrier)
-        self._wait(barrier)
+        self._wait(Barrier(last=True))
         self._thread.join()
         if self._strict:
             self._raise_if_lost()
 
     def _wait(self, barrier: Barrier) -> None:
+        self._queue.put_barrier(barrier)
         while not barrier.done.wait(1.0):
             if not self._thread.is_alive():  # only at interpreter shutdown
                 return
@@ -146,6 +167,11 @@ class RunWriter:
         if self._recorder.losses:
             raise RecordingLostError("; ".join(self.lost))
 
+    @property
+    def part(self) -> tuple[str, int, int]:
+        """Return the folder, the rank and the process that it records."""
+        return self.folder, self._rank, self._process
+
     def __enter__(self) -> RunWriter:
         return self
 
@@ -153,6 +179,22 @@ class RunWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_open_writers: weakref.WeakSet[RunWriter] = weakref.WeakSet()
+_registering = threading.Lock()
+
+
+def _register(writer: RunWriter) -> None:
+    """Count a writer among the open ones. Raise if another one of this process records the same part."""
+    with _registering:
+        if any(other.part == writer.part for other in list(_open_writers)):
+            folder, rank, _ = writer.part
+            raise SessionError(
+                f"this process already records rank {rank} into {folder}: close that recording first, or give this "
+                "one a folder of its own"
+            )
+        _open_writers.add(writer)
 
 
 def _place(folder: str, rank: int) -> Destination:
@@ -167,3 +209,222 @@ def _place(folder: str, rank: int) -> Destination:
 def _close_all() -> None:
     for writer in list(_open_writers):
         writer.close()
+
+
+@final
+class _Recorder:
+    """Everything between the queue and the files. `work` runs in one thread; any thread may call `note`."""
+
+    def __init__(self, manifest: Mapping[str, Any], rank: int, world: int, flush_seconds: float) -> None:
+        self.losses = Losses()
+        self._manifest: dict[str, Any] = {
+            "check": UNSEALED,  # first, as `seal` requires
+            "format": {"name": FORMAT_NAME, "version": FORMAT_VERSION},
+            **{name: value for name, value in manifest.items() if name not in _RESERVED},
+            "rank": rank,
+            "world": world,
+            "launch": launch_facts(),
+        }
+        self._manifest.setdefault("created", datetime.now(UTC).isoformat())
+        self._flush_seconds = flush_seconds
+        self._scalars = ScalarBuffer()
+        self._lock = threading.Lock()
+        self._events: list[bytes] = []
+        self._manifest_changed = False
+        self._oldest = 0.0  # arrival of the oldest record that is not visible yet
+        self._synced = time.monotonic()
+        self._written = {"scalars": 0, "events": 0, "records": 0}  # flushes of each kind, and records
+        self._place: Destination | None = None
+
+    @property
+    def attempt(self) -> int:
+        return 0 if self._place is None else self._place.part[1]
+
+    def begin(self, place: Destination, segment_bytes: int, compressor: Compressor | None) -> None:
+        """Write the manifest into a fresh attempt. From then on the run exists."""
+        self._manifest["attempt"] = place.part[1]
+        self._manifest[RUN_ID] = place.run_id
+        if self._manifest["world"] > 1:
+            # Small, so that a reader of thousands of ranks can group them.
+            names = ("rank", "world", "attempt", "created", "launch", RUN_ID)
+            facts = {"check": UNSEALED, **{name: self._manifest[name] for name in names}}
+            place.put(LAUNCH, [seal(json.dumps(facts).encode())])
+        place.put(MANIFEST, [self._manifest_bytes()])
+        self._place = place
+        self._merger = Merger(place)
+        self._tensors = TensorSegments(
+            place, segment_bytes=segment_bytes, compressor=compressor, appeared=self._merger.appeared
+        )
+
+    def _manifest_bytes(self) -> bytes:
+        return seal(json.dumps(self._manifest, indent=1, default=str).encode())
+
+    def note(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Add an event."""
+        event = {"check": UNSEALED, "kind": kind, "time": time.time(), **facts}
+        if self._place is not None:
+            event[EVENT_RUN_ID] = self._place.run_id
+        line = seal(json.dumps(event, separators=(",", ":"), default=str).encode())
+        with self._lock:
+            self._events.append(line)
+
+    def change_manifest(self, changes: Mapping[str, Any]) -> None:
+        """Replace fields of the manifest."""
+        with self._lock:
+            kept = {name: value for name, value in changes.items() if name not in _RESERVED}
+            self._manifest = {**self._manifest, **kept}
+            self._manifest_changed = True
+
+    def work(self, queue: RecordQueue) -> None:
+        """Run the thread. End after the last barrier."""
+        while True:
+            items = queue.take(self._flush_seconds / 4)
+            while items:
+                item, nbytes = items.popleft()
+                if isinstance(item, Barrier):
+                    try:
+                        self._guarded(self._barrier, queue, item.last)
+                    finally:
+                        item.done.set()
+                    if item.last:
+                        return
+                else:
+                    self._guarded(self._gather, item)
+                    del item  # the record's memory must be free before its bytes are counted as free
+                    queue.done(nbytes)
+                if self._due():
+                    self._guarded(self._flush, queue)
+            if self._due():
+                self._guarded(self._flush, queue)
+            # Merge only while nothing waits. A merge that is put off is done later or at the end.
+            while self._place is not None and queue.empty() and self._guarded(self._merger.merge_some):
+                pass
+
+    def _guarded(self, action: Callable[..., bool | None], *arguments: Any) -> bool | None:
+        # The thread must survive every error, ours included: the training waits for it.
+        try:
+            return action(*arguments)
+        except Exception as error:
+            self.losses.add(Loss(f"{type(error).__name__}: {error}"))
+            return None
+
+    def _gather(self, record: StepRecord) -> None:
+        if self._place is None:
+            reason = "the run's folder could not be made"
+            self.losses.add(Loss(reason, tensors=len(record.tensors), rows=bool(record.scalars)))
+            return
+        if not self._scalars.rows:
+            self._oldest = time.monotonic()
+        # Tensors belong to a record only once its clock is written, so a refused record leaves nothing.
+        self._scalars.add(record)
+        for item in record.tensors:
+            self._count(self._tensors.add(record.step, item, record.phase))
+
+    def _count(self, loss: Loss | None) -> None:
+        if loss is not None:
+            self.losses.add(loss)
+            self.note("lost", {"reason": loss.reason, "tensors": loss.tensors, "rows": loss.rows})
+
+    def _due(self) -> bool:
+        if self._place is None:
+            return False
+        if self._scalars.rows:
+            full = self._scalars.nbytes >= _FLUSH_BYTES
+            return full or time.monotonic() - self._oldest >= self._flush_seconds
+        return bool(self._events) or self._manifest_changed
+
+    def _flush(self, queue: RecordQueue) -> None:
+        place = self._place
+        if place is None:
+            return
+        dropped = queue.dropped()
+        if dropped.steps:
+            loss = Loss(
+                "the disk was slower than the training", dropped.tensors, dropped.rows, dropped.nbytes
+            )
+            self.losses.add(loss)
+            facts = {"reason": loss.reason, "tensors": loss.tensors, "rows": loss.rows, "bytes": loss.nbytes}
+            self.note("lost", {**facts, "steps": [dropped.first, dropped.last]})
+        if self._scalars.rows:
+            self._count(self._tensors.seal())
+            self._put_events(place)  # events before a step are visible when the step is
+            self._put_scalars(place)
+            if time.monotonic() - self._synced > _SYNC_SECONDS:
+                self._synced = time.monotonic()
+                place.sync(("scalars", MANIFEST))
+        self._put_events(place)
+
+    def _put_scalars(self, place: Destination) -> None:
+        number = self._written["scalars"]
+        name = SegmentName("scalars", number, number, *self._scalars.steps)
+        try:
+            buffers = self._scalars.encode(name, place.part, place.run_id)
+            place.put(name.file, buffers)
+        except OSError as error:
+            if self._scalars.nbytes > _KEPT_BYTES:
+                self._count(Loss(error.strerror or str(error), rows=self._scalars.rows))
+                self._scalars.clear()
+            else:
+                self._oldest = time.monotonic()
+                self.losses.add(Loss(f"numbers wait for the disk: {error.strerror or error}"))
+            return
+        self._written["scalars"] += 1
+        self._written["records"] += self._scalars.rows
+        self._scalars.clear()
+        self._merger.appeared(name, sum(map(len, buffers)))
+
+    def _put_events(self, place: Destination) -> None:
+        with self._lock:
+            lines, self._events = self._events, []
+            changed, self._manifest_changed = self._manifest_changed, False
+            manifest = self._manifest_bytes() if changed else b""
+        try:
+            if changed:
+                place.put(MANIFEST, [manifest])
+            if lines:
+                number = self._written["events"]
+                name = SegmentName("events", number, number)
+                text = b"\n".join([*lines, b""])
+                place.put(name.file, [text])
+                self._written["events"] += 1
+                self._merger.appeared(name, len(text))
+        except OSError as error:
+            with self._lock:
+                self._events = (lines + self._events)[-1000:]
+                self._manifest_changed |= changed
+            self.losses.add(Loss(f"events wait for the disk: {error.strerror or error}"))
+
+    def _closing(self, place: Destination) -> bytes:
+        """Return the note that a reader can check the files against."""
+        facts = {
+            "check": UNSEALED,
+            "time": time.time(),
+            "rank": place.part[0],
+            "attempt": place.part[1],
+            RUN_ID: place.run_id,
+            "records": self._written["records"],
+            "flushes": {"tensors": self._tensors.flushes, "events": self._written["events"]},
+            "lost": self.losses.facts(),
+        }
+        return seal(json.dumps(facts, indent=1).encode())
+
+    def _barrier(self, queue: RecordQueue, last: bool) -> None:
+        place = self._place
+        if place is None:
+            return
+        self._flush(queue)
+        if last:
+            if self._scalars.rows:  # the disk refused them to the end
+                self._count(Loss("the disk took no more numbers", rows=self._scalars.rows))
+            self._merger.finish()
+            try:
+                self._put_events(place)
+                place.put(CLOSED, [self._closing(place)])
+            except OSError as error:
+                self.losses.add(Loss(f"the run could not be closed: {error.strerror or error}"))
+        try:
+            place.sync()
+        except OSError as error:
+            self.losses.add(Loss(f"what was written may not be safe on disk: {error.strerror or error}"))
+        if last:
+            place.release()

@@ -1,0 +1,206 @@
+"""Keep torchtap's hooks out of copies and pickles of a model.
+
+While torchtap has anything on a module, the module has a ``__getstate__`` that leaves it out. So ``torch.save``,
+``pickle``, ``copy.deepcopy`` and ``torch.jit.script`` of a watched model give what they give without torchtap.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from typing import Any, final
+
+from torch import fx, nn
+
+from torchtap._torch import patch_script_compiler
+
+__all__ = [
+    "CleanState",
+    "Hook",
+    "StandIn",
+    "Traveller",
+    "Wrapper",
+    "clean_state",
+    "conceal",
+    "held",
+    "is_wrapper",
+    "reveal",
+]
+
+_STATE = "__getstate__"
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FLAG_TABLES = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+@final
+class Hook(partial[Any]):
+    """A function that torchtap has put on a module. Copies of the module have a no-op instead."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _nothing, ()
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _inert
+
+
+def _inert(*_: object) -> None:
+    """Do nothing: a hook in a copy of a module."""
+
+
+def _nothing() -> Callable[..., None]:
+    return _inert
+
+
+class Traveller:
+    """Something on a module that its copies carry. A pickle has plain attributes instead."""
+
+    def left(self) -> dict[str, Any]:
+        """Return the attributes that a pickle of the module has instead."""
+        return {}
+
+
+class StandIn(ABC):
+    """A replacement of a module's forward."""
+
+    @abstractmethod
+    def own(self) -> Any:
+        """Return the forward that the module had as its own attribute; None if its class has it."""
+
+
+class Wrapper:
+    """A wrapper around a module that shares its ``__dict__``."""
+
+    __slots__ = ()
+    _torchtap_held: nn.Module
+
+
+_OTHERWISE = (fx.GraphModule, Wrapper)
+
+
+def is_wrapper(module: object) -> bool:
+    """Return True if a module is torchtap's wrapper around another."""
+    return issubclass(type(module), Wrapper)  # its __class__ is the module's
+
+
+def held(module: Any) -> Any:
+    """Return the module inside any number of our wrappers."""
+    while is_wrapper(module):
+        module = module._torchtap_held
+    return module
+
+
+@final
+class CleanState(weakref.ref[nn.Module]):
+    """A module's ``__getstate__`` that leaves out what torchtap has put on it. It is a weak reference to the module."""
+
+    __slots__ = ("count",)
+    count: int  # of our things on the module
+
+    def __call__(self) -> Any:
+        module = super().__call__()
+        assert module is not None
+        state = type(module).__getstate__(module)
+        if isinstance(state, tuple):  # a class with slots
+            return tuple(cleaned(each) if isinstance(each, dict) else each for each in state)
+        return cleaned(state) if isinstance(state, dict) else state
+
+
+def clean_state(module: nn.Module) -> CleanState | None:
+    """Return a `CleanState` for a module; None if its class copies itself without asking for a state."""
+    hide_from_script()
+    if isinstance(module, _OTHERWISE):
+        module = held(module)
+        if isinstance(module, fx.GraphModule):
+            return None
+    return CleanState(module)
+
+
+def conceal(module: nn.Module, state: CleanState | None = None) -> None:
+    """Keep what torchtap puts on a module out of its copies. Calls are counted."""
+    own = module.__dict__
+    known = own.get(_STATE)
+    if isinstance(known, CleanState):
+        known.count += 1
+    elif (state := state or clean_state(module)) is not None:
+        state.count = 1
+        own[_STATE] = state
+
+
+def reveal(module: nn.Module) -> None:
+    """Undo one call of `conceal`."""
+    own = module.__dict__
+    known = own.get(_STATE)
+    if isinstance(known, CleanState):
+        known.count -= 1
+        if not known.count:
+            del own[_STATE]
+
+
+@cache
+def hide_from_script() -> None:
+    """Make TorchScript leave out our hooks, as pickles and copies do."""
+    patch_script_compiler(_ours_off)
+
+
+def _ours_off(model: nn.Module) -> AbstractContextManager[None]:
+    return ours_off(model)
+
+
+def cleaned(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's attributes without those of torchtap."""
+    clean = {
+        name: value for name, value in state.items() if not isinstance(value, (CleanState, Hook, Traveller))
+    }
+    for value in state.values():
+        if isinstance(value, Traveller):
+            clean.update(value.left())
+    forward = state.get("forward")
+    if isinstance(forward, StandIn):
+        clean.pop("forward")
+        if (own := forward.own()) is not None:
+            clean["forward"] = own
+    children = state.get("_modules")
+    if children and any(map(is_wrapper, children.values())):
+        clean["_modules"] = type(children)((name, held(child)) for name, child in children.items())
+    return clean | _tables_without_ours(state)
+
+
+def _tables_without_ours(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the hook tables without torchtap's hooks."""
+    ours = {
+        key
+        for table in _HOOK_TABLES
+        for key, hook in (state.get(table) or {}).items()
+        if isinstance(hook, (Hook, Traveller))
+    }
+    return {
+        table: OrderedDict((key, hook) for key, hook in state[table].items() if key not in ours)
+        for table in (*_HOOK_TABLES, *_FLAG_TABLES)
+        if ours and state.get(table)
+    }
+
+
+@contextmanager
+def ours_off(model: nn.Module) -> Iterator[None]:
+    """Remove torchtap's hooks from a model inside this block."""
+    taken: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        attributes = module.__dict__
+        if isinstance(attributes.get(_STATE), CleanState):
+            clean = cleaned(attributes)
+            for table in (*_HOOK_TABLES, *_FLAG_TABLES):
+                taken.append((attributes, table, attributes[table]))
+                attributes[table] = clean[table]
+    try:
+        yield
+    finally:
+        for attributes, table, hooks in taken:
+            attributes[table] = hooks

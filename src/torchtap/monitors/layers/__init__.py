@@ -1,1 +1,0 @@
-"""Hidden states, layer by layer."""

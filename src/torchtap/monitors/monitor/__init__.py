@@ -1,1 +1,0 @@
-"""`Monitor` and `MonitoredTrainer`."""

@@ -1,1 +1,0 @@
-"""A run in formats that other tools read."""
