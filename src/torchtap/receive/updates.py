@@ -435,9 +435,7 @@ class UpdateReader:
                     except Exception as error:
                         self._lose(asked, error)
 
-    def _begin(
-        self, optimizer: Optimizer, group: dict[str, Any], asked: _Asked, rehearse: bool
-    ) -> None:
+    def _begin(self, optimizer: Optimizer, group: dict[str, Any], asked: _Asked, rehearse: bool) -> None:
         parameter, key = asked.parameter, id(asked.parameter)
         if key in self._kept:
             if isinstance(self._kept[key], _Rehearsed):
