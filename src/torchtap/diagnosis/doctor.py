@@ -214,26 +214,30 @@ class Doctor(Ears):
         """Put a record into the chart, and ask the rules."""
         began = time.perf_counter()
         self._backwards = 0
-        self._note_loss(record)
+        urgent = self._note_loss(record)
         trains = record.phase == "train"
         if record.passes and (trains or _learned(record)):
             self._chart.add(record.step, _blocks(record), passes=record.passes, skipped=record.skipped)
             self._records += 1
-            if self._records <= _CLOSE_LOOKS or self._records % 4 == 0:
+            if urgent or self._records <= _CLOSE_LOOKS or self._records % 4 == 0:
                 self._look()
         elif trains and record.step in self._chart.steps[-1:]:
             self._chart.add(record.step, _blocks(record), passes=0)
-        elif record.step % _LOSS_LOOKS == 0:
+        elif urgent or record.step % _LOSS_LOOKS == 0:
             self._look()
         self.seconds += time.perf_counter() - began
 
-    def _note_loss(self, record: StepRecord) -> None:
+    def _note_loss(self, record: StepRecord) -> bool:
+        """Put the loss into the chart. Returns True if it is not finite: the next update must not come first."""
+        urgent = False
         for block in record.scalars:
             if LOSS in block.sites:
                 loss = float(block.values[block.sites.index(LOSS), 0])
                 self._chart.add_loss(record.step, loss)
                 if not math.isfinite(loss) and record.step not in self._left_out:
                     self.fact("loss-not-finite", LOSS, text=f"it is {loss}", step=record.step)
+                    urgent = True
+        return urgent
 
     def _look(self) -> None:
         for finding in self._ward.look():

@@ -213,12 +213,14 @@ def watch(
     recorded = range(0)
     if run is not None:
         # Loaded here, as whatever a session may do without: starting is felt.
-        from torchtap.session.manifest import run_manifest
+        from torchtap.session.manifest import Claim, run_manifest
         from torchtap.session.model_tree import environment
         from torchtap.store.read.lookup import recorded_steps
         from torchtap.store.write.writer import RunWriter
 
         here = identity()
+        if "://" not in os.fspath(run):
+            consumers.append(Claim(os.fspath(run), here.rank))
         recorded = recorded_steps(run, here.rank)
         writer = RunWriter(
             run,
