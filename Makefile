@@ -96,6 +96,7 @@ bench: $(VENV)/.bench
 TORTURE ?=
 torture: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture $(TORTURE)
+	TORCHTAP_RESIDUE_CASES=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/test_residue.py
 
 # A browser for the tests that need one, from the system's packages where that is possible.
 browser:

@@ -17,6 +17,11 @@ ASAN := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-f
 UNDER_ASAN := LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYTHONPATH=$(SOUND):.
 
+# The tests that exercise the native parts.
+SANITIZED_TESTS := $(wildcard tests/reduce/test_memory.py tests/reduce/test_stats.py tests/reduce/test_taking.py \
+  tests/reduce/test_precision.py tests/reduce/test_row_norms.py tests/store/test_checksum.py tests/taps/test_keeping.py \
+  tests/taps/test_hearing.py tests/test_remembered.py)
+
 # The package with its native parts built for the sanitizers, beside the one that is installed.
 $(SOUND)/.built: $(VENV)/.dev $(wildcard src/torchtap/*/*.[ch] src/torchtap/*/*/*.[ch])
 	rm -rf $(SOUND) && mkdir -p $(SOUND) && cp -r src/torchtap $(SOUND) && find $(SOUND) -name '*.so' -delete
@@ -33,8 +38,7 @@ sanitize-quick: $(SOUND)/.built
 sanitize: $(SOUND)/.built
 	$(UNDER_ASAN) $(BIN)/python -m tests.native.fuzz $(CASES)
 	$(UNDER_ASAN) $(BIN)/python -m pytest -q -p no:cacheprovider -o pythonpath="$(SOUND) ." \
-	  tests/reduce/test_memory.py tests/reduce/test_stats.py tests/reduce/test_taking.py tests/reduce/test_precision.py \
-	  tests/reduce/test_row_norms.py tests/store/test_checksum.py tests/taps/test_keeping.py tests/taps/test_trainings.py -k "not hundred_million"
+	  $(SANITIZED_TESTS) -k "not hundred_million"
 	for kernel in $(KERNELS); do \
 	  gcc -O1 $(ASAN) $(KERNEL_FLAGS) -o $(SOUND)/$$kernel tests/native/$$kernel.c -lm && $(SOUND)/$$kernel || exit 1; done
 	gcc -O1 -g -fsanitize=thread $(KERNEL_FLAGS) -o $(SOUND)/threads tests/native/statistics.c -lm && $(SOUND)/threads 9000

@@ -61,23 +61,12 @@ setup(
                     "copying",
                     "modules",
                     "hooks",
-                    "rows",
                     "fetching",
                 )
             ]
             + SHARED,
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread", *LINKED],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            py_limited_api=True,
-            optional=True,
-        ),
-        Extension(
-            "torchtap.reduce._rows",
-            sources=["src/torchtap/reduce/_rows.c"],
-            depends=[f"src/torchtap/reduce/_rows_{part}.h" for part in ("kernel", "isa")] + SHARED,
-            extra_compile_args=FLAGS,
-            extra_link_args=LINKED,
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,
             optional=True,

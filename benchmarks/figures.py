@@ -56,7 +56,7 @@ def calls(tree: ast.AST, names: set[str]) -> bool:
 
 def core_path(root: Path) -> list[Path]:
     """The files that one step of a watch loads."""
-    environment = {"PYTHONPATH": str(root / "src"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment = {"PYTHONPATH": str(root / "src")}
     done = subprocess.run(
         [sys.executable, "-c", WATCH], capture_output=True, text=True, env=environment, check=True
     )

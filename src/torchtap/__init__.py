@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from torchtap.reduce import Stats as Stats
     from torchtap.reduce import TopK as TopK
     from torchtap.reduce import Units as Units
+    from torchtap.registry import register as register
     from torchtap.schedule import Always as Always
     from torchtap.schedule import Epochs as Epochs
     from torchtap.schedule import Every as Every
@@ -235,6 +236,7 @@ _HOME = {
     "open": "torchtap.store.read.reader",
     "open_layers": "torchtap.monitors.layers",
     "plot": "torchtap.viewer.figures",
+    "register": "torchtap.registry",
     "record_layers": "torchtap.monitors.layers",
     "tap": "torchtap.plan.tap",
     "verify": "torchtap.session.verification",
@@ -288,6 +290,7 @@ __all__ = [
     "open",
     "plot",
     "record_layers",
+    "register",
     "schedule",
     "sinks",
     "tap",

@@ -46,6 +46,7 @@ __all__ = [
     "below_autograd",
     "compiled_function",
     "compiler_was_used",
+    "drop_empty_hooks",
     "foreach_norm",
     "gradient_bearer",
     "graph_task",
@@ -150,6 +151,12 @@ def hear_gradient(value: Tensor, hear: Callable[[Tensor | None], None]) -> None:
         node._register_hook_dict(bearer)  # type: ignore[union-attr]
     finally:
         bearer._backward_hooks = None
+
+
+def drop_empty_hooks(value: Tensor) -> None:
+    """Leave a tensor without a table of hooks if the table is empty, as it was before its first hook."""
+    if not value._backward_hooks:
+        value._backward_hooks = None
 
 
 def gradient_bearer() -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Contracts that an extension's tests subclass, to be held to what the built-in ones are held to.
+"""Contracts for extensions. Subclass one in your tests; the built-in extensions pass the same tests.
 
     class TestMyReduction(ReductionContract):
         def reduction(self):
@@ -7,7 +7,9 @@
         def reference(self, values):
             return {"total": sum(float(value.double().sum()) for value in values)}
 
-pytest then runs every test of the contract. Nothing here imports pytest.
+pytest then runs every test of the contract. There is one for each extension point: `ReductionContract`, `SinkContract`,
+`RuleContract`, `ScheduleContract`, `FormContract`, `VisitorContract` and `StepListenerContract`. Nothing here imports
+pytest.
 """
 
 from __future__ import annotations
@@ -15,24 +17,37 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchtap import Every, MemorySink, Moment, Schedule, capture, tap, watch
 from torchtap.diagnosis.chart import Block, Chart
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.judging import Ward
 from torchtap.diagnosis.rules.base import Rule
+from torchtap.receive import training
 from torchtap.reduce import AnyReduction, Result, reduction_from_spec
+from torchtap.spi import Call, StepListener, Stop, Visiting, Visitor, leaves, places
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
 
-__all__ = ["ReductionContract", "RuleContract", "SinkContract"]
+__all__ = [
+    "FormContract",
+    "ReductionContract",
+    "RuleContract",
+    "ScheduleContract",
+    "SinkContract",
+    "StepListenerContract",
+    "VisitorContract",
+]
 
 
 class ReductionContract:
-    """What every reduction keeps to. Fill in ``reduction`` and ``reference``, override what does not fit."""
+    """Test a reduction. Fill in ``reduction`` and ``reference``, override what does not fit."""
 
     rtol: float = 1e-9
     """How far, relatively, numbers and float tensors may be from the reference."""
@@ -105,7 +120,7 @@ class ReductionContract:
             reduction, state = self.reduction(), None
             for value in values:
                 state = reduction.update_pieces(state, torch.split(value, 2, 1))
-            assert state is not None
+            assert state is not None, "update returned None"
             self.check(reduction.result(state), self.reference(values))
 
     def test_the_values_are_left_as_they_were(self) -> None:
@@ -123,7 +138,7 @@ class ReductionContract:
                 passing = value.clone()
                 state = reduction.update(state, passing)
                 passing.zero_()
-            assert state is not None
+            assert state is not None, "update returned None"
             self.check(reduction.result(state), wanted)
 
     def test_reading_the_result_does_not_end_the_fold(self) -> None:
@@ -132,7 +147,7 @@ class ReductionContract:
             for value in values:
                 state = reduction.update(state, value)
                 reduction.result(state)
-            assert state is not None
+            assert state is not None, "update returned None"
             self.check(reduction.result(state), self.reference(values))
 
     def test_a_value_that_requires_grad_is_reduced_without_it(self) -> None:
@@ -147,7 +162,7 @@ class ReductionContract:
         result = self.reduction().result(self.fold([torch.linspace(-2, 3, 24).reshape(6, 4)]))
         assert result, "the result is empty"
         for name, number in result.items():
-            assert isinstance(name, str)
+            assert isinstance(name, str), f"the result has a name that is no text: {name!r}"
             assert isinstance(number, float | Tensor), f"{name} is a {type(number).__name__}"
             assert not isinstance(number, Tensor) or number.device.type == "cpu", f"{name} is not on the host"
 
@@ -155,20 +170,23 @@ class ReductionContract:
         reduction = self.reduction()
         spec = reduction.spec()
         assert json.loads(json.dumps(spec)) == spec, "the spec does not survive JSON"
-        assert spec["reduction"] == reduction.name
+        assert spec["reduction"] == reduction.name, (
+            f"the spec names {spec['reduction']!r}, not {reduction.name!r}"
+        )
 
     def test_the_spec_brings_the_reduction_back(self) -> None:
         reduction = self.reduction()
-        assert reduction_from_spec(reduction.spec()) == reduction
+        found = reduction_from_spec(reduction.spec())
+        assert found == reduction, f"the spec gives {found!r}, not {reduction!r}: is it a frozen dataclass?"
 
     def test_equal_reductions_are_equal_and_hash_equal(self) -> None:
         one, other = self.reduction(), copy.copy(self.reduction())
-        assert one == other
-        assert hash(one) == hash(other)
+        assert one == other, f"{one!r} is not equal to its copy: make it a frozen dataclass"
+        assert hash(one) == hash(other), f"{one!r} and its copy have different hashes"
 
 
 class SinkContract:
-    """What every sink keeps to. Fill in ``sink``; fill in ``kept`` if the sink can say what it has."""
+    """Test a sink. Fill in ``sink``; fill in ``kept`` if the sink can say what it has."""
 
     def sink(self, folder: Path) -> Consumer:
         """A fresh sink that writes, if it writes, into ``folder``."""
@@ -214,7 +232,7 @@ class SinkContract:
         wanted = self.fill(sink)
         sink.close()
         kept = self.kept(tmp_path, sink)
-        assert kept is None or kept == wanted
+        assert kept is None or kept == wanted, f"lost: {wanted - kept}; never written: {kept - wanted}"
 
     def test_a_sink_leaves_the_record_as_it_was(self, tmp_path: Path) -> None:
         sink, record = self.sink(tmp_path), self.record(0)
@@ -242,11 +260,12 @@ class SinkContract:
             sink.write(StepRecord(step, None, None, "train", 0.0, (block,), ()))
         sink.close()
         kept = self.kept(tmp_path, sink)
-        assert kept is None or kept == {(0, "a:output"), (1, "a:output"), (1, "b:output"), (2, "b:output")}
+        wanted = {(0, "a:output"), (1, "a:output"), (1, "b:output"), (2, "b:output")}
+        assert kept is None or kept == wanted, f"lost: {wanted - kept}; never written: {kept - wanted}"
 
 
 class RuleContract:
-    """What every rule keeps to. Fill in ``rule``, ``healthy`` and ``sick``."""
+    """Test a rule. Fill in ``rule``, ``healthy`` and ``sick``."""
 
     steps = 60
 
@@ -279,17 +298,18 @@ class RuleContract:
         return list(found)
 
     def test_a_healthy_training_has_no_warning(self) -> None:
-        assert [each for each in self.found(sick=False) if each.severity != "info"] == []
+        warned = [each for each in self.found(sick=False) if each.severity != "info"]
+        assert not warned, f"a healthy training has findings: {warned}"
 
     def test_the_fault_is_found_and_says_why_and_what_to_do(self) -> None:
         found = self.found(sick=True)
         assert found, "the fault was not found"
         for each in found:
-            assert each.kind == self.rule().name
-            assert each.site in each.sites
-            assert each.message
-            assert each.advice
-            assert each.causes
+            assert each.kind == self.rule().name, f"a finding of kind {each.kind!r}, not {self.rule().name!r}"
+            assert each.site in each.sites, f"{each.site!r} is not among the finding's sites {each.sites}"
+            assert each.message, "a finding has no message"
+            assert each.advice, "a finding has no advice"
+            assert each.causes, "a finding has no causes"
             assert "{" not in each.message, "a place in the message was not filled"
             json.dumps(each.to_dict())
 
@@ -301,14 +321,239 @@ class RuleContract:
         assert often == seldom, "more history took something back, or moved it"
 
     def test_an_empty_chart_has_no_finding(self) -> None:
-        assert list(self.rule().judge(Chart(dict))) == []
+        found = list(self.rule().judge(Chart(dict)))
+        assert not found, f"without records the rule finds {found}"
 
     def test_the_rule_says_what_it_is(self) -> None:
         rule = self.rule()
-        for text in (rule.name, rule.concludes, rule.wrong_if, rule.fix):
-            assert isinstance(text, str)
-            assert text
-        assert rule.causes
-        assert rule.trust in ("invariant", "history", "limit", "threshold")
-        assert rule == copy.copy(rule)
-        assert hash(rule) == hash(copy.copy(rule))
+        for name in ("name", "concludes", "wrong_if", "fix"):
+            text = getattr(rule, name)
+            assert isinstance(text, str) and text, f"the rule's {name} is empty"  # noqa: PT018
+        assert rule.causes, "the rule has no causes"
+        known = ("invariant", "history", "limit", "threshold")
+        assert rule.trust in known, f"the rule's trust is {rule.trust!r}, which is none of {known}"
+        assert rule == copy.copy(rule), "the rule is not equal to its copy: make it a frozen dataclass"
+        assert hash(rule) == hash(copy.copy(rule)), "the rule and its copy have different hashes"
+
+
+class ScheduleContract:
+    """Test a schedule. Fill in ``schedule``."""
+
+    def schedule(self) -> Schedule:
+        """Return the schedule under test."""
+        raise NotImplementedError
+
+    def moments(self) -> Iterable[Moment]:
+        """Return moments to try, step by step."""
+        for step in range(60):
+            yield from (Moment(step, step // 10, step % 10, phase) for phase in ("train", "eval"))
+
+    def test_the_answer_is_a_bool_and_the_same_when_asked_again(self) -> None:
+        schedule = self.schedule()
+        for moment in self.moments():
+            answers = [schedule.live(moment) for _ in range(3)]
+            assert answers in ([True] * 3, [False] * 3), f"live({moment}) gave {answers}"
+
+    def test_no_step_before_the_earliest_is_live(self) -> None:
+        schedule = self.schedule()
+        for moment in self.moments():
+            until = min(schedule.earliest(moment), moment.step + 200)
+            assert until >= moment.step, f"earliest({moment}) is {until}, before the step itself"
+            for step in range(moment.step, until):
+                later = replace(moment, step=step)
+                assert not schedule.live(later), f"earliest({moment}) is {until}, but {later} is live"
+
+    def test_phases_have_one_answer_unless_it_says_otherwise(self) -> None:
+        schedule = self.schedule()
+        if schedule.by_phase:
+            return
+        for moment in self.moments():
+            answers = {
+                phase: schedule.live(replace(moment, phase=phase)) for phase in ("train", "eval", "mine")
+            }
+            assert len(set(answers.values())) == 1, f"by_phase is False, but step {moment.step} has {answers}"
+
+    def test_combinations_follow_logic(self) -> None:
+        schedule, other = self.schedule(), Every(3)
+        for moment in self.moments():
+            one, two = schedule.live(moment), other.live(moment)
+            assert (schedule & other).live(moment) == (one and two), f"& is wrong at {moment}"
+            assert (schedule | other).live(moment) == (one or two), f"| is wrong at {moment}"
+            assert (~schedule).live(moment) == (not one), f"~ is wrong at {moment}"
+
+    def test_the_spec_is_json(self) -> None:
+        spec = self.schedule().spec()
+        assert json.loads(json.dumps(spec)) == spec, f"the spec {spec!r} does not survive JSON"
+
+    def test_a_watch_records_the_steps_that_are_live(self) -> None:
+        model, kept, schedule = nn.Sequential(nn.Linear(2, 2)), MemorySink(), self.schedule()
+        with watch(model, None, tap("0:output", when=schedule), sinks=[kept]) as session:
+            for _ in range(12):
+                with session.step():
+                    model(torch.ones(1, 2)).sum().backward()
+        found = [record.step for record in kept.records if record.scalars]
+        wanted = [step for step in range(12) if schedule.live(Moment(step))]
+        assert found == wanted, f"recorded steps {found}, live steps {wanted}"
+
+
+class VisitorContract:
+    """Test a visitor. Fill in ``visitor``; set ``changes`` if it replaces values."""
+
+    changes: bool = False
+
+    def visitor(self) -> Visitor:
+        """Return a fresh visitor."""
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        """Return the model to visit."""
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    def inputs(self) -> tuple[Any, ...]:
+        """Return the arguments of a call."""
+        return (torch.linspace(-1, 1, 12).reshape(3, 4),)
+
+    def visited(self, model: nn.Module) -> Visiting:
+        return Visiting(model, self.visitor(), [Stop(place.path, place.module) for place in places(model)])
+
+    def test_the_model_runs_and_keeps_its_output_unless_the_visitor_replaces_it(self) -> None:
+        model = self.model().eval()
+        plain = model(*self.inputs())
+        with self.visited(model):
+            found = model(*self.inputs())
+        if not self.changes:
+            assert _equal(plain, found), (
+                "the visitor changed the output: set `changes = True` if it is meant to"
+            )
+
+    def test_leaving_removes_every_hook_also_after_an_error(self) -> None:
+        model = self.model()
+        before = _hooks_on(model)
+        for fails in (False, True):
+            try:
+                with self.visited(model):
+                    assert _hooks_on(model) > before, "no hook was registered"
+                    model("no tensor" if fails else self.inputs()[0], *self.inputs()[1:])
+            except Exception:  # noqa: BLE001 (whatever a model raises)
+                assert fails, "the model raised with the visitor on it"
+            assert _hooks_on(model) == before, "hooks are left on the model"
+
+    def test_a_second_pass_counts_calls_from_zero(self) -> None:
+        model, numbers = self.model(), list[int]()
+        visitor = self.visitor()
+        plain = visitor.after
+
+        def after(call: Call, output: object) -> Any:
+            numbers.append(call.number)
+            return plain(call, output)
+
+        visitor.after = after  # type: ignore[method-assign]
+        stops = [Stop(place.path, place.module) for place in places(model)]
+        with Visiting(model, visitor, stops):
+            for _ in range(2):
+                model(*self.inputs())
+        half = len(numbers) // 2
+        assert numbers[:half] == numbers[half:], f"the calls of two passes were numbered {numbers}"
+
+
+class FormContract:
+    """Test that a form of a model has the same sites and values as the eager model. Fill in ``form``."""
+
+    rtol: float = 1e-4
+    atol: float = 1e-5
+    taps: tuple[str, ...] = ("*:output",)
+
+    def form(self, model: nn.Module) -> Any:
+        """Return the model in the form under test."""
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        """Return the eager model."""
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+
+    def inputs(self) -> tuple[Any, ...]:
+        """Return the arguments of a call."""
+        return (torch.linspace(-1, 1, 12).reshape(3, 4),)
+
+    def seen(self, model: Any) -> dict[str, Tensor]:
+        with capture(model, *self.taps) as seen:
+            model(*self.inputs())
+        self.missing = seen.coverage()
+        return dict(seen)
+
+    def test_sites_and_values_are_those_of_the_eager_model(self) -> None:
+        model = self.model().eval()
+        eager, found = self.seen(model), self.seen(self.form(model))
+        told = {missing.site for missing in self.missing}
+        assert not set(found) - set(eager), f"names that the eager model has not: {set(found) - set(eager)}"
+        silent = set(eager) - set(found) - told
+        assert not silent, f"values that are missing without a reason: {silent}"
+        for name, value in found.items():
+            close = torch.allclose(value, eager[name], self.rtol, self.atol, equal_nan=True)
+            assert close, f"{name} is another value than in the eager model"
+
+    def test_a_capture_changes_no_output_and_leaves_nothing_behind(self) -> None:
+        form = self.form(self.model().eval())
+        before = form(*self.inputs())
+        first = self.seen(form)
+        assert _equal(before, form(*self.inputs())), "the output is another one after a capture"
+        assert list(self.seen(form)) == list(first), "a second capture has other sites"
+
+
+class StepListenerContract:
+    """Test a step listener. Fill in ``listener``."""
+
+    def listener(self) -> StepListener:
+        """Return a fresh listener."""
+        raise NotImplementedError
+
+    def trained(self, listener: StepListener | None, optimizer: type[torch.optim.Optimizer]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        stepper = optimizer(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+        if listener is not None:
+            training.listen(listener)
+        try:
+            for _ in range(3):
+                model(torch.randn(8, 3)).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                stepper.step()
+                stepper.zero_grad()
+        finally:
+            if listener is not None:
+                training.stop_listening(listener)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    def test_training_is_bit_identical_with_and_without_it(self) -> None:
+        for optimizer in (torch.optim.SGD, torch.optim.Adam):
+            plain, found = self.trained(None, optimizer), self.trained(self.listener(), optimizer)
+            for number, (one, other) in enumerate(zip(plain, found, strict=True)):
+                assert torch.equal(one, other), (
+                    f"parameter {number} differs after three steps of {optimizer.__name__}"
+                )
+
+    def test_it_gets_no_event_after_it_was_removed(self) -> None:
+        listener, events = self.listener(), list[str]()
+        for name in ("ready", "updated"):
+            plain = getattr(listener, name)
+
+            def noted(optimizer: Any, plain: Any = plain, name: str = name) -> None:
+                events.append(name)
+                plain(optimizer)
+
+            setattr(listener, name, noted)
+        self.trained(listener, torch.optim.SGD)
+        assert events == ["ready", "updated"] * 3, f"three updates gave {events}"
+        self.trained(None, torch.optim.SGD)
+        assert len(events) == 6, "a removed listener still gets events"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = zip(leaves(one), leaves(other), strict=True)
+    return all(a == b and torch.equal(x.nan_to_num(), y.nan_to_num()) for (a, x), (b, y) in pairs)
+
+
+def _hooks_on(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())

@@ -148,7 +148,9 @@ def test_sites_of_a_factory_a_script_and_a_file(
         (["sites", "no.such.module:f"], "cannot import"),
         (["sites", "torch.nn:Linear"], "cannot be called without arguments"),
         (["sites", "missing.pt"], "there is no file"),
-        (["bogus"], "No such command"),
+        (["bogus"], "there is no command 'bogus'"),
+        (["shwo"], "did you mean 'show'"),
+        (["view", "x", "--port", "99999"], "0<=x<=65535"),
         (["export", "nowhere", "--to", "csv"], "there is no run"),
     ],
 )
@@ -156,6 +158,7 @@ def test_errors_have_a_sentence_and_no_traceback(torchtap: Command, words: list[
     done = torchtap(*words)
     assert done.returncode == 2
     assert says in done.stderr
+    assert "torchtap: " in done.stderr
     assert "Traceback" not in done.stderr
 
 

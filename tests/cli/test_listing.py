@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.cli.listing import can_come
+from torchtap.cli.sites import can_come
 from torchtap.plan.plan import candidates
 from torchtap.plan.sites import places
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchtap.cli import main, proving
+from torchtap.cli import main
+from torchtap.cli import selftest as proving
 
 
 def test_the_parts_are_named_and_what_holds_is_said(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchtap import ModuleMonitor, RefinedCoordinateCheck
-from torchtap.reduce import row_norms
 
 
 class Twice(nn.Module):
@@ -180,19 +179,10 @@ def moved(model: nn.Module) -> nn.Module:
     return other
 
 
-@pytest.fixture(params=["native", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "python":
-        monkeypatch.setattr(row_norms, "native", None)
-    return str(request.param)
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("batch", [32, 8, 5])  # an eighth of which is four rows, one row, and one row
 @pytest.mark.parametrize("quiet", [True, False])
-def test_an_eighth_of_a_batch_gives_the_numbers_of_the_formulas(
-    way: str, name: str, batch: int, quiet: bool
-) -> None:
+def test_an_eighth_of_a_batch_gives_the_numbers_of_the_formulas(name: str, batch: int, quiet: bool) -> None:
     torch.manual_seed(0)
     reference = MODELS[name]()
     model = moved(reference)
@@ -231,7 +221,7 @@ def test_an_eighth_of_a_batch_gives_the_numbers_of_the_formulas(
 
 
 class Marked(Tensor):
-    """A kind of tensor that the kernel cannot read."""
+    """A subclass of Tensor."""
 
 
 def test_values_of_another_kind_than_the_references_are_cut_like_others() -> None:

@@ -12,7 +12,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from torchtap.comparison.measure import sums
 from torchtap.comparison.measure.measures import measure
-from torchtap.reduce import Histogram, Stats, StatsBlock, kernel, row_norms
+from torchtap.reduce import Histogram, Stats, StatsBlock, kernel
 from torchtap.store.format import checksum
 
 DTYPES = list(kernel.DTYPE_CODES)
@@ -108,35 +107,6 @@ class Fuzzer:
         grid = self.random.choice([Histogram(), Histogram(bins=7, range=(-2, 3)), Histogram(per_octave=64)])
         assert int(grid.update(None, value).sum()) == value.numel()
 
-    def norms(self) -> None:
-        width, rows = self.random.randrange(0, 200), self.random.randrange(0, 4)
-        dtype = [self.random.choice(FLOATS)]
-        value, between, start = (self.tensor(dtype, rows * width).reshape(rows, width) for _ in range(3))
-        biases = (
-            (self.tensor(dtype, width), self.tensor(dtype, width)) if self.random.random() < 0.5 else None
-        )
-        found = row_norms.read([row_norms.of_steps(value, between, start, biases)])[0]
-        assert len(found) == (4 if biases is None else 5)
-
-    def cells(self) -> None:
-        """Sums of rows into cells, of tensors in any layout."""
-        width, rows, more = (self.random.randrange(0, most) for most in (200, 4, 3))
-        dtype = [self.random.choice(FLOATS)]
-        x, y = (self.tensor(dtype, (rows + more) * width).reshape(rows + more, width) for _ in range(2))
-        x_0, between, start = (self.tensor(dtype, rows * width).reshape(rows, width) for _ in range(3))
-        if self.random.random() < 0.2:
-            y = self.tensor()
-        biases = [self.tensor(dtype, width) for _ in range(self.random.choice([0, 2]))]
-        given: list[Any] = [x_0, between, start]
-        room = np.full(2 * row_norms.CELLS + 1, -1.0)
-        done = row_norms.rows_into(room.ctypes.data, True, x, given[0], y, given[1], given[2], *biases)
-        assert room[-1] == -1
-        if done & 1:
-            assert list(room[:2]) == [rows, width]
-        if done & 2:
-            norms = np.linalg.norm(x[:rows].double().numpy(), axis=-1).sum()
-            assert np.isclose(room[row_norms.CELLS + 2], norms, rtol=1e-5, equal_nan=True)
-
     def distance(self) -> None:
         count = self.size()
         reference, target = self.tensor(FLOATS, count), self.tensor(FLOATS, count)
@@ -162,7 +132,6 @@ class Fuzzer:
         """Numbers that cannot be: refused, and nothing is read."""
         room = torch.zeros(16, dtype=torch.float64)
         here = room.data_ptr()
-        odd = [0, -1, 1, 99, 2**62, "x", None, here + 1]
         pick = self.random.choice
         calls: list[Callable[[], object]] = []
         if kernel.native is not None:
@@ -174,15 +143,9 @@ class Fuzzer:
                 lambda: native.count(here, 0, 5, 0, 0, 0, 0, 0),
                 lambda: native.fold(pick(["x", None, 2**70]), here),
                 lambda: native.measure_tensor(here, pick(["x", None, 2**70]), room, 1, 1),
-                lambda: native.rows_into(pick([0, here + 1, "x"]), 0, room, room, room, room, room),
-                lambda: native.rows_into(here, 0, *[room] * pick([0, 1, 4, 6, 8])),
-                lambda: native.use_row_sums(pick([None, 1, "x"])),
                 lambda: native.Taker(1).put_each(pick([None, [1], [0, 1]]), pick([None, [room, room], room])),
                 lambda: native.Taker(1).put_each([pick([0, -1, "x"])], [room]),
             ]
-        if row_norms.native is not None:
-            rows = row_norms.native
-            calls.append(lambda: rows.sums(pick([4, -1, "x"]), 1, 1, pick(odd), pick(odd)))
         if sums.native is not None:
             distance = sums.native
             calls.append(lambda: distance.sums(0, 0, here, 0, 3, 0.0, 0.0, 1.0, 1.0, 0))
@@ -201,8 +164,6 @@ class Fuzzer:
             self.rows,
             self.many,
             self.histogram,
-            self.norms,
-            self.cells,
             self.distance,
             self.checksum,
             self.nonsense,
@@ -218,11 +179,7 @@ def main() -> None:
     calls, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     fuzzer = Fuzzer(seed)
     fuzzer.run(calls)
-    built = [
-        name
-        for name, module in (("statistics", kernel), ("rows", row_norms), ("distance", sums))
-        if module.native
-    ]
+    built = [name for name, module in (("statistics", kernel), ("distance", sums)) if module.native]
     print(f"{calls} calls, seed {seed}, native: {', '.join(built)}: {dict(fuzzer.calls)}")
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 from torchtap.comparison.measure import sums
 from torchtap.comparison.measure.measures import measure
 from torchtap.errors import CompareError, ReductionError
-from torchtap.reduce import Full, Histogram, Stats, StatsBlock, kernel, row_norms
+from torchtap.reduce import Full, Histogram, Stats, StatsBlock, kernel
 from torchtap.reduce.memory import has_memory, located
 from torchtap.store.format import checksum
 from torchtap.store.write.pool import HostPool
@@ -67,7 +67,6 @@ def test_memory_that_is_gone_is_refused_by_everything_that_reads_memory(path: st
     for read in readers:
         with pytest.raises((ReductionError, CompareError), match="freed"):
             read()
-    assert row_norms._by_kernel((value, value)) is None
     assert block.results()[0, 0] == 0
 
 
@@ -152,9 +151,6 @@ def test_a_native_call_refuses_addresses_that_cannot_be() -> None:
             kernel.native.measure(state.data_ptr(), address, count, 0, 1)
         with pytest.raises(ValueError, match=r"size|memory"):
             kernel.native.measure_strided(state.data_ptr(), address, 0, 1, (count,), (2,))
-        if row_norms.native is not None:
-            with pytest.raises(ValueError, match="rows"):
-                row_norms.native.sums(0, 1, count, address, state.data_ptr())
     if sums.native is not None:
         with pytest.raises(ValueError, match="memory"):
             sums.native.sums(0, 0, state.data_ptr(), 0, 5, 0.0, 0.0, 1.0, 1.0, 1)

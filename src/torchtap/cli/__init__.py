@@ -1,11 +1,12 @@
 """The command line: parse, call the library, print.
 
-A command is loaded when it is called, so that listing and querying runs imports no torch. Errors come without
-tracebacks; ``--debug`` shows them.
+A command is imported when it is called, so that listing and querying runs imports no torch. Every error is one line on
+standard error that begins with ``torchtap:``; ``--debug`` shows its traceback.
 """
 
 from __future__ import annotations
 
+import difflib
 import io
 import sys
 import traceback
@@ -22,16 +23,16 @@ __all__ = ["main", "torchtap"]
 COMMANDS = {
     "compare": "Compare two recordings and name the first site that differs.",
     "demo": "Train a small GPT and look inside it.",
-    "diagnose": "Say what looks wrong in a run, and what to do.",
+    "diagnose": "Report what looks wrong in a run, and what to do.",
     "export": "Write a run in another format: parquet, hdf5, pt, npz, csv, jsonl.",
     "inject": "Print the PYTHONPATH with which any launcher's Python processes are recorded.",
     "learn": "Keep what held in good runs, for `diagnose --against`.",
     "mcp": "Serve runs to an assistant over the Model Context Protocol.",
     "rcc": "Refined coordinate check over model widths.",
-    "replay": "Run the step that a flight recorder kept once more, and say where it went wrong.",
+    "replay": "Run the step that a flight recorder kept once more, and name the first bad value.",
     "report": "Write one self-contained page about a run.",
-    "run": "Run a training script as it is, and record the inside of its model.",
-    "selftest": "Say what this installation is made of, and prove that it works here.",
+    "run": "Run an unchanged training script and record the inside of its model.",
+    "selftest": "List the parts of this installation and prove that they work on this machine.",
     "show": "Show a run: its sites, numbers, tensors and coverage.",
     "sites": "List the sites of a model.",
     "tail": "Follow a training in the terminal while it writes.",
@@ -40,7 +41,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported one by one, when they are asked for."""
+    """A group that imports each command at its first use and suggests the nearest name for a misspelled one."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -51,6 +52,16 @@ class LazyGroup(click.Group):
         command = import_module(f"torchtap.cli.{name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            advice = f"did you mean '{near[0]}'?" if near else "`torchtap --help` lists the commands"
+            raise click.UsageError(f"there is no command '{name}'; {advice}", context)
+        return super().resolve_command(context, args)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -73,17 +84,16 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(code if isinstance(code, int) else 0)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        say("stopped")
+        _print_error("stopped")
         sys.exit(130)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has left: nothing to say, and nobody to say it to
+        sys.stderr.close()  # the reader of our output is gone; an error message would raise again
         sys.exit(0)
     except Exception as error:
-        _tell(error, debug="--debug" in words)
+        if "--debug" in words:
+            traceback.print_exc()
+        _report(error, debug="--debug" in words)
         sys.exit(2)
 
 
@@ -94,11 +104,18 @@ def _spell_what_cannot_be_encoded() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _tell(error: Exception, *, debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
-    expected = isinstance(error, (TorchtapError, OSError))
-    what = str(error) if expected else f"{type(error).__name__}: {error}"
-    say(f"torchtap: {what}")
-    if not expected and not debug:
-        say("This was not expected; `torchtap --debug …` shows where it came from.")
+def _report(error: Exception, *, debug: bool) -> None:
+    """Print an error: expected ones as their message, others with their type and how to see the traceback."""
+    if isinstance(error, click.ClickException):
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            say(error.ctx.get_usage())
+        _print_error(error.format_message())
+    elif isinstance(error, (TorchtapError, OSError)):
+        _print_error(str(error))
+    else:
+        hint = "" if debug else "\nThis is a bug in torchtap; `torchtap --debug …` shows the traceback."
+        _print_error(f"{type(error).__name__}: {error}{hint}")
+
+
+def _print_error(text: str) -> None:
+    say(f"torchtap: {text}")

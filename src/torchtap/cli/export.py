@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from torchtap import open as open_run
 from torchtap.cli.console import Terminal, say, say_json
-from torchtap.store.read.reader import open_run
 
 __all__ = ["command"]
 

@@ -15,7 +15,7 @@ __all__ = ["command"]
 def command(runs: tuple[str, ...], as_json: bool) -> None:
     """Serve runs to an assistant over the Model Context Protocol (stdio).
 
-    The assistant starts this command itself and may ask for the runs, their findings, sites, series and coverage,
+    The assistant starts this command itself and can read the runs, their findings, sites, series and coverage,
     and compare two of them. It sees the runs that are named here and nothing else of the machine. Needs the extra
     `mcp`.
     """

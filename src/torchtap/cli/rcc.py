@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from torchtap.cli.console import json_text
-from torchtap.cli.named import find_named
+from torchtap.cli.import_path import find_named
 from torchtap.errors import FormError
 
 __all__ = ["command"]

@@ -1,17 +1,18 @@
-"""``torchtap show``: a run in the terminal. Imports no torch."""
+"""``torchtap show``: print a run, or a folder of layer files, in the terminal. Imports no torch."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 from rich.table import Table
 
+from torchtap import Run
+from torchtap import open as open_run
 from torchtap.cli.console import Terminal, say_json
-from torchtap.cli.show_layers import has_layers, show_layers
 from torchtap.store.read.lookup import compact, in_order
-from torchtap.store.read.reader import Run, open_run
 from torchtap.viewer.terminal import (
     cut_in_the_middle,
     is_logged,
@@ -22,7 +23,48 @@ from torchtap.viewer.terminal import (
     sparkline,
 )
 
-__all__ = ["command"]
+__all__ = ["command", "has_layers", "show_layers"]
+
+
+def has_layers(folder: str) -> bool:
+    """Whether a folder holds layer files. Asked for everything that is shown, so it goes by names alone."""
+    place = Path(folder)
+    return (place / "embedding_output.pt").is_file() or any(place.glob("layer_*_output.pt"))
+
+
+def show_layers(folder: str, *, as_json: bool, rows: int) -> None:
+    """Print statistics of every layer."""
+    from torchtap.monitors.layers import open_layers  # needs torch, which the command does not import
+
+    layers = open_layers(folder)
+    statistics = {f"layer_{n}": layers.statistics.get(f"layer_{n}", {}) for n in layers.numbers}
+    if as_json:
+        say_json({"path": folder, "metadata": layers.metadata, "statistics": statistics})
+        return
+    console = Terminal()
+    console.print(_heading(folder, layers.metadata, len(layers)), highlight=False)
+    for name, stat in list(statistics.items())[:rows]:
+        wrong = stat.get("has_nan") or stat.get("has_inf")
+        console.print(_line(name, stat), style="red" if wrong else "", highlight=False)
+    if len(statistics) > rows:
+        console.print(f"{len(statistics) - rows} further layers; --rows shows more", style="dim")
+    further = len(layers.passes())
+    if further:
+        console.print(f"{further} further passes, each in a folder inside this one", style="dim")
+
+
+def _heading(folder: str, metadata: dict[str, object], count: int) -> str:
+    blocks = metadata.get("blocks")
+    of = f" of {blocks} blocks" if blocks is not None else ""
+    norm = metadata.get("final_norm")
+    last = f"; the last is before the final norm {norm!r}" if norm else ""
+    return f"{folder}: {count} layers{of}; layer_0 enters the first block{last}"
+
+
+def _line(name: str, stat: dict[str, object]) -> str:
+    mean, std = stat.get("mean", float("nan")), stat.get("std", float("nan"))
+    return f"{name}: Mean={mean:.6f}, Std={std:.6f}, NaN={stat.get('has_nan')}, Inf={stat.get('has_inf')}"
+
 
 _COLUMNS = ("mean", "std", "absmax", "l2", "zeros")
 _NARROW_COLUMNS = ("mean", "std", "absmax", "zeros")
@@ -70,8 +112,8 @@ def command(
     console = Terminal()
     console.print(repr(opened), highlight=False)
     if len(phases) > 1:
-        told = ", ".join(f"{name} ({count:,} step{'s'[: count != 1]})" for name, count in phases.items())
-        console.print(f"phases: {told}; --phase shows one", highlight=False)
+        listed = ", ".join(f"{name} ({count:,} step{'s'[: count != 1]})" for name, count in phases.items())
+        console.print(f"phases: {listed}; --phase shows one", highlight=False)
     for incident in opened.events("incident"):
         _print_incident(console, incident)
     if coverage:
@@ -127,7 +169,7 @@ def _print_statistics(console: Terminal, run: Run, pattern: str, statistic: str,
     chosen = logged_first([site for site in asked if _has_numbers(run, site)])
     table = Table(title=f"newest statistics, and {statistic} over time", title_justify="left")
     columns = _COLUMNS if console.width >= 100 else _NARROW_COLUMNS
-    # What the other columns leave; rich would rather cut off the last one.
+    # The width that the other columns leave; rich would cut off the last column.
     names_width = max([len(site_word(site)) for site in chosen[:rows]], default=4)
     room = spark_width(console.width, names_width, len(columns) + 1)
     site_width = max(8, console.width - 10 * len(columns) - room - 6)
@@ -147,7 +189,7 @@ def _print_statistics(console: Terminal, run: Run, pattern: str, statistic: str,
 
 
 def _has_numbers(run: Run, site: str) -> bool:
-    """Whether there is a number of this site in what is shown; a phase need not have what the run has."""
+    """Return True if the shown phase has a number of this site."""
     return any(len(run.series(site, name).steps) for name in run.statistics(site))
 
 

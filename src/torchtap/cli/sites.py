@@ -1,22 +1,90 @@
-"""``torchtap sites``: the sites of a model, from ``module:factory``, a script, or a file."""
+"""``torchtap sites``: list the sites of a model.
+
+Only sites that a call of their module can produce are listed. A module without a forward of its own has none. Attention
+and named values are listed if the module's code, or a function that it calls, uses a function that produces them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
+from torch import nn
 
 from torchtap.cli.console import Terminal, say, say_json
-from torchtap.cli.named import find_named
+from torchtap.cli.import_path import find_named
 from torchtap.errors import FormError
+from torchtap.plan.sites import Site
 
 if TYPE_CHECKING:
     from torchtap.plan.sites import Site
 
-__all__ = ["command", "load_model"]
+__all__ = ["can_come", "command", "load_model"]
+
+
+_OF_A_CALL = frozenset({"input", "output", "grad_input", "grad_output", "attention", "value"})
+_SOURCES = {
+    "attention": frozenset(
+        {
+            "scaled_dot_product_attention",
+            "multi_head_attention_forward",
+            "_native_multi_head_attention",
+            "_transformer_encoder_layer_fwd",
+        }
+    ),
+    "value": frozenset({"emit"}),
+}
+_DEPTH = 4  # helpers of helpers
+
+
+def can_come(site: Site) -> bool:
+    """Return True if a run of the model can produce a value for this site."""
+    module = site.module
+    if module is None or site.kind not in _OF_A_CALL:
+        return True
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        return False
+    kind: Any = type(module)
+    names = _names_in_forward(kind)
+    return names is None or site.kind not in _SOURCES or not _SOURCES[site.kind].isdisjoint(names)
+
+
+@cache
+def _names_in_forward(kind: type[Any]) -> frozenset[str] | None:
+    forward = inspect.unwrap(kind.forward)
+    return frozenset(_names(forward, kind, _DEPTH)) if isinstance(forward, FunctionType) else None
+
+
+def _names(function: FunctionType, owner: type[nn.Module], depth: int) -> Iterator[str]:
+    """The names that a function's code has, and those of its own methods and helpers that it names."""
+    for name in _words(function.__code__):
+        yield name
+        if depth:
+            for helper in _helpers(name, function, owner):
+                yield from _names(helper, owner, depth - 1)
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):  # a function or a comprehension inside
+            yield from _words(constant)
+
+
+def _helpers(name: str, function: FunctionType, owner: type[nn.Module]) -> Iterator[FunctionType]:
+    """Yield what a name refers to: a method of the module, a function of its file, or a table of such functions."""
+    found: Any = getattr(owner, name, None) if name not in nn.Module.__dict__ else None
+    found = found if found is not None else function.__globals__.get(name)
+    candidates = list(found.values()) if isinstance(found, Mapping) else [found]
+    for each in candidates:
+        if isinstance(each, FunctionType) and not each.__module__.startswith("torch."):
+            yield each
 
 
 @click.command("sites")
@@ -28,7 +96,7 @@ __all__ = ["command", "load_model"]
 @click.option(
     "--unsafe",
     is_flag=True,
-    help="Allow a pickle or a compiled package, which can run code of whoever made it.",
+    help="Allow a pickle or a compiled package, which can run its author's code.",
 )
 def command(
     model: str, kinds: tuple[str, ...], selector: str | None, plain: bool, as_json: bool, unsafe: bool
@@ -51,7 +119,7 @@ def command(
 
 
 def _source(site: Site) -> str | None:
-    """Where the forward that makes a site's value is written."""
+    """Return the file and line of the forward that produces a site's value."""
     from torchtap.session.model_tree import source_of
 
     return source_of(site.module) if site.module is not None else None
@@ -93,7 +161,6 @@ def load_model(text: str, *, unsafe: bool = False) -> object:
 
 def _sites(model: Any, kinds: tuple[str, ...], selector: str | None) -> list[Site]:
     """The sites that a selector picks; without one, those of some kinds that can have a value."""
-    from torchtap.cli.listing import can_come
     from torchtap.forms.attach import tree_of
     from torchtap.plan.names import KINDS
     from torchtap.plan.plan import candidates, make_plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from torchtap.store.read.reader import Run
+    from torchtap import Run
 
 __all__ = ["command"]
 
@@ -38,15 +38,15 @@ def command(
     once: bool,
     as_json: bool,
 ) -> None:
-    """Follow RUN while it is written: its numbers, how they went, and what looks wrong.
+    """Follow RUN while it is written: its numbers, their history, and what looks wrong.
 
     Ends when the recording has ended.
     """
     from rich.live import Live
 
+    from torchtap import open as open_run
     from torchtap.cli.console import Terminal
     from torchtap.diagnosis.run import diagnose
-    from torchtap.store.read.reader import open_run
     from torchtap.viewer.terminal import live_view
 
     opened = open_run(run, rank=rank, partial=True)
@@ -72,7 +72,7 @@ def command(
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            ended = not opened.recording  # asked before looking: what came until then is shown
+            ended = not opened.recording  # read before the records, so that the last ones are shown
             opened.refresh()
             live.update(look(), refresh=True)  # type: ignore[arg-type]
             if ended:

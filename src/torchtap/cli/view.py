@@ -15,23 +15,23 @@ __all__ = ["command"]
 @click.argument("runs", nargs=-1, required=True, metavar="RUN_OR_FOLDER...")
 @click.option(
     "--port",
-    type=int,
-    show_default="6070, or the next one that is free",
-    help="Port to listen on; 0 for any that is free.",
+    type=click.IntRange(0, 65535),
+    show_default="6070, or the next free one",
+    help="Port; 0 for any free one.",
 )
 @click.option(
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on; beyond this machine a token guards it.",
+    help="Address; a token guards any address but this machine's own.",
 )
 @click.option(
     "--token",
     envvar="TORCHTAP_TOKEN",
-    help="The token to ask for, so that links outlive a restart; default: a fresh one each time.",
+    help="The required token, so that links outlive a restart; default: a new one each time.",
 )
 @click.option(
-    "--allow-host", multiple=True, metavar="NAME", help="A further name that the viewer answers to."
+    "--allow-host", multiple=True, metavar="NAME", help="A further host name that the viewer accepts."
 )
 @click.option(
     "--comparison",
@@ -58,7 +58,7 @@ def command(
 ) -> None:
     """Show runs in the browser, live while they are still written.
 
-    A folder shows every run in it, also those that come later. Several runs can be laid over each other. Ctrl-C
+    A folder shows every run in it, also later ones. Several runs can be laid over each other. Ctrl-C
     ends it.
     """
     from torchtap.cli.console import say_json
@@ -78,7 +78,7 @@ def command(
     except TorchtapError as problem:
         raise click.ClickException(str(problem)) from problem
     except OSError as problem:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {problem}") from problem
+        raise click.ClickException(f"cannot use {host}:{port}: {problem}") from problem
     if as_json:
         say_json({"address": server.address, "runs": list(runs)}, line=True)
     else:

@@ -8,13 +8,13 @@ each part of the reference on the model's own input and compares. Guarantees:
 - the extra calls of the reference use up no random number, and change no value of the model;
 - with ``share``, the numbers are exactly those of the part of the batch that is checked.
 
-Not here: row norms (`reduce.row_norms`), the plot over widths (`widths`).
+Not here: the plot over widths (`widths`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -25,19 +25,19 @@ from torch.nn import functional
 
 from torchtap._torch import RunningNorm, graph_task, version_of
 from torchtap.errors import MonitorError
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.leaves import leaves
-from torchtap.hooks.structure import map_leaves
 from torchtap.monitors.metric_storage import ROOT
 from torchtap.monitors.metrics import Found, leaf_name
 from torchtap.monitors.module_monitor import HooksManager, ModuleMonitor, named_modules
-from torchtap.reduce.row_norms import RowNorms, of_change, of_steps, read, row_count
+from torchtap.spi import leaves, map_leaves
 
 __all__ = ["RefinedCoordinateCheck", "l2_norm"]
 
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
 _OWN, _INHERITED = "RCC (W_t-W_0)x_t/{}/l2norm", "RCC W_0(x_t-x_0)/{}/l2norm"
-_STEPS = (0, 1)  # the two steps of `of_steps`; both numbers of `of_change`
-# The places of a weight's terms among the sums of `of_steps`, with and without biases.
+_STEPS = (0, 1)  # the two steps of `_of_steps`; both numbers of `_of_change`
+# The places of a weight's terms among the sums of `_of_steps`, with and without biases.
 _OF_WEIGHT, _WITHOUT_BIAS = (0, 1, 2, 3, 4, 1), (0, 1, 2, 3, 0, 1)
 
 
@@ -60,7 +60,7 @@ class _Term(NamedTuple):
 
     keys: tuple[str, ...]
     picks: tuple[int, ...]
-    norms: RowNorms
+    norms: Tensor
     rows: int
     width: int
 
@@ -179,7 +179,7 @@ class RefinedCoordinateCheck:
                 term for name, call in self._calls.items() if name != ROOT for term in self._terms(name, call)
             ]
         terms = [term for term in terms if term.rows]
-        for term, sums in zip(terms, read([term.norms for term in terms]), strict=True):
+        for term, sums in zip(terms, _on_host([term.norms for term in terms]), strict=True):
             for key, pick in zip(term.keys, term.picks, strict=True):
                 mean = sums[pick] / term.rows
                 monitor._in_hand.add(Found(key, mean, term.rows))
@@ -309,6 +309,58 @@ def _refuse_mixing(model: nn.Module) -> None:
             )
 
 
+# -- row norms -------------------------------------------------------------------------------------------------
+
+
+def _row_count(value: Tensor) -> int:
+    """Return the number of rows. A tensor without dimensions is one row."""
+    return math.prod(value.shape[:-1])
+
+
+def _of_change(value: Tensor, other: Tensor) -> Tensor:
+    """Return the sums over rows of ``|value|`` and ``|value - other|``."""
+    value, other = _wide(value), _wide(other)
+    return _sums(value, value - other)
+
+
+def _of_steps(
+    value: Tensor, between: Tensor, start: Tensor, biases: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Return the sums over rows of ``|value - between|``, ``|between - start|``, ``|value|`` and ``|start|``.
+
+    ``biases`` are contained in every row of ``value``, and of ``between`` and ``start``. With them the last two sums
+    are without the bias, and a fifth is that of ``value - between`` without it. The other step does not contain it.
+    """
+    value, between, start = _wide(value), _wide(between), _wide(start)
+    steps = (value - between, between - start)
+    if biases is None:
+        return _sums(*steps, value, start)
+    bias, start_bias = map(_wide, biases)
+    value, between, start = value - bias, between - start_bias, start - start_bias
+    return _sums(*steps, value, start, value - between)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Return 16-bit values in 32 bits: no norm overflows or is rounded to 16 bits."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _sums(*values: Tensor) -> Tensor:
+    wide = torch.float32 if values[0].device.type == "mps" else torch.float64  # MPS has no float64
+    return torch.stack([torch.linalg.vector_norm(each, dim=-1).sum(dtype=wide) for each in values])
+
+
+def _on_host(sums: list[Tensor]) -> list[list[float]]:
+    """Return all sums as numbers, with one read for each device."""
+    found: list[list[float]] = [[]] * len(sums)
+    for device in {each.device for each in sums}:
+        places = [place for place, each in enumerate(sums) if each.device == device]
+        numbers = torch.cat([sums[place] for place in places]).tolist()
+        for place in places:
+            found[place], numbers = numbers[: len(sums[place])], numbers[len(sums[place]) :]
+    return found
+
+
 # -- terms -----------------------------------------------------------------------------------------------------
 
 
@@ -327,7 +379,9 @@ def _of_output(name: str, module: Any, part: Any, output: Any, between: Any, sta
         )
         picks = _WITHOUT_BIAS if biases is None else _OF_WEIGHT
         return [
-            _Term(keys, picks, of_steps(output, between, start, biases), row_count(output), output.shape[-1])
+            _Term(
+                keys, picks, _of_steps(output, between, start, biases), _row_count(output), output.shape[-1]
+            )
         ]
     terms = []
     betweens, starts = dict(leaves(between)), dict(leaves(start))
@@ -336,12 +390,12 @@ def _of_output(name: str, module: Any, part: Any, output: Any, between: Any, sta
             continue
         place, width = leaf_name(name, leaf), value.shape[-1] if value.dim() else 1
         if isinstance(module, nn.Embedding):
-            norms = of_change(value, betweens[leaf])
-            terms.append(_Term((_OWN.format(place),), (1,), norms, row_count(value), width))
+            norms = _of_change(value, betweens[leaf])
+            terms.append(_Term((_OWN.format(place),), (1,), norms, _row_count(value), width))
         else:
-            norms = of_steps(value, betweens[leaf], starts[leaf])
+            norms = _of_steps(value, betweens[leaf], starts[leaf])
             both = (_OWN.format(place), _INHERITED.format(place))
-            terms.append(_Term(both, _STEPS, norms, row_count(value), width))
+            terms.append(_Term(both, _STEPS, norms, _row_count(value), width))
     return terms
 
 
@@ -351,11 +405,11 @@ def _of_input(name: str, module: Any, args: Args, start_args: Args) -> list[_Ter
     if not isinstance(first, Tensor) or not first.is_floating_point() or not first.dim():
         return []
     other = start_args[0] if start_args else None
-    rows, width = row_count(first), first.shape[-1]
+    rows, width = _row_count(first), first.shape[-1]
     keys = (f"RCC x_t/{name}/l2norm", f"RCC (x_t-x_0)/{name}/l2norm")
     if not isinstance(other, Tensor) or other.shape != first.shape:
-        return [_Term(keys[:1], (0,), of_change(first, first), rows, width)]
-    terms = [_Term(keys, _STEPS, of_change(first, other), rows, width)]
+        return [_Term(keys[:1], (0,), _of_change(first, first), rows, width)]
+    terms = [_Term(keys, _STEPS, _of_change(first, other), rows, width)]
     if isinstance(module, nn.LayerNorm):  # whose weight is multiplied with the normalised input
         normalised = (
             f"RCC (W_t-W_0)x_t/{name}.weight/x_t/l2norm",
@@ -365,7 +419,7 @@ def _of_input(name: str, module: Any, args: Args, start_args: Args) -> list[_Ter
             functional.layer_norm(each, module.normalized_shape, None, None, module.eps)
             for each in (first, other)
         )
-        terms.append(_Term(normalised, _STEPS, of_change(now, before), rows, width))
+        terms.append(_Term(normalised, _STEPS, _of_change(now, before), rows, width))
     return terms
 
 
@@ -378,10 +432,10 @@ def _of_projections(
         if index < len(args) and isinstance(args[index], Tensor):
             now, before = _projection(module, letter, index), _projection(part, letter, index)
             value, between = functional.linear(args[index], now), functional.linear(args[index], before)
-            norms = of_steps(value, between, functional.linear(start_args[index], before))
+            norms = _of_steps(value, between, functional.linear(start_args[index], before))
             place = f"{name}.{letter}_proj.weight"
             keys = (_OWN.format(place), _INHERITED.format(place))
-            terms.append(_Term(keys, _STEPS, norms, row_count(value), value.shape[-1]))
+            terms.append(_Term(keys, _STEPS, norms, _row_count(value), value.shape[-1]))
     return terms
 
 

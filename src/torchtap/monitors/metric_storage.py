@@ -25,12 +25,9 @@ import torch
 from torch import Tensor
 
 from torchtap.errors import MonitorError, needing
-from torchtap.plan.names import last_part, parent_path, read_name, site_name
 from torchtap.rank_identity import identity
-from torchtap.session.model_tree import environment
 from torchtap.session.outlets import Outlets
-from torchtap.store.record import Consumer, ScalarBlock, StepRecord
-from torchtap.store.write.writer import RunWriter
+from torchtap.spi import Consumer, ModulePath, Name, RunWriter, ScalarBlock, StepRecord, environment
 
 __all__ = ["ROOT", "StepWriter", "StorageManager", "key_of", "site_of"]
 
@@ -316,9 +313,9 @@ def site_of(key: str) -> tuple[str, str]:
     if kind and place and statistic and not set(":#") & set(place):
         if kind == "output":
             module, _, leaf = place.removeprefix(ROOT).partition("[")
-            site = site_name(module, "output", leaf.removesuffix("]"))
+            site = str(Name(module, "output", leaf.removesuffix("]")))
         else:
-            site = site_name(parent_path(place), kind, last_part(place))
+            site = str(Name(ModulePath(place).parent, kind, ModulePath(place).name))
         if key_of(site, statistic) == key:
             return site, statistic
     return f":value.{key}", "value"
@@ -341,7 +338,7 @@ def _grids(keys: tuple[str, ...]) -> list[tuple[tuple[str, ...], tuple[str], lis
 
 def key_of(site: str, statistic: str) -> str:
     """Return the monitor's key of a site and statistic of a run."""
-    path, kind, leaf, _ = read_name(site)
+    path, kind, leaf, _ = Name.read(site)
     if kind == "value":
         return leaf
     if kind == "output":

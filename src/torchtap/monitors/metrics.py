@@ -21,19 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchtap import Moment, Reduction, Selector, Site, Stats, Tap, tap, watch
 from torchtap._torch import version_of
 from torchtap._torch_distributed import local_part
 from torchtap.errors import MetricError, MonitorError
-from torchtap.plan.names import read_name
-from torchtap.plan.sites import Selector, Site
-from torchtap.plan.tap import Tap, tap
-from torchtap.reduce import Reduction, Stats
 from torchtap.reduce.moments import STATISTICS
 from torchtap.reduce.stats_block import StatsBlock
 from torchtap.reduce.transforms import outside_transforms
-from torchtap.schedule.base import Moment
-from torchtap.session.front import watch
-from torchtap.store.record import ScalarBlock, StepRecord
+from torchtap.spi import Name, ScalarBlock, StepRecord
 
 __all__ = ["Found", "InHand", "Metric", "MetricRegistry", "MetricTable", "OutputWatch", "leaf_name"]
 
@@ -447,9 +442,9 @@ class OutputWatch:
         return layout
 
     def _place(self, site: str) -> tuple[str, str]:
-        path, _, leaf, _ = read_name(site)
-        name = self._by_path[path]
-        return name, leaf_name(name, leaf)
+        parts = Name.read(site)
+        name = self._by_path[parts.path]
+        return name, leaf_name(name, parts.leaf)
 
     def _key(self, site: str, metric: str) -> str:
         return f"activation/{self._place(site)[1]}/{metric}"

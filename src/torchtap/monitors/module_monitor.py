@@ -26,16 +26,12 @@ from torch import Tensor, nn
 
 from torchtap._torch import compiler_was_used
 from torchtap.errors import MetricError, MonitorError
-from torchtap.hooks.arguments import Args, Kwargs
 from torchtap.hooks.hooks import Handle, after
-from torchtap.hooks.leaves import leaves
-from torchtap.hooks.visit import Call, Stop, Visiting
 from torchtap.monitors.attention_heads import AttentionPatch
 from torchtap.monitors.metric_storage import ROOT, StepWriter, StorageManager
 from torchtap.monitors.metrics import Found, InHand, MetricRegistry, OutputWatch, leaf_name
-from torchtap.plan.names import WRAPPED_ATTRIBUTES, join_path
-from torchtap.plan.sites import unwrap
-from torchtap.store.record import Consumer
+from torchtap.plan.names import WRAPPED_ATTRIBUTES
+from torchtap.spi import Call, Consumer, ModulePath, Stop, Visiting, leaves, unwrap
 
 __all__ = [
     "HooksManager",
@@ -78,7 +74,7 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:
         for child_name, child in module._modules.items():
             if child is not None:
                 unnamed = is_wrapper and child_name not in _SPELLED_WRAPPERS
-                visit(child, name if unnamed else join_path(name, child_name))
+                visit(child, name if unnamed else str(ModulePath(name) / child_name))
 
     visit(model, "")
     return list(found.values())
@@ -90,7 +86,7 @@ def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     for name, module, _ in named_modules(model):
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(parameter, join_path(name, leaf))
+                found.setdefault(parameter, str(ModulePath(name) / leaf))
     return [(name, parameter) for parameter, name in found.items()]
 
 
@@ -287,7 +283,7 @@ class _ReferenceOutputs:
         self._further: dict[tuple[str, int], Tensor] = {}
         self._silenced: set[str] = set()  # places that were kept under no_monitor
 
-    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
+    def before(self, call: Call, args: object, kwargs: object) -> None:
         """See nothing: only outputs are kept."""
 
     def after(self, call: Call, output: object) -> None:
@@ -338,7 +334,7 @@ class _Comparison:
     def __init__(self, monitor: ModuleMonitor) -> None:
         self._monitor = monitor
 
-    def before(self, call: Call, args: Args, kwargs: Kwargs) -> None:
+    def before(self, call: Call, args: object, kwargs: object) -> None:
         """See nothing: only outputs are compared."""
 
     def after(self, call: Call, output: object) -> None:

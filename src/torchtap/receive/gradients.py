@@ -3,6 +3,9 @@
 Hooks are on the node that made the value, not on the tensor: a later in-place op gives the tensor another node and
 another value. If the value is a view (``nn.Linear`` returns one for three and more dimensions), an in-place op takes
 its node out of the graph. The gradient then passes the node of the view's base.
+
+A leaf tensor (a parameter that is given to a module, an adversarial input) has no node and outlives its graph. Its
+hook is removed with the first gradient, or by `release_leaves` when the step is over.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, final
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from torchtap._torch import base_of, hear_gradient, version_of
+from torchtap._torch import base_of, drop_empty_hooks, hear_gradient, version_of
 from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves, map_leaves
 from torchtap.receive import reasons
 
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from torchtap.receive.entries import PortState
     from torchtap.receive.receiver import Receiver
 
-__all__ = ["GradientRequests", "ask_for_gradient", "ask_while_traced"]
+__all__ = ["GradientRequests", "ask_for_gradient", "ask_while_traced", "release_leaves"]
 
 
 class Ask(Protocol):
@@ -34,9 +39,31 @@ class Ask(Protocol):
 def ask_at_its_node(value: Tensor, take: Callable[..., None], *bound: Any) -> None:
     """Call ``take`` with the gradient that flows through the node that made ``value``."""
     if value.grad_fn is None:
-        value.register_hook(partial(take, *bound))
+        _ask_a_leaf(value, getattr(take, "__self__", take), partial(take, *bound))
     else:
         hear_gradient(value, partial(take, *bound))
+
+
+# By who takes the gradients: the leaves that have a hook, and what removes it.
+_on_leaves: WeakKeyDictionary[object, list[tuple[ref[Tensor], RemovableHandle]]] = WeakKeyDictionary()
+
+
+def _ask_a_leaf(value: Tensor, owner: object, take: Callable[[Tensor], None]) -> None:
+    def once(gradient: Tensor) -> None:
+        handle.remove()  # the next backward is another pass's
+        take(gradient)
+
+    handle = value.register_hook(once)
+    _on_leaves.setdefault(owner, []).append((ref(value), handle))
+
+
+def release_leaves(owner: object) -> None:
+    """Remove the hooks on leaf tensors whose gradients this owner takes."""
+    for leaf, handle in _on_leaves.pop(owner, ()):
+        handle.remove()
+        value = leaf()
+        if value is not None:
+            drop_empty_hooks(value)
 
 
 def ask_for_gradient(value: Tensor, take: Callable[..., None], *bound: Any) -> None:

@@ -30,6 +30,7 @@ from torchtap.plan.plan import Plan
 from torchtap.receive import reasons
 from torchtap.receive.entries import Entry, PortState, Tally
 from torchtap.receive.folding import Folding
+from torchtap.receive.gradients import release_leaves
 
 if TYPE_CHECKING:
     from torchtap.hooks.leaves import Args
@@ -127,6 +128,7 @@ class Receiver:
 
     def begin_step(self, thread: int | None) -> None:
         """From now on values of this thread (of every thread: None) are heard."""
+        release_leaves(self)
         self.thread, self.open = thread, True
         self._passed_over = None
         self.pass_number += 1
@@ -134,6 +136,7 @@ class Receiver:
 
     def end_step(self) -> None:
         """Until the next step begins nothing is heard."""
+        release_leaves(self)
         self.thread, self.open = _NO_THREAD, False
         self._passed_over = None
 

@@ -274,7 +274,6 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
 
 #include "_native_tensor.h"
 #include "_native_taking.h"
-#include "_native_rows.h"
 
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
@@ -286,8 +285,6 @@ static PyMethodDef methods[] = {
     {"fold", (PyCFunction)(void (*)(void))py_fold, METH_FASTCALL, NULL},
     {"use_pool", py_use_pool, METH_O, NULL},
     {"is_sound", py_is_sound, METH_O, NULL},
-    {"rows_into", (PyCFunction)(void (*)(void))py_rows_into, METH_FASTCALL, NULL},
-    {"use_row_sums", py_use_row_sums, METH_O, NULL},
     {"use_tensors", (PyCFunction)(void (*)(void))py_use_tensors, METH_FASTCALL, NULL},
     {"use_instructions", py_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -17,6 +17,7 @@
 #include <string.h>
 #if !defined(_WIN32)
 #include <pthread.h>
+#include <time.h>
 #define HAVE_THREADS 1
 #endif
 
@@ -137,11 +138,24 @@ static void measure_span(int dtype, const char *raw, size_t n, State *out)
     }
 }
 
+#ifdef HAVE_THREADS
+static double seconds_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+#endif
+
 typedef struct {
     int dtype;
     const char *raw;
     size_t n, piece, pieces, next;
     State *states;
+#ifdef HAVE_THREADS
+    pthread_t caller;
+    double finished; /* when the caller had no piece left */
+#endif
 } Work;
 
 static void *take_pieces(void *given)
@@ -161,6 +175,10 @@ static void *take_pieces(void *given)
                      left < work->piece ? left : work->piece, work->states + index);
     }
     put_back(mode);
+#ifdef HAVE_THREADS
+    if (pthread_equal(pthread_self(), work->caller))
+        work->finished = seconds_now();
+#endif
     return NULL;
 }
 
@@ -188,6 +206,27 @@ static void take_pieces_in_own_threads(Work *work, int threads)
         pthread_join(others[i], NULL);
 }
 
+/* Threads that do not run, because another process has their core, cost more than they give: the caller takes all pieces and
+ * then waits for them to notice. After such a wait the next tensors are measured by the caller alone, then it tries again. */
+#define LONG_WAIT 20e-6 /* seconds; and more than half of the time that the caller worked */
+#define ALONE 64        /* tensors */
+static int alone = 0;
+
+static int others_are_busy(void)
+{
+    const int left = __atomic_load_n(&alone, __ATOMIC_RELAXED);
+    if (left > 0)
+        __atomic_store_n(&alone, left - 1, __ATOMIC_RELAXED);
+    return left > 0;
+}
+
+static void judge_wait(double begun, double finished)
+{
+    const double wait = seconds_now() - finished;
+    if (wait > LONG_WAIT && wait > (finished - begun) / 2)
+        __atomic_store_n(&alone, ALONE, __ATOMIC_RELAXED);
+}
+
 /* The same as piece after piece; 0 where there is no memory for the states of all pieces. */
 static int measure_by_threads(Work *work, int threads, State *out)
 {
@@ -198,10 +237,14 @@ static int measure_by_threads(Work *work, int threads, State *out)
         threads = MOST_THREADS;
     if ((size_t)threads > work->pieces)
         threads = (int)work->pieces;
+    const double begun = seconds_now();
+    work->caller = pthread_self();
+    work->finished = begun;
     if (pool)
         pool(take_pieces_in_pool, work, (unsigned)threads, 0);
     else
         take_pieces_in_own_threads(work, threads);
+    judge_wait(begun, work->finished);
     *out = BLANK;
     for (size_t i = 0; i < work->pieces; i++)
         merge(out, work->states + i);
@@ -214,8 +257,8 @@ static void measure_contiguous(int dtype, const char *raw, size_t n, int threads
 {
     const size_t piece = PIECE_BYTES / ITEM_BYTES[dtype]; /* whole blocks, of every dtype */
 #ifdef HAVE_THREADS
-    if (threads > 1 && n > piece) {
-        Work work = {dtype, raw, n, piece, (n + piece - 1) / piece, 0, NULL};
+    if (threads > 1 && n > piece && !others_are_busy()) {
+        Work work = {.dtype = dtype, .raw = raw, .n = n, .piece = piece, .pieces = (n + piece - 1) / piece};
         if (measure_by_threads(&work, threads, out))
             return;
     }

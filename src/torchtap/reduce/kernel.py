@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -29,7 +28,6 @@ __all__ = [
     "make_taker",
     "measure",
     "native",
-    "rows_by",
     "share_threads",
 ]
 
@@ -102,15 +100,6 @@ def is_sound(value: Tensor) -> bool:
 _has_sound = _has_takers and hasattr(native, "is_sound")
 
 
-def rows_by(sums: ModuleType) -> Callable[..., int] | None:
-    """``rows_into`` of `_native_rows.h`, with the arithmetic of `_rows.c`; None where there is no such thing."""
-    if not _has_takers or not hasattr(native, "rows_into") or not hasattr(sums, "sum_rows"):
-        return None
-    native.use_row_sums(sums.sum_rows)  # type: ignore[union-attr]
-    into: Callable[..., int] = native.rows_into  # type: ignore[union-attr]
-    return into
-
-
 # The numbers by which `_native.c` knows the dtypes.
 DTYPE_CODES: dict[torch.dtype, int] = {
     torch.float32: 0,
@@ -172,15 +161,3 @@ def count(
     native.count(counts.data_ptr(), pointer, flat.numel(), code, at, bins, *octaves)
     del storage
     return True
-
-
-# Used by monitors that copy values of reference modules; to go with them.
-make_keeper: Callable[..., Any] | None = None
-
-
-class Copied:
-    """Nothing is of this type."""
-
-
-def fetch(value: Tensor, least: int, most: int) -> None:
-    """Do nothing."""

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.plan.names import kind_of, read_name
 from torchtap.sanitize import browser_text
+from torchtap.spi import Name
 
 if TYPE_CHECKING:
     from torchtap.viewer.open_run import NumberGrid
@@ -199,7 +199,7 @@ EMPTY_SUMS = frozenset({"l1", "l2"})  # sums: zero where no value is finite
 
 def _parameter_of(site: str) -> str:
     """The parameter whose gradient ``site`` is."""
-    return str(read_name(site)._replace(kind="param"))
+    return str(Name.read(site)._replace(kind="param"))
 
 
 def without_empty_sums(
@@ -214,7 +214,7 @@ def without_empty_sums(
 def derived_of(site: str, statistics: list[str], sites: set[str]) -> list[str]:
     """Which derived statistics ``site`` has, given what was recorded of it."""
     found = []
-    if kind_of(site) == "param_grad" and "l2" in statistics and _parameter_of(site) in sites:
+    if Name.read(site).kind == "param_grad" and "l2" in statistics and _parameter_of(site) in sites:
         found.append("grad/weight")
     return found
 
@@ -231,7 +231,9 @@ def derive(
         return nans.sites, nans.steps, nans.values
     sizes = grid("l2")
     names = [
-        s for s in sites if kind_of(s) == "param_grad" and s in sizes.row and _parameter_of(s) in sizes.row
+        s
+        for s in sites
+        if Name.read(s).kind == "param_grad" and s in sizes.row and _parameter_of(s) in sizes.row
     ]
     gradients = sizes.values[[sizes.row[s] for s in names]]
     weights = sizes.values[[sizes.row[_parameter_of(s)] for s in names]]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.plan.names import is_inside, kind_of, path_of, path_parts
+from torchtap import Run
 from torchtap.sanitize import browser_text
-from torchtap.store.read.reader import Run
+from torchtap.spi import Name
 from torchtap.store.read.results import TensorRef
 from torchtap.viewer.arrays import DERIVED, buckets, encode_json, extremes, keep_points, pack
 from torchtap.viewer.open_run import BLOCK, NumberGrid, OpenRun, Refused
@@ -273,8 +273,8 @@ class MapWindow:
 
 
 def _inside(site: str, module: str) -> bool:
-    path = path_of(site)
-    return path == module or is_inside(path, module)
+    path = Name.read(site).module
+    return path == module or path.is_inside(module)
 
 
 def _quantiles(finite: npt.NDArray[np.float32], least: float, greatest: float) -> list[float] | None:
@@ -323,14 +323,14 @@ def bands_of(grid: NumberGrid, window: MapWindow) -> tuple[Bands, list[str] | No
     rows = [
         row
         for row, site in enumerate(grid.sites)
-        if (not window.kind or kind_of(site) == window.kind)
+        if (not window.kind or Name.read(site).kind == window.kind)
         and (not window.under or _inside(site, window.under))
     ]
     if window.fold is None:
         return [[row] for row in rows], None
     folded: dict[str, list[int]] = {}
     for row in rows:
-        parts = path_parts(path_of(grid.sites[row]))
+        parts = Name.read(grid.sites[row]).module.parts
         folded.setdefault(".".join(parts[: window.fold]), []).append(row)
     return list(folded.values()), list(folded)
 
@@ -712,7 +712,7 @@ def changes_between(
     difference, relative, and the steps that the numbers are of.
     """
     mine, other = before.grid(statistic), after.grid(statistic)
-    sites = [site for site in mine.sites if site in other.row and (not kind or kind_of(site) == kind)]
+    sites = [site for site in mine.sites if site in other.row and (not kind or Name.read(site).kind == kind)]
     if not sites:
         raise Refused("no site has this statistic in both", 404)
     a, a_steps = _at(mine, sites, first)
@@ -813,7 +813,7 @@ def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> byt
 def _sites_with(shown: OpenRun, statistic: str, kind: str) -> list[str]:
     """The sites of a kind, or of any where none is named, that have a statistic."""
     found = [site for site in shown.sites if statistic in shown.statistics[site]]
-    return [site for site in found if kind_of(site) == kind] if kind else found
+    return [site for site in found if Name.read(site).kind == kind] if kind else found
 
 
 def _column(run: Run, statistic: str, sites: list[str], step: int) -> npt.NDArray[np.float64]:

@@ -24,7 +24,7 @@ from torchtap.viewer.arrays import NOT_FINITE, css, extremes, sequential
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from torchtap.store.read.reader import Run
+    from torchtap import Run
 
 __all__ = [
     "Picture",
@@ -138,7 +138,7 @@ def plot(
     with needing("matplotlib", "plot", who="plot"):
         from matplotlib.figure import Figure
     if isinstance(run, (str, os.PathLike)):
-        from torchtap.store.read.reader import open_run
+        from torchtap import open as open_run
 
         run = open_run(run)
     picture = picture_of(run, statistic, [sites] if isinstance(sites, str) else sites, kind)

@@ -52,7 +52,7 @@ def _own_folder(catalog: Catalog, name: str) -> Path:
 
 
 def _refuse_while_written(path: Path) -> None:
-    from torchtap.store.read.reader import open_run
+    from torchtap import open as open_run
 
     if open_run(path).status == "recording":
         raise Refused("the run is still being written; wait until it has ended", 409)

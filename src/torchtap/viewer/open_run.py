@@ -23,8 +23,8 @@ from torchtap.sanitize import browser_text
 from torchtap.viewer.arrays import DERIVED, EMPTY_SUMS, block_extremes, derive, without_empty_sums
 
 if TYPE_CHECKING:
+    from torchtap import Run
     from torchtap.diagnosis.finding import Finding
-    from torchtap.store.read.reader import Run
 
 __all__ = ["BLOCK", "NumberGrid", "OpenRun", "Refused"]
 
@@ -258,8 +258,8 @@ class OpenRun:
 
     def findings(self) -> list[Finding]:
         """Diagnose the present state of the run."""
+        from torchtap import open as open_run
         from torchtap.diagnosis.run import diagnose
-        from torchtap.store.read.reader import open_run
 
         with self._diagnosing:
             revision = self.revision

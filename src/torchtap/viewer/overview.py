@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from torchtap import Run
 from torchtap.diagnosis.places import ChartedSite
-from torchtap.plan.names import site_name
-from torchtap.store.read.reader import Run
+from torchtap.spi import Name
 from torchtap.viewer.arrays import derived_of, encode_json
 from torchtap.viewer.open_run import OpenRun
 from torchtap.viewer.run_index import Catalog, phases_of, short_text
@@ -170,7 +170,7 @@ def coverage_of(shown: OpenRun) -> bytes:
                 if isinstance(entry, Mapping)
             ]
         else:  # the session writes the reasons when it ends
-            come = set(shown.sites) | {site_name(place.module, place.kind) for place in shown.places}
+            come = set(shown.sites) | {str(Name(place.module, place.kind)) for place in shown.places}
             missing = [{"site": name, "reason": "not arrived yet"} for name in planned if name not in come]
         return encode_json(
             {

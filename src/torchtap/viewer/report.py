@@ -22,8 +22,8 @@ from typing import final
 from urllib.parse import urlencode
 
 from torchtap.errors import TorchtapError
-from torchtap.plan.names import kind_of
 from torchtap.sanitize import browser_text, in_html
+from torchtap.spi import Name
 from torchtap.viewer.figures import matching_sites
 from torchtap.viewer.open_run import OpenRun, Refused
 from torchtap.viewer.run_index import Catalog, phases_of
@@ -160,7 +160,7 @@ def _maps(shown: OpenRun) -> list[tuple[str, str]]:
     """The maps that the page can draw of a run: a kind, and a statistic that is recorded of it or follows."""
     statistics: dict[str, dict[str, None]] = {}
     for site, held in shown.statistics.items():
-        statistics.setdefault(kind_of(site), {}).update(dict.fromkeys(held))
+        statistics.setdefault(Name.read(site).kind, {}).update(dict.fromkeys(held))
     for kind, names in statistics.items():
         if "nans" in names:
             names["nonfinite"] = None
@@ -193,7 +193,7 @@ def _add_site(archive: _Archive, shown: OpenRun, site: str) -> None:
             return
         archive.add("slice", {**its, **parameters})
         archive.add("tokens", {"run": browser_text(shown.name), "step": parameters["step"]})
-    if kind_of(site) == "attention":
+    if Name.read(site).kind == "attention":
         archive.add("entropy", its)
 
 
@@ -205,7 +205,7 @@ def _slices(shown: OpenRun, site: str) -> Iterator[dict[str, str | int]]:
         base: dict[str, str | int] = {"step": reference.step, "field": browser_text(reference.field)}
         place = {"index": ",".join("0" * len(reference.shape))} if len(reference.shape) > 2 else {}
         yield {**base, "down": dimensions - 2, "across": dimensions - 1, **place}
-        if kind_of(site) == "attention" and len(reference.shape) >= 3:
+        if Name.read(site).kind == "attention" and len(reference.shape) >= 3:
             place = place if len(reference.shape) > 3 else {}
             yield {**base, "stack": len(reference.shape) - 3, **place}
 

@@ -36,7 +36,7 @@ from torchtap.viewer.arrays import extremes
 from torchtap.viewer.open_run import OpenRun, Refused
 
 if TYPE_CHECKING:
-    from torchtap.store.read.reader import Run
+    from torchtap import Run
 
 __all__ = [
     "NOTES",
@@ -356,7 +356,7 @@ class Catalog:
         rank: int | None = None,
     ) -> Catalog:
         """Runs and folders of runs. A run that is named has to be one; a folder may still be empty."""
-        from torchtap.store.read.reader import open_run
+        from torchtap import open as open_run
 
         shelf = Shelf(paths)
         catalog = cls(shelf, comparison, rank=rank)
@@ -427,7 +427,7 @@ class Catalog:
             self._renew(entry, signature)
 
     def _renew(self, entry: CatalogEntry, signature: tuple[int, ...]) -> None:
-        from torchtap.store.read.reader import open_run
+        from torchtap import open as open_run
 
         old, name, path = entry.card, entry.found.name, entry.found.path
         opened = self._open.get(name)
@@ -474,8 +474,8 @@ class Catalog:
         )
 
     def _findings(self, entry: CatalogEntry) -> list[Any]:
+        from torchtap import open as open_run
         from torchtap.diagnosis.run import diagnose
-        from torchtap.store.read.reader import open_run
 
         opened = self._open.get(entry.found.name)
         return (
@@ -500,7 +500,7 @@ class Catalog:
     # --- one run --------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> OpenRun:
-        from torchtap.store.read.reader import open_run
+        from torchtap import open as open_run
 
         with self._opening:
             entry = self._entry(name)
@@ -556,9 +556,9 @@ class Catalog:
 
     def compare(self, first: str, second: str) -> dict[str, Any]:
         """Compare the present state of two runs. The last result is cached, because a comparison reads everything."""
+        from torchtap import open as open_run
         from torchtap.comparison.judge.result import plain
         from torchtap.comparison.stored import compare_stored
-        from torchtap.store.read.reader import open_run
 
         a, b = self[first], self[second]
         with self._comparing:

@@ -20,7 +20,7 @@ from torchtap.viewer.arrays import EMPTY_SUMS, extremes, without_empty_sums
 from torchtap.viewer.figures import matching_sites
 
 if TYPE_CHECKING:
-    from torchtap.store.read.reader import Run
+    from torchtap import Run
 
 __all__ = [
     "cut_in_the_middle",

@@ -52,7 +52,6 @@ WITHOUT_TORCHTAP = """
 import json, pickle, sys, warnings
 warnings.simplefilter("ignore")
 sys.modules["torchtap"] = None           # as if it were not installed
-__import__("os").environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # nor has torch heard of it
 import torch
 folder = sys.argv[1]
 x = torch.load(f"{folder}/x.pt")

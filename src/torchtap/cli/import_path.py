@@ -1,4 +1,4 @@
-"""What a command is given by name: ``package.module:name`` or ``script.py:name``."""
+"""Import an object that a command line names: ``package.module:name`` or ``script.py:name``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["find_named"]
 
 
 def find_named(text: str, wanted: str) -> tuple[str, object]:
-    """The name behind the colon and what goes by it. ``wanted`` says how to write it, for the error."""
+    """Return the name behind the colon and the object. ``wanted`` is the expected form, for the error."""
     source, colon, name = text.rpartition(":")
     if not colon or not name:
         raise FormError(f"{text!r} {wanted}")
