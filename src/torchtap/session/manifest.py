@@ -67,6 +67,11 @@ class Claim:
                     "own, or set RANK and WORLD_SIZE"
                 ) from None
 
+    def __del__(self) -> None:
+        file = getattr(self, "_file", None)
+        if file is not None:
+            file.close()
+
     def write(self, record: object) -> None:
         """Nothing is kept here."""
 
