@@ -15,12 +15,10 @@ from typing import Any
 from unittest.mock import patch
 
 from torchtap.diagnosis.doctor import Doctor
-from torchtap.diagnosis.flight.passes import PassKeeper
-from torchtap.diagnosis.probes.functions import FunctionProbe
-from torchtap.diagnosis.probes.gradients import GradientProbe
-from torchtap.diagnosis.probes.hidden import HiddenProbe
+from torchtap.diagnosis.flight.step import PassKeeper
+from torchtap.diagnosis.probes.loop import GradientProbe
 from torchtap.diagnosis.probes.losses import LossProbe
-from torchtap.diagnosis.probes.padded import PaddingProbe
+from torchtap.diagnosis.probes.model import FunctionProbe, HiddenProbe, PaddingProbe
 from torchtap.hooks.conceal import Hook
 from torchtap.receive import by_name, training
 from torchtap.receive.losses import LossCatcher

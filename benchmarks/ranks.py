@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.models import gpt_training, mlp_training
 from benchmarks.share import share
 from benchmarks.steps import EVERYTHING, OUTPUTS
-from torchtap.diagnosis.run import diagnose
+from torchtap.diagnosis.diagnose import diagnose
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter

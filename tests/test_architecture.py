@@ -191,6 +191,7 @@ OTHER_TEXT = {
     "registry.py": "module:attribute of an entry point",
     "sinks/selection.py": "sink:place on a command line",
     "forms/stand_ins.py": "a class's dotted name",
+    "diagnosis/rules/every_step.py": "optimizer.group of a column of the pulse",
     "forms/instrument/program_gate.py": "an operator's dotted name",
     "viewer/server.py": "host:port",
 }

@@ -20,16 +20,16 @@ PUBLIC = frozenset({"torchtap.schedule"})
 # Names that an outer package still imports from inside the core. A ceiling may only fall; at zero its line stays.
 CEILINGS = {
     "assistant": 0,
-    "cli": 17,
+    "cli": 12,
     "comparison": 41,
-    "diagnosis": 54,
-    "editing": 27,
-    "forms": 60,
-    "integrations": 18,
+    "diagnosis": 37,
+    "editing": 9,
+    "forms": 28,
+    "integrations": 7,
     "monitors": 17,
-    "ranks": 27,
-    "sinks": 9,
-    "viewer": 6,
+    "ranks": 21,
+    "sinks": 2,
+    "viewer": 5,
 }
 
 

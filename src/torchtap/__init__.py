@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from torchtap.comparison.judge.result import Comparison as Comparison
     from torchtap.diagnosis.birth import Birth as Birth
     from torchtap.diagnosis.birth import find_nan as find_nan
+    from torchtap.diagnosis.diagnose import diagnose as diagnose
     from torchtap.diagnosis.doctor import Doctor as Doctor
     from torchtap.diagnosis.doctor import doctor as doctor
     from torchtap.diagnosis.finding import Finding as Finding
     from torchtap.diagnosis.finding import Findings as Findings
     from torchtap.diagnosis.flight.recorder import FlightRecorder as FlightRecorder
     from torchtap.diagnosis.flight.recorder import flight_recorder as flight_recorder
-    from torchtap.diagnosis.learned.invariants import Invariants as Invariants
-    from torchtap.diagnosis.learned.learning import learn as learn
-    from torchtap.diagnosis.rules.base import Rule as Rule
-    from torchtap.diagnosis.run import diagnose as diagnose
+    from torchtap.diagnosis.learned import Invariants as Invariants
+    from torchtap.diagnosis.learned import learn as learn
+    from torchtap.diagnosis.rule_type import Rule as Rule
     from torchtap.editing.catcher import Catcher as Catcher
     from torchtap.editing.edit import Edit as Edit
     from torchtap.editing.edit import edit as edit
@@ -157,7 +157,7 @@ _HOME = {
     "Gram": "torchtap.reduce",
     "Histogram": "torchtap.reduce",
     "HooksManager": "torchtap.monitors.module_monitor",
-    "Invariants": "torchtap.diagnosis.learned.invariants",
+    "Invariants": "torchtap.diagnosis.learned",
     "JsonLinesSink": "torchtap.sinks",
     "LayerRecorder": "torchtap.monitors.layers",
     "MemorySink": "torchtap.sinks",
@@ -181,7 +181,7 @@ _HOME = {
     "Reduction": "torchtap.reduce",
     "ReductionError": "torchtap.errors",
     "RefinedCoordinateCheck": "torchtap.monitors.coordinate_check",
-    "Rule": "torchtap.diagnosis.rules.base",
+    "Rule": "torchtap.diagnosis.rule_type",
     "Run": "torchtap.store.read.reader",
     "RunCorruptError": "torchtap.errors",
     "RunError": "torchtap.errors",
@@ -215,7 +215,7 @@ _HOME = {
     "capture": "torchtap.session.front",
     "compare": "torchtap.comparison.front",
     "compare_forms": "torchtap.comparison.forms",
-    "diagnose": "torchtap.diagnosis.run",
+    "diagnose": "torchtap.diagnosis.diagnose",
     "doctor": "torchtap.diagnosis.doctor",
     "edit": "torchtap.editing.edit",
     "emit": "torchtap.receive.active",
@@ -227,7 +227,7 @@ _HOME = {
     "get_layer_hidden_states": "torchtap.monitors.layers",
     "instrument": "torchtap.forms.instrument.instrument",
     "layer_changes": "torchtap.comparison.adjacent",
-    "learn": "torchtap.diagnosis.learned.learning",
+    "learn": "torchtap.diagnosis.learned",
     "list_sites": "torchtap.session.front",
     "load": "torchtap.forms.instrument.load",
     "match": "torchtap.session.matching",

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from torchtap import Every, MemorySink, Moment, Schedule, capture, tap, watch
 from torchtap.diagnosis.chart import Block, Chart
+from torchtap.diagnosis.diagnose import RuleRunner
 from torchtap.diagnosis.finding import Finding
-from torchtap.diagnosis.judging import Ward
-from torchtap.diagnosis.rules.base import Rule
+from torchtap.diagnosis.rule_type import Rule
 from torchtap.receive import training
 from torchtap.reduce import AnyReduction, Result, reduction_from_spec
 from torchtap.spi import Call, StepListener, Stop, Visiting, Visitor, leaves, places
@@ -288,12 +288,12 @@ class RuleContract:
     def found(self, sick: bool, portion: int = 1) -> list[Finding]:
         """What the rule finds if it is asked after every ``portion`` records."""
         chart = self.chart()
-        ward = Ward(chart, [self.rule()])
+        runner = RuleRunner(chart, [self.rule()])
         for step in range(self.steps):
             chart.add(step, (self.sick if sick else self.healthy)(chart, step))
             if step % portion == portion - 1 or step == self.steps - 1:
-                ward.look()
-        found = ward.findings()
+                runner.look()
+        found = runner.findings()
         assert not [each for each in found.unjudged if "raised" in each.reason], found.unjudged
         return list(found)
 

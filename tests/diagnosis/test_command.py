@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,32 @@ def ask(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
     return int(ended.value.code or 0), capsys.readouterr().out
 
 
-def test_a_healthy_run_ends_with_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_few_records_is_not_called_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, said = ask([run_of(tmp_path / "run", broken=False)], capsys)
+    assert code == 3
+    assert said.startswith("not judged: too little was recorded")
+    assert re.search(r": \d+ of \d+ rules judged, \d+ of \d+ steps; not judged: ", said)
+
+
+def test_a_healthy_training_under_a_doctor_ends_with_zero_and_states_its_coverage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    truth = torch.randn(4, 3)
+    with tt.doctor(model, optimizer, run=tmp_path / "run", quiet=True):
+        for _ in range(40):
+            x = torch.randn(32, 4)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), (x @ truth).argmax(1)).backward()
+            optimizer.step()
+    code, said = ask([str(tmp_path / "run")], capsys)
     assert code == 0
-    assert said.splitlines()[0] == "nothing looks wrong"
-    assert "rules could not judge" in said
+    assert said.startswith("no problem found: ")
+    assert "40 of 40 steps" in said
 
 
 def test_rules_that_cannot_judge_say_what_to_record(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import torchtap as tt
-from torchtap.diagnosis.rules.activity import DeadValues
+from torchtap.diagnosis.rules.values import dead
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 
@@ -184,7 +184,7 @@ def test_limits_are_the_caller_s(tmp_path: Path) -> None:
     sites = {"relu:output": lambda step: {"zeros": 0.6}}
     folder = record(tmp_path / "run", sites)
     assert tt.diagnose(folder) == []
-    assert tt.diagnose(tt.open(folder), rules=[DeadValues(share=0.5)])[0].kind == "dead"
+    assert tt.diagnose(tt.open(folder), rules=[dead(share=0.5)])[0].kind == "dead"
 
 
 def test_diagnosing_imports_no_torch(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from torch.utils.data import DataLoader
 
 import torchtap as tt
 from torchtap.diagnosis.chart import Chart
-from torchtap.diagnosis.finding import Finding, Trust
-from torchtap.diagnosis.rules.base import Need, Rule
-from torchtap.diagnosis.rules.loop import StaleGradient
+from torchtap.diagnosis.finding import Finding
+from torchtap.diagnosis.rule_type import Rule, rule
+from torchtap.diagnosis.rules import stale_gradient
 
 
 class Net(nn.Module):
@@ -126,30 +125,18 @@ def test_it_stops_the_training_when_asked_and_before_the_next_update() -> None:
         tt.doctor(Net())
 
 
-@final
-@dataclass(frozen=True)
-class Broken(Rule):
-    """Raises."""
-
-    name: ClassVar[str] = "broken"
-    concludes: ClassVar[str] = "Nothing."
-    trust: ClassVar[Trust] = "threshold"
-    needs: ClassVar[tuple[Need, ...]] = ()
-    wrong_if: ClassVar[str] = "Always."
-    causes: ClassVar[tuple[str, ...]] = ("itself",)
-    fix: ClassVar[str] = "remove it"
-
-    def judge(self, chart: Chart) -> Iterable[Finding]:
-        raise ZeroDivisionError("a rule of mine")
+@rule("broken", concludes="Nothing.", wrong_if="Always.", causes=("itself",), fix="remove it")
+def broken(rule: Rule, chart: Chart) -> Iterable[Finding]:
+    raise ZeroDivisionError("a rule of mine")
 
 
 def test_a_rule_that_raises_costs_itself_only(tmp_path: Path) -> None:
-    _, doctor = train(forget=True, run=tmp_path / "run", rules=[Broken(), StaleGradient()], quiet=True)
+    _, doctor = train(forget=True, run=tmp_path / "run", rules=[broken, stale_gradient], quiet=True)
     assert doctor is not None
     found = doctor.findings()
     assert [each.kind for each in found] == ["stale-gradient"]
     assert [str(each) for each in found.unjudged] == ["broken: it raised ZeroDivisionError: a rule of mine"]
-    again = tt.diagnose(tmp_path / "run", rules=[Broken(), StaleGradient()])
+    again = tt.diagnose(tmp_path / "run", rules=[broken, stale_gradient])
     assert again.unjudged == found.unjudged
 
 

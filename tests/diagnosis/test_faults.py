@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.faults.bench import FAULTS, UNLISTED, tried, warned
-from benchmarks.faults.controls import CONTROLS
-from benchmarks.faults.kit import Case
-from benchmarks.faults.odd_loops import ODD_LOOPS
-from benchmarks.faults.odd_models import ODD_MODELS
+from tests.corpus.diagnosis.bench import FAULTS, UNLISTED, tried, warned
+from tests.corpus.diagnosis.controls import CONTROLS
+from tests.corpus.diagnosis.kit import Case
+from tests.corpus.diagnosis.odd_loops import ODD_LOOPS
+from tests.corpus.diagnosis.odd_models import ODD_MODELS
 
 QUICK = (
     "A1",

@@ -8,18 +8,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import torchtap.diagnosis.run as diagnosing
-from torchtap.diagnosis.chart import Block, Chart
-from torchtap.diagnosis.continuity import course_of
-from torchtap.diagnosis.facts import Fact
+import torchtap.diagnosis.diagnose as diagnosing
+from torchtap.diagnosis.chart import Block, Chart, Fact
+from torchtap.diagnosis.diagnose import diagnose
 from torchtap.diagnosis.finding import Finding
-from torchtap.diagnosis.replicas import replicas
-from torchtap.diagnosis.rules.base import Rule
-from torchtap.diagnosis.rules.rank_gradients import SCALED, UNSYNCED, RanksScale, RanksUnreduced
-from torchtap.diagnosis.rules.rank_progress import SECONDS, TARGETS, WEIGHT, RankLost, RankSlow, RanksUneven
-from torchtap.diagnosis.rules.rank_state import BROADCAST, RanksBuffers, RanksSwapped
-from torchtap.diagnosis.rules.ranks import RanksDrift, RanksFedAlike
-from torchtap.diagnosis.run import diagnose
+from torchtap.diagnosis.replicas import course_of, replicas
+from torchtap.diagnosis.rule_type import Rule
+from torchtap.diagnosis.rules.ranks import (
+    BROADCAST,
+    SCALED,
+    SECONDS,
+    TARGETS,
+    UNSYNCED,
+    WEIGHT,
+    rank_lost,
+    rank_slow,
+    ranks_buffers,
+    ranks_drift,
+    ranks_fed_alike,
+    ranks_scale,
+    ranks_swapped,
+    ranks_uneven,
+    ranks_unreduced,
+)
 from torchtap.placement import Axis, Placement, Share
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
@@ -81,8 +92,8 @@ def norms(rank: int, step: int) -> Numbers:
 
 
 def test_shards_that_look_alike_at_first_are_no_replicas_that_drift() -> None:
-    assert found(RanksDrift(), charts(norms, placed=along(SHARD))) == []
-    (told,) = found(RanksDrift(), charts(norms, placed=along(COPY)))
+    assert found(ranks_drift, charts(norms, placed=along(SHARD))) == []
+    (told,) = found(ranks_drift, charts(norms, placed=along(COPY)))
     assert (told.site, told.step) == ("norm:param.weight", 1)
 
 
@@ -91,7 +102,7 @@ def test_a_bias_of_zeros_beside_a_weight_in_parts_is_a_part_where_nobody_said() 
         bias = {"mean": 0.0, "l1": 0.0, "l2": 0.0, "absmax": 0.0} if step == 0 else stats(rank + step + 1.0)
         return {"up:param.weight": stats(rank + step + 1.0), "up:param.bias": bias}
 
-    assert found(RanksDrift(), charts(halves)) == []
+    assert found(ranks_drift, charts(halves)) == []
 
 
 def test_replicas_of_a_hybrid_are_compared_within_their_place() -> None:
@@ -103,7 +114,7 @@ def test_replicas_of_a_hybrid_are_compared_within_their_place() -> None:
         return {"up:param.weight": stats(rank % 2 + step + 1.0 + odd)}
 
     assert [each.ranks for each in replicas(charts(of, 4, placed=place), "param")] == [(0, 2), (1, 3)]
-    (told,) = found(RanksDrift(), charts(of, 4, placed=place))
+    (told,) = found(ranks_drift, charts(of, 4, placed=place))
     assert told.step == 4
 
 
@@ -113,7 +124,7 @@ def test_of_two_ranks_the_one_is_named_whose_update_does_not_explain_its_weight(
         weight = stats(10.0 + jump, projection=2.0 + 0.5 * step + jump, fingerprint=step + jump)
         return {"up:param.weight": weight, "up:update.weight": stats(0.1, projection=0.5)}
 
-    (told,) = found(RanksDrift(), charts(of, placed=along(COPY)))
+    (told,) = found(ranks_drift, charts(of, placed=along(COPY)))
     assert "rank 1 alone differs from step 5" in told.message
 
 
@@ -121,7 +132,7 @@ def test_a_fingerprint_alone_tells_replicas_apart() -> None:
     def of(rank: int, step: int) -> Numbers:
         return {"up:param.weight": stats(1.0, fingerprint=7.0 + (rank == 2 and step >= 3))}
 
-    (told,) = found(RanksDrift(), charts(of, 3))
+    (told,) = found(ranks_drift, charts(of, 3))
     assert "rank 2 alone differs from step 3" in told.message
 
 
@@ -147,10 +158,10 @@ def gradients(own: Callable[[int, int], float], moves: bool = True) -> Of:
 
 
 def test_a_gradient_of_each_rank_is_told_at_its_own_step() -> None:
-    (told,) = found(RanksUnreduced(), charts(gradients(lambda rank, step: 1.0 + step + rank), 2))
+    (told,) = found(ranks_unreduced, charts(gradients(lambda rank, step: 1.0 + step + rank), 2))
     assert told.step == 0
     (told,) = found(
-        RanksUnreduced(), charts(gradients(lambda rank, step: 1.0 + (rank * 1.0 if step >= 4 else 0)), 3)
+        ranks_unreduced, charts(gradients(lambda rank, step: 1.0 + (rank * 1.0 if step >= 4 else 0)), 3)
     )
     assert told.step == 4
 
@@ -158,15 +169,15 @@ def test_a_gradient_of_each_rank_is_told_at_its_own_step() -> None:
 def test_gradients_that_an_optimizer_shares_afterwards_are_no_fault() -> None:
     """As where each rank updates its part of the weights from gradients that it alone has reduced."""
     assert (
-        found(RanksUnreduced(), charts(gradients(lambda rank, step: 1.0 + step + rank, moves=False), 2)) == []
+        found(ranks_unreduced, charts(gradients(lambda rank, step: 1.0 + step + rank, moves=False), 2)) == []
     )
 
 
 def test_a_rank_that_clips_and_no_sync_are_told_apart() -> None:
     clipped = charts(gradients(lambda rank, step: 0.25 if rank == 2 else 1.0), 3)
-    assert "rank 2's gradients are 0.25 × the others'" in found(RanksUnreduced(), clipped)[0].message
+    assert "rank 2's gradients are 0.25 × the others'" in found(ranks_unreduced, clipped)[0].message
     unsynced = charts(gradients(lambda rank, step: 1.0 + rank), 3, facts=[(1, UNSYNCED)])
-    (told,) = found(RanksUnreduced(), unsynced)
+    (told,) = found(ranks_unreduced, unsynced)
     assert "no_sync() was on" in told.message
     assert "no_sync" in told.advice
 
@@ -183,18 +194,18 @@ def scaled(factor: float) -> Of:
 
 @pytest.mark.parametrize(("factor", "words"), [(2.0, "2 times"), (0.5, "1/2 of")])
 def test_a_factor_of_the_world_is_told(factor: float, words: str) -> None:
-    (told,) = found(RanksScale(), charts(scaled(factor)))
+    (told,) = found(ranks_scale, charts(scaled(factor)))
     assert (told.site, told.step) == ("l0:param_grad.weight", 0)
     assert words in told.message
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37, 3.0])
 def test_an_average_and_a_clip_are_no_factor_of_the_world(factor: float) -> None:
-    assert found(RanksScale(), charts(scaled(factor))) == []
+    assert found(ranks_scale, charts(scaled(factor))) == []
 
 
 def test_a_scaled_loss_says_nothing_about_the_world() -> None:
-    assert found(RanksScale(), charts(scaled(0.5), facts=[(0, SCALED)])) == []
+    assert found(ranks_scale, charts(scaled(0.5), facts=[(0, SCALED)])) == []
 
 
 # -- state ----------------------------------------------------------------------------------------------------
@@ -205,16 +216,16 @@ def buffers(rank: int, step: int) -> Numbers:
 
 
 def test_buffers_that_go_apart_are_told_unless_a_wrapper_sends_them() -> None:
-    (told,) = found(RanksBuffers(), charts(buffers))
+    (told,) = found(ranks_buffers, charts(buffers))
     assert (told.site, told.step) == ("norm:buffer.running_mean", 0)
-    assert found(RanksBuffers(), charts(buffers, facts=[(0, BROADCAST), (1, BROADCAST)])) == []
+    assert found(ranks_buffers, charts(buffers, facts=[(0, BROADCAST), (1, BROADCAST)])) == []
 
 
 def test_buffers_of_a_norm_in_parts_are_parts() -> None:
     def parts(rank: int, step: int) -> Numbers:
         return {**buffers(rank, step), "norm:param.weight": stats(1.0 + step * (1 + rank))}
 
-    assert found(RanksBuffers(), charts(parts)) == []
+    assert found(ranks_buffers, charts(parts)) == []
 
 
 def shards(swap: bool, everywhere: float = 0.0) -> Of:
@@ -228,13 +239,13 @@ def shards(swap: bool, everywhere: float = 0.0) -> Of:
 
 
 def test_shards_that_change_owners_are_told_with_both_ranks() -> None:
-    (told,) = found(RanksSwapped(), charts(shards(swap=True), placed=along(SHARD)))
+    (told,) = found(ranks_swapped, charts(shards(swap=True), placed=along(SHARD)))
     assert told.step == 6
     assert "rank 0 holds rank 1's part, rank 1 holds rank 0's part" in told.message
 
 
 def test_weights_that_something_else_changes_on_every_rank_are_no_swap() -> None:
-    assert found(RanksSwapped(), charts(shards(swap=False, everywhere=5.0), placed=along(SHARD))) == []
+    assert found(ranks_swapped, charts(shards(swap=False, everywhere=5.0), placed=along(SHARD))) == []
 
 
 def test_a_weight_is_followed_only_over_steps_that_were_recorded() -> None:
@@ -264,9 +275,9 @@ def inputs(alike: set[int]) -> Of:
 
 def test_the_ranks_that_read_the_same_are_named() -> None:
     batch = Share("batch", 0)
-    (told,) = found(RanksFedAlike(), charts(inputs({1, 3}), 4, placed=along(batch, 4)))
+    (told,) = found(ranks_fed_alike, charts(inputs({1, 3}), 4, placed=along(batch, 4)))
     assert "ranks 1 and 3 are given the same batch" in told.message
-    assert found(RanksFedAlike(), charts(inputs({1}), 4, placed=along(batch, 4))) == []
+    assert found(ranks_fed_alike, charts(inputs({1}), 4, placed=along(batch, 4))) == []
 
 
 def test_ranks_of_a_tensor_parallel_group_may_read_the_same() -> None:
@@ -274,7 +285,7 @@ def test_ranks_of_a_tensor_parallel_group_may_read_the_same() -> None:
         share = UNTOLD if site.startswith(":input") else SHARD
         return Placement((Axis("tp", 2, rank, share),))
 
-    assert found(RanksFedAlike(), charts(inputs({0, 1}), placed=place)) == []
+    assert found(ranks_fed_alike, charts(inputs({0, 1}), placed=place)) == []
 
 
 def seconds(slow: Callable[[int], float]) -> Of:
@@ -282,12 +293,12 @@ def seconds(slow: Callable[[int], float]) -> Of:
 
 
 def test_a_rank_that_is_slow_for_a_while_is_named_and_one_slow_step_is_not() -> None:
-    (told,) = found(RankSlow(), charts(seconds(lambda step: 0.2 * (step >= 3)), 3))
+    (told,) = found(rank_slow, charts(seconds(lambda step: 0.2 * (step >= 3)), 3))
     assert told.step == 3
     assert "rank 1 takes" in told.message
-    assert found(RankSlow(), charts(seconds(lambda step: 0.2 * (step % 4 == 0)), 3)) == []
+    assert found(rank_slow, charts(seconds(lambda step: 0.2 * (step % 4 == 0)), 3)) == []
     assert (
-        found(RankSlow(), charts(seconds(lambda step: 0.015), 3)) == []
+        found(rank_slow, charts(seconds(lambda step: 0.015), 3)) == []
     )  # more than twice, but nothing to wait for
 
 
@@ -296,10 +307,10 @@ def test_a_rank_whose_record_breaks_off_is_named_with_its_last_step() -> None:
         return {"up:output": stats(1.0)}
 
     lost = charts(of, 3, ends={0: "closed", 1: "interrupted", 2: "closed"}, last={1: 4})
-    (told,) = found(RankLost(), lost)
+    (told,) = found(rank_lost, lost)
     assert told.step == 3
     assert "rank 1 breaks off after step 3; ranks 0 and 2 ended in good order" in told.message
-    assert found(RankLost(), charts(of, 3)) == []
+    assert found(rank_lost, charts(of, 3)) == []
 
 
 def targets(weight: Callable[[float], float], counts: tuple[float, float]) -> Of:
@@ -311,11 +322,11 @@ def targets(weight: Callable[[float], float], counts: tuple[float, float]) -> Of
 
 
 def test_losses_divided_by_own_counts_are_told_where_counts_differ_much() -> None:
-    (told,) = found(RanksUneven(), charts(targets(lambda count: 1 / count, (10, 40))))
+    (told,) = found(ranks_uneven, charts(targets(lambda count: 1 / count, (10, 40))))
     assert "rank 0: 10, rank 1: 40" in told.message
     assert "counts 4 times as much" in told.message
-    assert found(RanksUneven(), charts(targets(lambda count: 1 / 25, (10, 40)))) == []
-    assert found(RanksUneven(), charts(targets(lambda count: 1 / count, (32, 31)))) == []
+    assert found(ranks_uneven, charts(targets(lambda count: 1 / 25, (10, 40)))) == []
+    assert found(ranks_uneven, charts(targets(lambda count: 1 / count, (32, 31)))) == []
 
 
 def test_where_ranks_do_not_fit_into_memory_some_are_judged_and_the_rest_is_told(
@@ -341,12 +352,12 @@ def test_where_ranks_do_not_fit_into_memory_some_are_judged_and_the_rest_is_told
 def test_rules_on_ranks_say_nothing_of_one_process() -> None:
     chart = Chart(dict)
     rules = [
-        RanksDrift(),
-        RanksUnreduced(),
-        RanksScale(),
-        RanksBuffers(),
-        RanksSwapped(),
-        RankSlow(),
-        RankLost(),
+        ranks_drift,
+        ranks_unreduced,
+        ranks_scale,
+        ranks_buffers,
+        ranks_swapped,
+        rank_slow,
+        rank_lost,
     ]
     assert all(found(rule, chart) == [] for rule in rules)

@@ -11,17 +11,13 @@ import numpy as np
 import pytest
 
 import torchtap.registry
-from torchtap.diagnosis.chart import EARLY, Block, Chart
-from torchtap.diagnosis.facts import Fact, Structure, read_fact, read_structure
-from torchtap.diagnosis.rules.activity import DeadValues, OutputCollapsed
-from torchtap.diagnosis.rules.base import Rule
-from torchtap.diagnosis.rules.data import ConstantInput, SameBatch
-from torchtap.diagnosis.rules.loop import StaleGradient
-from torchtap.diagnosis.rules.nonfinite import NonFinite
-from torchtap.diagnosis.rules.numbers import LossScale
-from torchtap.diagnosis.rules.registry import RULES, all_rules
-from torchtap.diagnosis.rules.sizes import Exploding, Shrinking, Vanishing
-from torchtap.diagnosis.rules.steps import LostUpdates, RateGone
+from torchtap.diagnosis.chart import EARLY, Block, Chart, Fact, Structure, read_fact, read_structure
+from torchtap.diagnosis.rule_type import Rule
+from torchtap.diagnosis.rules import RULES, all_rules, stale_gradient
+from torchtap.diagnosis.rules.loop import learning_rate_gone, lost_updates
+from torchtap.diagnosis.rules.model import constant_input, same_batch
+from torchtap.diagnosis.rules.numbers import loss_scale, nonfinite
+from torchtap.diagnosis.rules.values import collapsed, dead, exploding, shrinking, vanishing
 from torchtap.testing import RuleContract
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
@@ -34,7 +30,7 @@ def block(statistic: str, **sites: float) -> Block:
 
 class TestNonFinite(RuleContract):
     def rule(self) -> Rule:
-        return NonFinite()
+        return nonfinite
 
     def healthy(self, chart: Chart, step: int) -> list[Block]:
         return [block("nans", a__output=0, b__output=0), block("infs", a__output=0, m__input=4)]
@@ -45,7 +41,7 @@ class TestNonFinite(RuleContract):
 
 class TestStaleGradient(RuleContract):
     def rule(self) -> Rule:
-        return StaleGradient()
+        return stale_gradient
 
     def healthy(self, chart: Chart, step: int) -> list[Block]:
         return []
@@ -58,7 +54,7 @@ class TestStaleGradient(RuleContract):
 
 class TestDeadValues(RuleContract):
     def rule(self) -> Rule:
-        return DeadValues()
+        return dead
 
     def healthy(self, chart: Chart, step: int) -> list[Block]:
         return [block("zeros", a__output=0.999 if step % 5 else 0.5)]
@@ -69,7 +65,7 @@ class TestDeadValues(RuleContract):
 
 class TestOutputCollapsed(RuleContract):
     def rule(self) -> Rule:
-        return OutputCollapsed()
+        return collapsed
 
     def healthy(self, chart: Chart, step: int) -> list[Block]:
         return [block("between", __output=0.1, __input=0.9)]
@@ -80,7 +76,7 @@ class TestOutputCollapsed(RuleContract):
 
 class TestExploding(RuleContract):
     def rule(self) -> Rule:
-        return Exploding()
+        return exploding
 
     def healthy(self, chart: Chart, step: int) -> list[Block]:
         return [block("rms", a__output=1.0 + step, b__output=1e-6 * 1.2 ** min(step, 60))]
@@ -91,7 +87,7 @@ class TestExploding(RuleContract):
 
 class TestVanishing(RuleContract):
     def rule(self) -> Rule:
-        return Vanishing()
+        return vanishing
 
     def chart(self) -> Chart:
         return Chart(lambda: {f"l.{i}:grad_output": {"class": "Linear"} for i in range(6)})
@@ -108,7 +104,7 @@ class TestVanishing(RuleContract):
 
 class TestRateGone(RuleContract):
     def rule(self) -> Rule:
-        return RateGone()
+        return learning_rate_gone
 
     def healthy(self, chart: Chart, step: int) -> list[Block]:
         return [block("value", __lr_dot_0=0.5 * (1 + np.cos(np.pi * step / self.steps)))]
@@ -119,7 +115,7 @@ class TestRateGone(RuleContract):
 
 class TestLostUpdates(RuleContract):
     def rule(self) -> Rule:
-        return LostUpdates()
+        return lost_updates
 
     def record(self, lost: float) -> list[Block]:
         return [
@@ -136,7 +132,7 @@ class TestLostUpdates(RuleContract):
 
 class TestSameBatch(RuleContract):
     def rule(self) -> Rule:
-        return SameBatch()
+        return same_batch
 
     def record(self, value: float) -> list[Block]:
         return [block(name, __input=value) for name in ("mean", "std", "min", "max", "l1", "l2")]
@@ -150,7 +146,7 @@ class TestSameBatch(RuleContract):
 
 class TestLossScale(RuleContract):
     def rule(self) -> Rule:
-        return LossScale()
+        return loss_scale
 
     def healthy(self, chart: Chart, step: int) -> list[Block]:
         chart.add(step, [], skipped=step < 8)
@@ -163,7 +159,7 @@ class TestLossScale(RuleContract):
 
 class TestConstantInput(RuleContract):
     def rule(self) -> Rule:
-        return ConstantInput()
+        return constant_input
 
     def healthy(self, chart: Chart, step: int) -> list[Block]:
         # A mask of ones beside an input that differs, and a batch of too few numbers to tell.
@@ -181,7 +177,7 @@ class TestConstantInput(RuleContract):
 
 class TestShrinking(RuleContract):
     def rule(self) -> Rule:
-        return Shrinking()
+        return shrinking
 
     def chart(self) -> Chart:
         known = {"class": "Linear", "shape": [8, 8]}
@@ -215,7 +211,7 @@ def test_the_page_has_every_rule_with_what_it_concludes() -> None:
 
 
 def test_a_package_adds_a_rule_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = EntryPoint("mine", f"{__name__}:Mine", "torchtap.rules")
+    mine = EntryPoint("mine", f"{__name__}:mine", "torchtap.rules")
     bad = EntryPoint("bad", "no.such.module:Rule", "torchtap.rules")
 
     def entry_points(*, group: str, name: str | None = None) -> list[EntryPoint]:
@@ -224,11 +220,11 @@ def test_a_package_adds_a_rule_by_an_entry_point(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torchtap.registry, "entry_points", entry_points)
     rules, failed = all_rules()
-    assert rules[-1] == Mine()
+    assert rules[-1] is dead
     assert "no.such.module" in failed["bad"]
 
 
-Mine = DeadValues
+mine = dead
 
 
 # -- charts and facts -----------------------------------------------------------------------------------------

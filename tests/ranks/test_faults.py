@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.faults.rank_controls import RANK_CONTROLS
-from benchmarks.faults.rank_faults import RANK_CASES, RankCase, RankOutcome, tried_on_ranks, warned_on_ranks
+from tests.corpus.diagnosis.rank_controls import RANK_CONTROLS
+from tests.corpus.diagnosis.rank_faults import (
+    RANK_CASES,
+    RankCase,
+    RankOutcome,
+    tried_on_ranks,
+    warned_on_ranks,
+)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.torture import limit
 from torchtap.errors import TorchtapError
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
-from torchtap.store.write.writer import RunWriter
+from torchtap.store.write.writer import RunWriter, _open_writers
 
 __all__ = ["Tally", "damaged_runs", "good_run", "memory_disk", "read_all"]
 
@@ -66,6 +66,7 @@ def good_run(folder: Path) -> Truth:
             else:  # as a process that died leaves it
                 writer.flush()
                 writer._recorder._place.release()  # type: ignore[union-attr]
+                _open_writers.discard(writer)  # as if its process had died
                 writer._closed = True
     earlier: Truth = {}
     read_all(open_run(folder, attempt=0), earlier, learn=True)

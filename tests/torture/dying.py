@@ -27,7 +27,7 @@ _LAUNCHER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 from tests.store.records import record
-from torchtap.store.files import destination
+from torchtap.store.files import folder as destination
 from torchtap.store.write.compact import Merger
 from torchtap.store.write.writer import RunWriter
 

@@ -12,8 +12,8 @@ import click
 from torchtap.cli.console import Terminal, say
 
 if TYPE_CHECKING:
+    from torchtap import Run
     from torchtap.comparison.judge.result import Comparison
-    from torchtap.store.read.reader import Run
 
 __all__ = ["EXIT_CODES", "command"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchtap.cli.console import Terminal, say_json
 
 if TYPE_CHECKING:
-    from torchtap.session.watching import Watch
+    from torchtap import Watch
 
 __all__ = ["SmallGPT", "Text", "command"]
 
@@ -196,7 +196,7 @@ def _table(watch: Watch, step: int, steps: int, loss: float) -> Table:
 def _show(console: Terminal, folder: Path) -> dict[str, object]:
     """Print the contents of the run, its findings and the next commands; with ``--json`` the same as data."""
     from torchtap import open as open_run
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
 
     run = open_run(folder)
     files = [path for path in folder.rglob("*") if path.is_file()]

@@ -1,7 +1,9 @@
-"""`torchtap diagnose RUN`: what looks wrong in a run, and what to do. Imports no torch."""
+"""`torchtap diagnose RUN`: report what looks wrong in a run and what to do. Imports no torch, except for --probe."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,28 +14,38 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+NOT_JUDGED = 3  # exit code
+
 
 @click.command("diagnose")
 @click.argument("run")
 @click.option("--json", "as_json", is_flag=True, help="A list of findings, for programs.")
 @click.option(
-    "--rules", "every_rule", is_flag=True, help="Say of each rule that could not judge what it needs."
+    "--rules", "every_rule", is_flag=True, help="List each rule that could not judge, and what it needs."
 )
-@click.option("--against", help="A file of `torchtap learn`: also say what of it no longer holds.")
-def command(run: str, as_json: bool, every_rule: bool, against: str | None) -> None:
-    """Say what looks wrong in RUN: where it begins, since when, and what to look at.
+@click.option("--against", help="A file of `torchtap learn`: also report what of it no longer holds.")
+@click.option(
+    "--probe", help="First run this training script under a doctor with experiments; RUN is then written."
+)
+def command(run: str, as_json: bool, every_rule: bool, against: str | None, probe: str | None) -> None:
+    """Report what looks wrong in RUN: where it begins, since when, and what to look at.
 
-    Exit code 1 where a finding is an error, 0 otherwise.
+    Exit code 1 if a finding is an error, 3 if too little was recorded to judge, 0 otherwise.
     """
     from torchtap.cli.console import say_json
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
 
+    if probe is not None:
+        words = [sys.executable, "-m", "torchtap", "run", "--doctor", "--out", run, probe]
+        subprocess.run(words, env={**os.environ, "TORCHTAP_PROBE": "1"}, check=False)
     findings = diagnose(run, against=against)
     if as_json:
         say_json([each.to_dict() for each in findings])
     else:
         _say_findings(findings, every_rule)
-    sys.exit(1 if any(each.severity == "error" for each in findings) else 0)
+    if any(each.severity == "error" for each in findings):
+        sys.exit(1)
+    sys.exit(NOT_JUDGED if findings.verdict == "not judged" else 0)
 
 
 def _say_findings(findings: Findings, every_rule: bool) -> None:
@@ -46,11 +58,12 @@ def _say_findings(findings: Findings, every_rule: bool) -> None:
             say(f"    {number.name}: {number.value:.4g}{at}")
         for cause in each.causes[:3]:
             say(f"    perhaps: {cause}")
+        for symptom in each.symptoms:
+            say(f"    also: {symptom}")
         say(f"    {each.advice}")
-    if not findings:
-        say("nothing looks wrong")
+    say(findings.summary())
     if every_rule:
         for missing in findings.unjudged:
             say(f"not judged: {missing}")
     elif findings.unjudged:
-        say(f"{len(findings.unjudged)} rules could not judge: --rules says why and what to record")
+        say("--rules lists what to record for the rules that could not judge")

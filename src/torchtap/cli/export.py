@@ -18,7 +18,7 @@ __all__ = ["command"]
     "--to",
     "target",
     required=True,
-    help="parquet, dataset (parquet files by rank), hdf5, pt, npz, csv or jsonl.",
+    help="parquet, dataset (parquet files by rank), hdf5, pt, npz, csv, jsonl or packed (the run itself in few files).",
 )
 @click.option("-o", "--out", help="Where to; by default beside the run.")
 @click.option("--partial", is_flag=True, help="Of a damaged run, what there is.")

@@ -17,7 +17,7 @@ def command(good_runs: tuple[str, ...], out: str, as_json: bool) -> None:
     `torchtap diagnose RUN --against FILE` then says what of it no longer holds.
     """
     from torchtap.cli.console import say, say_json
-    from torchtap.diagnosis.learned.learning import learn
+    from torchtap.diagnosis.learned import learn
 
     learned = learn(good_runs)
     learned.write(out)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from torchtap.diagnosis.flight.moment import StepSnapshot
-    from torchtap.diagnosis.op_trail import Event
+    from torchtap.diagnosis.birth import Event
+    from torchtap.diagnosis.flight.step import StepSnapshot
 
 __all__ = ["command"]
 
@@ -43,8 +43,8 @@ def command(
     It says whether the values came out the same, and where the first NaN or infinity was born. Exit code 1 where
     values differ from those in RUN.
     """
-    from torchtap.diagnosis.flight.moment import StepSnapshot
-    from torchtap.diagnosis.flight.offline import offline
+    from torchtap.diagnosis.flight.dump import offline
+    from torchtap.diagnosis.flight.step import StepSnapshot
 
     moment = StepSnapshot.load(run, rank)
     models = _models(names, moment, unsafe)

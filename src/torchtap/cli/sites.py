@@ -17,13 +17,13 @@ import click
 from rich.table import Table
 from torch import nn
 
+from torchtap import Site
 from torchtap.cli.console import Terminal, say, say_json
 from torchtap.cli.import_path import find_named
 from torchtap.errors import FormError
-from torchtap.plan.sites import Site
 
 if TYPE_CHECKING:
-    from torchtap.plan.sites import Site
+    from torchtap import Site
 
 __all__ = ["can_come", "command", "load_model"]
 
@@ -161,10 +161,11 @@ def load_model(text: str, *, unsafe: bool = False) -> object:
 
 def _sites(model: Any, kinds: tuple[str, ...], selector: str | None) -> list[Site]:
     """The sites that a selector picks; without one, those of some kinds that can have a value."""
+    from torchtap import make_plan
     from torchtap.forms.attach import tree_of
     from torchtap.plan.names import KINDS
-    from torchtap.plan.plan import candidates, make_plan
-    from torchtap.plan.sites import places
+    from torchtap.plan.plan import candidates
+    from torchtap.spi import places
 
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:

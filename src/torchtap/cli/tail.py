@@ -46,7 +46,7 @@ def command(
 
     from torchtap import open as open_run
     from torchtap.cli.console import Terminal
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
     from torchtap.viewer.terminal import live_view
 
     opened = open_run(run, rank=rank, partial=True)
@@ -91,7 +91,7 @@ def _tell_programs(run: Run, patterns: tuple[str, ...], rows: int, poll: float |
 
 
 def _newest(run: Run, patterns: tuple[str, ...], rows: int) -> dict[str, object]:
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
     from torchtap.viewer.figures import matching_sites
     from torchtap.viewer.terminal import logged_first, newest
 

@@ -1,6 +1,6 @@
-"""What is wrong in a training, by its cause: rules over a run's records, a doctor beside the loop, a flight recorder.
+"""Find out why a training run goes wrong: rules over its records, a doctor beside the loop, a flight recorder.
 
-`torchtap.diagnose` and `torchtap.doctor` are the front of it; what is needed more seldom is named here.
+`torchtap.diagnose` and `torchtap.doctor` are the front door; less common names are here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from torchtap.diagnosis.finding import Findings as Findings
     from torchtap.diagnosis.flight.recorder import FlightRecorder as FlightRecorder
     from torchtap.diagnosis.flight.recorder import flight_recorder as flight_recorder
-    from torchtap.diagnosis.learned.invariants import Invariants as Invariants
-    from torchtap.diagnosis.learned.learning import learn as learn
-    from torchtap.diagnosis.rules.base import Rule as Rule
+    from torchtap.diagnosis.learned import Invariants as Invariants
+    from torchtap.diagnosis.learned import learn as learn
+    from torchtap.diagnosis.rule_type import Need as Need
+    from torchtap.diagnosis.rule_type import Rule as Rule
+    from torchtap.diagnosis.rule_type import rule as rule
 
 _HOME = {
     "Birth": "birth",
@@ -27,11 +29,13 @@ _HOME = {
     "Finding": "finding",
     "Findings": "finding",
     "FlightRecorder": "flight.recorder",
-    "Invariants": "learned.invariants",
-    "Rule": "rules.base",
+    "Invariants": "learned",
+    "Need": "rule_type",
+    "Rule": "rule_type",
     "find_nan": "birth",
     "flight_recorder": "flight.recorder",
-    "learn": "learned.learning",
+    "learn": "learned",
+    "rule": "rule_type",
 }
 __all__ = list(_HOME)
 __getattr__ = names_from(__name__, _HOME)

@@ -1,8 +1,8 @@
-"""A doctor beside a training: records what rules need, asks them at the end of live steps, and tells what they find.
+"""A doctor beside a training: record what rules need, judge at the end of live steps, report what they find.
 
 It guarantees:
-- losses, gradients and random numbers of the training are what they would be without it;
-- between live steps the model carries no tap, and what is still heard (each backward, each update) costs microseconds;
+- losses, gradients and random numbers of the training are those without it;
+- between live steps the model carries no tap; listening to each backward and update costs microseconds;
 - a rule or a probe that fails costs itself only;
 - the findings are those that `diagnose` gives on the finished run.
 """
@@ -19,40 +19,106 @@ from typing import Any, Literal, Self, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchtap.diagnosis.chart import Block, Chart
-from torchtap.diagnosis.doctor_plan import doctor_taps
-from torchtap.diagnosis.facts import FACT, STRUCTURE, Fact, Structure
+from torchtap._torch import RunningNorm
+from torchtap._torch_distributed import fsdp_sharded
+from torchtap.diagnosis.chart import FACT, LEARNED, LOSS, STRUCTURE, Block, Chart, Fact, Structure
+from torchtap.diagnosis.diagnose import RuleRunner
 from torchtap.diagnosis.finding import Finding, Findings
-from torchtap.diagnosis.judging import Ward
 from torchtap.diagnosis.probes.base import Patient, Probe
-from torchtap.diagnosis.probes.functions import FunctionProbe
-from torchtap.diagnosis.probes.gradients import GradientProbe
-from torchtap.diagnosis.probes.hidden import HiddenProbe
-from torchtap.diagnosis.probes.loaders import LoaderProbe
+from torchtap.diagnosis.probes.loop import GradientProbe, LoaderProbe, MembershipProbe, ModeProbe, UpdateProbe
 from torchtap.diagnosis.probes.losses import LossProbe
-from torchtap.diagnosis.probes.membership import MembershipProbe
-from torchtap.diagnosis.probes.modes import ModeProbe
-from torchtap.diagnosis.probes.padded import PaddingProbe
-from torchtap.diagnosis.probes.ranks import RankProbe
-from torchtap.diagnosis.probes.targets import TargetProbe
-from torchtap.diagnosis.probes.updates import UpdateProbe
-from torchtap.diagnosis.probes.weights import WeightProbe
-from torchtap.diagnosis.reading import LEARNED, LOSS
-from torchtap.diagnosis.rules.base import Rule
-from torchtap.diagnosis.rules.registry import all_rules
+from torchtap.diagnosis.probes.model import FunctionProbe, HiddenProbe, PaddingProbe, WeightProbe
+from torchtap.diagnosis.probes.on_demand import ExperimentProbe
+from torchtap.diagnosis.probes.ranks import RankProbe, TargetProbe
+from torchtap.diagnosis.rule_type import Rule
+from torchtap.diagnosis.rules import all_rules
 from torchtap.errors import PlanError, TrainingStoppedError
 from torchtap.forms.attach import tree_of
-from torchtap.plan.names import kind_of
-from torchtap.plan.next_live import Pace
+from torchtap.plan.names import kind_of, site_name
+from torchtap.plan.next_live import Pace, Seldom
+from torchtap.plan.tap import Tap, tap
 from torchtap.rank_identity import identity
 from torchtap.receive import backward, training
 from torchtap.receive.ears import Ears
+from torchtap.reduce import Fingerprint, SampleSpread, Units
 from torchtap.sanitize import say
 from torchtap.session.front import watch
+from torchtap.session.pulse import PULSE, Pulse, Table
 from torchtap.session.watching import Watch
-from torchtap.store.record import Consumer, StepRecord
+from torchtap.spi import Consumer, StepRecord, places
 
-__all__ = ["Doctor", "doctor"]
+_OF_PARAMETERS = ("param", "param_grad", "update")
+_COPIES = 16
+_LARGEST_COPY = 1 << 22  # elements
+_FIRING = (nn.ReLU, nn.ReLU6)  # units that do not fire are exactly zero
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def doctor_taps(model: nn.Module, pace: Pace, roots: tuple[str, ...] = ("",)) -> list[Tap]:
+    """Taps for all rules; ``roots`` are the paths of the models that are called.
+
+    Of the first steps, which are all looked at, not all is read: gradients of outputs, which are as large as these, in
+    one of two; parameters, which change little, and what the optimizer did to them, which takes a copy, in one of four.
+    """
+    alone = identity().world == 1
+    second = Seldom(pace, 2)
+    seldom = Seldom(pace, 4) if alone else pace  # ranks are compared by what they hold at each step
+    taps = [tap("*:output", when=pace), tap("*:grad_output", when=second)]
+    if _has_parameters(model):
+        taps.append(tap("*:param_grad", when=pace))
+        taps += [tap(f"*:{kind}", when=seldom) for kind in ("param", "update")]
+    taps.append(tap(":lr", when=pace))
+    for root in roots:
+        taps += [tap(f"{root}:input", when=pace), tap(f"{root}:input", SampleSpread(), when=pace)]
+        taps.append(tap(f"{root}:output", SampleSpread(), when=pace))
+    layers = [kind for kind in _LAYERS if any(isinstance(module, kind) for module in model.modules())]
+    firing = [kind for kind in _FIRING if any(isinstance(module, kind) for module in model.modules())]
+    if firing:
+        taps.append(tap(firing, Units(which=False), when=second))
+    if layers:
+        taps.append(tap(layers, Units(dim=0, which=False), kind="param_grad", when=second))
+    return [*taps, *(_running_statistics(model, seldom) if alone else _among_ranks(model, pace))]
+
+
+def _running_statistics(model: nn.Module, pace: Pace | Seldom) -> list[Tap]:
+    """What norms have gathered, where there are any."""
+    norms = [each for each in model.modules() if isinstance(each, RunningNorm) and each.track_running_stats]
+    kinds = list(dict.fromkeys(map(type, norms)))
+    return [tap(kinds, kind="buffer", when=pace)] if kinds else []
+
+
+def _among_ranks(model: nn.Module, pace: Pace) -> list[Tap]:
+    """What tells ranks from each other: fingerprints of what they hold alike, and gradients before they are reduced."""
+    taps = []
+    if _has_parameters(model):
+        taps += [tap(f"*:{kind}", Fingerprint(), when=pace) for kind in _OF_PARAMETERS]
+        local = _some_local_gradients(model)
+        if local:
+            taps += [tap(local, when=pace), tap(local, Fingerprint(), when=pace)]
+    if any(True for _ in model.buffers()):
+        taps.append(tap("*:buffer", when=pace))
+    return taps
+
+
+def _some_local_gradients(model: nn.Module) -> list[str]:
+    """Gradients before ranks average them, of a few parameters that are spread over the model: each is copied for it.
+
+    FSDP hands out reduced gradients alone.
+    """
+    if fsdp_sharded(model):
+        return []
+    found = [
+        site_name(place.path, "param_grad_local", leaf)
+        for place in places(model)
+        for leaf, parameter in place.module._parameters.items()
+        if parameter is not None and parameter.requires_grad and parameter.numel() <= _LARGEST_COPY
+    ]
+    return found[:: max(1, -(-len(found) // _COPIES))]
+
+
+def _has_parameters(model: nn.Module) -> bool:
+    return any(True for _ in model.parameters())
+
 
 StopAt = Literal["error", "warning"]
 _LOSS_LOOKS = 16  # steps between two looks where nothing but the loss is recorded
@@ -73,6 +139,7 @@ def doctor(
     rules: Sequence[Rule] | None = None,
     quiet: bool = False,
     labels: dict[str, Any] | None = None,
+    probe: bool | None = None,
 ) -> Doctor:
     """Have a doctor beside a training: it says what is wrong, by its cause, while it happens.
 
@@ -80,13 +147,16 @@ def doctor(
     one in ``every``, or more seldom where that takes more than ``share`` of the time. A finding is a line on standard
     error (unless ``quiet``), an alert of the ``sinks``, and a call of ``on_finding``. ``stop="error"`` raises
     `TrainingStoppedError` before the next update once an error was found; ``"warning"`` for warnings too.
+    ``probe=True`` experiments on a copy of the model after the second update, which needs the memory for it.
+    None reads the environment variable ``TORCHTAP_PROBE``.
     """
     if stop not in (None, "error", "warning"):
         raise PlanError(f"stop={stop!r}: give 'error', 'warning' or None")
     if not optimizers:
         raise PlanError("doctor(model, optimizer): give the optimizer, whose updates end the steps")
     pace = Pace(every, share, dense, evaluations=False)  # rules judge what learns
-    return Doctor(model, optimizers, pace, run, sinks, on_finding, stop, rules, quiet, labels)
+    experiments = bool(os.environ.get("TORCHTAP_PROBE")) if probe is None else probe
+    return Doctor(model, optimizers, pace, run, sinks, on_finding, stop, rules, quiet, labels, experiments)
 
 
 @final
@@ -105,6 +175,7 @@ class Doctor(Ears):
         rules: Sequence[Rule] | None,
         quiet: bool,
         labels: dict[str, Any] | None,
+        experiments: bool = False,
     ) -> None:
         self._on_finding, self._stop_at, self._quiet = on_finding, stop, quiet
         self._stopped_by: Finding | None = None
@@ -112,12 +183,12 @@ class Doctor(Ears):
         roots = tuple(model) if isinstance(model, dict) else ("",)
         tree = tree_of(nn.ModuleDict(model) if isinstance(model, dict) else model)
         self._chart = Chart(self._facts_of_sites)
-        self._ward = Ward(self._chart, all_rules()[0] if rules is None else rules)
+        self._runner = RuleRunner(self._chart, all_rules()[0] if rules is None else rules)
         self._process = os.getpid()
         self._alone = len(models) == len(optimizers) == 1
         self._backwards = 0  # since the last record
         self._records = 0
-        self._told = 0
+        self._loss_now: Tensor | None = None  # kept where a bad one stops the training
         self._left_out: deque[int] = deque(maxlen=8)  # steps whose update a scaler left out
         self._closed = False
         self.seconds = 0.0  # that rules have taken
@@ -125,8 +196,13 @@ class Doctor(Ears):
             model, run, doctor_taps(tree, pace, roots), sinks=[*sinks, _Clerk(self)], labels=labels
         )
         self._patient = Patient(tree, models)
-        self._probes = self._made_probes()
+        self._probes = [
+            *self._made_probes(),
+            *([ExperimentProbe(self._patient, self)] if experiments else []),
+        ]
         self.watch.follow(*optimizers)
+        self.watch.note(PULSE, parameters=list(self._patient.names.values()))
+        self._chart.parameters = list(self._patient.names.values())
         for probe in self._probes:
             probe.start()
         # After the probes: a loss that is NaN is theirs to see first.
@@ -149,6 +225,7 @@ class Doctor(Ears):
             FunctionProbe(patient, self, modes),
             PaddingProbe(patient, self),
             LoaderProbe(self),
+            Pulse(self._patient.called, patient.names, lambda: self.step, self._take_pulse),
         ]
 
     # -- what probes tell ---------------------------------------------------------------------------------
@@ -177,6 +254,15 @@ class Doctor(Ears):
         """A number of this step."""
         self.watch.log({site: value})
 
+    def _take_pulse(self, rows: Table) -> None:
+        """Put rows of the pulse into the chart and the run, and judge by them."""
+        began = time.perf_counter()
+        self.watch.note(PULSE, rows=rows)
+        self._chart.add_pulse(rows)
+        for finding in self._runner.look(pulse=True):
+            self._tell(finding)
+        self.seconds += time.perf_counter() - began
+
     def _take_structure(self, structure: Structure) -> None:
         self._chart.structure = structure
         self.watch.note(STRUCTURE, **structure.to_dict())
@@ -192,6 +278,7 @@ class Doctor(Ears):
         if loss is None or os.getpid() != self._process:
             return
         self.watch.add(loss=loss)
+        self._loss_now = loss.detach() if self._stop_at is not None else None
         self._backwards += 1
 
     def backward_ends(self) -> None:
@@ -199,6 +286,14 @@ class Doctor(Ears):
 
     def ready(self, optimizer: Optimizer) -> None:
         """The weights are still those of the step that a finding is of: here a training can be stopped."""
+        if (
+            self._stop_at is not None
+            and self._loss_now is not None
+            and not math.isfinite(float(self._loss_now))
+        ):
+            text = f"it is {float(self._loss_now)}"
+            self.fact("loss-not-finite", LOSS, text=text)
+            self._look()
         found, self._stopped_by = self._stopped_by, None
         if found is not None:
             raise TrainingStoppedError(
@@ -240,7 +335,7 @@ class Doctor(Ears):
         return urgent
 
     def _look(self) -> None:
-        for finding in self._ward.look():
+        for finding in self._runner.look():
             self._tell(finding)
 
     def _tell(self, finding: Finding) -> None:
@@ -258,7 +353,7 @@ class Doctor(Ears):
 
     def findings(self) -> Findings:
         """What was found so far, the gravest first; ``unjudged`` names the rules that could not judge."""
-        return self._ward.findings()
+        return self._runner.findings()
 
     def close(self) -> None:
         """End the recording, leave the model and torch as they were, and ask the rules a last time."""

@@ -1,8 +1,10 @@
-"""What several ranks hold alike: of each site the ranks whose values are the same, or ought to be, beside each other.
+"""Values that several ranks hold alike, and whether a weight is what its update left.
 
-What is replicated is told by the placements that ranks recorded. Where nobody said (a model that is spread by hand),
-the numbers of the first step tell: a parameter that has the same ones on every rank is the same parameter, unless
-another parameter of its module is not. No torch.
+Placements that ranks recorded state what is replicated. Without them (a model spread by hand) the first step decides: a
+parameter with the same numbers on every rank is one parameter, unless another parameter of its module is not.
+
+The projection of a weight plus that of its update is the projection of the next step's weight, up to rounding: the
+projection is linear. If it is not, something other than the optimizer changed the weight. No torch.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.chart import Chart
-from torchtap.diagnosis.places import ChartedSite
+from torchtap.diagnosis.chart import Chart, ChartedSite, Numbers
+from torchtap.diagnosis.rule_type import Flags
 from torchtap.placement import Placement
+from torchtap.plan.names import read_name, site_name
 
-__all__ = ["Replicas", "common_steps", "replicas", "values_on_ranks"]
+__all__ = ["Course", "Replicas", "common_steps", "course_of", "jumped", "replicas", "values_on_ranks"]
+
 
 _PRINT = ("mean", "l1", "l2", "absmax", "fingerprint")
-Flags = npt.NDArray[np.bool_]
-Numbers = npt.NDArray[np.float64]
 
 
 @final
@@ -155,3 +157,52 @@ def _is_constant(each: Replicas) -> bool:
     """Whether all elements have the same size at first: zeros, or ones."""
     mean, _, _, absmax = each.prints[0, :4, 0]
     return bool(abs(mean) == absmax)
+
+
+_ROUNDING = 1e-5  # of a weight's size
+_OF_UPDATE = 1e-2  # of an update's, which may be kept in few bits
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Course:
+    """One weight on one rank: at each kept step what it was to be, what it is, and how far rounding takes it."""
+
+    steps: npt.NDArray[np.int64]
+    expected: Numbers  # NaN where the step before was not recorded
+    found: Numbers
+    slack: Numbers
+
+    @property
+    def jumps(self) -> npt.NDArray[np.bool_]:
+        """The steps before which something else has changed it."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(np.abs(self.found - self.expected) > self.slack, np.bool_)
+
+
+def course_of(chart: Chart, site: str) -> Course | None:
+    """The course of a parameter; None where its projections were not recorded."""
+    module, _, leaf, _ = read_name(site)
+    change = site_name(module, "update", leaf)
+    rows = [
+        chart.row(each, statistic)
+        for each, statistic in ((site, "projection"), (change, "projection"), (site, "l2"), (change, "l2"))
+    ]
+    if any(row is None for row in rows):
+        return None
+    weight, update, size, moved = (np.asarray(row) for row in rows)
+    steps = chart.steps
+    after = np.diff(steps, prepend=steps[:1] - 2) == 1
+    with np.errstate(invalid="ignore"):
+        expected = np.where(after, np.roll(weight + update, 1), np.nan)
+        slack = _ROUNDING * np.maximum(size, np.roll(size, 1)) + _OF_UPDATE * np.roll(moved, 1)
+    return Course(steps, expected, weight, slack)
+
+
+def jumped(chart: Chart, site: str, step: int) -> bool:
+    """Whether something else than the optimizer changed a parameter just before a step."""
+    course = course_of(chart, site)
+    if course is None:
+        return False
+    column = int(np.searchsorted(course.steps, step))
+    return bool(course.jumps[column])

@@ -20,16 +20,14 @@ from typing import Any, Self, final, overload
 
 from torch import Tensor, nn
 
+from torchtap import Selector, Stats, Tap, make_plan
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.editing.layer_catcher import CallArguments, LayerCatcher
 from torchtap.errors import PlanError
-from torchtap.hooks.leaves import Args, Kwargs, map_leaves
+from torchtap.hooks.leaves import Args, Kwargs
 from torchtap.hooks.replace import replace_forward
-from torchtap.hooks.visit import Call, Stop, Visiting
-from torchtap.plan.plan import make_plan
-from torchtap.plan.sites import Selectable, Selector
-from torchtap.plan.tap import Tap
-from torchtap.reduce import Stats
+from torchtap.plan.sites import Selectable
+from torchtap.spi import Call, Stop, Visiting, map_leaves
 
 __all__ = ["CallArguments", "Catcher"]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtap.errors import FormError
 from torchtap.forms.attach import form_of
-from torchtap.plan.sites import unwrap
+from torchtap.spi import unwrap
 
 __all__ = ["hookable", "running_eagerly"]
 

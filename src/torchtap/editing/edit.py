@@ -22,15 +22,14 @@ from typing import Any, Self, TypeAlias, final
 import torch
 from torch import Tensor
 
+from torchtap import Plan, Selector, Site, Stats, Tap, make_plan
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError
-from torchtap.hooks.leaves import Args, Kwargs, map_inputs, map_leaves
-from torchtap.hooks.visit import Call, Stop, Visiting
-from torchtap.plan.names import belongs_to
-from torchtap.plan.plan import Plan, Port, make_plan
-from torchtap.plan.sites import Selectable, Selector, Site
-from torchtap.plan.tap import Tap
-from torchtap.reduce import Stats
+from torchtap.hooks.leaves import Args, Kwargs, map_inputs
+from torchtap.plan.plan import Port
+from torchtap.plan.sites import Selectable
+from torchtap.sanitize import shown
+from torchtap.spi import Call, Name, Stop, Visiting, map_leaves
 
 __all__ = ["Change", "Edit", "edit"]
 
@@ -84,15 +83,13 @@ class Edit:
         if kind is None:
             untouched = [p.site.name for p in self._plan.ports if not self._was_applied(p)]
             if untouched:
-                warnings.warn(
-                    f"nothing passed at {', '.join(untouched[:4])} while it was edited, so nothing was changed there",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                some = ", ".join(untouched[:4])
+                message = f"nothing passed at {some} while it was edited, so nothing was changed there"
+                warnings.warn(shown(message, 5000), RuntimeWarning, stacklevel=2)
 
     def _was_applied(self, port: Port) -> bool:
         bare = port.site.name
-        return any(belongs_to(name, bare) for name in self.applied)
+        return any(Name.read(name).belongs_to(bare) for name in self.applied)
 
     # -- the visitor's side ---------------------------------------------------------------------------------
 

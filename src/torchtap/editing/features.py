@@ -20,15 +20,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from torchtap import Plan, Selector, Site, Stats, Tap, make_plan
 from torchtap._torch import version_of
 from torchtap.editing.eager_only import hookable
 from torchtap.errors import PlanError, SelectionError
-from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves
-from torchtap.hooks.visit import Call, Stop, Visiting
-from torchtap.plan.plan import Plan, Port, make_plan
-from torchtap.plan.sites import Selectable, Selector, Site, selectors_of
-from torchtap.plan.tap import Tap
-from torchtap.reduce import Stats
+from torchtap.hooks.leaves import Args, Kwargs
+from torchtap.plan.plan import Port
+from torchtap.plan.sites import Selectable, selectors_of
+from torchtap.sanitize import shown
+from torchtap.spi import Call, Stop, Visiting, input_leaves, leaves
 
 __all__ = ["Features", "features"]
 
@@ -168,8 +168,12 @@ class Features(nn.Module):
         ]
         if changed:
             warnings.warn(
-                f"{changed[0]} was changed in place by a later module, and is handed out as changed; make that "
-                "module not work in place, or use torchtap.capture, which copies",
+                shown(
+                    f"{changed[0]} was changed in place by a later module, and is handed out as changed; make that "
+                    "module not work in place, or use torchtap.capture, which copies",
+                    5000,
+                    lines=True,
+                ),
                 RuntimeWarning,
                 stacklevel=4,
             )

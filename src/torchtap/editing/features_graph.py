@@ -7,11 +7,12 @@ from typing import Any, final, get_type_hints
 
 from torch import fx, nn
 
+from torchtap import Plan, Site
 from torchtap.errors import FormError
 from torchtap.hooks.leaves import children
-from torchtap.plan.names import join_path, path_parts, selector_parts
-from torchtap.plan.plan import Plan, Port
-from torchtap.plan.sites import Site, input_names
+from torchtap.plan.names import selector_parts
+from torchtap.plan.plan import Port
+from torchtap.spi import ModulePath, input_names
 
 __all__ = ["graph_with_values"]
 
@@ -104,9 +105,9 @@ def _leaves(value: Any, name: str, asked: str = "") -> Iterator[tuple[str, fx.Pr
     """Proxies by name. What a leaf module returns shows no structure: there ``asked`` says where to look."""
     if isinstance(value, fx.Proxy):
         inner: Any = value
-        for part in path_parts(asked):
+        for part in ModulePath(asked).parts:
             inner = inner[int(part) if part.isdigit() else part]
         yield asked or name, inner
         return
     for key, child in children(value):
-        yield from _leaves(child, join_path(name, str(key)))
+        yield from _leaves(child, (ModulePath(name) / str(key)))

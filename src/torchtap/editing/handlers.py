@@ -20,9 +20,8 @@ from torch import nn
 
 from torchtap.editing.eager_only import hookable
 from torchtap.errors import PlanError
-from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves
-from torchtap.hooks.visit import Call, Stop, Visiting
-from torchtap.plan.sites import places
+from torchtap.hooks.leaves import Args, Kwargs
+from torchtap.spi import Call, Stop, Visiting, input_leaves, leaves, places
 
 __all__ = ["HandedOver", "Handler", "hand_over"]
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from torchtap.errors import ForwardStoppedError
-from torchtap.hooks.leaves import Args, Kwargs, map_leaves
+from torchtap.hooks.leaves import Args, Kwargs
+from torchtap.spi import map_leaves
 
 __all__ = ["CallArguments", "LayerCatcher"]
 

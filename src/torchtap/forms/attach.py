@@ -10,8 +10,8 @@ from torch import fx, nn
 from torchtap._torch import compiled_function, runs_compiled
 from torchtap.errors import FormError
 from torchtap.hooks.hooks import WayName
-from torchtap.receive.eager import Attachment, EagerAttachment
-from torchtap.receive.receiver import Receiver
+from torchtap.receive.eager import EagerAttachment
+from torchtap.spi import Attachment, Receiver
 
 if TYPE_CHECKING:
     from torchtap.forms.match.site_map import SiteMap

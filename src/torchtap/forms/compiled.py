@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
+from torchtap import Plan
 from torchtap._torch import (
     base_of,
     compiled_function,
@@ -49,15 +50,10 @@ from torchtap.forms.op.forms import CarriedAttachment
 from torchtap.forms.op.fused import emit_measured
 from torchtap.forms.op.passes import PassHooks
 from torchtap.hooks.hooks import Handle
-from torchtap.hooks.leaves import input_leaves, leaves
-from torchtap.plan.names import site_name
-from torchtap.plan.plan import Plan
-from torchtap.plan.sites import unwrap
-from torchtap.receive import by_name, inside, reasons
+from torchtap.receive import by_name, inside
 from torchtap.receive.active import activate, deactivate
 from torchtap.receive.attention import report_attention
-from torchtap.receive.entries import PortState
-from torchtap.receive.receiver import Receiver
+from torchtap.spi import Name, PortState, Receiver, input_leaves, leaves, reasons, unwrap
 
 __all__ = ["attach_compiled", "compiled_regions"]
 
@@ -223,7 +219,7 @@ def attach_compiled(model: nn.Module, receiver: Receiver) -> CarriedAttachment:
     looks_inside = receiver.listens_to("attention") or receiver.listens_to("value")
     carriers = _carriers_for(unwrap(model), receiver, looks_inside)
     for port in receiver.ports.values():
-        if is_silent(carriers.channel.prefix + site_name(port.port.site.path, port.kind)):
+        if is_silent(carriers.channel.prefix + str(Name(port.port.site.path, port.kind))):
             port.note = reasons.IN_A_BRANCH
     number = carriers.channel.number
     compiled = [CompiledRoute(region, number) for region in compiled_regions(model)]

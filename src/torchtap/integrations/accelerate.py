@@ -13,10 +13,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
+from torchtap import Watch, watch
 from torchtap.errors import SessionError
 from torchtap.integrations.accompany import DEFAULT_TAPS, Taps
-from torchtap.session.front import watch
-from torchtap.session.watching import Watch
 
 __all__ = ["TorchtapTracker", "watch_prepared"]
 

@@ -12,12 +12,11 @@ from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 
+from torchtap import Tap, Watch, watch
 from torchtap.integrations.first_call import FirstCall
 from torchtap.integrations.models import called_models
 from torchtap.plan.sites import Selectable
-from torchtap.plan.tap import Tap
-from torchtap.session.front import watch
-from torchtap.session.watching import Watch
+from torchtap.session.pulse import Pulse, pulse_of
 
 __all__ = ["DEFAULT_TAPS", "Accompanied", "Taps"]
 
@@ -33,6 +32,7 @@ class Accompanied:
         self._run, self._taps, self._options = run, taps, dict(options)
         self._first_call: FirstCall | None = None
         self._waiting: list[Callable[[Watch], None]] = []
+        self._pulse: Pulse | None = None
         self.watch: Watch | None = None
 
     def begin(self, root: nn.Module, optimizers: Iterable[Any], start: int | None = None) -> None:
@@ -45,6 +45,7 @@ class Accompanied:
             made = watch(model, self._run, self._taps, **self._options)
             self.watch = made
             made.follow(*followed, start=start)
+            self._pulse = pulse_of(made, models)
             for action in self._waiting:
                 action(made)
             self._waiting.clear()
@@ -69,6 +70,8 @@ class Accompanied:
         """The training is over, or has failed."""
         if self._first_call is not None:
             self._first_call.stop()
+        if self._pulse is not None:
+            self._pulse.stop()
         made, self.watch = self.watch, None
         if made is not None:
             made.close()

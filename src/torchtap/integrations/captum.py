@@ -13,15 +13,11 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from torchtap import Selector, Site, Stats, Tap, Watch, make_plan
 from torchtap.editing.eager_only import hookable, running_eagerly
 from torchtap.errors import PlanError, SelectionError, needing
-from torchtap.hooks.leaves import leaves
-from torchtap.plan.names import read_name, site_name
-from torchtap.plan.plan import make_plan
-from torchtap.plan.sites import Selectable, Selector, Site
-from torchtap.plan.tap import Tap
-from torchtap.reduce import Stats
-from torchtap.session.watching import Watch
+from torchtap.plan.sites import Selectable
+from torchtap.spi import Name, leaves
 
 __all__ = ["METHODS", "attribute"]
 
@@ -87,7 +83,7 @@ def _log(into: Watch, place: Site, method: str, result: Tensor | tuple[Tensor, .
     parts = result if isinstance(result, tuple) else (result,)
     for number, part in enumerate(parts):
         suffix = f".{number}" if len(parts) > 1 else ""
-        into.log(site_name(place.path, "value", f"{method}{suffix}"), part)
+        into.log(str(Name(place.path, "value", f"{method}{suffix}")), part)
 
 
 def _place(model: Any, site: Selectable) -> Site:
@@ -96,7 +92,7 @@ def _place(model: Any, site: Selectable) -> Site:
         found = ", ".join(port.site.name for port in ports[:4])
         raise PlanError(f"an attribution is of one module's output or input; {site!r} picks {found}")
     bare = ports[0].site
-    leaf = read_name(site).leaf if isinstance(site, str) else ""
+    leaf = Name.read(site).leaf if isinstance(site, str) else ""
     return Site(bare.path, bare.kind, leaf, module=bare.module)
 
 

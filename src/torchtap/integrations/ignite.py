@@ -9,10 +9,9 @@ from typing import Any, final
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
+from torchtap import Watch, watch
 from torchtap.errors import SessionError
 from torchtap.integrations.accompany import DEFAULT_TAPS, Taps
-from torchtap.session.front import watch
-from torchtap.session.watching import Watch
 
 __all__ = ["TorchtapHandler"]
 

@@ -14,9 +14,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from torchtap import Watch, watch
 from torchtap.integrations.accompany import DEFAULT_TAPS, Accompanied, Taps
-from torchtap.session.front import watch
-from torchtap.session.watching import Watch
 
 __all__ = ["TorchtapCallback", "watch_fabric"]
 

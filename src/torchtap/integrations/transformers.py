@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from torchtap import Watch
 from torchtap.integrations.accompany import DEFAULT_TAPS, Accompanied, Taps
-from torchtap.session.watching import Watch
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -45,6 +45,7 @@ from torchtap.monitors.monitor_settings import (
     completed_config,
     monitored_layers,
 )
+from torchtap.sanitize import shown
 from torchtap.spi import Name, StepRecord, map_leaves, places
 
 __all__ = ["Monitor"]
@@ -426,7 +427,7 @@ class Monitor:
     def _warn_once(self, message: str) -> None:
         if message not in self._state.warned:
             self._state.warned.add(message)
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(shown(message, 5000, lines=True), RuntimeWarning, stacklevel=4)
 
     @property
     def lost(self) -> list[str]:

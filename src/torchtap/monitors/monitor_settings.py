@@ -135,8 +135,12 @@ def _warn_of_containers(layer: MonitoredLayer, module: nn.Module) -> None:
         children = [f"{layer.name}.{child}" for child in module._modules]
         instead = f"; monitor {', '.join(map(repr, children[:3]))} … instead" if children else ""
         warnings.warn(
-            f"layer {layer.name!r} is a {type(module).__name__}: a container that is never called, so nothing "
-            f"will be recorded for it{instead}",
+            shown(
+                f"layer {layer.name!r} is a {type(module).__name__}: a container that is never called, so nothing "
+                f"will be recorded for it{instead}",
+                5000,
+                lines=True,
+            ),
             RuntimeWarning,
             stacklevel=5,
         )

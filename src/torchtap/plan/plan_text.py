@@ -30,7 +30,7 @@ def described(plan: Plan) -> str:
         within = "" if each.budget is None else f"  within {each.budget.spec()}"
         lines.append(f"  {index}: {chosen}  keep {each.keep.spec()}  when {each.schedule.spec()}{within}")
         lines.append(f"     {some}")
-    return "\n".join(lines)
+    return shown("\n".join(lines), 100_000, lines=True)
 
 
 def taps_from_json(text: str) -> list[Tap]:

@@ -21,10 +21,11 @@ from torchtap.placement import Placement
 from torchtap.ranks.assembled import Assembled, Piece, Summed
 from torchtap.ranks.fold import How, RankFold, Sharing, needed, quantile, share_of, share_out, way_of
 from torchtap.ranks.launches import Launch
+from torchtap.sanitize import shown
 from torchtap.store.read.lookup import TRAINING
 from torchtap.store.read.numbers import Block
 from torchtap.store.read.rank_run import PlacementChanges, RankRun, at_step
-from torchtap.store.read.results import FoundTensor, TensorRef
+from torchtap.store.read.results import FoundTensor, Status, TensorRef
 from torchtap.store.read.stored_tensors import StoredTensor
 
 __all__ = ["LaunchRun", "absent_ranks"]
@@ -38,9 +39,12 @@ Sharings = tuple[tuple[int, Sharing], ...]  # each from a step on; the first one
 class LaunchRun:
     """The recording of the ranks of one launch."""
 
-    def __init__(self, launch: Launch, open_rank: Callable[[int, int], RankRun]) -> None:
+    def __init__(
+        self, launch: Launch, open_rank: Callable[[int, int], RankRun], whole: RankRun | None = None
+    ) -> None:
         self.launch = launch
         self._open = open_rank
+        self._whole = whole  # of a packed run: the fold over all ranks, which is read instead of them
         self._ranks: dict[int, RankRun] = {}
         self._holders: dict[str, tuple[int, ...]] | None = None
         self._sharings: dict[tuple[str, str], Sharings] = {}
@@ -59,15 +63,125 @@ class LaunchRun:
 
     @property
     def lowest(self) -> RankRun:
-        return self.rank(min(self.launch.attempts))
+        return self._whole or self.rank(min(self.launch.attempts))
+
+    def _shown(self) -> Iterator[RankRun]:
+        """Yield the fold if there is one, else all ranks."""
+        if self._whole is None:
+            yield from self.ranks()
+        else:
+            yield self._whole
 
     def refresh(self) -> None:
         """Read what was written since."""
-        for run in self._ranks.values():
+        for run in [*self._ranks.values(), *self._shown()] if self._whole else self._ranks.values():
             run.refresh()
         self._holders = None
         self._sharings.clear()
         self._alike.clear()
+
+    # --- the launch as one --------------------------------------------------------------------------------
+
+    def statuses(self) -> dict[int, Status]:
+        """Return how each rank stands."""
+        if self._whole is None:
+            return {run.rank: run.status for run in self.ranks()}
+        noted = self._packed().get("statuses")
+        known: dict[str, Status] = {"closed": "closed", "interrupted": "interrupted"}
+        return {
+            int(rank): known.get(status, "interrupted")
+            for rank, status in (noted.items() if isinstance(noted, dict) else ())
+            if rank.isdecimal()
+        }
+
+    def problems(self) -> list[str]:
+        """Return what is damaged, lost or missing on any rank."""
+        found = [problem for run in self._shown() for problem in run.problems]
+        if self._whole is not None:
+            noted = self._packed().get("problems")
+            return found + [
+                shown(str(each), 2000) for each in (noted if isinstance(noted, list) else [])[:1000]
+            ]
+        return found + (self.missing() if self.launch.world > 1 or len(self.launch.attempts) > 1 else [])
+
+    def _packed(self) -> dict[str, Any]:
+        packed = self.lowest.manifest.get("packed")
+        return packed if isinstance(packed, dict) else {}
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events of the lowest rank; of the others, losses and warnings."""
+        found: list[dict[str, Any]] = []
+        for number, run in enumerate(self._shown()):
+            events = run.events()
+            if number:
+                noted = (event for event in events if event.get("kind") in ("lost", "warning"))
+                events = [{**event, "rank": run.rank} for event in noted]
+            found += events
+        return found
+
+    def phases(self, own: npt.NDArray[np.int64] | None) -> list[str]:
+        """Return the phases of the records, or of those at these steps."""
+        found: dict[str, None] = {}
+        for run in self._shown():
+            phases = run.phases
+            if own is not None and phases:
+                clock = run.clock()
+                here = set(clock.phase[np.isin(clock.step, own)].tolist())
+                phases = [phase for phase in phases if phase in here]
+            found.update(dict.fromkeys(phases))
+        return list(found)
+
+    def phases_of(self, site: str) -> set[str]:
+        """Return the phases in which a number of a site was recorded, on the lowest rank that has it."""
+        for run in self._shown():
+            if site in run.site_names():
+                return run.phases_of_sites().get(site, set())
+        return set()
+
+    def site_names(self) -> dict[str, None]:
+        """Return the sites of all ranks."""
+        return dict.fromkeys(self.holders()) if self._whole is None else self._whole.site_names()
+
+    def site_facts(self) -> dict[str, dict[str, Any]]:
+        """Return the facts of each site; the shape of a value that ranks share is that of the whole."""
+        found: dict[str, dict[str, Any]] = {}
+        for run in self._shown():
+            for site, facts in run.site_facts().items():
+                if found.setdefault(site, facts).get("shape") is None:
+                    found[site] = {**found[site], **facts}
+        for site in self.holders() if self._whole is None and len(self.launch.attempts) > 1 else ():
+            placed = self.placement(site, None, TRAINING)
+            if placed is not None and placed.shape is not None:
+                found[site] = {**found.get(site, {"name": site}), "shape": list(placed.shape)}
+        return found
+
+    def statistics(self, site: str | None) -> list[str]:
+        """Return the statistics of a site, or of any, on any rank."""
+        found: dict[str, None] = {}
+        for run in self._shown():
+            found.update(dict.fromkeys(run.statistics(site)))
+        return list(found)
+
+    def steps(self, site: str | None, phase: str | None = None) -> npt.NDArray[np.int64]:
+        """Return all steps of any rank, or those at which something of a site was recorded in a phase."""
+        every = [run.steps(site, phase) for run in self._shown() if site is None or site in run.site_names()]
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *every]))
+
+    def clock(self) -> np.recarray:
+        """Return the lowest rank's clock, with the records that only other ranks have."""
+        rows: list[np.ndarray] = []
+        seen: set[tuple[int, str]] = set()
+        for number, run in enumerate(self._shown()):
+            clock = run.clock()
+            names = list(zip(clock.step.tolist(), clock.phase.tolist(), strict=True))
+            rows.append(np.asarray(clock)[[not number or name not in seen for name in names]])
+            seen.update(names)
+        table = np.concatenate(rows)
+        return table[np.argsort(table["step"], kind="stable")].view(np.recarray)
+
+    def lost_steps(self) -> list[tuple[int, int]]:
+        """Return the ranges of steps whose files are damaged or missing on any rank."""
+        return [each for run in self._shown() for each in run.lost_steps]
 
     # --- which rank holds what ----------------------------------------------------------------------------
 
@@ -124,7 +238,7 @@ class LaunchRun:
         lenient: bool,
     ) -> Block:
         """Read one statistic of some sites in a phase. Sites that are shared alike are folded together."""
-        if len(self.launch.attempts) == 1:
+        if len(self.launch.attempts) == 1 or (self._whole is not None and not lenient):
             return self.lowest.numbers(statistic, sites, phase, steps=steps, lenient=lenient)
         holders = self.holders()
         groups: dict[Sharings, list[int]] = {}

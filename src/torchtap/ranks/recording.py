@@ -19,6 +19,7 @@ from torchtap.errors import RunCorruptError, RunFormatError
 from torchtap.placement import Placement
 from torchtap.ranks.launch_run import LaunchRun
 from torchtap.ranks.launches import Launch, find_launches
+from torchtap.ranks.packed import attempt_of_whole, packed_launches
 from torchtap.store.files.folder import Folder
 from torchtap.store.files.layout import parse_attempt, rank_folder
 from torchtap.store.read.lookup import TRAINING, first_phase
@@ -65,18 +66,18 @@ class Recording:
         """Read what was written since."""
         known = {tuple(run.launch.attempts.items()): run for run in self.launches}
         self.launches, self._owned = [], None
-        for launch in self._find_launches():
+        for number, launch in enumerate(self._find_launches()):
             before = known.get(tuple(launch.attempts.items()))
             if before is not None:
                 before.launch = launch
                 before.refresh()
-            self.launches.append(before or LaunchRun(launch, self._open))
+            self.launches.append(before or LaunchRun(launch, self._open, self._fold_of(number, launch)))
         if len(self._ranks) == 1:
             self._set_aside()
 
     def _find_launches(self) -> list[Launch]:
         if len(self._ranks) > 1:
-            found = find_launches(self._root, self._ranks)
+            found = packed_launches(self._root) or find_launches(self._root, self._ranks)
             if not found:
                 raise RunFormatError(f"{self.path}: no rank has an attempt")
             return found
@@ -89,6 +90,13 @@ class Recording:
             wanted = "attempt" if self._attempt is None else f"attempt {self._attempt}"
             raise RunFormatError(f"{self.path}: rank {rank} has no {wanted}")
         return [Launch(1, 0.0, {rank: attempt}) for attempt in attempts]
+
+    def _fold_of(self, number: int, launch: Launch) -> RankRun | None:
+        """Return the fold of a launch of a packed run; None if there is none."""
+        folder = attempt_of_whole(self._root, number, launch) if len(self._ranks) > 1 else None
+        if folder is None:
+            return None
+        return RankRun(folder, min(launch.attempts), 0, self._axes, phase=self._phase)
 
     def _open(self, rank: int, attempt: int) -> RankRun:
         if (rank, attempt) not in self._opened:
@@ -140,20 +148,20 @@ class Recording:
             later = np.zeros(0, np.int64)
             found: list[Steps] = []
             for launch in reversed(self.launches):
-                own = np.unique(np.concatenate([run.steps(None) for run in launch.ranks()]))
+                own = launch.steps(None)
                 found.append(np.setdiff1d(own, later))
                 later = np.union1d(later, own)
             self._owned = found[::-1]
         lost: list[Ranges] = [()]
         for launch in reversed(self.launches[1:]):
-            lost.append(_joined([*lost[-1], *(each for run in launch.ranks() for each in run.lost_steps)]))
+            lost.append(_joined([*lost[-1], *launch.lost_steps()]))
         yield from zip(self.launches, self._owned, lost[::-1], strict=True)
 
     # --- the run ------------------------------------------------------------------------------------------
 
     @property
     def statuses(self) -> dict[int, Status]:
-        return {run.rank: run.status for run in self._last.ranks()}
+        return self._last.statuses()
 
     @property
     def status(self) -> Status:
@@ -173,33 +181,20 @@ class Recording:
 
     @property
     def phases(self) -> list[str]:
-        found: dict[str, None] = {}
-        for launch, own, _ in self._in_turn():
-            for run in launch.ranks():
-                if own is None:
-                    found.update(dict.fromkeys(run.phases))
-                elif len(run.phases) > 0:
-                    clock = run.clock()
-                    here = set(clock.phase[np.isin(clock.step, own)].tolist())
-                    found.update((phase, None) for phase in run.phases if phase in here)
-        return list(found)
+        phases = (phase for launch, own, _ in self._in_turn() for phase in launch.phases(own))
+        return list(dict.fromkeys(phases))
 
     def phase_of(self, site: str) -> str:
         """Return the phase that a site is shown in by default: training if it was recorded then."""
         phases = self.phases
         if len(phases) <= 1:
             return phases[0] if phases else TRAINING
-        recorded: set[str] = set()
-        for launch in self.launches:
-            for rank in launch.holders().get(site, ())[:1]:
-                recorded |= launch.rank(rank).phases_of_sites().get(site, set())
+        recorded = {phase for launch in self.launches for phase in launch.phases_of(site)}
         return first_phase(phases, recorded)
 
     @property
     def problems(self) -> list[str]:
-        found = [problem for launch in self.launches for run in launch.ranks() for problem in run.problems]
-        if len(self._ranks) > 1:
-            found += self._last.missing()
+        found = [problem for launch in self.launches for problem in launch.problems()]
         beside = (
             f"rank {run.rank}, attempt {run.attempt}: it was written while another attempt was: two processes took "
             f"themselves for rank {run.rank}, because neither a process group nor RANK told them apart when they "
@@ -210,22 +205,14 @@ class Recording:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events of the lowest rank of each launch; of the others, losses and warnings."""
-        found: list[dict[str, Any]] = []
-        for launch in self.launches:
-            lowest = launch.lowest
-            found += lowest.events()
-            for run in launch.ranks():
-                if run is not lowest:
-                    noted = (event for event in run.events() if event.get("kind") in ("lost", "warning"))
-                    found += [{**event, "rank": run.rank} for event in noted]
-        return found
+        return [event for launch in self.launches for event in launch.events()]
 
     # --- sites and steps ----------------------------------------------------------------------------------
 
     def site_names(self) -> dict[str, None]:
         found: dict[str, None] = {}
         for launch in self.launches:
-            found.update(dict.fromkeys(launch.holders()))
+            found.update(launch.site_names())
         if len(self.launches) == 1:
             return found
         return dict.fromkeys([name for name in self.site_facts() if name in found] + list(found))
@@ -233,14 +220,9 @@ class Recording:
     def site_facts(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for launch in reversed(self.launches):
-            for run in launch.ranks():
-                for site, facts in run.site_facts().items():
-                    if found.setdefault(site, facts).get("shape") is None:
-                        found[site] = {**found[site], **facts}
-        for site in self._last.holders() if len(self._ranks) > 1 else ():
-            placed = self._last.placement(site, None, TRAINING)
-            if placed is not None and placed.shape is not None:
-                found[site] = {**found.get(site, {"name": site}), "shape": list(placed.shape)}
+            for site, facts in launch.site_facts().items():
+                if found.setdefault(site, facts).get("shape") is None:
+                    found[site] = {**found[site], **facts}
         return found
 
     def placement(self, site: str, step: int | None, phase: str) -> Placement | None:
@@ -258,36 +240,23 @@ class Recording:
         return next(owners, self._last)
 
     def statistics(self, site: str | None) -> list[str]:
-        found: dict[str, None] = {}
-        for launch in self.launches:
-            ranks = sorted(launch.launch.attempts) if site is None else launch.holders().get(site, ())
-            for rank in ranks:
-                found.update(dict.fromkeys(launch.rank(rank).statistics(site)))
-        return list(found)
+        names = (name for launch in self.launches for name in launch.statistics(site))
+        return list(dict.fromkeys(names))
 
     def steps(self, site: str | None) -> Steps:
         phase = None if site is None else self.phase_of(site)
         found = [np.zeros(0, np.int64)]
         for launch, own, _ in self._in_turn():
-            ranks = launch.launch.attempts if site is None else launch.holders().get(site, ())
-            for rank in ranks:
-                steps = launch.rank(rank).steps(site, phase)
-                found.append(steps if own is None else np.intersect1d(steps, own))
+            steps = launch.steps(site, phase)
+            found.append(steps if own is None else np.intersect1d(steps, own))
         return np.unique(np.concatenate(found))
 
     def clock(self) -> np.recarray:
         """Return the lowest rank's clock, with the records that only other ranks have."""
         rows: list[np.ndarray] = []
         for launch, own, _ in self._in_turn():
-            seen: set[tuple[int, str]] = set()
-            for run in launch.ranks():
-                clock = run.clock()
-                new = np.ones(len(clock), bool) if own is None else np.isin(clock.step, own)
-                if len(self._ranks) > 1:
-                    names = list(zip(clock.step.tolist(), clock.phase.tolist(), strict=True))
-                    new &= np.array([name not in seen for name in names], bool)
-                    seen.update(names)
-                rows.append(np.asarray(clock)[new])
+            clock = np.asarray(launch.clock())
+            rows.append(clock if own is None else clock[np.isin(clock["step"], own)])
         table = np.concatenate(rows)
         return table[np.argsort(table["step"], kind="stable")].view(np.recarray)
 

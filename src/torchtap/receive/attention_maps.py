@@ -43,11 +43,13 @@ def attention_pieces(
             if mask is not None:
                 scores = scores + (mask[..., start:stop, :, :] if mask.shape[-3] == heads > 1 else mask)
             # A row with every key masked has no distribution; fused kernels give zeros there.
-            yield (
-                torch.softmax(scores, dim=-1).nan_to_num_(0.0)
-                if mask is not None
-                else torch.softmax(scores, -1)
-            )
+            yield _distribution(scores) if mask is not None else torch.softmax(scores, -1)
+
+
+def _distribution(scores: Tensor) -> Tensor:
+    """Return the softmax of masked scores; zeros for a row that is masked throughout. A NaN stays a NaN."""
+    hidden = (scores == -math.inf).all(-1, keepdim=True)
+    return torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0)
 
 
 def with_batch(value: Tensor) -> Tensor:
@@ -91,4 +93,4 @@ def attention_map(
         scores = (query * factor) @ key.transpose(-2, -1)
         if bias is None:
             return torch.softmax(scores, dim=-1)
-        return torch.softmax(scores + bias, dim=-1).nan_to_num(0.0)
+        return _distribution(scores + bias)

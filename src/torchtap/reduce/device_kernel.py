@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtap.reduce.kernel import DTYPE_CODES
+from torchtap.sanitize import shown
 
 __all__ = ["measure", "reads"]
 
@@ -57,8 +58,12 @@ def _give_up(error: Exception) -> None:
         return
     with suppress(RuntimeWarning):  # where warnings are errors, this one must still not cost a value
         warnings.warn(
-            f"Triton cannot run the statistics' kernel ({type(error).__name__}: {error}): torch ops compute them from "
-            "now on, with the same results and more slowly",
+            shown(
+                f"Triton cannot run the statistics' kernel ({type(error).__name__}: {error}): torch ops compute "
+                "them from now on, with the same results and more slowly",
+                5000,
+                lines=True,
+            ),
             RuntimeWarning,
             stacklevel=4,
         )

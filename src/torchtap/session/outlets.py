@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, final
 
 from torchtap.errors import RecordingLostError
+from torchtap.sanitize import shown
 from torchtap.store.record import Consumer, StepRecord
 
 __all__ = ["Outlets", "warn"]
@@ -119,7 +120,7 @@ class Outlets:
 def warn(message: str) -> None:
     """One warning, at the user's line; where warnings are errors, it must still not end a training."""
     with suppress(RuntimeWarning):
-        warnings.warn(message, RuntimeWarning, stacklevel=_frames_of_ours() + 2)
+        warnings.warn(shown(message, 5000, lines=True), RuntimeWarning, stacklevel=_frames_of_ours() + 2)
 
 
 def _frames_of_ours() -> int:

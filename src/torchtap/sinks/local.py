@@ -15,8 +15,8 @@ import numpy as np
 from torchtap.errors import SelectionError
 from torchtap.plan.sites import Selectable
 from torchtap.sinks.selection import Choice
+from torchtap.spi import StepRecord
 from torchtap.store.read.results import Series
-from torchtap.store.record import StepRecord
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,11 +15,12 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from torchtap import Selector, Site
 from torchtap.errors import PlanError, SelectionError
-from torchtap.plan.names import read_name
-from torchtap.plan.sites import Selectable, Selector, Site
+from torchtap.plan.sites import Selectable
 from torchtap.registry import Registry
-from torchtap.store.record import Consumer, ScalarBlock, StepRecord, TensorItem
+from torchtap.sanitize import shown
+from torchtap.spi import Consumer, Name, ScalarBlock, StepRecord, TensorItem
 
 __all__ = ["SINKS", "Choice", "label", "make_sink", "place_of", "sink_names"]
 
@@ -28,7 +29,7 @@ def place_of(name: str) -> tuple[str, str]:
     """A site's kind, and the rest of its name: ``blocks.0:output.1#2`` gives ``("output", "blocks.0.1#2")``."""
     if ":" not in name:  # an alias
         return name, "model"
-    path, kind, leaf, call = read_name(name)
+    path, kind, leaf, call = Name.read(name)
     place = ".".join(part for part in (path, leaf) if part) or "model"
     return kind or "value", f"{place}#{call}" if call else place
 
@@ -96,8 +97,12 @@ class Choice:
         asked += [f"statistic {each!r}" for each in sorted((self._statistics or frozenset()) - self._met)]
         if asked and self._asked:
             warnings.warn(
-                f"{sink} selects {', '.join(asked)}, and no record contained it: see which sites and statistics "
-                "the taps keep",
+                shown(
+                    f"{sink} selects {', '.join(asked)}, and no record contained it: see which sites and statistics "
+                    "the taps keep",
+                    5000,
+                    lines=True,
+                ),
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torchtap.errors import needing
 from torchtap.plan.sites import Selectable
 from torchtap.sinks.selection import Choice, label, place_of
-from torchtap.store.record import StepRecord, TensorItem
+from torchtap.spi import StepRecord, TensorItem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

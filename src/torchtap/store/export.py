@@ -9,6 +9,7 @@
 | `hdf5`    | a series for each site and statistic, and every tensor      | `hdf5`    |
 | `npz`     | the same, under flat names                                  |           |
 | `pt`      | the same as tensors; loads with `weights_only=True`         |           |
+| `packed`  | the run itself, in few files and folded over its ranks      |           |
 
 The file, or the folder, appears whole: it is written under a temporary name first.
 
@@ -64,7 +65,11 @@ FORMATS = {
     "hdf5": "torchtap.store.export:write_hdf5",
     "npz": "torchtap.store.export:write_npz",
     "pt": "torchtap.store.export:write_pt",
+    "packed": "torchtap.ranks.packed:write_packed",
 }
+
+
+_OURS = ("rank=", "ranks-", "whole-", "launches.json")  # in a folder that an export made
 
 
 def export_run(run: Run, to: str, path: str | os.PathLike[str]) -> Path:
@@ -78,11 +83,7 @@ def export_run(run: Run, to: str, path: str | os.PathLike[str]) -> Path:
     temporary = target.with_name(f".tmp-{os.getpid()}{target.suffix or f'.{to}'}")
     try:
         write(run, temporary)
-        if (
-            temporary.is_dir()
-            and target.is_dir()
-            and all(p.name.startswith("rank=") for p in target.iterdir())
-        ):
+        if temporary.is_dir() and target.is_dir() and all(p.name.startswith(_OURS) for p in target.iterdir()):
             shutil.rmtree(target)  # an older dataset; a folder with anything else in it stays
         os.replace(temporary, target)
     except OSError as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.places import places
+from torchtap.diagnosis.chart import places
 from torchtap.errors import SelectionError, TorchtapError, needing
 from torchtap.sanitize import in_html, shown
 from torchtap.viewer.arrays import NOT_FINITE, css, extremes, sequential
@@ -215,7 +215,7 @@ def run_html(run: Run) -> str:
 
 
 def _findings(run: Run) -> list[str]:
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
 
     shown = []
     for finding in diagnose(run)[:6]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.diagnosis.places import ChartedSite, places
+from torchtap.diagnosis.chart import ChartedSite, places
 from torchtap.sanitize import browser_text
 from torchtap.viewer.arrays import DERIVED, EMPTY_SUMS, block_extremes, derive, without_empty_sums
 
@@ -259,7 +259,7 @@ class OpenRun:
     def findings(self) -> list[Finding]:
         """Diagnose the present state of the run."""
         from torchtap import open as open_run
-        from torchtap.diagnosis.run import diagnose
+        from torchtap.diagnosis.diagnose import diagnose
 
         with self._diagnosing:
             revision = self.revision

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from torchtap import Run
-from torchtap.diagnosis.places import ChartedSite
+from torchtap.diagnosis.chart import ChartedSite
 from torchtap.spi import Name
 from torchtap.viewer.arrays import derived_of, encode_json
 from torchtap.viewer.open_run import OpenRun

@@ -475,7 +475,7 @@ class Catalog:
 
     def _findings(self, entry: CatalogEntry) -> list[Any]:
         from torchtap import open as open_run
-        from torchtap.diagnosis.run import diagnose
+        from torchtap.diagnosis.diagnose import diagnose
 
         opened = self._open.get(entry.found.name)
         return (

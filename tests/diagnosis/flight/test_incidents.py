@@ -19,7 +19,7 @@ from tests.diagnosis.flight.trainings import MODELS, Plan, batch, loss_of, plant
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.diagnosis.flight.moment import StepSnapshot
+from torchtap.diagnosis.flight.step import StepSnapshot
 
 STEPS = 40
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import torchtap as tt
 from torchtap.diagnosis.finding import Finding
-from torchtap.diagnosis.flight.history import Usual
+from torchtap.diagnosis.flight.recorder import Usual
 
 pytestmark = pytest.mark.filterwarnings("ignore:torchtap kept")
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchtap as tt
 from torchtap.diagnosis.flight.dump import Outcome
-from torchtap.diagnosis.flight.moment import StepSnapshot
+from torchtap.diagnosis.flight.step import StepSnapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:torchtap kept")
 

@@ -1,44 +1,47 @@
-"""A dump: the ring as an ordinary run, the kept moment beside it, and the bad step replayed under full taps.
+"""A dump: the ring as an ordinary run, the kept step beside it, and the bad step replayed under full taps.
 
     step-00000123/            read by `torchtap.open`, `show`, `view`
-        rank-0/ …             the last steps' numbers; step 123 once more in phase ``replay``, with whole tensors
-        moment/rank-0.pt      batch, weights, random state (`moment`)
+        rank-0/ …             the last steps' numbers; step 123 again in phase ``replay``, with whole tensors
+        moment/rank-0.pt      batch, weights, random state (`step`)
 
-The models are left exactly as they were, whatever happens here.
+The models are left exactly as they were, whatever happens here. `offline` replays a dump in another process.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 from torch import Tensor, nn
 
-from torchtap.diagnosis.birth import Birth, Search
-from torchtap.diagnosis.flight.judge import Incident
-from torchtap.diagnosis.flight.moment import StepSnapshot
-from torchtap.diagnosis.flight.passes import copied
-from torchtap.diagnosis.flight.replay import Replayed, replay
-from torchtap.diagnosis.op_trail import Event
+from torchtap.diagnosis.birth import Birth, Event, Search
+from torchtap.diagnosis.flight.step import Replayed, StepSnapshot, copied, replay, with_arithmetic
+from torchtap.errors import RunError
 from torchtap.forms.attach import tree_of
 from torchtap.plan.plan import make_plan
-from torchtap.plan.sites import unwrap
 from torchtap.plan.tap import tap
 from torchtap.reduce import Full, Sample, Stats
 from torchtap.session.front import watch
 from torchtap.session.manifest import run_manifest
-from torchtap.session.model_tree import environment
-from torchtap.session.untouched import untouched
 from torchtap.sinks.local import MemorySink
-from torchtap.store.record import ScalarBlock, StepRecord
-from torchtap.store.write.writer import RunWriter
-
-__all__ = ["Outcome", "explain", "reproduce", "write_dump"]
+from torchtap.spi import RunWriter, ScalarBlock, StepRecord, environment, untouched, unwrap
+from torchtap.store.read.reader import open_run
 
 REPLAYED = ["*:input", "*:output", "*:grad_input", "*:grad_output", "*:param_grad", "*:attention"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Why a step is kept."""
+
+    kind: Literal["nonfinite", "spike", "finding", "exception", "asked", "rank"]
+    reason: str  # one sentence
+    site: str = ""
 
 
 @final
@@ -151,11 +154,7 @@ def reproduce(
     members = {name: _alone(model) for name, model in models.items()}
     holder: Any = members[""] if set(members) == {""} else members
     with untouched(*members.values()):
-        with (
-            watch(holder, run, taps, sinks=sinks) as full,
-            full.step(moment.step),
-            full.phase("replay"),
-        ):
+        with watch(holder, run, taps, sinks=sinks) as full, full.step(moment.step), full.phase("replay"):
             result = replay(moment.passes, members)
             for model in members.values():
                 for parameter in model.parameters():
@@ -237,3 +236,69 @@ class _Kept:
 
     def close(self) -> None:
         self._writer.flush()
+
+
+@final
+@dataclass(slots=True)
+class Offline:
+    """What came of it."""
+
+    step: int
+    compared: int = 0
+    differing: list[str] = field(default_factory=list)
+    birth: Birth | None = None
+    error: Exception | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """As plain data, for JSON."""
+        return {
+            "step": self.step,
+            "compared": self.compared,
+            "differing": self.differing,
+            "birth": None if self.birth is None else self.birth.to_dict(),
+            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+        }
+
+
+def offline(
+    run: str | os.PathLike[str],
+    moment: StepSnapshot,
+    models: Mapping[str, nn.Module],
+    *,
+    out: str | None = None,
+    on_birth: Callable[[Event], None] | None = None,
+) -> Offline:
+    """Run a moment's step with these models; compare it with what the dump ``run`` holds of it."""
+    if not moment.weights or not moment.passes:
+        raise RunError(
+            f"{run} keeps no weights or no call of the model for step {moment.step}: it holds the numbers of the last "
+            f"steps only. {'; '.join(moment.notes)}"
+        )
+    moment.load_weights(models)
+    with with_arithmetic(moment.arithmetic):
+        return _replayed(run, moment, models, out, on_birth)
+
+
+def _replayed(
+    run: str | os.PathLike[str],
+    moment: StepSnapshot,
+    models: Mapping[str, nn.Module],
+    out: str | None,
+    on_birth: Callable[[Event], None] | None,
+) -> Offline:
+    outcome = Offline(moment.step, birth=explain(models, moment, on_birth))
+    taps, sink = [tap(REPLAYED, Full()), tap(REPLAYED, Stats())], MemorySink()
+    outcome.error = reproduce(models, moment, taps, [sink]).error
+    if out is not None:  # by itself: a run's writer uses the memory of tensors again once they are on disk
+        reproduce(models, moment, taps, [], run=out)
+    recorded = open_run(run, partial=True)
+    known = {
+        ref.site
+        for ref in recorded.tensors(phase="replay")
+        if ref.step == moment.step and ref.field == "value"
+    }
+    for item in (item for record in sink.records for item in record.tensors if item.site in known):
+        outcome.compared += 1
+        if not same_bits(recorded.tensor(item.site, step=moment.step, phase="replay"), item.value):
+            outcome.differing.append(item.site)
+    return outcome

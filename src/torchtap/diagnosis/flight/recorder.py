@@ -1,47 +1,269 @@
-"""The flight recorder: accompanies a training in memory, and keeps the step that goes wrong.
+"""The flight recorder: keep the last steps of a training in memory, and write down the step that goes wrong.
 
-Each step is judged when its gradients are there and before the optimizer uses them: the weights are still those that
-the bad values came from. It guarantees:
-- nothing is on disk while all is well; memory has a bound (`steps` of numbers, `batch_bytes` of arguments);
+Each step is judged when its gradients exist and before the optimizer uses them: the weights are still those that the
+bad values stem from. It guarantees:
+- nothing is on disk while all is well; memory is bounded (`steps` of numbers, `batch_bytes` of arguments);
 - an incident costs time, never the training: the losses that follow are those of a training without a recorder;
-- no collective on our account. With ranks each writes its own part of the same step; a replay is made only where it was
-  asked for, and it runs each rank's model by itself;
-- whatever fails here is told in one warning, and the training goes on.
+- no collective of ours. Each rank writes its own part of the same step; a replay runs only on request, and each rank's
+  model by itself;
+- a failure here is reported in one warning, and the training goes on.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import signal
+import statistics
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from torchtap._torch import in_backward
+from torchtap._torch import foreach_norm, in_backward
 from torchtap.diagnosis.finding import Finding
-from torchtap.diagnosis.flight.dump import Outcome, write_dump
-from torchtap.diagnosis.flight.history import Ring
-from torchtap.diagnosis.flight.judge import Incident, Judge, StepNumbers
-from torchtap.diagnosis.flight.moment import StepSnapshot
-from torchtap.diagnosis.flight.norms import norm_of
-from torchtap.diagnosis.flight.passes import PassKeeper
-from torchtap.diagnosis.flight.signals import Asked, Uncaught
+from torchtap.diagnosis.flight.dump import Incident, Outcome, write_dump
+from torchtap.diagnosis.flight.step import PassKeeper, StepSnapshot
 from torchtap.errors import PlanError
 from torchtap.plan.plan import Plan
-from torchtap.plan.sites import Selectable, unwrap
+from torchtap.plan.sites import Selectable
 from torchtap.plan.tap import Tap
 from torchtap.receive.ears import Ears
-from torchtap.receive.losses import LossCatcher
-from torchtap.receive.training import innermost, listen, parameters_of, stop_listening
+from torchtap.receive.training import innermost, listen, stop_listening
 from torchtap.session.front import watch
-from torchtap.session.outlets import warn
-from torchtap.store.record import StepRecord
+from torchtap.spi import LossCatcher, ScalarBlock, StepRecord, parameters_of, unwrap, warn
 
-__all__ = ["FlightRecorder", "flight_recorder"]
+
+def norm_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The norm of all these; None for no tensors. Half precision is widened, so that it does not overflow."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for each in tensors:
+        if each.is_floating_point() and each.layout == torch.strided:
+            groups.setdefault((each.device, each.dtype), []).append(each.detach())
+    norms = [
+        norm
+        for (_, dtype), group in groups.items()
+        for norm in foreach_norm(group, 2.0, torch.promote_types(dtype, torch.float32))
+    ]
+    if not norms:
+        return None
+    first = norms[0].device
+    together: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(first, torch.float32) for norm in norms])
+    )
+    return together
+
+
+_FEW, _LEAST = 8, 20  # numbers before anything counts as unusual, and before their spread does
+_AS_SIGMA = 1.4826  # the median deviation of a normal distribution, as its standard deviation
+_LEAST_SPREAD = (
+    0.05  # of the median: a training that repeats itself exactly is not unusual at the first change
+)
+
+
+@final
+class Ring:
+    """A sink that keeps the numbers of the last steps in memory, and no tensors."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._records: deque[StepRecord] = deque()
+
+    def write(self, record: StepRecord) -> None:
+        """Take one step. An evaluation is of the step that it follows, and stays as long."""
+        self._records.append(record)
+        while self._records[0].step <= record.step - self._steps:
+            self._records.popleft()
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The oldest first."""
+        return list(self._records)
+
+    @property
+    def nbytes(self) -> int:
+        """What the numbers take."""
+        return sum(block.values.nbytes for record in self._records for block in record.scalars)
+
+
+@final
+class Usual:
+    """Says whether a number is far above its own history: the median and ``k`` times the spread around it."""
+
+    def __init__(self, k: float, steps: int) -> None:
+        self._k = k
+        self._seen: deque[float] = deque(maxlen=steps)
+
+    def limit(self) -> float:
+        """Where unusual begins; infinity as long as too little was seen."""
+        if len(self._seen) < _FEW:
+            return math.inf
+        if (
+            len(self._seen) < _LEAST
+        ):  # a spread of so few says little: only what is far beyond all of them counts
+            return self._k * max(map(abs, self._seen))
+        middle = statistics.median(self._seen)
+        spread = statistics.median(abs(each - middle) for each in self._seen)
+        return middle + self._k * max(_AS_SIGMA * spread, _LEAST_SPREAD * abs(middle))
+
+    def judge(self, value: float) -> float | None:
+        """The limit that the value is beyond, or None. A usual value becomes part of the history."""
+        limit = self.limit()
+        if math.isfinite(value):
+            if value > limit:
+                return limit
+            self._seen.append(value)
+        return None
+
+
+def rows_with(block: ScalarBlock, *names: str) -> dict[str, float]:
+    """The sites at which any of these statistics is above zero, with their sum."""
+    columns = [block.statistics.index(name) for name in names if name in block.statistics]
+    totals = block.values[:, columns].sum(axis=1)
+    return {
+        block.sites[row]: float(totals[row])
+        for row in (totals > 0).nonzero()[0]
+        if block.present is None or block.present[row]
+    }
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """What is known of a step just before its update."""
+
+    values: ScalarBlock | None  # of the sites
+    loss: float | None
+    norm: float | None  # of all gradients, before they were clipped; None where a scaler left the update out
+
+
+def _at_sites(counts: Mapping[str, float]) -> Incident:
+    site, count = next(iter(counts.items()))
+    more = f" and {len(counts) - 1} more sites" if len(counts) > 1 else ""
+    return Incident("nonfinite", f"{count:,.0f} values that are not finite at {site}{more}", site)
+
+
+@final
+class Judge:
+    """Knows what is usual in one training."""
+
+    def __init__(self, k: float | None, steps: int) -> None:
+        self._losses = None if k is None else Usual(k, steps)
+        self._norms = None if k is None else Usual(k, steps)
+        self._known: set[str] = set()  # sites that are not finite by design
+        self._first = True
+
+    def judge(self, numbers: StepNumbers) -> Incident | None:
+        """Why this step is to be kept, or None."""
+        found = self._nonfinite(numbers)
+        if found is None:
+            found = self._spike("loss", self._losses, numbers.loss) or self._spike(
+                "gradient norm", self._norms, numbers.norm
+            )
+        self._first = False
+        return found
+
+    def _nonfinite(self, numbers: StepNumbers) -> Incident | None:
+        bad = rows_with(numbers.values, "nans", "infs") if numbers.values is not None else {}
+        odd = [
+            Incident("nonfinite", f"{name} is {number}")
+            for name, number in (("the loss", numbers.loss), ("the norm of the gradients", numbers.norm))
+            if number is not None and not math.isfinite(number)
+        ]
+        if self._first and not odd and (numbers.loss is not None or numbers.norm is not None):
+            self._known.update(bad)
+        news = {site: count for site, count in bad.items() if site not in self._known}
+        return _at_sites(news) if news else next(iter(odd), None)
+
+    def _spike(self, what: str, usual: Usual | None, value: float | None) -> Incident | None:
+        limit = usual.judge(value) if usual is not None and value is not None else None
+        if limit is None:
+            return None
+        return Incident("spike", f"the {what} is {value:.4g}, beyond its own history (limit {limit:.4g})")
+
+
+ASKING = "dump"  # a file of this name in the recorder's folder asks for a dump
+
+
+@final
+class Asked:
+    """Notes that a dump was asked for, by a signal or by a file."""
+
+    def __init__(self, folder: Path, number: int | None) -> None:
+        self._folder = folder
+        self._seen = 0
+        self._signalled = False
+        self._number = number if threading.current_thread() is threading.main_thread() else None
+        if self._number is not None:
+            self._before = signal.getsignal(self._number)
+            signal.signal(self._number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> object:
+        self._signalled = True
+        if callable(self._before):
+            return self._before(number, frame)
+        return None
+
+    def by_signal(self) -> bool:
+        """Whether the signal came since the last time."""
+        came, self._signalled = self._signalled, False
+        return came
+
+    def folder_changed(self) -> bool:
+        """Whether anything came into the folder since the last time: a request, or another rank's incident."""
+        try:
+            now = os.stat(self._folder).st_mtime_ns
+        except OSError:
+            return False
+        changed, self._seen = now != self._seen, now
+        return changed
+
+    def by_file(self) -> bool:
+        """Whether the file is there; it is taken away."""
+        try:
+            (self._folder / ASKING).unlink()
+        except OSError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Leave the signal to whom it belonged."""
+        if self._number is not None and signal.getsignal(self._number) == self._on_signal:
+            signal.signal(self._number, self._before)
+
+
+@final
+class Uncaught:
+    """Tells of an exception that ends the program, before it does."""
+
+    def __init__(self, tell: Callable[[BaseException], None]) -> None:
+        self._tell = tell
+        self._before = sys.excepthook
+        self._hook = self._on_exception  # one bound method, to be recognised again
+        sys.excepthook = self._hook
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._tell(error)
+        self._before(kind, error, trace)
+
+    def stop(self) -> None:
+        """Back to what was there, unless others came after us."""
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._before
+
 
 _STEP = "step-"  # how the folder of a dump begins
 

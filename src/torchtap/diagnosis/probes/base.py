@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from torchtap._torch_distributed import local_part
 from torchtap.plan.names import site_name
-from torchtap.plan.sites import places
 from torchtap.receive import backward, training
 from torchtap.receive.ears import Ears
+from torchtap.spi import places
 
 __all__ = ["ListeningProbe", "Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
 

@@ -37,10 +37,8 @@ from torchtap.forms.op.forms import CarriedAttachment, ForwardRoute
 from torchtap.forms.op.op import address
 from torchtap.forms.op.passes import PassHooks
 from torchtap.forms.stand_ins import skeleton
-from torchtap.plan.names import KINDS, is_inside, join_path, last_part, parent_path
-from torchtap.receive import reasons
-from torchtap.receive.entries import PortState
-from torchtap.receive.receiver import Receiver
+from torchtap.plan.names import KINDS
+from torchtap.spi import ModulePath, PortState, Receiver, reasons
 
 __all__ = ["attach_exported", "attach_graph", "called_modules", "exported_tree", "graph_tree"]
 
@@ -54,7 +52,9 @@ def graph_tree(model: fx.GraphModule) -> nn.Module:
     known = {
         without(path, wrapped): module
         for path, module in model.named_modules()
-        if path not in wrapped and path not in inside and not any(is_inside(path, each) for each in inside)
+        if path not in wrapped
+        and path not in inside
+        and not any(ModulePath(path).is_inside(each) for each in inside)
     }
     told = (without(path, wrapped) for path in told_modules(model) or ())
     paths: dict[str, None] = dict.fromkeys((*known, *told))
@@ -66,7 +66,7 @@ def graph_tree(model: fx.GraphModule) -> nn.Module:
     paths.pop("_guards_fn", None)
     tree = skeleton(paths, known, classes)
     for path, module in real.items():
-        tree.get_submodule(parent_path(path))._modules[last_part(path)] = module
+        tree.get_submodule(ModulePath(path).parent)._modules[ModulePath(path).name] = module
     tree.__dict__["forward"] = model.forward  # its signature names the inputs
     return tree
 
@@ -89,7 +89,7 @@ def called_modules(model: fx.GraphModule) -> dict[str, nn.Module]:
         if node.op == "call_module" and node.target != "_guards_fn"
     ]
     return {
-        join_path(path, inner) if inner else path: module
+        (ModulePath(path) / inner) if inner else path: module
         for path in dict.fromkeys(targets)
         for inner, module in model.get_submodule(path).named_modules()
     }

@@ -18,9 +18,8 @@ from torchtap.forms.graph.lookalikes import Lookalikes, lookalike_paths
 from torchtap.forms.graph.naming import named_inputs, named_outputs
 from torchtap.forms.graph.regions import Region, graphs_inside, module_regions
 from torchtap.forms.op import op
-from torchtap.hooks.leaves import leaves
-from torchtap.plan.names import OF_CALLS, site_name, unplaced
-from torchtap.receive import reasons
+from torchtap.plan.names import OF_CALLS
+from torchtap.spi import Name, leaves, reasons
 
 __all__ = [
     "OWN",
@@ -60,16 +59,18 @@ def tap_graph(
             if (region.path, kind) in carried or kind not in OF_CALLS:
                 continue
             for number in gone:
-                tell(site_name(region.path, kind, "", number), reasons.NO_OPERATION)
+                tell(str(Name(region.path, kind, "", number)), reasons.NO_OPERATION)
             found = _passing(region, kind)
             counted = calls.is_certain(region.path, kind)
             if alone and not counted and any(leaf == "" for leaf, _, _ in found):
-                tell(site_name(region.path, kind, "", gone.stop), reasons.UNCERTAIN_CALL)
+                tell(str(Name(region.path, kind, "", gone.stop)), reasons.UNCERTAIN_CALL)
             if not (alone and counted):
-                found = [(unplaced(place), value, before) for place, (_, value, before) in enumerate(found)]
+                found = [
+                    (Name.unplaced(place), value, before) for place, (_, value, before) in enumerate(found)
+                ]
             calls.named(region.path, kind, [leaf for leaf, _, _ in found])
             for leaf, value, before in found:
-                emit_before(region.graph, before, value, prefix, site_name(region.path, kind), leaf)
+                emit_before(region.graph, before, value, prefix, str(Name(region.path, kind)), leaf)
     for inner in all_graphs(owner):
         inner.recompile()
     return known

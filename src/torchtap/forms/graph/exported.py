@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from torchtap._torch import pytree
 from torchtap.forms.graph.edit import emit_before, tap_graph
-from torchtap.hooks.leaves import leaves
+from torchtap.spi import leaves
 
 __all__ = ["tapped_program"]
 

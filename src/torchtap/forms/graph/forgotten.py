@@ -14,8 +14,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from torchtap.forms.graph.regions import Region, graphs_inside, without_call
-from torchtap.plan.names import parent_path, path_parts, paths_around
-from torchtap.receive import reasons
+from torchtap.spi import ModulePath, reasons
 
 __all__ = ["CallsInOrder", "module_of", "tell_modules", "told_modules", "unmarked_paths", "what_is_forgotten"]
 
@@ -34,7 +33,7 @@ def module_of(program: ExportedProgram) -> fx.GraphModule:
 def tell_modules(graph: fx.GraphModule, program: ExportedProgram) -> None:
     """Note in a graph module the modules of the program that it is from."""
     paths = dict.fromkeys(without_call(entry.fqn) for entry in program.module_call_graph)
-    graph.meta[_TOLD] = tuple(path for path in paths if path and len(path_parts(path)) < _DEEPEST)
+    graph.meta[_TOLD] = tuple(path for path in paths if path and len(ModulePath(path).parts) < _DEEPEST)
 
 
 def told_modules(graph: fx.GraphModule) -> tuple[str, ...] | None:
@@ -57,8 +56,8 @@ def unmarked_paths(owner: fx.GraphModule, marked: Collection[str]) -> set[str]:
     used = set(marked)
     for node in owner.graph.nodes:
         if node.op == "get_attr" and node.users and str(node.target) not in graphs_inside(owner, node):
-            used.add(parent_path(str(node.target)))
-    return {around for path in used for around in (path, *paths_around(path))} - set(marked)
+            used.add(ModulePath(str(node.target)).parent)
+    return {around for path in used for around in (path, *ModulePath(path).parents)} - set(marked)
 
 
 @final

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from torchtap.plan.names import is_inside, unplaced
+from torchtap.spi import ModulePath, Name
 
 __all__ = ["DoubtfulNames", "Lookalikes", "lookalike_paths"]
 
@@ -37,7 +37,7 @@ def _memory(tensor: Tensor) -> object:
 
 def _nested(paths: list[str]) -> bool:
     """Whether the paths are a module and what it wraps, which hold the same parameters under other names."""
-    return any(is_inside(one, other) for one in paths for other in paths)
+    return any(ModulePath(one).is_inside(other) for one in paths for other in paths)
 
 
 @final
@@ -56,9 +56,9 @@ class Lookalikes:
         """Whether the next call at this path has the name that eager gives it."""
         certain = True
         for number, group in enumerate(self._groups):
-            if any(path == each or is_inside(path, each) for each in group):
+            if any(path == each or ModulePath(path).is_inside(each) for each in group):
                 first = group[0]
-                self._doubtful[number] |= not (path == first or is_inside(path, first))
+                self._doubtful[number] |= not (path == first or ModulePath(path).is_inside(first))
                 certain &= not self._doubtful[number]
         return certain
 
@@ -75,4 +75,4 @@ class DoubtfulNames:
         if self._passes != passes:
             self._passes = passes
             self._lookalikes.begin()
-        return leaf if self._lookalikes.is_certain(path) else f"{unplaced(0)}{'.' if leaf else ''}{leaf}"
+        return leaf if self._lookalikes.is_certain(path) else f"{Name.unplaced(0)}{'.' if leaf else ''}{leaf}"

@@ -19,7 +19,7 @@ from torch import fx
 
 from torchtap.forms.graph.leaks import can_leak, is_torch_class, returns_structure, takes_one
 from torchtap.forms.graph.regions import Region
-from torchtap.plan.names import unplaced
+from torchtap.spi import Name
 
 __all__ = ["certainly_returned", "named_inputs", "named_outputs"]
 
@@ -71,7 +71,7 @@ def _may_read_elsewhere(region: Region) -> bool:
 
 
 def _numbered(found: list[fx.Node]) -> list[tuple[str, fx.Node]]:
-    return [(unplaced(position), node) for position, node in enumerate(found)]
+    return [(Name.unplaced(position), node) for position, node in enumerate(found)]
 
 
 def _may_leak(region: Region, node: fx.Node) -> bool:

@@ -20,16 +20,8 @@ import torch
 from torch import fx
 
 from torchtap._torch import pytree
-from torchtap.plan.names import (
-    WRAPPER_CLASSES,
-    is_inside,
-    join_path,
-    last_part,
-    parent_path,
-    path_of_source,
-    path_parts,
-    without_compiler,
-)
+from torchtap.plan.names import WRAPPER_CLASSES
+from torchtap.spi import ModulePath
 
 __all__ = [
     "Mark",
@@ -113,7 +105,7 @@ def graphs_inside(owner: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphMod
 
 
 def _attribute(owner: object, target: str) -> object:
-    for name in path_parts(target):
+    for name in ModulePath(target).parts:
         owner = getattr(owner, name, None)
     return owner
 
@@ -214,14 +206,14 @@ def _own_marks(node: fx.Node) -> Iterator[Mark]:
     wrapped: list[str] = []  # paths of what wrappers hold
     for call, entry in (node.meta.get("nn_module_stack") or {}).items():
         if isinstance(entry, tuple) and len(entry) == 2 and "_empty_nn_module_stack" not in str(entry[0]):
-            source, described = path_of_source(str(entry[0])), entry[1]
+            source, described = ModulePath.of_source(str(entry[0])), entry[1]
             if source is None:  # no module of the model
                 continue
             path = without_call(source)
             if path == "_export_root" or path in wrapped:  # the model once more
                 continue
             if class_name(described) in WRAPPER_CLASSES:
-                wrapped.append(join_path(path, "module"))
+                wrapped.append(ModulePath(path) / "module")
             number = max(map(_call_number, (str(call), str(entry[0]))))
             yield Mark(str(call), without(path, wrapped), described, number)
 
@@ -238,25 +230,27 @@ def wrapped_paths(owner: fx.GraphModule) -> list[str]:
     for node in owner.graph.nodes:
         for path, described in (node.meta.get("nn_module_stack") or {}).values():
             if class_name(described) in WRAPPER_CLASSES:
-                found[join_path(without_call(str(path)), "module")] = None
+                found[(ModulePath(without_call(str(path))) / "module")] = None
     return list(found)
 
 
 def without(path: str, wrapped: Iterable[str]) -> str:
     """A path without the last part of each of these paths that it is inside of."""
     for outer in sorted(wrapped, key=len, reverse=True):
-        if path == outer or is_inside(path, outer):
+        if path == outer or ModulePath(path).is_inside(outer):
             path = (
-                join_path(parent_path(outer), path[len(outer) + 1 :]) if path != outer else parent_path(outer)
+                (ModulePath(outer).parent / path[len(outer) + 1 :])
+                if path != outer
+                else ModulePath(outer).parent
             )
     return path
 
 
 def class_name(described: object) -> str:
     """The name of a class, without its module."""
-    return described.__name__ if isinstance(described, type) else last_part(str(described))
+    return described.__name__ if isinstance(described, type) else ModulePath(str(described)).name
 
 
 def without_call(path: str) -> str:
     """A path without what export adds: the call's number, its own root, the wrapper of ``torch.compile``."""
-    return without_compiler(path.partition("@")[0].removeprefix("_export_root."))
+    return ModulePath(path.partition("@")[0].removeprefix("_export_root.")).without_compiler()

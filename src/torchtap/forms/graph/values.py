@@ -18,7 +18,7 @@ from torchtap.forms.match.choose import CallKeys, FormValues
 from torchtap.forms.match.recorder import PrintRecorder
 from torchtap.forms.op import op
 from torchtap.forms.op.forms import ForwardRoute
-from torchtap.plan.names import join_path
+from torchtap.spi import ModulePath
 
 __all__ = ["digest_of", "graph_values", "tap_values"]
 
@@ -34,9 +34,9 @@ def _keyed(owner: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.Gr
     for node in owner.graph.nodes:
         stands_for_a_value = node.op in ("placeholder", "call_function", "call_module", "call_method")
         if stands_for_a_value and "torchtap" not in str(node.target) and node.target is not emit_all:
-            yield join_path(prefix, node.name).replace(".", "/"), owner, node
+            yield (ModulePath(prefix) / node.name).replace(".", "/"), owner, node
         for target, inner in graphs_inside(owner, node).items():
-            yield from _keyed(inner, join_path(prefix, target.removeprefix(OWN)))
+            yield from _keyed(inner, (ModulePath(prefix) / target.removeprefix(OWN)))
 
 
 def graph_values(model: fx.GraphModule, run: Callable[[], object]) -> FormValues:

@@ -19,18 +19,16 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from torchtap import Plan, Tap, make_plan
 from torchtap._torch import pytree
 from torchtap.errors import FormError, MissingExtraError, PlanError
 from torchtap.forms.copy_model import copy_with_shared_tensors
 from torchtap.forms.instrument.program_gate import check_tree
 from torchtap.forms.op.emitting import EmittingModel
-from torchtap.hooks.leaves import Args, Function, Kwargs, input_leaves, leaves
-from torchtap.hooks.visit import Call, Stop, Visiting
-from torchtap.plan.names import site_name
-from torchtap.plan.plan import Plan, make_plan
+from torchtap.hooks.leaves import Args, Function, Kwargs
 from torchtap.plan.sites import Selectable
-from torchtap.plan.tap import Tap
 from torchtap.sanitize import parse_json
+from torchtap.spi import Call, Name, Stop, Visiting, input_leaves, leaves
 
 __all__ = ["ExtraOutputs", "extra_outputs", "load_onnx"]
 
@@ -70,7 +68,7 @@ class _Flat(nn.Module):
     def _keep(self, call: Call, kind: str, found: Iterable[tuple[str, Tensor]]) -> None:
         for leaf, tensor in found:
             # A copy, so that a later in-place operation does not reach it.
-            self._found.append((site_name(call.path, kind, leaf, call.number), tensor.detach().clone()))
+            self._found.append((str(Name(call.path, kind, leaf, call.number)), tensor.detach().clone()))
 
     def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         self._found = []

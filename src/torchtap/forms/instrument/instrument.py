@@ -10,15 +10,14 @@ from typing import Any
 
 from torch import fx, nn
 
+from torchtap import Plan, Tap, make_plan
 from torchtap.errors import FormError
 from torchtap.forms.attach import form_of, tree_of
 from torchtap.forms.copy_model import copy_with_shared_tensors
 from torchtap.forms.op import op
 from torchtap.forms.op.carrier import carried, put_carriers, put_on_root, remove_carriers
 from torchtap.forms.op.travelling import names_left
-from torchtap.plan.plan import Plan, make_plan
 from torchtap.plan.sites import Selectable
-from torchtap.plan.tap import Tap
 
 __all__ = ["instrument"]
 

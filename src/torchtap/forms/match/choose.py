@@ -13,8 +13,7 @@ from typing import final
 
 from torchtap.forms.match.prints import Print, by_digest
 from torchtap.forms.match.site_map import FoundValue, How, SiteMap
-from torchtap.plan.names import Name, read_name
-from torchtap.receive import reasons
+from torchtap.spi import Name, reasons
 
 __all__ = ["CallKeys", "FormValues", "choose"]
 
@@ -80,7 +79,7 @@ class _Choice:
         candidates = self._equal.get(wanted.digest, [])
         if not candidates:
             return None
-        name = read_name(site)
+        name = Name.read(site)
         key = self._pick(site, name, candidates)
         self._given.setdefault((name.path, name.kind, name.call), []).append(key)
         self._clock = self._order[key]
@@ -111,7 +110,7 @@ class _Choice:
     def by_position(self, site: str, eager: Mapping[str, Print]) -> FoundValue | None:
         """The only value of this shape that was certainly returned, if the site is the only one of its shape."""
         looks = eager[site].looks
-        name = read_name(site)
+        name = Name.read(site)
         call = self._values.calls.get((name.path, name.call), CallKeys())
         certain = call.given if name.kind == "input" else call.returned
         alike = [each for each in _leaves_of(name, eager) if eager[each].looks == looks]
@@ -121,7 +120,7 @@ class _Choice:
         return self._take(site, found, "position") if len(alike) == 1 else None
 
     def _edge(self, site: str) -> list[str]:
-        name = read_name(site)
+        name = Name.read(site)
         call = self._values.calls.get((name.path, name.call), CallKeys())
         given = self._given.get((name.path, name.kind, name.call), ())
         edge = call.entering if name.kind == "input" else call.leaving
@@ -130,13 +129,13 @@ class _Choice:
     def _take(self, site: str, found: Sequence[str], how: How) -> FoundValue | None:
         if len(found) != 1:
             return None
-        name = read_name(site)
+        name = Name.read(site)
         self._given.setdefault((name.path, name.kind, name.call), []).append(found[0])
         return FoundValue(found[0], how, self._order[found[0]])
 
 
 def _leaves_of(name: Name, sites: Iterable[str]) -> list[str]:
-    return [site for site in sites if _port(read_name(site)) == _port(name)]
+    return [site for site in sites if _port(Name.read(site)) == _port(name)]
 
 
 def _port(name: Name) -> tuple[str, str, int]:

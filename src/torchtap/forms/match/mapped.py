@@ -9,11 +9,10 @@ from torch import nn
 
 from torchtap.forms.match.site_map import FoundValue, SiteMap
 from torchtap.forms.stand_ins import skeleton
-from torchtap.plan.names import last_part, parent_path, path_parts, read_name, site_name
-from torchtap.receive import reasons
+from torchtap.spi import ModulePath, Name, reasons
 
 if TYPE_CHECKING:
-    from torchtap.receive.receiver import Receiver
+    from torchtap.spi import Receiver
 
 __all__ = ["mapped_sites", "with_paths"]
 
@@ -34,19 +33,19 @@ def mapped_sites(
         kinds_of.setdefault((path, _VALUE_OF.get(asked_kind, asked_kind)), []).append(asked_kind)
     calls: dict[tuple[str, str, str], list[tuple[int, FoundValue]]] = {}
     for site, found in site_map.sites.items():
-        name = read_name(site)
+        name = Name.read(site)
         calls.setdefault((name.path, name.kind, name.leaf), []).append((name.call, found))
     chosen: list[tuple[str, str]] = []
     for (path, value_kind, leaf), numbered in calls.items():
         certain = _certain(numbered)
         for kind in kinds_of.get((path, value_kind), ()):
-            chosen += [(site_name(path, kind, leaf), found.at) for found in certain]
+            chosen += [(str(Name(path, kind, leaf)), found.at) for found in certain]
             for number, _ in sorted(numbered, key=lambda each: each[0])[len(certain) :]:
-                receiver.missing[site_name(path, kind, leaf, number)] = reasons.UNCERTAIN_CALL
+                receiver.missing[str(Name(path, kind, leaf, number))] = reasons.UNCERTAIN_CALL
     for site, reason in site_map.missing.items():
-        name = read_name(site)
+        name = Name.read(site)
         for kind in kinds_of.get((name.path, name.kind), ()):
-            receiver.missing[site_name(name.path, kind, name.leaf, name.call)] = reason
+            receiver.missing[str(Name(name.path, kind, name.leaf, name.call))] = reason
     return chosen
 
 
@@ -67,8 +66,8 @@ def with_paths(tree: nn.Module, site_map: SiteMap) -> nn.Module:
     stand_ins = dict(skeleton(absent, classes=site_map.classes).named_modules())
     for path in sorted(absent, key=len):
         parent = tree
-        for name in path_parts(parent_path(path)):
+        for name in ModulePath(path).parent.parts:
             parent = parent._modules[name] or parent
-        if type(parent).__name__ != "RecursiveScriptModule" and last_part(path) not in parent._modules:
-            parent._modules[last_part(path)] = stand_ins[path]
+        if type(parent).__name__ != "RecursiveScriptModule" and ModulePath(path).name not in parent._modules:
+            parent._modules[ModulePath(path).name] = stand_ins[path]
     return tree

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from torchtap.reduce import Reduction
+from torchtap import Reduction
 
 __all__ = ["Print", "Prints", "print_of"]
 

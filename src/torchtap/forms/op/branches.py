@@ -11,7 +11,7 @@ import torch
 from torchtap._torch import graphs_being_traced
 from torchtap.forms.op import op
 from torchtap.plan.names import site_name
-from torchtap.receive import reasons
+from torchtap.spi import reasons
 
 __all__ = ["is_silent", "silences"]
 

@@ -26,9 +26,9 @@ from torchtap.forms.op.emitted import emit_leaves
 from torchtap.forms.op.travelling import NAMES, CopiedAlong, Packaged
 from torchtap.hooks.conceal import Traveller, conceal, reveal
 from torchtap.hooks.hooks import after, before
-from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves
-from torchtap.plan.sites import input_names, places
+from torchtap.hooks.leaves import Args, Kwargs
 from torchtap.receive import inside
+from torchtap.spi import input_leaves, input_names, leaves, places
 
 __all__ = [
     "Carriers",

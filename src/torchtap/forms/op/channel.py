@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from torchtap.receive.receiver import Receiver
+    from torchtap.spi import Receiver
 
 __all__ = ["Channel", "Emitted", "booked", "come", "receivers"]
 

@@ -14,9 +14,8 @@ from torchtap.errors import FormError
 from torchtap.forms.op import op
 from torchtap.forms.op.forms import CarriedAttachment
 from torchtap.forms.stand_ins import skeleton
-from torchtap.plan.names import parse_name, path_of, read_name
-from torchtap.receive import by_name, reasons
-from torchtap.receive.receiver import Receiver
+from torchtap.receive import by_name
+from torchtap.spi import Name, Receiver, reasons
 
 __all__ = ["EmittingModel", "attach_emitting", "emitting_tree"]
 
@@ -58,7 +57,7 @@ class EmittingModel:
         for receiver in self.receivers:
             if receiver.hears_this_thread():
                 for site, tensor in found:
-                    name = parse_name(site)
+                    name = Name.parse(site)
                     by_name.take(receiver, name.path, name.kind, name.leaf, tensor)
 
 
@@ -80,13 +79,13 @@ class _Hearing:
 def emitting_tree(model: Any) -> nn.Module:
     """Stand-ins for the modules whose values a model emits."""
     _check(model)
-    return skeleton(path_of(site) for site in model.torchtap_sites)
+    return skeleton(Name.read(site).path for site in model.torchtap_sites)
 
 
 def attach_emitting(model: Any, receiver: Receiver) -> CarriedAttachment:
     """Put a plan on a model that emits."""
     _check(model)
-    emitted = {read_name(site)[:2] for site in model.torchtap_sites}
+    emitted = {Name.read(site)[:2] for site in model.torchtap_sites}
     for port in receiver.ports.values():
         if (port.port.site.path, port.kind) not in emitted:
             port.note = reasons.NOT_PUT_IN

@@ -11,8 +11,8 @@ from typing import Any, Protocol, final
 
 from torchtap.errors import SessionError
 from torchtap.forms.op.channel import Channel
-from torchtap.receive.receiver import Receiver
 from torchtap.receive.state import StateReader
+from torchtap.spi import Receiver
 
 # In the attributes of a module whose calls go elsewhere.
 _MARK = "_torchtap_rerouted"

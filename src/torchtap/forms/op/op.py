@@ -41,9 +41,9 @@ from torchtap._torch import (
 from torchtap.forms.op import channel
 from torchtap.forms.op.fused import emit_measured, is_fused
 from torchtap.plan.names import read_name
-from torchtap.receive import by_name, reasons
-from torchtap.receive.gradients import ask_for_gradient, ask_while_traced
-from torchtap.receive.receiver import Receiver
+from torchtap.receive import by_name
+from torchtap.receive.gradients import ask_while_traced
+from torchtap.spi import Receiver, ask_for_gradient, reasons
 
 __all__ = [
     "PASSES",

@@ -25,9 +25,8 @@ from torchtap.forms.script.traced import TracedNames, forward_methods
 from torchtap.forms.script.types import can_hold_tensors
 from torchtap.forms.script.values import digest_of, tap_values
 from torchtap.forms.stand_ins import skeleton
-from torchtap.plan.names import KINDS, OF_CALLS, last_part, site_name
-from torchtap.receive import reasons
-from torchtap.receive.receiver import Receiver
+from torchtap.plan.names import KINDS, OF_CALLS
+from torchtap.spi import ModulePath, Name, Receiver, reasons
 from torchtap.torchscript import ScriptCore, ScriptMethod, ScriptType
 
 __all__ = ["attach_script", "script_tree"]
@@ -91,7 +90,7 @@ def _why_not_scripted(instance: ScriptCore, kind: str) -> str:
     """Why a scripted module cannot bring this kind; empty if it can."""
     methods = forward_methods(instance).values()
     if not methods:
-        return reasons.NO_FORWARD.format(name=last_part(instance.qualified_name))
+        return reasons.NO_FORWARD.format(name=ModulePath(instance.qualified_name).name)
     of_method = _types_given if kind.endswith("input") else _types_returned
     types = [jit_type for method in methods for jit_type in of_method(method)]
     if any(map(can_hold_tensors, types)):
@@ -126,7 +125,7 @@ def _note_reasons(
         elif path or not constant:  # what was put in before tracing is there for every call
             receiver.forgets = reasons.FORGOTTEN.format(what=_LEFT_NOTHING)
             for number, reason in traced.calls_without_name(path, port.kind) if path else ():
-                receiver.missing[site_name(path, port.kind, "", number)] = reason
+                receiver.missing[str(Name(path, port.kind, "", number))] = reason
 
 
 @final

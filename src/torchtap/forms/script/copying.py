@@ -14,7 +14,8 @@ from torch import nn
 from torchtap._torch import script_core, script_methods, script_tensors
 from torchtap.errors import FormError
 from torchtap.forms.graph.regions import without
-from torchtap.plan.names import WRAPPER_CLASSES, join_path
+from torchtap.plan.names import WRAPPER_CLASSES
+from torchtap.spi import ModulePath
 from torchtap.torchscript import ScriptCore, ScriptNode
 
 __all__ = ["script_copy", "script_modules"]
@@ -52,7 +53,9 @@ def script_modules(module: Any) -> dict[str, ScriptCore]:
     """Path to the C++ module, each instance under the first of its names. Wrappers leave no trace in a path."""
     modules = dict(module.named_modules())
     wrapped = [
-        join_path(path, "module") for path, each in modules.items() if each.original_name in WRAPPER_CLASSES
+        (ModulePath(path) / "module")
+        for path, each in modules.items()
+        if each.original_name in WRAPPER_CLASSES
     ]
     return {
         without(path, wrapped): script_core(each) for path, each in modules.items() if path not in wrapped

@@ -23,7 +23,7 @@ from torchtap.forms.op import op
 from torchtap.forms.script.copying import script_copy, script_modules
 from torchtap.forms.script.traced import TracedNames, forward_methods
 from torchtap.forms.script.types import can_hold_tensors, emit_lines, field_names
-from torchtap.plan.names import kind_of
+from torchtap.spi import Name
 from torchtap.torchscript import ScriptCore, ScriptGraph, ScriptMethod, ScriptNode, ScriptType, ScriptValue
 
 __all__ = [
@@ -120,7 +120,7 @@ def _kinds_in(instance: ScriptCore) -> set[str]:
             if node.hasAttributes() and node.output().type().kind() == "StringType":
                 text = node.s("value")
                 if text.startswith(":"):
-                    found.add(kind_of(text))
+                    found.add(Name.read(text).kind)
     return found
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, final
 
 from torchtap._torch import script_methods
 from torchtap.forms.graph.leaks import can_leak, is_torch_class, returns_structure, takes_one
-from torchtap.plan.names import join_path, path_parts, paths_around, unplaced
-from torchtap.receive import reasons
+from torchtap.plan.names import unplaced
+from torchtap.spi import ModulePath, Name, reasons
 from torchtap.torchscript import ScriptCore, ScriptGraph, ScriptMethod, ScriptNode, ScriptValue
 
 __all__ = ["TracedNames", "forward_methods"]
@@ -82,11 +82,11 @@ class TracedNames:
     def _inputs_of_call(self, path: str, method: str) -> list[str]:
         count = len(list(self._method(path, method).graph.inputs())) - 1
         described = self._class(path)
-        around = [self._class(each) for each in (path, *paths_around(path))]
+        around = [self._class(each) for each in (path, *ModulePath(path).parents)]
         trusted = is_torch_class(described) or not any(map(can_leak, around))
         if count == 1 and takes_one(described) and trusted:
             return [""]
-        return [unplaced(position) for position in range(count)]
+        return [Name.unplaced(position) for position in range(count)]
 
     def outputs(self, path: str, method: str) -> dict[int, str]:
         """The leaf of each tensor that comes out, by its position; those that were only handed on are left out."""
@@ -94,7 +94,7 @@ class TracedNames:
         before = (self._outputs_of_call(path, each) for each in self._before(path, method))
         if all("" in each.values() for each in before):
             return leaves
-        return {position: unplaced(number) for number, position in enumerate(leaves)}
+        return {position: Name.unplaced(number) for number, position in enumerate(leaves)}
 
     def _outputs_of_call(self, path: str, method: str) -> dict[int, str]:
         origins = self._origins(path, method)
@@ -102,8 +102,8 @@ class TracedNames:
         returned = self.returned(path, method)
         if len(returned) == 1 and not returns_structure(self._class(path)):
             others = [n for n in made if n not in returned]
-            return {returned[0]: "", **{n: unplaced(k) for k, n in enumerate(others)}}
-        return {n: unplaced(k) for k, n in enumerate(made or origins)}
+            return {returned[0]: "", **{n: Name.unplaced(k) for k, n in enumerate(others)}}
+        return {n: Name.unplaced(k) for k, n in enumerate(made or origins)}
 
     def returned(self, path: str, method: str) -> list[int]:
         """The positions of tensors of which it is proved that the module returned them, in whatever structure."""
@@ -156,7 +156,7 @@ class TracedNames:
     def _class(self, path: str) -> str:
         """The dotted name of the class that a module was traced from."""
         name = self._instances[path].qualified_name if path in self._instances else ""
-        parts = path_parts(name.removeprefix("__torch__."))
+        parts = ModulePath(name.removeprefix("__torch__.")).parts
         return ".".join(part for part in parts if not part.startswith("___torch_mangle_"))
 
     def _origin_out(self, path: str, method: str, position: int) -> _Origin:
@@ -191,7 +191,7 @@ class TracedNames:
         while called.inputsAt(0).node().kind() == "prim::GetAttr":
             called = called.inputsAt(0).node()
             names.insert(0, called.s("name"))
-        child = join_path(path, ".".join(names))
+        child = ModulePath(path) / ".".join(names)
         if child not in self._instances:
             return _Origin()
         inner = self._origin_out(child, node.s("name"), position)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchtap.integrations.first_call import FirstCall
 from torchtap.integrations.models import called_models, held_by, loose_parameters, roots_of
 from torchtap.receive import training
-from torchtap.receive.ears import StepListener
+from torchtap.spi import StepListener
 
 __all__ = ["Discovery"]
 

@@ -26,20 +26,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtap import Tap, Watch, tap, watch
 from torchtap.diagnosis.doctor import Doctor, doctor
 from torchtap.errors import PlanError, RecordingLostError
 from torchtap.integrations.models import held_by, variable_name
 from torchtap.integrations.zero_code.discovery import Discovery
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES, Settings
 from torchtap.plan.next_live import Pace
-from torchtap.plan.tap import Tap, tap
 from torchtap.receive.losses import UpdateLosses
-from torchtap.receive.training import parameters_of
 from torchtap.reduce.registry import reduction_from_spec
 from torchtap.sanitize import say
-from torchtap.session.front import watch
-from torchtap.session.watching import Watch
+from torchtap.session.pulse import Pulse, pulse_of
 from torchtap.sinks.selection import make_sink
+from torchtap.spi import parameters_of
 
 __all__ = ["TrainingRecording", "begin", "taps_of"]
 
@@ -56,6 +55,7 @@ class TrainingRecording:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._open: Watch | Doctor | None = None
+        self._pulse: Pulse | None = None
         self._process = os.getpid()
         self._failed = False
         self._folder = ""
@@ -116,6 +116,8 @@ class TrainingRecording:
         elif self._open is not None:
             models = self._also_these(models, optimizers)
         if self._open is not None:
+            if self._pulse is not None:
+                self._pulse.stop()
             self._open.close()  # the folder is continued after its steps
             self._trainings.updates += before
             before = 0
@@ -139,6 +141,7 @@ class TrainingRecording:
             self._open = watch(model, self._folder, taps_of(settings), sinks=sinks, labels=labels).follow(
                 *optimizers
             )
+            self._pulse = pulse_of(self._open, models)
             self._loss.start()
         news = [each for each in optimizers if self._trainings.add(each, before)]
         if news and self._trainings.count > 1:
@@ -203,6 +206,8 @@ class TrainingRecording:
             return
         try:
             watch = self._watch
+            if self._pulse is not None:
+                self._pulse.stop()
             self._open.close()
             updates = self._trainings.updates + (0 if watch is None else watch.updates)
             if int(os.environ.get("RANK", "0")) == 0:
@@ -335,12 +340,13 @@ def named_model(name: str) -> nn.Module:
 
 def closing_line(folder: str, trainings: int = 1, updates: int = 0) -> str:
     """Return what was recorded, whether the audit passed, where the run is and what looks wrong in it."""
-    from torchtap.diagnosis.run import diagnose
+    from torchtap.diagnosis.diagnose import diagnose
     from torchtap.store.read.reader import open_run
 
     run = open_run(folder)
-    findings = [each for each in diagnose(run) if each.severity != "info"]
-    wrong = "; ".join(str(each) for each in findings[:3]) or "nothing looks wrong"
+    found = diagnose(run)
+    findings = [each for each in found if each.severity != "info"]
+    wrong = "; ".join(str(each) for each in findings[:3]) or found.summary()
     more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
     audits: list[Any] = list(run.events("audit"))
     failed = [each for event in audits for each in event.get("failed", ())]

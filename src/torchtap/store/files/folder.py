@@ -31,6 +31,7 @@ from torchtap.store.files.layout import (
     attempt_folder,
     new_run_id,
     parse_attempt,
+    parse_pack,
     parse_rank,
     rank_folder,
 )
@@ -337,7 +338,8 @@ def folder_of(path: str) -> Folder:
 
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Return True if a folder looks like a run, without reading it."""
-    return any(parse_rank(name) is not None for name in folder_of(os.fspath(path)).names())
+    names = folder_of(os.fspath(path)).names()
+    return any(parse_rank(name) is not None or parse_pack(name) is not None for name in names)
 
 
 def run_inside(path: str, names: Sequence[str]) -> str:

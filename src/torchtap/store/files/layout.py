@@ -46,6 +46,7 @@ __all__ = [
     "launch_facts",
     "new_run_id",
     "parse_attempt",
+    "parse_pack",
     "parse_rank",
     "parse_segment",
     "rank_folder",
@@ -67,6 +68,7 @@ TEMPORARY = ".tmp-"  # what a file is called before it is whole
 Kind = Literal["scalars", "tensors", "events"]
 PartOf = tuple[int, int]  # rank and attempt
 
+_PACK = re.compile(r"ranks-(\d{5,9})-(\d{5,9})\.pack", flags=re.ASCII)
 _RANK = re.compile(r"rank-(\d{5,9})")
 _ATTEMPT = re.compile(r"attempt-(\d{4,9})")
 _SEGMENT = re.compile(
@@ -109,6 +111,12 @@ def attempt_folder(attempt: int) -> str:
 def parse_rank(name: str) -> int | None:
     found = _RANK.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def parse_pack(name: str) -> tuple[int, int] | None:
+    """Return the first and the last rank of a pack; None for every other name."""
+    found = _PACK.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def parse_attempt(name: str) -> int | None:

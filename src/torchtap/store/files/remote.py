@@ -45,6 +45,8 @@ def _as_os_error() -> Iterator[None]:
 class RemoteFile:
     """An object, read by position."""
 
+    reusable = True  # it holds no handle
+
     def __init__(self, system: Any, path: str) -> None:
         self._system = system
         self._path = path

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
@@ -221,6 +222,21 @@ def _check_version(version: object, least: int, sealed: bool) -> None:
 
 
 @final
+class _Held:
+    """A file that its opener closes."""
+
+    def __init__(self, file: OpenFile) -> None:
+        self.size, self.allocated, self.stamp = file.size, file.allocated, file.stamp
+        self.read, self.read_into = file.read, file.read_into
+
+    def __enter__(self) -> _Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+@final
 class Segment:
     """A safetensors file of a run. The head is read when it is made; data only when asked for.
 
@@ -233,6 +249,7 @@ class Segment:
     ) -> None:
         self.file = file.file
         self._folder = folder
+        self._held: OpenFile | None = None
         with folder.open(self.file) as opened:
             if file.kind == "scalars" and opened.size > _HOLES_FROM and opened.allocated * 64 < opened.size:
                 raise RunCorruptError(
@@ -250,8 +267,17 @@ class Segment:
         self.name = named_by(self.note, file)
 
     def open(self) -> OpenFile:
-        """The file itself."""
-        return self._folder.open(self.file)
+        """Open the file."""
+        return self._folder.open(self.file) if self._held is None else _Held(self._held)
+
+    @contextmanager
+    def held_open(self) -> Iterator[None]:
+        """Read everything inside this block from one open file."""
+        with self._folder.open(self.file) as self._held:
+            try:
+                yield
+            finally:
+                self._held = None
 
     def entry(self, name: str, code: str, shape: tuple[int, ...] | None = None) -> HeaderEntry:
         """An entry that must be there and be of this type and shape."""

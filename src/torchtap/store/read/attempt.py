@@ -374,10 +374,11 @@ class AttemptFiles:
         if segment is None:
             return False
         try:
-            clock = read_clock(segment)
-            if len(clock) < name.last - name.first + 1:
-                raise RunCorruptError(f"it has {len(clock)} records, fewer than the flushes in its name")
-            self._scalars[name] = _ScalarSegment(clock, read_grids(segment, len(clock), self._axes))
+            with segment.held_open():
+                clock = read_clock(segment)
+                if len(clock) < name.last - name.first + 1:
+                    raise RunCorruptError(f"it has {len(clock)} records, fewer than the flushes in its name")
+                self._scalars[name] = _ScalarSegment(clock, read_grids(segment, len(clock), self._axes))
         except FileNotFoundError:
             raise
         except (RunError, OSError) as error:

@@ -25,7 +25,7 @@ from torchtap.errors import RunFormatError, RunNotFoundError, SelectionError
 from torchtap.placement import Placement
 from torchtap.ranks.launch_run import absent_ranks
 from torchtap.ranks.recording import Recording
-from torchtap.store.files.folder import anchored, folder_of, is_run, run_inside
+from torchtap.store.files.folder import anchored, is_run, run_inside
 from torchtap.store.files.layout import parse_rank
 from torchtap.store.read.lookup import (
     in_order,
@@ -38,6 +38,7 @@ from torchtap.store.read.lookup import (
     run_text,
     spelled_out,
 )
+from torchtap.store.read.packs import run_folder
 from torchtap.store.read.rank_run import steady
 from torchtap.store.read.results import (
     FoundTensor,
@@ -106,7 +107,7 @@ class Run:
         self._attempt = attempt
         self._phase = phase
         self._partial = partial
-        root = folder_of(path)
+        root = run_folder(path)
         self._ranks = _ranks_in(path, root.names(), rank)
         self._asked = rank is not None or attempt is not None  # for one rank alone
         # Whose recording is shown; None for that of all.

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
+from torchtap.sanitize import shown
 from torchtap.store.format.payload import nbytes_of
 from torchtap.store.record import StepRecord
 
@@ -66,8 +67,12 @@ class Losses:
             # where warnings are errors, this one must still not end a training
             with suppress(RuntimeWarning):
                 warnings.warn(
-                    f"torchtap could not record everything ({loss.reason}); the training goes on, "
-                    "and the run says what is missing",
+                    shown(
+                        f"torchtap could not record everything ({loss.reason}); the training goes on, "
+                        "and the run says what is missing",
+                        5000,
+                        lines=True,
+                    ),
                     RuntimeWarning,
                     stacklevel=2,
                 )

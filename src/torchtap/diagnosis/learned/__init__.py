@@ -1,1 +1,0 @@
-"""What held in good runs, kept as a readable file, and what of it no longer holds in another run."""
