@@ -341,7 +341,7 @@ def named_model(name: str) -> nn.Module:
 def closing_line(folder: str, trainings: int = 1, updates: int = 0) -> str:
     """Return what was recorded, whether the audit passed, where the run is and what looks wrong in it."""
     from torchtap.diagnosis.diagnose import diagnose
-    from torchtap.store.read.reader import open_run
+    from torchtap import open as open_run
 
     run = open_run(folder)
     found = diagnose(run)
