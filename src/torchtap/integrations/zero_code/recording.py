@@ -340,8 +340,8 @@ def named_model(name: str) -> nn.Module:
 
 def closing_line(folder: str, trainings: int = 1, updates: int = 0) -> str:
     """Return what was recorded, whether the audit passed, where the run is and what looks wrong in it."""
-    from torchtap.diagnosis.diagnose import diagnose
     from torchtap import open as open_run
+    from torchtap.diagnosis.diagnose import diagnose
 
     run = open_run(folder)
     found = diagnose(run)
