@@ -72,9 +72,9 @@ setup(
             optional=True,
         ),
         Extension(
-            "torchtap.comparison.measure._distance",
-            sources=["src/torchtap/comparison/measure/_distance.c"],
-            depends=["src/torchtap/comparison/measure/_distance_kernel.h", *SHARED],
+            "torchtap.comparison._distance",
+            sources=["src/torchtap/comparison/_distance.c"],
+            depends=["src/torchtap/comparison/_distance_kernel.h", *SHARED],
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],
             extra_link_args=LINKED,
             define_macros=[("Py_LIMITED_API", "0x030B0000")],

@@ -23,12 +23,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from tests.corpus.zoo import build
 from torch import Tensor, fx, nn
 
 import torchtap as tt
 from benchmarks.explained import Truth, is_explained
 from benchmarks.leaves import leaves_of
-from benchmarks.zoo import build
 from torchtap.plan.names import Name, is_unplaced, read_name
 
 __all__ = [

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.corpus.planted_faults import cases, everywhere, judge
 
 import torchtap as tt
-from benchmarks.planted_faults import cases, everywhere, judge
 from torchtap.store.record import StepRecord, TensorItem
 from torchtap.store.write.writer import RunWriter
 

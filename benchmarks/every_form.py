@@ -22,8 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
 
+from tests.corpus.zoo import ARCHITECTURES
+
 from benchmarks.architectures import FEW, FORMS, OTHER, SLOW, count
-from benchmarks.zoo import ARCHITECTURES
 
 __all__ = ["main", "table"]
 

@@ -96,7 +96,9 @@ def _row(size: str, case: str, base: dict[str, int], found: dict[str, int]) -> d
 def _peak(size: str, case: str) -> dict[str, int]:
     """Train in another process, and return its peak and the bytes of its parameters."""
     command = [sys.executable, "-m", "benchmarks.memory", size, case]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=dict(os.environ))
+    # Every tensor in pages of its own: otherwise holes in the allocator's heap, of hundreds of MiB, decide.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     found: dict[str, int] = json.loads(done.stdout.rpartition(_MARK)[2])
     return found
 

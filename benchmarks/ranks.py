@@ -28,6 +28,8 @@ from benchmarks.models import gpt_training, mlp_training
 from benchmarks.share import share
 from benchmarks.steps import EVERYTHING, OUTPUTS
 from torchtap.diagnosis.diagnose import diagnose
+from torchtap.store.export import export_run
+from torchtap.store.files import system
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
@@ -121,8 +123,30 @@ def _world(ranks: int, sites: int, steps: int) -> list[dict[str, Any]]:
         place = Path(folder) / "run"
         with patch.object(os, "fsync", lambda _: None):  # what a disk takes is not measured here
             write_world(place, ranks, sites, steps)
-        size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
-        what = f"{ranks:,} ranks × {sites:,} sites × {steps:,} steps ({size / 1e9:.2g} GB)"
+        rows = _read(place, f"{ranks:,} ranks × {sites:,} sites × {steps:,} steps")
+        packed = export_run(open_run(place), "packed", Path(folder) / "packed")
+        return [*rows, *_read(packed, "the same, packed")]
+
+
+def _read(place: Path, what: str) -> list[dict[str, Any]]:
+    """Time each task, and count the files that it opens, its reads and the bytes that it reads."""
+    counted = {"opens": 0, "reads": 0, "bytes": 0}
+    real_open, real_read = system.open_below, system.read_at
+
+    def counting_open(*where: Any) -> int:
+        counted["opens"] += 1
+        return real_open(*where)
+
+    def counting_read(descriptor: int, buffer: memoryview, offset: int) -> int:
+        found = real_read(descriptor, buffer, offset)
+        counted["reads"] += 1
+        counted["bytes"] += found
+        return found
+
+    with patch.object(system, "open_below", counting_open), patch.object(system, "read_at", counting_read):
+        files = [file for file in place.rglob("*") if file.is_file()]
+        size = sum(file.stat().st_size for file in files)
+        what = f"{what} ({len(files):,} files, {size / 1e9:.2g} GB)"
         opened: list[Run] = []
         shown: list[OpenRun] = []
         tasks: list[tuple[str, Callable[[], object]]] = [
@@ -143,9 +167,13 @@ def _world(ranks: int, sites: int, steps: int) -> list[dict[str, Any]]:
         ]
         rows = []
         for number, (name, work) in enumerate(tasks):
+            counted.update(opens=0, reads=0, bytes=0)
             cpu, begin = time.process_time(), time.perf_counter()
             work()
             measured = f"{time.perf_counter() - begin:.3g} s ({time.process_time() - cpu:.3g} s of CPU)"
+            measured += (
+                f"; {counted['opens']:,} opens, {counted['reads']:,} reads, {counted['bytes']:,} bytes"
+            )
             rows.append(
                 {
                     "case": f"{what}: {name}" if not number else name,

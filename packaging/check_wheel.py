@@ -67,7 +67,7 @@ def check_demo(place: Installation) -> None:
 def check_native(place: Installation) -> None:
     program = (
         "from torchtap.reduce import _native; from torchtap.store.format import _checksum; "
-        "from torchtap.comparison.measure import _distance; import torchtap; print(torchtap.__file__)"
+        "from torchtap.comparison import _distance; import torchtap; print(torchtap.__file__)"
     )
     where = place.run("python", "-c", program)
     assert str(place.folder) in where, f"not the wheel's own files: {where}"

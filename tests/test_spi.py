@@ -21,13 +21,13 @@ PUBLIC = frozenset({"torchtap.schedule"})
 CEILINGS = {
     "assistant": 0,
     "cli": 12,
-    "comparison": 41,
-    "diagnosis": 37,
+    "comparison": 40,
+    "diagnosis": 36,
     "editing": 9,
     "forms": 28,
     "integrations": 7,
     "monitors": 17,
-    "ranks": 21,
+    "ranks": 26,
     "sinks": 2,
     "viewer": 5,
 }

@@ -38,8 +38,6 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             yield from [node.value] if is_name else []
 
 
-# Names that stand in a file that torch wrote, and are never asked of torch.
-OF_A_FORMAT = {"comparison/recorded/saved.py": {"torch._utils"}}
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "_torch.py")
 
 
@@ -47,7 +45,7 @@ FILES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "_torch.py"
 def test_no_other_file_asks_torch_for_a_private_name(path: Path) -> None:
     file = path.relative_to(SOURCE).as_posix()
     found = {name for name in private_names(ast.parse(path.read_text())) if is_private(name)}
-    asked = sorted(found - OF_A_FORMAT.get(file, set()))
+    asked = sorted(found)
     assert not asked, f"{file} asks for {', '.join(asked)}: put it into _torch.py"
 
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torchtap import monitors as monitors
     from torchtap import schedule as schedule
     from torchtap import sinks as sinks
-    from torchtap.comparison.adjacent import layer_changes as layer_changes
     from torchtap.comparison.bisection import Bisection as Bisection
     from torchtap.comparison.bisection import bisect as bisect
     from torchtap.comparison.forms import compare_forms as compare_forms
     from torchtap.comparison.front import compare as compare
-    from torchtap.comparison.judge.result import Comparison as Comparison
+    from torchtap.comparison.recordings import layer_changes as layer_changes
+    from torchtap.comparison.result import Comparison as Comparison
     from torchtap.diagnosis.birth import Birth as Birth
     from torchtap.diagnosis.birth import find_nan as find_nan
     from torchtap.diagnosis.diagnose import diagnose as diagnose
@@ -139,7 +139,7 @@ _HOME = {
     "CallbackSink": "torchtap.sinks",
     "Catcher": "torchtap.editing.catcher",
     "CompareError": "torchtap.errors",
-    "Comparison": "torchtap.comparison.judge.result",
+    "Comparison": "torchtap.comparison.result",
     "DiagnosisError": "torchtap.errors",
     "Doctor": "torchtap.diagnosis.doctor",
     "Edit": "torchtap.editing.edit",
@@ -226,7 +226,7 @@ _HOME = {
     "hand_over": "torchtap.editing.handlers",
     "get_layer_hidden_states": "torchtap.monitors.layers",
     "instrument": "torchtap.forms.instrument.instrument",
-    "layer_changes": "torchtap.comparison.adjacent",
+    "layer_changes": "torchtap.comparison.recordings",
     "learn": "torchtap.diagnosis.learned",
     "list_sites": "torchtap.session.front",
     "load": "torchtap.forms.instrument.load",

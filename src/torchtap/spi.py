@@ -9,7 +9,7 @@ extension point.
 subject              names
 ===================  ===========================================================================================
 names and structure  `Name`, `ModulePath`, `places`, `unwrap`, `input_names`, `leaves`, `input_leaves`, `map_leaves`
-hooks and visitors   `Visitor`, `Visiting`, `Stop`, `Call`
+hooks and visitors   `Hooks`, `Visitor`, `Visiting`, `Stop`, `Call`
 values               `Receiver`, `PortState`, `Attachment`, `reasons`, `ask_for_gradient`
 training             `StepListener`, `parameters_of`, `LossCatcher`, `untouched`, `RandomState`, `environment`, `warn`
 records              `Consumer`, `StepRecord`, `ScalarBlock`, `TensorItem`, `RunWriter`
@@ -25,6 +25,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtap.hooks.hooks import Hooks as Hooks
     from torchtap.hooks.leaves import input_leaves as input_leaves
     from torchtap.hooks.leaves import leaves as leaves
     from torchtap.hooks.leaves import map_leaves as map_leaves
@@ -61,6 +62,7 @@ _HOME = {
     "Attachment": "torchtap.receive.eager",
     "Call": "torchtap.hooks.visit",
     "Consumer": "torchtap.store.record",
+    "Hooks": "torchtap.hooks.hooks",
     "LossCatcher": "torchtap.receive.losses",
     "ModulePath": "torchtap.plan.names",
     "Name": "torchtap.plan.names",

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from torchtap import CompareError
-from torchtap.comparison.align.pairing import Alignment, KnownSite, align
-from torchtap.comparison.align.rules import parse_rule
+from torchtap.comparison.align import Alignment, KnownSite, align
+from torchtap.comparison.rules import parse_rule
 
 
 def sites(*names: str, shape: tuple[int, ...] | None = None) -> list[KnownSite]:

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from benchmarks.planted_faults import dropped_residual, one_weight, swapped_heads
-from benchmarks.planted_models import build
+from tests.corpus.planted_faults import dropped_residual, one_weight, swapped_heads
+from tests.corpus.planted_models import build
 from torch import nn
 
 import torchtap as tt

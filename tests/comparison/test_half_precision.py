@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.planted_zoo import build
+from tests.corpus.planted_zoo import build
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.comparison.measure.measures import measure
+from torchtap.comparison.measures import measure
 
 
 def shifted_positions(model: Any, by: int) -> Any:
@@ -113,19 +113,26 @@ def test_a_mask_in_another_spelling_hides_no_fault_in_it() -> None:
     assert "mask" in found.first.site
 
 
-def test_one_layer_on_a_lattice_is_a_fault_and_all_of_them_are_a_quantized_model() -> None:
+def test_good_quantization_of_one_layer_or_all_is_not_accused_and_a_bad_layer_is_named() -> None:
     model, inputs = build("llama")
 
-    def rounded(linears: list[nn.Linear]) -> None:
+    def rounded(linears: list[nn.Linear], levels: int = 127) -> None:
         for linear in linears:
-            step = linear.weight.abs().amax(1, keepdim=True) / 127
+            step = linear.weight.abs().amax(1, keepdim=True) / levels
             linear.weight.data = (linear.weight / step).round() * step
 
-    everywhere, once = copy.deepcopy(model), copy.deepcopy(model)
-    rounded([module for module in everywhere.modules() if isinstance(module, nn.Linear)])
+    everywhere, once, bad = (copy.deepcopy(model) for _ in range(3))
+    for each in (everywhere, bad):
+        rounded([module for module in each.modules() if isinstance(module, nn.Linear)])
     rounded([once.get_submodule("model.layers.1.mlp.up_proj")])
-    assert tt.compare(model, everywhere, inputs=inputs).outcome == "same"
-    found = tt.compare(model, once, inputs=inputs)
+    rounded([bad.get_submodule("model.layers.1.mlp.up_proj")], levels=3)
+    for good in (everywhere, once):
+        found = tt.compare(model, good, inputs=inputs)
+        assert found.outcome == "same"
+        assert found.function is not None
+        assert found.function.same
+        assert found.function.precision == "int8"
+    found = tt.compare(model, bad, inputs=inputs)
     assert found.first is not None
     assert found.first.module == "model.layers.1.mlp.up_proj"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.planted_faults import dropped_residual, folded_norm
-from benchmarks.planted_models import build
 from rich.console import Console
+from tests.corpus.planted_faults import dropped_residual, folded_norm
+from tests.corpus.planted_models import build
 from torch import Tensor, nn
 
 import torchtap as tt

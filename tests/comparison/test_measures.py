@@ -10,18 +10,17 @@ import pytest
 import torch
 
 from torchtap import CompareError
-from torchtap.comparison.measure import measures, sums
-from torchtap.comparison.measure.measures import measure
-from torchtap.comparison.measure.streams import ValueStream, measure_streams
+from torchtap.comparison import measures
+from torchtap.comparison.measures import ValueStream, measure, measure_streams
 
 
 @pytest.fixture(params=["native", "numpy"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test with the native kernel, and as if it had not been built."""
     if request.param == "numpy":
-        for module in (sums, measures):
+        for module in (measures,):
             monkeypatch.setattr(module, "native", None)
-    elif sums.native is None:
+    elif measures.native is None:
         pytest.skip("the native kernel is not built here")
 
 
@@ -72,7 +71,7 @@ def test_the_native_sums_are_those_of_numpy(dtype: torch.dtype, monkeypatch: pyt
         target[4, 7] = math.inf
         reference[0, 0] = 0.0
     native = measure(reference, target).as_dict()
-    monkeypatch.setattr(sums, "native", None)
+    monkeypatch.setattr(measures, "native", None)
     for name, value in measure(reference, target).as_dict().items():
         assert native[name] == pytest.approx(value, rel=1e-12), name
 
@@ -237,7 +236,7 @@ def test_the_largest_numbers_have_their_distance_in_units_of_the_last_place() ->
 
 def test_flushing_small_numbers_to_zero_does_not_reach_the_sums() -> None:
     small = torch.full((999,), 5, dtype=torch.int32).view(torch.float32)
-    if sums.native is None or not torch.set_flush_denormal(True):
+    if measures.native is None or not torch.set_flush_denormal(True):
         pytest.skip("no native kernel, or a processor that cannot flush")
     try:
         found = measure(small, torch.zeros(999))

@@ -1,14 +1,14 @@
 """The comparison names the right module for planted faults, and stays quiet about harmless changes.
 
-A part of the cases; `python -m benchmarks.planted_modes` runs them all.
+A part of the cases; `python -m tests.corpus.planted_modes` runs them all.
 """
 
 from __future__ import annotations
 
 import pytest
-from benchmarks.planted_faults import DEPTHS, Outcome, cases, everywhere, judge, summary
-from benchmarks.planted_modes import port_outcomes, run_mode
-from benchmarks.planted_zoo import ARCHITECTURES
+from tests.corpus.planted_faults import DEPTHS, Outcome, cases, everywhere, judge, summary
+from tests.corpus.planted_modes import port_outcomes, run_mode
+from tests.corpus.planted_zoo import ARCHITECTURES
 
 import torchtap
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.comparison.measure.patterns import pattern
+from torchtap.comparison.explain import pattern
 
 torch.manual_seed(0)
 SQUARE, FLAT = torch.randn(6, 6), torch.randn(4, 6, 10)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.planted_ports import make_port
-from benchmarks.planted_zoo import build
+from tests.corpus.planted_ports import make_port
+from tests.corpus.planted_zoo import build
 from torch import Tensor, nn
 
 import torchtap as tt
@@ -252,7 +252,7 @@ def test_the_alignment_does_not_depend_on_hashing() -> None:
     program = """
 import warnings; warnings.filterwarnings("ignore")
 import torchtap as tt
-from benchmarks.planted_ports import make_port
+from tests.corpus.planted_ports import make_port
 port = make_port("Llama and one with fused QKV")
 print(tt.compare(port.reference, port.target, inputs=port.inputs).explain_alignment())
 """

@@ -16,7 +16,7 @@ from torch import nn
 
 import torchtap as tt
 from torchtap.cli.compare import command
-from torchtap.comparison.stored import compare_stored
+from torchtap.comparison.recorded import compare_stored
 
 
 def recorded(folder: Path, *, steps: int = 6, wrong_at: int | None = None, plain: bool = False) -> Path:

@@ -1,0 +1,1 @@
+"""Faults and harmless changes with known answers, for tests and benchmarks."""

@@ -1,6 +1,6 @@
 /* The kernel of distances alone, against sums in long double. */
 
-#include "../../src/torchtap/comparison/measure/_distance_kernel.h"
+#include "../../src/torchtap/comparison/_distance_kernel.h"
 
 #include "numbers.h"
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtap.comparison.measure import sums
-from torchtap.comparison.measure.measures import measure
+from torchtap.comparison import measures
+from torchtap.comparison.measures import measure
 from torchtap.reduce import Histogram, Stats, StatsBlock, kernel
 from torchtap.store.format import checksum
 
@@ -146,8 +146,8 @@ class Fuzzer:
                 lambda: native.Taker(1).put_each(pick([None, [1], [0, 1]]), pick([None, [room, room], room])),
                 lambda: native.Taker(1).put_each([pick([0, -1, "x"])], [room]),
             ]
-        if sums.native is not None:
-            distance = sums.native
+        if measures.native is not None:
+            distance = measures.native
             calls.append(lambda: distance.sums(0, 0, here, 0, 3, 0.0, 0.0, 1.0, 1.0, 0))
         if not calls:
             return
@@ -179,7 +179,7 @@ def main() -> None:
     calls, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     fuzzer = Fuzzer(seed)
     fuzzer.run(calls)
-    built = [name for name, module in (("statistics", kernel), ("distance", sums)) if module.native]
+    built = [name for name, module in (("statistics", kernel), ("distance", measures)) if module.native]
     print(f"{calls} calls, seed {seed}, native: {', '.join(built)}: {dict(fuzzer.calls)}")
 
 

@@ -197,3 +197,23 @@ def test_the_mean_of_a_sum_is_left_out_if_a_summand_is_not_finite_or_missing(tmp
                     writer.write(StepRecord(step, None, None, "train", 0.0, (block,), ()))
     assert tt.open(tmp_path).series("a:output", "mean").steps.tolist() == [0]
     assert tt.open(tmp_path).series("a:output", "mean").values.tolist() == [(0.5 + 2.5) / 2 + (1.5 + 3.5) / 2]
+
+
+def test_comparing_statistics_of_summands_with_those_of_the_whole_accuses_nobody(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).normal(size=(2, 24))
+    for name, world in (("one", 1), ("two", 2)):
+        for rank in range(world):
+            own = values.sum(0) if world == 1 else values[rank]
+            row = [own.size, 0, 0, own.mean(), np.linalg.norm(own), np.abs(own).max()]
+            with RunWriter(tmp_path / name, manifest={}, rank=rank, world=world) as writer:
+                if world > 1:
+                    placed = [Placement((Axis("tp", 2, rank, Share("partial", op="sum")),)).to_json()]
+                    writer.event(
+                        "placements", step=0, phase="train", placements=placed, sites={"a:output": 0}
+                    )
+                names = ("count", "nans", "infs", "mean", "l2", "absmax")
+                block = ScalarBlock(("a:output",), names, np.array([row]))
+                writer.write(StepRecord(0, None, None, "train", 0.0, (block,), ()))
+    found = tt.compare(tmp_path / "one", tmp_path / "two")
+    assert found.outcome != "differs", found.verdict
+    assert found.row("a:output").status == "unknown part"

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, init_device_mesh
 
-from torchtap.comparison.measure import sums
-from torchtap.comparison.measure.measures import measure
+from torchtap.comparison import measures
+from torchtap.comparison.measures import measure
 from torchtap.errors import CompareError, ReductionError
 from torchtap.reduce import Full, Histogram, Stats, StatsBlock, kernel
 from torchtap.reduce.memory import has_memory, located
@@ -108,7 +108,7 @@ def test_no_wrapper_and_no_fake_has_an_address() -> None:
         assert place[0] == plain.data_ptr()
 
 
-@pytest.mark.skipif(sums.native is None, reason="the native kernel is not built here")
+@pytest.mark.skipif(measures.native is None, reason="the native kernel is not built here")
 def test_wrappers_and_fakes_do_not_reach_the_distance_or_the_copy() -> None:
     value = torch.randn(100_000)
     assert measure(value, Wrapper(value * 2)).rel_l2 == pytest.approx(1)
@@ -118,7 +118,7 @@ def test_wrappers_and_fakes_do_not_reach_the_distance_or_the_copy() -> None:
     with pytest.raises(CompareError, match="no values"):
         measure(value, fake)
     with pytest.raises(CompareError, match="pieces"):
-        sums.Sums((1e-7, 1e-40), 0.0, 0.0, False).add(0, value, value[1:])
+        measures.Sums((1e-7, 1e-40), 0.0, 0.0, False).add(0, value, value[1:])
 
 
 def test_a_distributed_tensor_is_compared_by_this_ranks_shard(tmp_path: Any) -> None:
@@ -151,9 +151,9 @@ def test_a_native_call_refuses_addresses_that_cannot_be() -> None:
             kernel.native.measure(state.data_ptr(), address, count, 0, 1)
         with pytest.raises(ValueError, match=r"size|memory"):
             kernel.native.measure_strided(state.data_ptr(), address, 0, 1, (count,), (2,))
-    if sums.native is not None:
+    if measures.native is not None:
         with pytest.raises(ValueError, match="memory"):
-            sums.native.sums(0, 0, state.data_ptr(), 0, 5, 0.0, 0.0, 1.0, 1.0, 1)
+            measures.native.sums(0, 0, state.data_ptr(), 0, 5, 0.0, 0.0, 1.0, 1.0, 1)
     if checksum.copy_bytes is not None:
         with pytest.raises(ValueError, match="copied"):
             checksum.copy_bytes(state.data_ptr(), 0, 8)

@@ -13,7 +13,7 @@ from torchtap.cli.console import Terminal, say
 
 if TYPE_CHECKING:
     from torchtap import Run
-    from torchtap.comparison.judge.result import Comparison
+    from torchtap.comparison.result import Comparison
 
 __all__ = ["EXIT_CODES", "command"]
 
@@ -78,7 +78,7 @@ def command(
     1 they differ, 2 an error, 3 cannot tell: too much is missing or unreadable.
     """
     with _told():
-        from torchtap.comparison.stored import compare_stored
+        from torchtap.comparison.recorded import compare_stored
 
         result = compare_stored(
             _of_rank(reference, rank),

@@ -21,22 +21,17 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from torchtap.comparison.align.rules import PairingRule
-from torchtap.comparison.given import describe
-from torchtap.comparison.judge.outcome import decide
-from torchtap.comparison.judge.result import Comparison, FirstDifference
-from torchtap.comparison.judge.status import status_of
-from torchtap.comparison.judge.verdict import judge_live
-from torchtap.comparison.live.evidence import gather
-from torchtap.comparison.live.hooked import steady, visiting
-from torchtap.comparison.live.passes import TraceProbe
-from torchtap.comparison.live.tracing import Feed, feed_of, jitter, record
-from torchtap.comparison.measure.floor import Floor, floor_from
-from torchtap.comparison.measure.measures import Measures
-from torchtap.comparison.sources import is_eager
+from torchtap.comparison.floor import Floor, floor_from
+from torchtap.comparison.front import is_eager
+from torchtap.comparison.judge import decide, status_of
+from torchtap.comparison.live import gather, judge_live
+from torchtap.comparison.measures import Measures
+from torchtap.comparison.passes import Feed, TraceProbe, feed_of, jitter, record, steady, visiting
+from torchtap.comparison.recordings import describe
+from torchtap.comparison.result import Comparison, FirstDifference
+from torchtap.comparison.rules import PairingRule
 from torchtap.errors import CompareError
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves
 from torchtap.hooks.visit import Call
 from torchtap.plan.names import parent_path, path_of, site_name
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from torchtap.comparison.front import compare
-from torchtap.comparison.judge.result import Comparison
-from torchtap.comparison.judge.table import number
+from torchtap.comparison.result import Comparison
+from torchtap.comparison.table import number
 from torchtap.errors import CompareError, TorchtapError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class FormsComparison:
         """One line for each form."""
         from rich.text import Text
 
-        from torchtap.comparison.judge.table import PrintedTable
+        from torchtap.comparison.table import PrintedTable
 
         table = PrintedTable(title="forms against the model as it is")
         for heading in ("form", "sites", "output error", "first divergence", "verdict"):

@@ -5,30 +5,131 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from torchtap.comparison.align.rules import PairingRule
-from torchtap.comparison.given import describe, is_live, recording_of
-from torchtap.comparison.judge.outcome import decide
-from torchtap.comparison.judge.result import Comparison
-from torchtap.comparison.judge.source import located
-from torchtap.comparison.judge.verdict import judge_live
-from torchtap.comparison.live.batches import as_batches, gather_batches
-from torchtap.comparison.live.evidence import PassEvidence
-from torchtap.comparison.live.gradients import broken_flow, harmless_copies
-from torchtap.comparison.live.parameters import usual_dtype
-from torchtap.comparison.live.tracing import Feed, default_dtype, feed_of, golden_copy, record
-from torchtap.comparison.recorded.phases import compare_all_phases
-from torchtap.comparison.recorded.recordings import MemoryRecording, Recording
-from torchtap.comparison.sources import captured, is_eager, perturbed
-from torchtap.comparison.stored import compare_stored, known_harmless, listed
+from torchtap._torch import runs_compiled
+from torchtap.comparison.causes import broken_flow, harmless_copies, located, usual_dtype
+from torchtap.comparison.judge import decide
+from torchtap.comparison.live import (
+    PassEvidence,
+    as_batches,
+    function_answer,
+    gather_batches,
+    judge_live,
+)
+from torchtap.comparison.passes import Feed, default_dtype, feed_of, golden_copy, jitter, record
+from torchtap.comparison.recorded import compare_all_phases, compare_stored, known_harmless, listed
+from torchtap.comparison.recordings import MemoryRecording, Recording, describe, is_live, recording_of
+from torchtap.comparison.result import Comparison
+from torchtap.comparison.rules import PairingRule
 from torchtap.errors import CompareError
-from torchtap.hooks.leaves import leaves
+from torchtap.hooks.leaves import leaves, map_leaves
+from torchtap.plan.names import site_name
+from torchtap.session.untouched import untouched
 
-__all__ = ["compare"]
+if TYPE_CHECKING:
+    from torchtap.forms.match.site_map import SiteMap
+
+__all__ = ["captured", "compare", "is_eager", "perturbed"]
+
+
+def is_eager(thing: object) -> bool:
+    """Whether every module of this runs as plain Python, so that its hooks see all and may replace all."""
+    if not isinstance(thing, nn.Module) or isinstance(thing, (torch.jit.ScriptModule, fx.GraphModule)):
+        return False
+    return not any(
+        isinstance(module, torch.jit.ScriptModule) or runs_compiled(module) for module in thing.modules()
+    )
+
+
+def captured(
+    thing: Any,
+    feed: Feed,
+    label: str,
+    *,
+    selectors: tuple[str, ...] = ("*:output",),
+    loss: Callable[[Any], Tensor] | None = None,
+    like: nn.Module | None = None,
+    inputs: Any = None,
+) -> MemoryRecording:
+    """Run something once and keep what its form lets out; with ``loss`` a backward pass is run as well.
+
+    A graph that does not tell its names gets those of ``like``, an eager model, which runs once on ``inputs``.
+    """
+    from torchtap.plan.names import in_passing_order
+    from torchtap.session.front import capture
+
+    with untouched(thing, in_place=True):
+        torch.manual_seed(0)
+        try:
+            with (
+                torch.set_grad_enabled(loss is not None),
+                capture(thing, *selectors, all_threads=True, like=_names_of(thing, like, inputs)) as seen,
+            ):
+                output = feed(thing)
+                if loss is not None:
+                    loss(output).backward()
+            values = {
+                name: value for name in in_passing_order(seen) if isinstance(value := seen[name], Tensor)
+            }
+            if values:
+                return MemoryRecording(values, label)
+            hidden = "its form lets no value out"
+        except CompareError:
+            raise
+        except Exception as error:
+            hidden = _brief(error)
+        return _results_alone(thing, feed, label, hidden)
+
+
+def _names_of(thing: object, like: nn.Module | None, inputs: object) -> SiteMap | None:
+    """The map of a form's values to the sites of the eager model; None where it has none, or needs none."""
+    from torchtap.session.matching import has_names, match
+
+    if like is None or callable(inputs) or has_names(thing):
+        return None
+    with suppress(Exception), untouched(like):
+        return match(thing, like, inputs)
+    return None
+
+
+def _results_alone(thing: Any, feed: Feed, label: str, hidden: str) -> MemoryRecording:
+    """What something returns, when nothing inside it can be seen; ``hidden`` says why."""
+    torch.manual_seed(0)
+    try:
+        with torch.no_grad():
+            output = feed(thing)
+    except Exception as error:
+        raise CompareError(f"{label} does not run on these inputs: {_brief(error)}") from error
+    named = {site_name("", "output", leaf): value.detach() for leaf, value in leaves(output)}
+    if not named:
+        raise CompareError(f"{label} returned no tensor, and nothing inside it can be seen: {hidden}")
+    return MemoryRecording(named, label, (f"{label}: only its results can be seen: {hidden}",))
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def perturbed(inputs: object, seed: int = 1) -> Feed | None:
+    """The same inputs moved by about one ULP; ``None`` when they are not numbers that can be moved a little."""
+    if callable(inputs) and not isinstance(inputs, (Tensor, nn.Module)):
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    moved = False
+
+    def move(_: str, value: Tensor) -> Tensor:
+        nonlocal moved
+        moved = moved or value.is_floating_point()
+        return jitter(value.detach(), generator) if value.is_floating_point() else value
+
+    changed = map_leaves(inputs, move)
+    return feed_of(changed) if moved else None
+
 
 Loss = Callable[[Any], Tensor]
 _GRADIENTS = ("*:output", "*:grad_output", "*:grad_input", "*:param_grad")
@@ -106,8 +207,10 @@ def _judged(found: PassEvidence, batches: int) -> Comparison:
     also = f" in each of {batches} batches" if batches > 1 else ""
     if found.lowered_to:
         also += f" in {found.lowered_to}, in which the reference was run too"
-    outcome, verdict = decide(first, rows, found.alignment.unaligned, live=True, also=also)
+    function = function_answer(found)
+    outcome, verdict = decide(first, rows, found.alignment.unaligned, live=True, also=also, function=function)
     return Comparison(
+        function=function,
         reference=describe(found.reference),
         target=describe(found.target),
         rows=rows,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from torchtap._torch import DispatchMode, in_backward, node_that_runs, pytree, sequence_number
 from torchtap.errors import FormError
-from torchtap.hooks.arguments import Args, Kwargs
+from torchtap.hooks.leaves import Args, Kwargs
 from torchtap.plan.names import join_path, site_name
 from torchtap.spi import Call, Stop, Visiting, input_leaves, input_names, leaves, places, untouched, unwrap
 

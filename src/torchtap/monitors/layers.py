@@ -37,9 +37,13 @@ from torch import Tensor, nn
 
 from torchtap import Full, Watch, tap, watch
 from torchtap._torch import TORCH_VERSION
-from torchtap.comparison.adjacent import LayerChange, layer_changes
-from torchtap.comparison.recorded.recordings import FolderRecording, is_layer_folder
-from torchtap.comparison.recorded.torch_files import load_tensor
+from torchtap.comparison.recordings import (
+    FolderRecording,
+    LayerChange,
+    is_layer_folder,
+    layer_changes,
+    load_tensor,
+)
 from torchtap.errors import OutputError, RunCorruptError, SelectionError, SessionError
 from torchtap.forms.attach import tree_of
 from torchtap.hooks.hooks import after, before

@@ -184,7 +184,7 @@ class StorageManager:
 
     @staticmethod
     def read_hdf5_entry_keys(filename: str | os.PathLike[str]) -> list[str]:
-        """Return the keys in a file, spelled as they were logged."""
+        """Return the keys in a file, in their logged spelling."""
         with _h5py().File(filename, "r") as file:
             return [key for key, _ in _groups(file)]
 

@@ -357,12 +357,12 @@ class OutputWatch:
         """Begin a step. The model carries hooks only if it is monitored."""
         if self._watch is None or (not monitored and not self._live):
             return
-        self.listen(True)
+        self.set_recording(True)
         self._live = monitored
         self._watch.set_step(self._watch.step_number + 1)
-        self.listen(monitored and not silenced)
+        self.set_recording(monitored and not silenced)
 
-    def listen(self, on: bool) -> None:
+    def set_recording(self, on: bool) -> None:
         """Record model calls from now on, or stop doing so."""
         if self._watch is None or on == (self._pause is None):
             return
@@ -377,12 +377,12 @@ class OutputWatch:
         """End the watch's step and return its results. With ``go_on``, begin another."""
         if self._watch is None:
             return []
-        listening = self._pause is None
-        self.listen(True)
+        recording = self._pause is None
+        self.set_recording(True)
         self._watch.end_step()
         if go_on:
             self._watch.set_step(self._watch.step_number + 1)
-        self.listen(listening and go_on)
+        self.set_recording(recording and go_on)
         records, self._records = self._records, []
         return [found for record in records for found in self._results(record)]
 

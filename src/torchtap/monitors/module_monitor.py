@@ -656,7 +656,7 @@ class ModuleMonitor(MetricRegistry):
     def _silence(self, blocks: int) -> None:
         self._window.silenced += blocks
         if self._outputs is not None and self._window.monitored:
-            self._outputs.listen(self._window.is_open)
+            self._outputs.set_recording(self._window.is_open)
 
     def after_micro_batch(self) -> None:
         """End a micro-batch: drop what the reference returned for it."""

@@ -28,7 +28,7 @@ from torchtap import Epochs, Full, Selector, Site, Tap, watch
 from torchtap.errors import PlanError, RecordingLostError, SessionError
 from torchtap.forms.attach import form_of, tree_of
 from torchtap.hooks.hooks import after, before
-from torchtap.hooks.structure import fill, from_names
+from torchtap.hooks.leaves import fill, from_names
 from torchtap.monitors.monitor_outputs import (
     Outputs,
     Saver,

@@ -3,7 +3,7 @@
 Guarantees:
 - an output is never changed once it is here; readers get copies;
 - all outputs in memory, those waiting to be written included, stay below the ceiling plus one batch;
-- an output that went to disk is in its final format: saving moves the file;
+- an output on disk is in its final format: saving moves the file;
 - statistics equal those of the concatenation of all batches, and need no batch in memory;
 - a file is complete or does not exist: it is written under another name and moved;
 - every file is read without pickle, and `read_item` returns the same entries for each format.
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from torchtap import Stats
 from torchtap.errors import OutputError, PlanError, RunCorruptError, TorchtapError
-from torchtap.hooks.structure import fill, from_names, plain, skeleton
+from torchtap.hooks.leaves import fill, from_names, plain, skeleton
 from torchtap.monitors.monitor_settings import MonitoredLayer
 from torchtap.sanitize import parse_json, shown
 from torchtap.spi import ModulePath, leaves, map_leaves

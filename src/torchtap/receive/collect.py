@@ -57,12 +57,18 @@ class Collector:
         """
         folding, coming = self._folding, list[PendingNumbers]()
         with folding.lock:
-            statistics = self._statistics(tallies, live, coming)
-            if not folding.folded and not any(tally.numbers for tally in tallies):  # most often
+            try:
+                statistics = self._statistics(tallies, live, coming)
+                if not folding.folded and not any(tally.numbers for tally in tallies):  # most often
+                    for tally in tallies:
+                        tally.clear()
+                    return (() if statistics is None else (statistics,)), (), coming
+                return self._collect(tallies, live, statistics, coming)
+            except Exception as error:  # such as out of memory: it must not end the training
                 for tally in tallies:
-                    tally.clear()
-                return (() if statistics is None else (statistics,)), (), coming
-            return self._collect(tallies, live, statistics, coming)
+                    folding.drop(tally)
+                folding.lose("a step", error)
+                return (), (), []
 
     def peek(self, tallies: Sequence[Tally], live: frozenset[int]) -> ScalarBlock | None:
         """Return the statistics that tallies hold so far; they go on holding them. Waits for what is on a device."""

@@ -345,7 +345,7 @@ class _Rehearsed:
             first = (0,) * block.before.dim()
             self._elements.append(block.before[first])
             self._before.append(block.before[first].clone())
-            self._changes.append(block.change[first])
+            self._changes.append(block.change[first].clone())  # a view would hold the block
 
     @torch.no_grad()
     def is_wrong(self) -> Crossing | None:
@@ -423,7 +423,6 @@ class UpdateReader:
 
     def ready(self, optimizer: Optimizer) -> None:
         """Measure or hold what is needed of each parameter of an optimizer that is about to step."""
-        self._look_at_audits(wait=False)
         self._begin_all(optimizer, rehearse=True)
 
     def _begin_all(self, optimizer: Optimizer, *, rehearse: bool) -> None:
@@ -495,9 +494,9 @@ class UpdateReader:
                     self._audits.append((wrong, id(parameter)))
             else:
                 self._take_whole(asked, kept, parameter.detach() - kept)
+            self._look_at_audits(wait=parameter.device.type == "cpu")
         except Exception as error:
             self._lose(asked, error)
-        self._look_at_audits(wait=parameter.device.type == "cpu")
 
     @torch.no_grad()
     def _take_whole(self, asked: _Asked, before: Tensor, change: Tensor) -> None:

@@ -25,7 +25,7 @@ def missing_parts() -> dict[str, str]:
     """Each compiled part that is not here, or is of another version, with what stands in for it."""
     found = {
         "statistics": "" if kernel.native is not None else "computed by torch, more slowly",
-        "distances": "" if _is_built("comparison/measure", "_distance") else "computed by torch, more slowly",
+        "distances": "" if _is_built("comparison", "_distance") else "computed by torch, more slowly",
         "checksums": "" if checksum.copy_bytes is not None else "computed by zlib after the copy",
     }
     return {part: instead for part, instead in found.items() if instead}

@@ -557,8 +557,8 @@ class Catalog:
     def compare(self, first: str, second: str) -> dict[str, Any]:
         """Compare the present state of two runs. The last result is cached, because a comparison reads everything."""
         from torchtap import open as open_run
-        from torchtap.comparison.judge.result import plain
-        from torchtap.comparison.stored import compare_stored
+        from torchtap.comparison.recorded import compare_stored
+        from torchtap.comparison.result import plain
 
         a, b = self[first], self[second]
         with self._comparing:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.architectures import Count, count, judge, reference
 from benchmarks.every_form import main, table
-from benchmarks.zoo import build
+from tests.corpus.zoo import build
 
 GRAPHS = ("export", "trace", "FX")
 PUT_IN = ("export, instrumented", "trace, instrumented")

@@ -29,8 +29,7 @@ from torch.autograd.graph import Node
 from torchtap._torch import graph_task, version_of
 from torchtap.errors import RunFormatError, RunNotFoundError
 from torchtap.forms.op.passes import PassHooks
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.structure import plain
+from torchtap.hooks.leaves import Args, Kwargs, plain
 from torchtap.spi import RandomState, ask_for_gradient, leaves, map_leaves, unwrap
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -16,9 +17,9 @@ from torch.autograd.graph import Node
 
 from torchtap._torch import saved_by, shape_from
 from torchtap.diagnosis.probes.base import Patient, Telling
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.walker import Walker
+from torchtap.hooks.leaves import Args, Kwargs
 from torchtap.receive import backward
+from torchtap.spi import Hooks
 
 
 def is_next_token(tokens: Tensor, target: Tensor, ignored: int | None = -100) -> bool:
@@ -197,7 +198,7 @@ class LossProbe:
         self._tell = tell
         self._alone = alone
         self._tokens: Tensor | None = None  # the model's newest input of whole numbers
-        self._walkers: list[Walker] = []
+        self._hooks: list[Hooks] = []
         self._looks = 0
         self._binary = 0  # losses in a row that looked like probabilities
         self._negative = 0  # losses in a row that were made negative
@@ -208,18 +209,18 @@ class LossProbe:
         backward.listen(self)
         for model in self._patient.called:
             if model.__dict__.get("_compiled_call_impl") is None:
-                walker = Walker(model)
-                walker.before(model, None, self._keep_tokens, lambda *_: None)
-                self._walkers.append(walker)
+                hooks = Hooks(model)
+                hooks.before(model, partial(self._keep_tokens, None))
+                self._hooks.append(hooks)
 
     def stop(self) -> None:
         backward.stop_listening(self)
         self._leave()
 
     def _leave(self) -> None:
-        for walker in self._walkers:
-            walker.leave()
-        self._walkers, self._tokens = [], None
+        for hooks in self._hooks:
+            hooks.remove()
+        self._hooks, self._tokens = [], None
 
     def _keep_tokens(self, _: Any, args: Args, kwargs: Kwargs) -> None:
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]

@@ -19,11 +19,10 @@ from torchtap._torch_distributed import local_part, placed, spec_of
 from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, held_anywhere, is_nonzero
 from torchtap.diagnosis.probes.loop import ModeProbe
 from torchtap.diagnosis.probes.losses import padding
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.walker import Walker
+from torchtap.hooks.leaves import Args, Kwargs
 from torchtap.placement import Box
 from torchtap.plan.names import join_path, site_name
-from torchtap.spi import ask_for_gradient, parameters_of
+from torchtap.spi import Hooks, ask_for_gradient, parameters_of
 
 _WEIGHT_LOOKS = 2
 
@@ -383,7 +382,7 @@ class PaddingProbe:
     def __init__(self, patient: Patient, tell: Telling) -> None:
         self._patient = patient
         self._tell = tell
-        self._walker = Walker(patient.tree)
+        self._hooks = Hooks(patient.tree)
         self._padded: dict[str, Tensor] = {}
         self._looked: dict[str, int] = {}
 
@@ -392,11 +391,11 @@ class PaddingProbe:
             return
         for place in self._patient.places:
             if isinstance(place.module, nn.Embedding):
-                self._walker.before(place.module, place.path, self._on_tokens, lambda *_: None)
-                self._walker.after(place.module, place.path, self._on_output, lambda _: None)
+                self._hooks.before(place.module, partial(self._on_tokens, place.path))
+                self._hooks.after(place.module, partial(self._on_output, place.path))
 
     def stop(self) -> None:
-        self._walker.leave()
+        self._hooks.remove()
         self._padded.clear()
 
     def _on_tokens(self, path: str, args: Args, kwargs: Kwargs) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,8 +18,8 @@ from torch.optim import Optimizer
 from torchtap._torch import saved_by
 from torchtap.diagnosis.chart import BROADCAST, PAST_THE_WRAPPER, SCALED, SECONDS, TARGETS, UNSYNCED, WEIGHT
 from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling
-from torchtap.hooks.arguments import Args, Kwargs
-from torchtap.hooks.walker import Walker
+from torchtap.hooks.leaves import Args, Kwargs
+from torchtap.spi import Hooks
 
 _NODES = 24
 _SUMS = ("Add", "Sum", "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone")
@@ -126,7 +127,7 @@ class RankProbe(ListeningProbe):
             if isinstance(module, nn.parallel.DistributedDataParallel)
         ]
         self._compiled = patient.compiled
-        self._walkers: list[Walker] = []
+        self._hooks: list[Hooks] = []
         self._called: set[int] = set()  # wrappers, and modules in wrappers, that were called to learn
         self._synced: bool | None = None  # whether the newest backward reduced; None before one
         self._updated: float | None = None
@@ -138,14 +139,14 @@ class RankProbe(ListeningProbe):
         if not self._compiled:
             for wrapper in self._wrappers:
                 for module in (wrapper, wrapper.module):
-                    walker = Walker(module)
-                    walker.before(module, module, self._call, lambda *_: None)
-                    self._walkers.append(walker)
+                    hooks = Hooks(module)
+                    hooks.before(module, partial(self._call, module))
+                    self._hooks.append(hooks)
 
     def stop(self) -> None:
         super().stop()
-        for walker in self._walkers:
-            walker.leave()
+        for hooks in self._hooks:
+            hooks.remove()
 
     def _call(self, module: Any, args: Args, kwargs: Kwargs) -> None:
         if torch.is_grad_enabled():

@@ -1,1 +1,0 @@
-"""Which site of one side is which of the other."""

@@ -1,1 +1,0 @@
-"""From measurements to a verdict, and how it is shown."""

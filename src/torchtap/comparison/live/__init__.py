@@ -1,1 +1,0 @@
-"""What running two models shows."""

@@ -1,1 +1,0 @@
-"""How far two values are apart, and how far they may be."""
