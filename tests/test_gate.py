@@ -49,7 +49,11 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "assistant": {"json.loads": "its own text"},
     "testing": {"json.loads": "its own text"},
-    "diagnosis": {"torch.load": "weights only"},
+    "diagnosis": {
+        "torch.load": "weights only",
+        "read_text": "a file of this package",
+        "tomllib.loads": "a file of this package",
+    },
     "monitors": {
         "torch.load": "weights only",
         "yaml.safe_load": "text that the gate has read",

@@ -289,7 +289,7 @@ class _Followed:
             self._note_hyper(name, group, row)
             learning = [each for each in group["params"] if each.requires_grad]
             if learning and index < _GROUPS:
-                found.append((name, group, max(learning[-4:], key=lambda each: each.dim())))
+                found.append((name, group, max(reversed(learning[-4:]), key=lambda each: each.dim())))
                 self._note_which(name, found[-1][2], row)
         every = [(group, each) for group in groups for each in group["params"] if each.requires_grad]
         if len(every) > len(found):

@@ -354,6 +354,8 @@ def loss_spike(rule: Rule, chart: Chart, *, times: float = 30.0, history: int = 
         return
     for at in range(history, len(loss)):
         before = loss[at - history : at]
+        if not (before > 0).all():
+            continue  # a loss of both signs has no usual size
         with np.errstate(invalid="ignore"):
             usual, most = float(np.median(np.abs(before))), float(np.max(np.abs(before)))
         if (
@@ -422,4 +424,6 @@ def same_targets(rule: Rule, chart: Chart, *, length: int = 12) -> Iterable[Find
     column = first_run_of(same, ~np.isnan(target) & ~np.isnan(given), length)
     if column is not None:
         message = f"the targets are the same at each of {length} steps, though the inputs differ ({{site}})"
-        yield from rule.found([Hit(":input", int(chart.pulse.steps[column]), float(length))], message)
+        yield from rule.found(
+            [Hit(":input", int(chart.pulse.steps[column]), float(length))], message, severity="info"
+        )
