@@ -204,6 +204,6 @@ def test_a_path_without_a_kind_means_the_output_of_stored_tensors_too(tmp_path: 
 def test_a_sink_tells_of_a_statistic_that_does_not_exist(tmp_path: Path, name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     sink = getattr(tt.sinks, name)(tmp_path / "numbers", statistics=["stdd"])
-    with pytest.warns(RuntimeWarning, match=f"{name} was asked for statistic 'stdd'"):
+    with pytest.warns(RuntimeWarning, match=f"{name} selects statistic 'stdd'"):
         with tt.watch(model, None, "0:output", sinks=[sink]) as watch, watch.step():
             model(torch.ones(2, 4))

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from torchtap._torch import has_step_hooks, step_without_hooks
@@ -572,5 +573,7 @@ def _bytes_by_device(places: Iterable[Place]) -> dict[torch.device, int]:
 
 
 def _nbytes(parameter: Tensor) -> int:
+    if is_lazy(parameter):  # it has no shape before the first pass
+        return 0
     local = local_part(parameter)
     return local.numel() * local.element_size()
