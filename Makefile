@@ -11,6 +11,7 @@
 #   make forms       105 architectures in every form, site by site
 #   make sanitize    the native parts under sanitizers; make portable: on other processors (native.mk)
 #   make torture     attack runs, recordings and pages for about an hour; prints a table
+#   make golden      194 commits on a sample project, each judged by its goldens; prints a table
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c c
 # Two workers are what two cores carry; torch itself gets one thread in each.
 WORKERS ?= 2
 
-.PHONY: demo test quick slow coverage check forms ranks bench torture format browser clean
+.PHONY: demo test quick slow coverage check forms golden ranks bench torture format browser clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -97,6 +98,10 @@ TORTURE ?=
 torture: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture $(TORTURE)
 	TORCHTAP_RESIDUE_CASES=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/test_residue.py
+
+# Faults and harmless changes as commits on a sample project: which are noticed, and which layer is named.
+golden: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.corpus.golden_campaign $(GOLDEN)
 
 # A browser for the tests that need one, from the system's packages where that is possible.
 browser:

@@ -45,12 +45,14 @@ CORE = {
     "startup": "Starting",
     "module_monitor": "Module monitor",
     "layers": "Recording layers",
+    "datasets": "Activation datasets",
 }
 TABLES = {
     **CORE,
     "ranks": "Many ranks",
     "monitor": "Monitor",
     "compare": "Comparing",
+    "golden": "Checking goldens",
     "viewer": "Viewer",
 }
 _MARK = "__rows__"

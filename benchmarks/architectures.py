@@ -1,8 +1,9 @@
 """One architecture in one form, site by site, beside hand-written hooks on the eager model.
 
-For each eager site:
+For each input and output of the eager model, and the gradients of both:
 - clean: the form has this name, and the value is the eager one;
 - wrong: the form has this name on another value;
+- plain: the form has the value under the module's plain name, without a leaf, and no other;
 - renamed: the form has the value, under another name;
 - missing: the form does not have the value.
 
@@ -16,9 +17,12 @@ a module that the model does not have, or of a value that the module does not re
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -55,11 +59,16 @@ class Count:
     sites: int = 0
     clean: int = 0
     wrong: int = 0
+    plain: int = 0
     renamed: int = 0
     missing: int = 0
     unexplained: int = 0
     verdict: str = ""
     details: list[str] = dataclasses.field(default_factory=list)
+
+    def is_general(self, seen: tt.Seen) -> bool:
+        """Whether the coverage says that the form may have forgotten modules, or numbers what it has."""
+        return any("does not know it" in each.reason or "numbered" in each.reason for each in seen.coverage())
 
     def others(self) -> Iterator[tuple[str, str]]:
         """What is renamed or missing, each with its site."""
@@ -94,6 +103,102 @@ def reference(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return found
 
 
+def reference_of_all(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], gradients: bool = True
+) -> tuple[dict[str, Tensor], Any]:
+    """Every input, output and gradient by name, from torch's own hooks; and what the model returned."""
+    found: dict[str, Tensor] = {}
+    calls: dict[tuple[str, str], int] = {}
+    handles: list[Any] = []
+
+    def keep(path: str, kind: str, leaves: list[tuple[str, Tensor]]) -> None:
+        call = calls.get((path, kind), 0)
+        calls[path, kind] = call + 1
+        for leaf, tensor in leaves:
+            end = (f".{leaf}" if leaf else "") + (f"#{call}" if call else "")
+            found[f"{path}:{kind}{end}"] = tensor.detach().clone()
+            if tensor.requires_grad:
+                hook = partial(_keep_gradient, found, f"{path}:grad_{kind}{end}")
+                handles.append(tensor.register_hook(hook))
+
+    inner = model.module if isinstance(model, nn.DataParallel) else model
+    for path, module in inner.named_modules():
+        before = partial(_before, keep, path, parameters_of(module))
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(_after, keep, path)))
+    returned = model(*args, **kwargs)
+    if gradients:
+        backward(returned)
+    for handle in handles:
+        handle.remove()
+    return found, returned
+
+
+def _keep_gradient(found: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    found[name] = gradient.clone()
+
+
+def _before(keep: Any, path: str, names: list[str] | None, _: nn.Module, args: Any, kwargs: Any) -> None:
+    leaves: list[tuple[str, Tensor]] = []
+    for place, value in (*enumerate(args), *kwargs.items()):
+        known = isinstance(place, int) and names is not None and place < len(names)
+        name = names[place] if known and names is not None else str(place)
+        alone = names is not None and len(names) == 1
+        leaves += leaves_of(value, "" if alone else name)
+    keep(path, "input", leaves)
+
+
+def _after(keep: Any, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+    keep(path, "output", list(leaves_of(output)))
+
+
+def parameters_of(module: nn.Module) -> list[str] | None:
+    """The parameters of a forward by name; None if it takes any number."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return None
+    return [each.name for each in parameters]
+
+
+def backward(returned: Any) -> None:
+    """Differentiate a number that every result counts in, and leave no gradient on parameters."""
+    ends = [value for _, value in leaves_of(returned) if value.requires_grad and value.is_floating_point()]
+    if ends:
+        sum((n + 2) * value.double().square().mean() for n, value in enumerate(ends)).backward()  # type: ignore[union-attr]
+
+
+def parameter_gradients(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Tensor | None] | None:
+    """The gradients of a form's parameters by name, without taps; None if autograd refuses its code."""
+    parameters = dict(model.named_parameters())
+    for each in parameters.values():
+        each.grad = None
+    try:
+        backward(model(*args, **kwargs))
+    except RuntimeError:  # changed in place
+        return None
+    finally:
+        found = {name: each.grad for name, each in parameters.items()}
+        for each in parameters.values():
+            each.grad = None
+    return found
+
+
+def _have_equal_gradients(
+    own: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None] | None
+) -> bool:
+    if other is None:
+        return False
+    for one, two in ((own[name], other[name]) for name in own.keys() & other.keys()):
+        if one is None or two is None:
+            if any(each is not None and each.count_nonzero() for each in (one, two)):
+                return False
+        elif not _same(one, two, close=True):
+            return False
+    return True
+
+
 def _exported(model: nn.Module, given: Arguments) -> Any:
     return torch.export.export(model, *given).module()
 
@@ -120,10 +225,17 @@ def _reloaded(script: Any) -> Any:
 
 
 def _packaged(model: nn.Module, given: Arguments) -> Any:
-    program = torch.export.export(tt.instrument(model, "*:output"), *given)
+    program = torch.export.export(_instrumented(model), *given)
     with tempfile.TemporaryDirectory() as folder:
         path = torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/model.pt2")
         return tt.load(path, unsafe=True)
+
+
+TAPS = ("*:input", "*:output", "*:grad_input", "*:grad_output")
+
+
+def _instrumented(model: nn.Module) -> nn.Module:
+    return tt.instrument(model, *TAPS)  # type: ignore[no-any-return]
 
 
 FORMS: dict[str, Callable[[nn.Module, Arguments], Any]] = {
@@ -136,8 +248,8 @@ FORMS: dict[str, Callable[[nn.Module, Arguments], Any]] = {
     "trace, loaded": lambda model, given: _reloaded(_traced(model, given)),
     "script": lambda model, given: torch.jit.script(model),
     "FX": lambda model, given: fx.symbolic_trace(model),
-    "export, instrumented": lambda model, given: _exported(tt.instrument(model, "*:output"), given),
-    "trace, instrumented": lambda model, given: _traced(tt.instrument(model, "*:output"), given),
+    "export, instrumented": lambda model, given: _exported(_instrumented(model), given),
+    "trace, instrumented": lambda model, given: _traced(_instrumented(model), given),
     "AOTInductor, instrumented": _packaged,
 }
 # Forms that compute in another order: equal within a tolerance.
@@ -146,6 +258,7 @@ CLOSE = {"compile, inductor", "AOTInductor, instrumented"}
 NAMELESS = {"export", "export, loaded", "trace", "trace, loaded", "FX"}
 # Forms that take long to make are made of these.
 SLOW = CLOSE
+NO_BACKWARD = {"AOTInductor, instrumented"}
 FEW = ("mlp", "vgg", "unet", "gru", "gpt", "experts", "siamese", "rms norm", "bert", "llama")
 
 
@@ -155,25 +268,41 @@ OTHER = "the form computes something else"  # the verdict on a form that torch m
 def count(name: str, form: str, compare: bool = True) -> dict[str, Count]:
     """One architecture in one form, by how it was asked: as it is and, if it does not tell names, like the model."""
     model, args, kwargs = build(name)
-    expected = reference(model, args, kwargs)
+    outputs = reference(model, args, kwargs)
+    own = parameter_gradients(model, args, kwargs)
+    expected, _ = reference_of_all(model, args, kwargs, gradients=own is not None)
     made = FORMS[form](model, (args, kwargs))
+    # Tracers look into an autograd function and forget its backward: such a form has other gradients of its own.
+    differentiable = own is not None and form not in NO_BACKWARD
+    if own is not None and differentiable and form != "eager":
+        differentiable = _have_equal_gradients(own, parameter_gradients(made, args, kwargs))
+    if not differentiable:
+        expected = {site: value for site, value in expected.items() if ":grad_" not in site}
     given = kwargs or args
     counts: dict[str, Count] = {}
     hints: dict[str, dict[str, Any]] = {form: {}}
     if form in NAMELESS:
         hints[f"{form}, like the model"] = {"like": model, "inputs": given}
     for label, hint in hints.items():
-        with tt.capture(made, "*:output", **hint) as seen:
+        with tt.capture(made, *(TAPS if differentiable else TAPS[:2]), **hint) as seen:
             returned = made(*args, **kwargs)
+            if differentiable:
+                backward(returned)
         # Some compiled models are right to the last bit but one.
-        close = form in CLOSE or ("compile" in form and not _faithful(expected, returned, close=False))
-        if not _faithful(expected, returned, close):
+        close = form in CLOSE or ("compile" in form and not _faithful(outputs, returned, close=False))
+        if not _faithful(outputs, returned, close):
             return {label: Count(sites=len(expected), verdict=OTHER) for label in hints}
         found = dict(seen.items())
         aliases = other_names(model)
-        counts[label] = judge(expected, found, close=close, aliases=aliases)
-        truth = Truth(model, args, kwargs, expected)
+        counts[label] = judge(expected, found, close=close, aliases=aliases, by_plain_name=seen.get)
+        truth = Truth(model, args, kwargs, outputs)
+        told = {read_name(each.site).bare for each in seen.coverage()}
         for what, site in list(counts[label].others()):
+            if site not in outputs:  # of these it is only asked that something is said of their place
+                counts[label].unexplained += read_name(site).bare not in told and not counts[
+                    label
+                ].is_general(seen)
+                continue
             at_home = what == "renamed" and is_at_home(site, expected, found, close, aliases)
             if not is_explained(site, at_home, seen.coverage(), truth):
                 counts[label].unexplained += 1
@@ -206,12 +335,18 @@ def judge(
     found: dict[str, Tensor],
     close: bool = False,
     aliases: Mapping[str, str] = MappingProxyType({}),
+    by_plain_name: Callable[[str], Any] = lambda name: None,
 ) -> Count:
     """The eager sites beside what a form gave."""
     result = Count(sites=len(expected))
+    leaves: Counter[str] = Counter(str(read_name(site)._replace(leaf="")) for site in expected)
     for site, value in expected.items():
+        plain = str(read_name(site)._replace(leaf=""))
+        given = by_plain_name(plain) if site not in found and leaves[plain] == 1 else None
         if site in found:
             what = "clean" if _same(found[site], value, close) else "wrong"
+        elif isinstance(given, Tensor):
+            what = "plain" if _same(given, value, close) else "wrong"
         elif any(_same(other, value, close) for other in found.values()):
             what = "renamed"
         else:
@@ -277,4 +412,6 @@ def _same(one: Tensor, other: Tensor, close: bool) -> bool:
         one, other = one.dequantize(), other.dequantize()
     if close and one.is_floating_point():
         return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-3, equal_nan=True)
+    if one.is_floating_point() and torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True):
+        return True  # gradients are summed in another order
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

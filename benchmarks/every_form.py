@@ -129,8 +129,8 @@ def _write(results: _Results, name: str, form: str, rows: list[dict[str, Any]], 
 def table(rows: list[dict[str, Any]]) -> str:
     """The counts of every form, as docs/forms.md has them."""
     lines = [
-        "| form | architectures | sites | clean | wrong | renamed | missing | not explained | compared: same |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| form | architectures | sites | clean | plain name | wrong | renamed | missing | not explained | compared |",
+        "| --- " * 10 + "|",
     ]
     forms: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -140,14 +140,14 @@ def table(rows: list[dict[str, Any]]) -> str:
         held = [row for row in forms[form] if "problem" not in row and row["verdict"] != OTHER]
         sums = {
             key: sum(row[key] for row in held)
-            for key in ("sites", "clean", "wrong", "renamed", "missing", "unexplained")
+            for key in ("sites", "clean", "plain", "wrong", "renamed", "missing", "unexplained")
         }
-        share = 100 * sums["clean"] / max(1, sums["sites"])
+        share = 100 * (sums["clean"] + sums["plain"]) / max(1, sums["sites"])
         compared = [row for row in held if row["verdict"]]
         same = sum(row["verdict"] == "same" for row in compared)
         lines.append(
-            f"| {form} | {len(held)} | {sums['sites']} | {sums['clean']} ({share:.1f} %) | {sums['wrong']} | "
-            f"{sums['renamed']} | {sums['missing']} | {sums['unexplained']} | "
+            f"| {form} | {len(held)} | {sums['sites']} | {sums['clean']} | {sums['plain']} ({share:.1f} %) | "
+            f"{sums['wrong']} | {sums['renamed']} | {sums['missing']} | {sums['unexplained']} | "
             f"{f'{same} of {len(compared)}' if compared else '–'} |"
         )
     return "\n".join(lines)

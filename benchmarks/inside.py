@@ -21,9 +21,9 @@ from torchtap.diagnosis.probes.losses import LossProbe
 from torchtap.diagnosis.probes.model import FunctionProbe, HiddenProbe, PaddingProbe
 from torchtap.hooks.conceal import Hook
 from torchtap.receive import by_name, training
-from torchtap.receive.losses import LossCatcher
+from torchtap.receive.backward import LossCatcher
 from torchtap.receive.receiver import Receiver
-from torchtap.session.watching import Watch
+from torchtap.session.watch import Watch
 
 __all__ = ["Spent", "row_of_share", "timed_inside"]
 

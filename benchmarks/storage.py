@@ -42,6 +42,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
             *_numbers(steps=1000, rounds=5),
             *_long_series(steps=10_000 if quick else 100_000),
             _one_tensor(count=10_000 if quick else 100_000),
+            *_any_length(steps=20_000 if quick else 1_000_000, limit=(200 if quick else 2000) * 10**6),
         ]
 
 
@@ -259,6 +260,56 @@ def _one_tensor(count: int) -> dict[str, Any]:
             reads.append(1e3 * _wall(lambda step=step: open_run(folder).array("blocks.7:output", step)))  # type: ignore[misc]
         files = sum(path.is_file() for path in folder.rglob("*"))
     return _row(f"opening a run of {count:,} tensors and reading one", f"{_spread(reads)} ms; {files} files")
+
+
+def _any_length(steps: int, modules: int = 1200, limit: int = 2_000_000_000) -> list[dict[str, Any]]:
+    """Drive the writer as the default plan does: five kinds of sites at every tenth step, a loss at every step."""
+    kinds = ("output", "grad_output", "param.weight", "param_grad.weight", "update.weight")
+    sites = tuple(f"blocks.{number}:{kind}" for kind in kinds for number in range(modules))
+    values = np.random.default_rng(0).random((len(sites), len(_STATISTICS)))
+    loss, value = (":value.loss",), ("value",)
+    most = 0
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as place:
+        folder = Path(place)
+        with RunWriter(folder, manifest={}, disk=limit) as writer:
+            for step in range(steps):
+                blocks = [ScalarBlock(loss, value, np.array([[1.0 / (1 + step)]]))]
+                if step % 10 == 0:
+                    blocks.append(ScalarBlock(sites, _STATISTICS, values))
+                writer.write(StepRecord(step, None, None, "train", 0.0, tuple(blocks), ()))
+                if step % 1000 == 0:
+                    most = max(most, _size_of(folder))
+        size, run = _size_of(folder), open_run(folder)
+        shown = run.series("blocks.7:output", "l2").steps
+        parts = np.histogram(shown, bins=10, range=(0, steps))[0]
+        losses = len(run.series("loss").steps)
+        seconds = _wall(lambda: open_run(folder).matrix("l2", sites[:200]))
+    what = f"default plan, {steps:,} steps × {len(sites):,} sites, limit {limit / 1e9:.2g} GB"
+    return [
+        _row(
+            what,
+            f"{size / 1e9:.3g} GB at the end, {most / 1e9:.3g} GB at most",
+            f"≤ {limit / 1e9:.2g} GB",
+            most <= limit,
+        ),
+        _row(
+            "points of a series in each tenth of that training",
+            f"{', '.join(map(str, parts.tolist()))}; loss {losses:,}; 200 sites in {seconds:.2g} s",
+            "each tenth has some",
+            bool(parts.min() > 0),
+        ),
+    ]
+
+
+def _size_of(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:  # merged meanwhile
+            continue
+    return total
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
             listed, filled, filtered = many_runs(
                 browser, Path(folder) / "many", 100 if quick else 1000, rounds
             )
+            wide, wide_filled, wide_filtered = many_runs(browser, Path(folder) / "wide", 200, rounds, 50)
             folded, folded_hover = folded_map(browser, Path(folder), 500 if quick else 5000, rounds, record)
             drawn, pointed = overlaid(browser, Path(folder) / "ten", 1000 if quick else 10_000, rounds)
     bundle = sum(len(asset(name)) for name in FILES) / 1e3
@@ -54,6 +55,9 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
         _row("a statistic that was shown before", again, "ms", 500.0),
         _row("opening a site: two charts of 10,000 steps", site, "ms", 1000.0),
         _row("1,000 runs: the table, from opening the folder", listed, "s", 2.0),
+        _row("200 runs x 50 logged values: the table", wide, "s", 1.0),
+        _row("200 runs x 50 logged values: every line read", wide_filled, "s", 3.0),
+        _row("200 runs x 50 logged values: a filter", wide_filtered, "ms", 100.0),
         _row("1,000 runs: every line read", filled, "s", 20.0),
         _row("1,000 runs: filter by an expression", filtered, "ms", 50.0),
         _row("1,000 sites by 5,000 steps, folded by module: first map", folded, "s", 2.0),

@@ -48,14 +48,15 @@ def _places(count: int) -> list[list[float]]:
     return places
 
 
-def many_runs(browser: Any, folder: Path, count: int, rounds: int) -> tuple[list[float], ...]:
+def many_runs(
+    browser: Any, folder: Path, count: int, rounds: int, values: int = 1
+) -> tuple[list[float], ...]:
     """Seconds to the first table, seconds until every line is read, milliseconds of a filter."""
     for number in range(count):
         first = folder / f"kind-{number % _KINDS}" / "run-0000"
         if number < _KINDS:
-            small_run(
-                first, labels={"lr": 10.0**-number, "optimizer": ("adam", "sgd")[number % 2], "seed": number}
-            )
+            labels = {"lr": 10.0**-number, "optimizer": ("adam", "sgd")[number % 2], "seed": number}
+            small_run(first, labels=labels, values=values)
         else:
             shutil.copytree(first, first.parent / f"run-{number:04d}", copy_function=os.link)
     listed, filled, filtered = [], [], []

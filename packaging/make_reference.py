@@ -27,6 +27,9 @@ def commands_page() -> str:
         assert command is not None
         context = click.Context(command, parent, info_name=name)
         lines += [f"## torchtap {name}", "", "```text", command.get_help(context), "```", ""]
+        for inner, each in command.commands.items() if isinstance(command, click.Group) else ():
+            own = click.Context(each, context, info_name=inner)
+            lines += [f"### torchtap {name} {inner}", "", "```text", each.get_help(own), "```", ""]
     return "\n".join(lines)
 
 

@@ -31,6 +31,7 @@ $(VENV)/.docs: $(INSTALLED) | $(VENV)/bin/python
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet -f mkdocs.zh.yml
 	@echo "site/index.html"
 
 .PHONY: compat

@@ -28,7 +28,7 @@ def _same_start() -> Iterator[None]:
     if "torch._dynamo" in sys.modules:  # compiled code of an earlier test counts against later ones' limits
         torch._dynamo.reset()
     yield
-    from torchtap.receive import active
+    from torchtap.receive import by_name as active
 
     assert not active._active, "a session is still listening"
 

@@ -81,7 +81,7 @@ def test_a_share_of_the_step_is_judged_from_the_third_step_on(
     ticks = itertools.count()  # each look at the clock is a second later
     for module in (
         "torchtap.session.spending.time.perf_counter",
-        "torchtap.receive.folding.perf_counter",
+        "torchtap.receive.accumulator.perf_counter",
     ):
         monkeypatch.setattr(module, lambda: float(next(ticks)))
     # A step: begin, two looks around the one fold, end: a third of it is the tap's.
@@ -123,7 +123,7 @@ def test_without_a_budget_nothing_is_timed_and_nothing_added() -> None:
     plan = tt.make_plan(model(), [tt.tap("*:output", tt.Full())])
     assert not plan.fallbacks
     assert plan.asked == plan.taps
-    assert not Receiver(plan).folding.timed
+    assert not Receiver(plan).accumulator.timed
 
 
 def test_a_plan_shows_a_budget_and_hides_what_it_falls_back_to() -> None:

@@ -149,6 +149,7 @@ PROVOKED: dict[str, Any] = {
     "NO_TENSOR": lambda: eager(Two(), "counts:output"),
     "NO_ARGUMENT": lambda: eager(Two(), "counts:input"),
     "NO_ATTENTION": lambda: eager(Two(), "*:attention"),
+    "NO_FUNCTION_CALL": lambda: eager(Two(), "used/softmax:output"),
     "NO_VALUE": lambda: eager(Two(), "*:value.nothing"),
     "FOLDED": folded,
     "NOT_IN_A_GRAPH": lambda: in_form(exported(Two()), "*:attention"),
@@ -158,14 +159,16 @@ PROVOKED: dict[str, Any] = {
     "UNMARKED": lambda: in_form(exported(exported(Two())), "*:output"),
     "FORGOTTEN": lambda: in_form(exported(Two()), "*:output"),
     "NO_EQUAL": lambda: like(Pair(shows_second=False)),
-    "UNCERTAIN_CALL": lambda: like(Again()),
     "NOT_PUT_IN": not_put_in,
 }
 # Provoked where the compiler, the optimizer, several ranks and nested tensors are tested.
 ELSEWHERE = {
     "SEVERAL_UPDATES",
     "IN_A_BRANCH",
-    "OUTSIDE_THE_GRAPH",
+    "SHARED_MEMORY",
+    "NO_KIND",
+    "NO_EQUAL_GRADIENT",
+    "ACROSS_GRAPHS",
     "NOT_CALLED_OR_COMPILED",
     "NO_STEP_ENDED",
     "NO_OPTIMIZER_STATE",

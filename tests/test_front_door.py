@@ -91,7 +91,7 @@ def touchable():
     return torch.nn.Module.__call__, torch.Tensor.backward, sys.excepthook, functional.scaled_dot_product_attention
 
 before = touchable()
-import torchtap.session.front, torchtap.receive.eager, torchtap.reduce
+import torchtap.session.capture, torchtap.receive.eager, torchtap.reduce
 assert before == touchable(), "importing patched something"
 assert not logging.getLogger().handlers, "a handler on the root logger"
 optional = "tensorboard wandb h5py captum pandas pyarrow matplotlib starlette onnx transformers".split()

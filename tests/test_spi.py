@@ -22,9 +22,11 @@ CEILINGS = {
     "assistant": 0,
     "cli": 12,
     "comparison": 40,
+    "datasets": 0,
     "diagnosis": 36,
     "editing": 9,
     "forms": 28,
+    "golden": 0,
     "integrations": 7,
     "monitors": 17,
     "ranks": 26,
@@ -80,8 +82,8 @@ def test_imports_inside_functions_and_of_whole_modules_are_counted() -> None:
     }
 
 
-def test_it_has_at_most_thirty_names_each_with_a_docstring() -> None:
-    assert len(spi.__all__) <= 30
+def test_it_has_at_most_thirty_one_names_each_with_a_docstring() -> None:
+    assert len(spi.__all__) <= 31
     undocumented = [name for name in spi.__all__ if not (getattr(spi, name).__doc__ or "").strip()]
     assert not undocumented
 

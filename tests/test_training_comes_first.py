@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.session.watching import Watch
+from torchtap.session.watch import Watch
 from torchtap.store.record import StepRecord
 
 

@@ -393,7 +393,7 @@ def test_an_output_is_gone_as_soon_as_the_model_lets_go_of_it() -> None:
 def test_the_first_watch_without_compiled_parts_warns_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr("torchtap.session.compiled_parts._told", False)
+    monkeypatch.setattr("torchtap.native_check._told", False)
     monkeypatch.setattr("torchtap.reduce.kernel.native", None)
     for _ in range(3):
         tt.watch(nn.Linear(2, 2), None, [":output"]).close()
@@ -406,7 +406,7 @@ def test_the_first_watch_without_compiled_parts_warns_once(
 def test_a_platform_without_wheels_is_not_warned(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr("torchtap.session.compiled_parts._told", False)
+    monkeypatch.setattr("torchtap.native_check._told", False)
     monkeypatch.setattr("torchtap.reduce.kernel.native", None)
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     tt.watch(nn.Linear(2, 2), None, [":output"]).close()

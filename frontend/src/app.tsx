@@ -19,7 +19,7 @@ import { RunsView } from "./views/runs";
 import { ScalarsView } from "./views/scalars";
 import { SiteView } from "./views/site";
 
-const NONE: Findings = { findings: [], marks: {}, revision: -1 };
+const NONE: Findings = { findings: [], marks: {}, verdict: "not judged", summary: "", revision: -1 };
 
 export interface ViewProps {
   run: RunLine;

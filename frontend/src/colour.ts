@@ -64,9 +64,16 @@ export function gradient(lut: Uint8Array): string {
 
 // Lines: told apart by lightness as well as by hue.
 const hex = (rgb: Rgb): string => `#${rgb.map((c) => Math.round(c).toString(16).padStart(2, "0")).join("")}`;
-const LINES: [number, number][] = [[0.55, 255], [0.72, 60], [0.6, 165], [0.5, 350], [0.78, 105], [0.42, 300]];
+const LINES: [number, number][] = [[0.5, 255], [0.7, 55], [0.62, 165], [0.46, 350], [0.76, 100], [0.36, 300], [0.7, 230], [0.58, 25]];
 export const lines = (dark: boolean): string[] =>
-  LINES.map(([lightness, hue]) => hex(inGamut(dark ? Math.min(0.88, lightness + 0.16) : lightness, 0.16, hue)));
+  LINES.map(([lightness, hue]) => hex(inGamut(dark ? Math.min(0.9, lightness * 0.8 + 0.28) : lightness, 0.16, hue)));
+
+// How the n-th of many lines is drawn: eight colours, then the same with other dashes; 32 pairs differ.
+const DASHES: (number[] | undefined)[] = [undefined, [8, 4], [2, 3], [10, 3, 2, 3]];
+export function strokeOf(n: number, dark: boolean, later = 0): { colour: string; dash?: number[] } {
+  const dash = DASHES[(Math.floor(n / LINES.length) + later) % DASHES.length];
+  return { colour: lines(dark)[n % LINES.length] ?? "", ...(dash ? { dash } : {}) };
+}
 
 // What is not a finite number must not be taken for any colour of a map.
 export const NOT_FINITE: Rgb = [229, 20, 82];

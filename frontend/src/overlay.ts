@@ -1,25 +1,31 @@
 // Several series with steps of their own as lines over one axis.
 
-import type { Line } from "./chart";
+import type { Line, Stretch } from "./chart";
 
 export interface Own {
   line: Omit<Line, "values">;
   at: ArrayLike<number>;
   values: ArrayLike<number>;
+  raw?: ArrayLike<number> | undefined;
+  gaps?: [number, number][]; // on the axis
 }
 
 export function overlay(series: Own[]): { steps: number[]; lines: Line[] } {
   const steps = [...new Set(series.flatMap((s) => Array.from(s.at)))].filter(Number.isFinite).sort((a, b) => a - b);
   const place = new Map(steps.map((s, i) => [s, i]));
-  const lines = series.map(({ line, at, values }): Line => {
-    // An infinity marks a recorded value that is not finite: a gap. NaN means that this line has no such step.
-    const spread = new Float64Array(steps.length).fill(NaN);
-    for (let i = 0; i < at.length; i++) {
-      const index = place.get(at[i] ?? NaN);
-      const value = values[i] ?? NaN;
-      if (index !== undefined) spread[index] = Number.isFinite(value) ? value : Infinity;
-    }
-    return { ...line, values: spread, sparse: true };
+  const lines = series.map(({ line, at, values, raw, gaps }): Line => {
+    const there = Uint8Array.from(steps, (s) => ((gaps ?? []).some(([a, b]) => s > a && s < b) ? 2 : 0)); // 2: its own records are missing
+    const spread = (from: ArrayLike<number>): Float64Array => {
+      const to = new Float64Array(steps.length).fill(NaN);
+      for (let i = 0; i < at.length; i++) {
+        const index = place.get(at[i] ?? NaN);
+        if (index === undefined) continue;
+        to[index] = from[i] ?? NaN;
+        there[index] = 1;
+      }
+      return to;
+    };
+    return { ...line, values: spread(values), ...(raw ? { raw: spread(raw) } : {}), there };
   });
   return { steps, lines };
 }
@@ -52,3 +58,28 @@ export function usualRange(lines: ArrayLike<number>[], log: boolean): [number, n
   const pad = 0.05;
   return log ? [low / (high / low) ** pad, high * (high / low) ** pad] : [low - pad * (high - low), high + pad * (high - low)];
 }
+
+// Stretches of steps at which a line is not finite, with the line's name; of the few first lines that have any.
+export function stretchesOf(series: Own[], named: boolean, lines = 3): Stretch[] {
+  return series.map(({ line, at, values, raw }) => {
+    const own = raw ?? values;
+    const found: Stretch[] = [];
+    for (let i = 0; i < at.length; i++) {
+      if (Number.isFinite(own[i])) continue;
+      const from = at[i] ?? 0;
+      while (i + 1 < at.length && !Number.isFinite(own[i + 1])) i++;
+      found.push(named ? [from, at[i] ?? from, line.label] : [from, at[i] ?? from]);
+    }
+    return found.slice(0, 100);
+  }).filter((found) => found.length > 0).slice(0, lines).flat();
+}
+
+// The gaps of a run's steps as places on the axis.
+export function gapsOn(at: ArrayLike<number>, steps: ArrayLike<number>, gaps: [number, number][]): [number, number][] {
+  const place = new Map(Array.from(steps, (s, i) => [s, i]));
+  return gaps.map(([a, b]): [number, number] => [at[place.get(a) ?? -1] ?? NaN, at[place.get(b) ?? -1] ?? NaN]).filter(([a, b]) => b > a);
+}
+
+// Gaps at which no line has a record: the chart shows them as a band.
+export const sharedGaps = (series: Own[]): [number, number][] =>
+  series.flatMap((s) => s.gaps ?? []).filter(([a, b]) => !series.some(({ at }) => Array.from(at).some((x) => x > a && x < b)));

@@ -58,8 +58,10 @@ export function paintSlice(slice: Slice, picture: number, colours: Colours): HTM
   if (!context || !low) return canvas;
   const image = context.createImageData(cellColumns, cellRows);
   const start = picture * cellRows * cellColumns;
+  const there = slice.arrays["there"]; // what was not recorded stays transparent
   const middle = (colours.low + colours.high) / 2;
   for (let i = 0; i < cellRows * cellColumns; i++) {
+    if (there && !there[start + i]) continue;
     const least = low[start + i] ?? NaN;
     const most = high ? high[start + i] ?? NaN : least;
     const value = Math.abs(most - middle) >= Math.abs(least - middle) ? most : least;

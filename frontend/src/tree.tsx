@@ -133,8 +133,25 @@ export function ModelTree({ about, marks, params, selected, under }: Props) {
             <span class="figure">{node.parameters > 0 ? count(node.parameters) : ""}</span>
           </a>
         </div>
-        {isOpen && loggedFirst(node.sites, about).map((index) => site(index, depth + 1))}
+        {isOpen && structures(loggedFirst(node.sites, about), about).map(([name, sites]) => (sites.length <= (name === "optim_state" ? 1 : FEW_LEAVES)
+          ? sites.map((index) => site(index, depth + 1))
+          : structure(`${node.path}:${name}`, name, sites, depth + 1)))}
         {isOpen && node.children.map((child) => row(child, depth + 1))}
+      </div>
+    );
+  };
+
+  // A cache, the state of an optimizer: one line until it is opened.
+  const structure = (key: string, name: string, sites: number[], depth: number) => {
+    const isOpen = open.has(key) || sites.some((index) => about.sites[index]?.name === selected);
+    const mark = sites.reduce<Mark | null>((found, index) => worse(found, marks[about.sites[index]?.name ?? ""] ?? null), null);
+    return (
+      <div key={key} role="group" aria-label={name}>
+        <div class="module" style={{ paddingLeft: `${depth * 14 + 4}px` }}>
+          <button class="twist" aria-expanded={isOpen} aria-label={`${isOpen ? "close" : "open"} ${key}`} onClick={() => setOpen((old) => { const next = new Set(old); if (!next.delete(key)) next.add(key); return next; })}>{isOpen ? "▾" : "▸"}</button>
+          <span class="name structure"><HealthMark mark={mark} /><span class="text">{name}</span><span class="figure">{sites.length} leaves</span></span>
+        </div>
+        {isOpen && sites.map((index) => site(index, depth + 1))}
       </div>
     );
   };
@@ -187,6 +204,20 @@ export function ModelTree({ about, marks, params, selected, under }: Props) {
       </div>
     </nav>
   );
+}
+
+const FEW_LEAVES = 6;
+
+// The sites of a module by kind and first component of the leaf, in order.
+function structures(sites: number[], about: About): [string, number[]][] {
+  const found = new Map<string, number[]>();
+  for (const index of sites) {
+    const name = about.sites[index]?.name ?? "";
+    const tail = name.slice(name.lastIndexOf(":") + 1).replace(/#.*/, "");
+    const key = about.sites[index]?.kind === "value" ? name : about.sites[index]?.kind === "optim_state" ? "optim_state" : tail.split(".").slice(0, 2).join(".");
+    found.set(key, [...(found.get(key) ?? []), index]);
+  }
+  return [...found];
 }
 
 const loggedFirst = (sites: number[], about: About): number[] =>

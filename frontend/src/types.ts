@@ -15,6 +15,8 @@ export interface RunLine {
   logged: string[];
   phases: string[];
   loss: { name: string; last: number | string; spark: (number | null)[]; broken: boolean } | null;
+  values: Record<string, [last: number | string, best: number | null, least: number | null, greatest: number | null]>; // of each logged value
+  seconds: number | null; // from the first record to the last
   labels: Record<string, string | number | boolean>;
   tags: string[];
   archived: boolean;
@@ -95,6 +97,8 @@ export interface Finding {
 export interface Findings {
   findings: Finding[];
   marks: Record<string, Mark>;
+  verdict: "problem" | "healthy" | "not judged";
+  summary: string; // what was judged, and what was not
   revision: number;
 }
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtap import comparison as comparison
+    from torchtap import datasets as datasets
     from torchtap import diagnosis as diagnosis
     from torchtap import errors as errors
     from torchtap import monitors as monitors
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from torchtap.comparison.front import compare as compare
     from torchtap.comparison.recordings import layer_changes as layer_changes
     from torchtap.comparison.result import Comparison as Comparison
+    from torchtap.datasets.harvest import harvest as harvest
+    from torchtap.datasets.reader import Activations as Activations
+    from torchtap.datasets.reader import open_activations as open_activations
+    from torchtap.datasets.reshuffle import reshuffle as reshuffle
     from torchtap.diagnosis.birth import Birth as Birth
     from torchtap.diagnosis.birth import find_nan as find_nan
     from torchtap.diagnosis.diagnose import diagnose as diagnose
@@ -86,7 +91,7 @@ if TYPE_CHECKING:
     from torchtap.plan.sites import Site as Site
     from torchtap.plan.tap import Tap as Tap
     from torchtap.plan.tap import tap as tap
-    from torchtap.receive.active import emit as emit
+    from torchtap.receive.by_name import emit as emit
     from torchtap.reduce import Entropy as Entropy
     from torchtap.reduce import Full as Full
     from torchtap.reduce import Gram as Gram
@@ -109,15 +114,13 @@ if TYPE_CHECKING:
     from torchtap.schedule import Schedule as Schedule
     from torchtap.schedule import Steps as Steps
     from torchtap.schedule import When as When
+    from torchtap.session.capture import Seen as Seen
+    from torchtap.session.capture import capture as capture
+    from torchtap.session.capture import list_sites as list_sites
+    from torchtap.session.capture import watch as watch
     from torchtap.session.coverage import Missing as Missing
-    from torchtap.session.front import capture as capture
-    from torchtap.session.front import list_sites as list_sites
-    from torchtap.session.front import watch as watch
     from torchtap.session.matching import match as match
-    from torchtap.session.seen import Seen as Seen
-    from torchtap.session.verification import Verification as Verification
-    from torchtap.session.verification import verify as verify
-    from torchtap.session.watching import Watch as Watch
+    from torchtap.session.watch import Watch as Watch
     from torchtap.sinks import CallbackSink as CallbackSink
     from torchtap.sinks import JsonLinesSink as JsonLinesSink
     from torchtap.sinks import MemorySink as MemorySink
@@ -126,12 +129,15 @@ if TYPE_CHECKING:
     from torchtap.sinks import make_sink as make_sink
     from torchtap.store.read.reader import Run as Run
     from torchtap.store.read.reader import open as open
+    from torchtap.verification import Verification as Verification
+    from torchtap.verification import verify as verify
     from torchtap.viewer.figures import plot as plot
 
 __version__ = "0.1.0"
 
 # Where each public name lives. A test holds that this, the imports above and the documentation agree.
 _HOME = {
+    "Activations": "torchtap.datasets.reader",
     "Always": "torchtap.schedule",
     "Birth": "torchtap.diagnosis.birth",
     "Bisection": "torchtap.comparison.bisection",
@@ -189,7 +195,7 @@ _HOME = {
     "RunNotFoundError": "torchtap.errors",
     "Sample": "torchtap.reduce",
     "Schedule": "torchtap.schedule",
-    "Seen": "torchtap.session.seen",
+    "Seen": "torchtap.session.capture",
     "SelectionError": "torchtap.errors",
     "Selector": "torchtap.plan.sites",
     "SessionError": "torchtap.errors",
@@ -204,48 +210,51 @@ _HOME = {
     "TorchtapError": "torchtap.errors",
     "TrainingStoppedError": "torchtap.errors",
     "TrainingReport": "torchtap.monitors.trainer",
-    "Verification": "torchtap.session.verification",
+    "Verification": "torchtap.verification",
     "VerificationError": "torchtap.errors",
     "WandbSink": "torchtap.sinks",
-    "Watch": "torchtap.session.watching",
+    "Watch": "torchtap.session.watch",
     "When": "torchtap.schedule",
     "attribute": "torchtap.integrations.captum",
     "make_plan": "torchtap.plan.plan",
     "bisect": "torchtap.comparison.bisection",
-    "capture": "torchtap.session.front",
+    "capture": "torchtap.session.capture",
     "compare": "torchtap.comparison.front",
     "compare_forms": "torchtap.comparison.forms",
     "diagnose": "torchtap.diagnosis.diagnose",
     "doctor": "torchtap.diagnosis.doctor",
     "edit": "torchtap.editing.edit",
-    "emit": "torchtap.receive.active",
+    "emit": "torchtap.receive.by_name",
     "extra_outputs": "torchtap.forms.instrument.extra",
     "features": "torchtap.editing.features",
     "find_nan": "torchtap.diagnosis.birth",
     "flight_recorder": "torchtap.diagnosis.flight.recorder",
     "hand_over": "torchtap.editing.handlers",
+    "harvest": "torchtap.datasets.harvest",
     "get_layer_hidden_states": "torchtap.monitors.layers",
     "instrument": "torchtap.forms.instrument.instrument",
     "layer_changes": "torchtap.comparison.recordings",
     "learn": "torchtap.diagnosis.learned",
-    "list_sites": "torchtap.session.front",
+    "list_sites": "torchtap.session.capture",
     "load": "torchtap.forms.instrument.load",
     "match": "torchtap.session.matching",
     "make_sink": "torchtap.sinks",
     "monitor_scaled_dot_product_attention": "torchtap.monitors.attention_heads",
     "open": "torchtap.store.read.reader",
+    "open_activations": "torchtap.datasets.reader",
     "open_layers": "torchtap.monitors.layers",
     "plot": "torchtap.viewer.figures",
     "register": "torchtap.registry",
     "record_layers": "torchtap.monitors.layers",
+    "reshuffle": "torchtap.datasets.reshuffle",
     "tap": "torchtap.plan.tap",
-    "verify": "torchtap.session.verification",
-    "watch": "torchtap.session.front",
+    "verify": "torchtap.verification",
+    "watch": "torchtap.session.capture",
 }
 
 # What most users type. What is needed more seldom is listed in modules of its own; it is found here too, and so are the
 # types of results, for annotations.
-_MODULES = ("comparison", "diagnosis", "errors", "monitors", "schedule", "sinks")
+_MODULES = ("comparison", "datasets", "diagnosis", "errors", "monitors", "schedule", "sinks")
 __all__ = [
     "Budget",
     "Catcher",
@@ -272,6 +281,7 @@ __all__ = [
     "capture",
     "compare",
     "comparison",
+    "datasets",
     "diagnose",
     "diagnosis",
     "doctor",

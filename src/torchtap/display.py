@@ -19,6 +19,7 @@ _PICTURES = Registry(
     {
         "captured values": "torchtap.viewer.figures:seen_html",
         "comparison": "torchtap.viewer.figures:comparison_html",
+        "findings": "torchtap.viewer.figures:findings_html",
         "figure": "torchtap.viewer.figures:plot",
         "run": "torchtap.viewer.figures:run_html",
         "series": "torchtap.viewer.figures:series_svg",

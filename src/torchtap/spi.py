@@ -12,7 +12,7 @@ names and structure  `Name`, `ModulePath`, `places`, `unwrap`, `input_names`, `l
 hooks and visitors   `Hooks`, `Visitor`, `Visiting`, `Stop`, `Call`
 values               `Receiver`, `PortState`, `Attachment`, `reasons`, `ask_for_gradient`
 training             `StepListener`, `parameters_of`, `LossCatcher`, `untouched`, `RandomState`, `environment`, `warn`
-records              `Consumer`, `StepRecord`, `ScalarBlock`, `TensorItem`, `RunWriter`
+records              `Consumer`, `StepRecord`, `ScalarBlock`, `TensorItem`, `RunWriter`, `SharedFolder`
 ===================  ===========================================================================================
 
 Every name is imported at its first use, so that ``import torchtap.spi`` costs nothing and needs no torch.
@@ -39,22 +39,23 @@ if TYPE_CHECKING:
     from torchtap.plan.sites import places as places
     from torchtap.plan.sites import unwrap as unwrap
     from torchtap.receive import reasons as reasons
+    from torchtap.receive.backward import LossCatcher as LossCatcher
     from torchtap.receive.eager import Attachment as Attachment
-    from torchtap.receive.ears import StepListener as StepListener
-    from torchtap.receive.entries import PortState as PortState
     from torchtap.receive.gradients import ask_for_gradient as ask_for_gradient
-    from torchtap.receive.losses import LossCatcher as LossCatcher
+    from torchtap.receive.receiver import PortState as PortState
     from torchtap.receive.receiver import Receiver as Receiver
+    from torchtap.receive.training import StepListener as StepListener
     from torchtap.receive.training import parameters_of as parameters_of
-    from torchtap.session.model_tree import environment as environment
-    from torchtap.session.outlets import warn as warn
-    from torchtap.session.random_state import RandomState as RandomState
-    from torchtap.session.untouched import untouched as untouched
+    from torchtap.session.consumers import warn as warn
     from torchtap.store.record import Consumer as Consumer
     from torchtap.store.record import ScalarBlock as ScalarBlock
     from torchtap.store.record import StepRecord as StepRecord
     from torchtap.store.record import TensorItem as TensorItem
+    from torchtap.store.shared_folder import SharedFolder as SharedFolder
+    from torchtap.store.write.manifest import environment as environment
     from torchtap.store.write.writer import RunWriter as RunWriter
+    from torchtap.untouched import RandomState as RandomState
+    from torchtap.untouched import untouched as untouched
 
 SPI_VERSION = 1
 
@@ -63,22 +64,23 @@ _HOME = {
     "Call": "torchtap.hooks.visit",
     "Consumer": "torchtap.store.record",
     "Hooks": "torchtap.hooks.hooks",
-    "LossCatcher": "torchtap.receive.losses",
+    "LossCatcher": "torchtap.receive.backward",
     "ModulePath": "torchtap.plan.names",
     "Name": "torchtap.plan.names",
-    "PortState": "torchtap.receive.entries",
-    "RandomState": "torchtap.session.random_state",
+    "PortState": "torchtap.receive.receiver",
+    "RandomState": "torchtap.untouched",
     "Receiver": "torchtap.receive.receiver",
     "RunWriter": "torchtap.store.write.writer",
     "ScalarBlock": "torchtap.store.record",
-    "StepListener": "torchtap.receive.ears",
+    "SharedFolder": "torchtap.store.shared_folder",
+    "StepListener": "torchtap.receive.training",
     "StepRecord": "torchtap.store.record",
     "Stop": "torchtap.hooks.visit",
     "TensorItem": "torchtap.store.record",
     "Visiting": "torchtap.hooks.visit",
     "Visitor": "torchtap.hooks.visit",
     "ask_for_gradient": "torchtap.receive.gradients",
-    "environment": "torchtap.session.model_tree",
+    "environment": "torchtap.store.write.manifest",
     "input_leaves": "torchtap.hooks.leaves",
     "input_names": "torchtap.plan.sites",
     "leaves": "torchtap.hooks.leaves",
@@ -86,9 +88,9 @@ _HOME = {
     "parameters_of": "torchtap.receive.training",
     "places": "torchtap.plan.sites",
     "reasons": "torchtap.receive",
-    "untouched": "torchtap.session.untouched",
+    "untouched": "torchtap.untouched",
     "unwrap": "torchtap.plan.sites",
-    "warn": "torchtap.session.outlets",
+    "warn": "torchtap.session.consumers",
 }
 _MODULES = ("reasons",)
 __all__ = [*_HOME]

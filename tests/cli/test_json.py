@@ -50,7 +50,10 @@ def printed(capfd: pytest.CaptureFixture[str], *words: object) -> Any:
 def test_every_command_has_json(name: str) -> None:
     command = torchtap.get_command(click.Context(torchtap), name)
     assert command is not None
-    assert any("--json" in option.opts for option in command.params), f"torchtap {name} has no --json"
+    for each in command.commands.values() if isinstance(command, click.Group) else [command]:
+        assert any("--json" in option.opts for option in each.params), (
+            f"torchtap {name} {each.name} has no --json"
+        )
 
 
 def test_what_a_command_says_of_a_run_is_strict_json(

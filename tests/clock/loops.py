@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from tests.clock.truth import Truth, evaluating
 from torch import Tensor, nn
@@ -302,7 +301,7 @@ def generation(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]
 
 
 def in_evaluation_mode(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
-    """Fine-tuning with a model in evaluation mode: its passes are of that phase, and so are its gradients."""
+    """Fine-tuning with a model in evaluation mode: a backward runs through its passes, so they are training."""
     model.eval()
     losses, optimizer = [], sgd(model)
     if watch is not None:
@@ -314,23 +313,20 @@ def in_evaluation_mode(model: nn.Module, watch: Any, truth: Truth | None) -> lis
         loss = loss_of(model, batch())
         loss.backward()
         if truth is not None:
-            truth.gradients(phase="eval")
+            truth.gradients()
         optimizer.step()
         losses.append(loss.item())
     return losses
 
 
 def late_optimizer(model: nn.Module, watch: Any, truth: Truth | None) -> list[float]:
-    """The optimizer comes after a look at the model that is no training, and gets a parameter group later."""
+    """The optimizer comes after a pass without a backward, and gets a parameter group later."""
     losses = []
-    if truth is not None:
-        truth.step = None
     losses.append(loss_of(model, batch()).item())
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters[:2], 0.1)
     if watch is not None:
-        with pytest.warns(RuntimeWarning, match="1 training pass"):
-            watch.follow(optimizer)
+        watch.follow(optimizer)
     for step in range(3):
         if truth is not None:
             truth.step = step

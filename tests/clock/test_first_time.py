@@ -54,7 +54,7 @@ def test_a_watch_takes_keep_and_every_for_bare_selectors(tmp_path: Path) -> None
     assert run.series("loss").values.tolist() == [0.5] * 4
     with pytest.raises(SelectionError, match="several statistics"):
         run.series("0")
-    with pytest.raises(PlanError, match="a tap says its own"):
+    with pytest.raises(PlanError, match="a tap has its own"):
         tt.watch(model, None, tt.tap("0"), every=3)
 
 

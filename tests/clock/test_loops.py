@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from tests.clock.loops import LOOPS, TAPS, Loop, batch, loss_of, mlp, scaler, sgd
-from tests.clock.truth import Kept, Truth, check, evaluating
-from torch import Tensor, nn
+from tests.clock.truth import Call, Kept, Truth, check, evaluating
+from torch import nn
 
 import torchtap as tt
 
@@ -61,9 +61,7 @@ def test_two_models_and_two_optimizers_share_a_clock_and_a_run() -> None:
         models = {"G": mlp(), "D": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))}
         generator, judge = models["G"], models["D"]
         if truths is not None:
-            truths.extend(
-                Truth(model, name, truths[0].values if truths else None) for name, model in models.items()
-            )
+            truths += [Truth(model, name, calls) for name, model in models.items()]
         optimizers = [
             torch.optim.Adam(judge.parameters(), 1e-2),
             torch.optim.Adam(generator.parameters(), 1e-2),
@@ -92,19 +90,16 @@ def test_two_models_and_two_optimizers_share_a_clock_and_a_run() -> None:
             made.close()
         return losses
 
-    class Growing(list[Truth]):
-        def extend(self, truths: Any) -> None:
-            values: dict[Any, list[Tensor]] = {}
-            for truth in truths:
-                truth.values, values = values, values
-                self.append(truth)
-
-    truths, kept = Growing(), Kept()
+    calls: list[Call] = []
+    truths, kept = list[Truth](), Kept()
     by_hand = loop(None, truths)
     losses = loop(lambda models: tt.watch(models, None, TAPS, sinks=[kept], strict=True), None)
     assert losses == by_hand == loop(None, None)
-    assert [(record.step, record.passes) for record in kept.records] == [(0, 5), (1, 5), (2, 5)]
-    check(kept, truths[0].values)
+    # The generator's pass for the judge is detached: it only runs forward.
+    assert [(record.step, record.phase, record.passes) for record in kept.records] == [
+        (step, phase, passes) for step in range(3) for phase, passes in (("train", 4), ("forward", 1))
+    ]
+    check(kept, truths[0].values | truths[1].values)
 
 
 def test_optimizers_that_step_one_after_the_other_end_one_step() -> None:

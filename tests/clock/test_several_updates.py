@@ -108,24 +108,24 @@ def test_clipping_inside_a_closure_has_the_stages_of_its_last_evaluation() -> No
         assert norm(kept, step, "param_grad_accumulated") == pytest.approx(unclipped[last], rel=1e-5)
 
 
-def test_five_updates_of_a_critic_are_one_step_with_its_last_gradient_and_its_whole_change() -> None:
+def test_five_updates_in_a_marked_step_have_the_last_gradient_and_the_whole_change() -> None:
     torch.manual_seed(0)
     models = {"G": mlp(), "D": nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))}
     critics, makers = (torch.optim.Adam(models[name].parameters(), 1e-2) for name in ("D", "G"))
     kept, truth = Kept(), []
     with tt.watch(models, None, [*KINDS, "*:optim_state"], sinks=[kept], strict=True) as watch:
-        watch.follow(critics, makers)
         for _ in range(3):
-            before = weights(models["D"])
-            for _ in range(5):
-                critics.zero_grad()
-                fake = models["G"](torch.randn(4, 6)).detach()
-                (models["D"](fake) - models["D"](torch.randn(4, 1))).mean().backward()
-                critics.step()
-            truth.append((before, gradients(models["D"]), weights(models["D"]) - before))
-            makers.zero_grad()
-            models["D"](models["G"](torch.randn(4, 6))).mean().backward()
-            makers.step()
+            with watch.step():
+                before = weights(models["D"])
+                for _ in range(5):
+                    critics.zero_grad()
+                    fake = models["G"](torch.randn(4, 6)).detach()
+                    (models["D"](fake) - models["D"](torch.randn(4, 1))).mean().backward()
+                    critics.step()
+                truth.append((before, gradients(models["D"]), weights(models["D"]) - before))
+                makers.zero_grad()
+                models["D"](models["G"](torch.randn(4, 6))).mean().backward()
+                makers.step()
     assert [record.step for record in kept.records] == [0, 1, 2]
     numbers = kept.numbers()
     for step, (before, gradient, change) in enumerate(truth):
@@ -134,6 +134,43 @@ def test_five_updates_of_a_critic_are_one_step_with_its_last_gradient_and_its_wh
         assert norm(kept, step, "update", "D.") == pytest.approx(change.norm().item(), rel=1e-5)
         assert numbers[step, "train", "D.0:optim_state.weight.step"]["mean"] == 5 * (step + 1)
         assert numbers[step, "train", "D.0:param_grad.weight"]["count"] == 4
+
+
+def steps_of(order: str) -> list[list[str]]:
+    """Follow optimizers of separate models, update them in this order; return who updated in each step."""
+    torch.manual_seed(0)
+    models = {name: nn.Linear(2, 1) for name in sorted(set(order))}
+    optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
+    kept = Kept()
+    with tt.watch(models, None, "*:update", sinks=[kept], strict=True) as watch:
+        watch.follow(*optimizers.values())
+        for name in order:
+            optimizers[name].zero_grad()
+            models[name](torch.ones(1, 2)).sum().backward()
+            optimizers[name].step()
+    found: dict[int, list[str]] = {}
+    for step, _, site in kept.numbers():
+        if site.endswith(":update.weight"):
+            found.setdefault(step, []).append(site[0])
+    return [sorted(found[step]) for step in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    ("order", "steps"),
+    [
+        ("DGDGDG", ["DG", "DG", "DG"]),
+        ("CCACCA", ["C", "AC", "C", "AC"]),
+        ("AAABBB", ["A", "A", "A", "B", "B", "B"]),
+        ("AAAA", ["A", "A", "A", "A"]),
+        ("ABCABC", ["ABC", "ABC"]),
+        ("DGDGGDG", ["DG", "DG", "DG", "G"]),
+        ("AABABABB", ["A", "AB", "AB", "AB", "B"]),
+    ],
+)
+def test_optimizers_that_take_turns_share_a_step_and_others_have_their_own(
+    order: str, steps: list[str]
+) -> None:
+    assert ["".join(each) for each in steps_of(order)] == steps
 
 
 def test_a_block_with_an_evaluation_only_is_told_among_training_steps_and_not_in_inference() -> None:

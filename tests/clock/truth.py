@@ -15,24 +15,37 @@ from torchtap.store.record import StepRecord
 Key = tuple[int, str, str]  # step, phase, site
 
 
+class Call:
+    """One call of the model: its step and mode are known at once, a backward through it later."""
+
+    def __init__(self, step: int, named: str | None, training: bool) -> None:
+        self.step, self.named, self.training = step, named, training
+        self.backward = False
+        self.values: dict[str, list[Tensor]] = {}
+
+    def phase(self) -> str:
+        if self.named is not None:
+            return self.named
+        return "train" if self.backward else "forward" if self.training else "eval"
+
+
 class Truth:
     """Collects values with plain hooks. The loop says which step it is in; None takes nothing."""
 
-    def __init__(
-        self, model: nn.Module, prefix: str = "", into: dict[Key, list[Tensor]] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, prefix: str = "", calls: list[Call] | None = None) -> None:
         self.model = model
         self.prefix = prefix
-        self.values: dict[Key, list[Tensor]] = {} if into is None else into
+        self.calls: list[Call] = [] if calls is None else calls
+        self.read: dict[Key, list[Tensor]] = {}
         self.step: int | None = 0
         self.named: str | None = None
+        model.register_forward_pre_hook(self._begin)
         for name, module in model.named_modules():
             module.register_forward_hook(self._hook(name))
 
-    def _phase(self) -> str:
-        if self.named is not None:
-            return self.named
-        return "train" if self.model.training and torch.is_grad_enabled() else "eval"
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if self.step is not None:
+            self.calls.append(Call(self.step, self.named, module.training))
 
     def _hook(self, name: str) -> Any:
         path = f"{self.prefix}{'.' if self.prefix and name else ''}{name}"
@@ -40,15 +53,26 @@ class Truth:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
             if self.step is None:
                 return
-            key = self.step, self._phase()
-            self.values.setdefault((*key, f"{path}:output"), []).append(output.detach().clone())
+            call = self.calls[-1]
+            call.values.setdefault(f"{path}:output", []).append(output.detach().clone())
             if output.requires_grad:
-                site = (*key, f"{path}:grad_output")
-                output.register_hook(
-                    lambda grad: self.values.setdefault(site, []).append(grad.detach().clone())
-                )
+
+                def arrived(grad: Tensor) -> None:
+                    call.backward |= not name
+                    call.values.setdefault(f"{path}:grad_output", []).append(grad.detach().clone())
+
+                output.register_hook(arrived)
 
         return hook
+
+    @property
+    def values(self) -> dict[Key, list[Tensor]]:
+        """All values by step, phase and site."""
+        found: dict[Key, list[Tensor]] = {}
+        for call in self.calls:
+            for site, tensors in call.values.items():
+                found.setdefault((call.step, call.phase(), site), []).extend(tensors)
+        return found | self.read
 
     def gradients(self, kind: str = "param_grad", phase: str = "train") -> None:
         """Take every parameter's gradient as it is now, in place of what this step has had so far."""
@@ -56,7 +80,7 @@ class Truth:
             path, _, leaf = f"{self.prefix}{'.' if self.prefix else ''}{name}".rpartition(".")
             key = (self.step or 0, phase, f"{path}:{kind}.{leaf}")
             if parameter.grad is not None:
-                self.values[key] = [parameter.grad.detach().clone()]
+                self.read[key] = [parameter.grad.detach().clone()]
 
 
 class Kept:
@@ -83,6 +107,23 @@ class Kept:
                     assert not set(new) & set(found.get(key, {})), f"{key} was recorded twice"
                     found.setdefault(key, {}).update(new)
         return found
+
+
+class Audited(Kept):
+    """A sink that also keeps the audit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: list[str] = []
+        self.reported: set[tuple[int, str]] = (
+            set()
+        )  # steps and phases of which something is said to be missing
+
+    def event(self, kind: str, **facts: Any) -> None:
+        if kind == "audit":
+            self.failed += facts["failed"]
+        elif kind == "lost" and "step" in facts:
+            self.reported.add((facts["step"], facts["phase"]))
 
 
 def check(kept: Kept, truth: dict[Key, list[Tensor]]) -> None:

@@ -11,7 +11,7 @@ from tests.corpus.diagnosis.families import BASES, FAMILIES, run_family
 from torch import nn
 
 import torchtap as tt
-from torchtap.session.pulse import SAMPLE, Pulse
+from torchtap.diagnosis.pulse import SAMPLE, Pulse
 
 SAMPLED = {
     "rate_zero_late": "flat", "same_batch_late": "curve", "moments_lost": "curve", "optimizer_stops": "flat",

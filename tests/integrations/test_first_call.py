@@ -125,7 +125,7 @@ def test_two_models_with_an_optimizer_each_are_found_together() -> None:
     first(torch.ones(1, 3))
     ((models, heard),) = found
     assert list(models.values()) == [first, second]
-    assert list(models) == ["Sequential", "Sequential2"]
+    assert list(models) == ["first", "second"]
     assert set(heard) == optimizers
 
 

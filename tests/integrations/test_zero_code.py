@@ -78,8 +78,8 @@ def test_a_gpt_with_evaluation_accumulation_and_compile(tmp_path: Path, compiled
 
 
 def test_a_gan_is_one_run_with_both_models(tmp_path: Path) -> None:
-    run = check(tmp_path, SCRIPTS / "gan.py", site="Generator.main.0:output")
-    assert len(run.series("Discriminator.main.2:param_grad.weight", "l2").steps) == 5
+    run = check(tmp_path, SCRIPTS / "gan.py", site="netG.main.0:output")
+    assert len(run.series("netD.main.2:param_grad.weight", "l2").steps) == 5
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -118,12 +118,10 @@ def test_two_processes_under_torchrun_are_one_run(tmp_path: Path) -> None:
 
 def test_two_variables_do_the_same_for_any_launcher(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
-    plan.write_text(
-        'out = "run"\n[[tap]]\nselect = "Generator.main.0:output"\nkeep = "histogram"\nevery = 2\n'
-    )
+    plan.write_text('out = "run"\n[[tap]]\nselect = "netG.main.0:output"\nkeep = "histogram"\nevery = 2\n')
     start(sys.executable, SCRIPTS / "gan.py", folder=tmp_path, environment={"TORCHTAP": str(plan)})
     run = tt.open(tmp_path / "run")
-    assert run.histogram("Generator.main.0:output", step=2).counts.sum() == 6 * 16
+    assert run.histogram("netG.main.0:output", step=2).counts.sum() == 6 * 16
 
 
 def test_a_module_is_run_like_python_does(tmp_path: Path) -> None:
@@ -275,5 +273,23 @@ def test_recording_becomes_rarer_where_it_is_dear(monkeypatch: pytest.MonkeyPatc
             now += 0.5  # half of a step more
         now += 1.0
     assert pace.every == 25  # 0.5 / 0.02
-    assert live[:3] == [0, 10, 20]
+    assert live[:2] == [0, 10]
+    assert 45 <= live[2] <= 50  # two steps have cost a second, which 2 % of 50 seconds cover
     assert live[-1] - live[-2] == 25
+
+
+@pytest.mark.parametrize("doctor", [False, True])
+def test_a_dry_run_states_the_cost_and_records_nothing(tmp_path: Path, doctor: bool) -> None:
+    options = ["--doctor"] if doctor else []
+    done = start(*RUN, "--dry-run", *options, SCRIPTS / "gpt.py", folder=tmp_path)
+    for word in ("device memory", "host memory", "disk", "time"):
+        assert word in done.stderr
+    assert "step" not in done.stdout  # the script did not train
+    assert "not counted" not in done.stderr
+    assert not list(tmp_path.rglob("*.tap*"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_of_two_models_names_what_is_not_known(tmp_path: Path) -> None:
+    done = start(*RUN, "--dry-run", SCRIPTS / "gan.py", folder=tmp_path)
+    assert "not counted    output, grad_output" in done.stderr

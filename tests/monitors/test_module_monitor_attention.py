@@ -16,7 +16,7 @@ import torchtap as tt
 from torchtap import ModuleMonitor, MonitorMixin, monitor_scaled_dot_product_attention
 from torchtap.monitors import attention_heads
 from torchtap.monitors.attention_heads import head_entropy
-from torchtap.receive.attention_calls import AttentionCall, listen
+from torchtap.receive.attention import AttentionCall, listen
 
 
 def watching(model: nn.Module, **options: Any) -> ModuleMonitor:

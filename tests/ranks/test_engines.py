@@ -10,7 +10,7 @@ from tests.optional import need
 
 import torchtap as tt
 from torchtap.errors import RunError
-from torchtap.store.export import export_run
+from torchtap.sinks.export import export_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 

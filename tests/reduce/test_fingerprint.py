@@ -10,7 +10,7 @@ from tests.reduce.references import assert_statistics
 from torch import Tensor
 
 from torchtap.reduce import Fingerprint, Reduction, Result, Stats
-from torchtap.reduce import fingerprint as module
+from torchtap.reduce import elements as module
 from torchtap.testing import ReductionContract
 
 WRAP = 1 << 64
@@ -38,7 +38,7 @@ class TestFingerprint(ReductionContract):
         keys, weights = (each.tolist() for each in module._keys("cpu"))
         total, projection = 0, 0.0
         for value in values:
-            whole = value.reshape(-1).view(module._WHOLE[value.element_size()]).tolist()
+            whole = value.reshape(-1).view(module._BITS[value.element_size()]).tolist()
             bits = sum(bit * key for bit, key in zip(whole, keys, strict=False))
             shape = value.dim()
             for size in value.shape:
@@ -65,7 +65,7 @@ def test_one_bit_anywhere_is_seen(dtype: torch.dtype) -> None:
     value = (1000 * torch.randn(70_000)).to(dtype)
     plain = printed(value)[0]
     for place in (0, 65_535, 65_536, 69_999):
-        bits = value.clone().view(module._WHOLE[value.element_size()])
+        bits = value.clone().view(module._BITS[value.element_size()])
         bits[place] ^= 1
         assert printed(bits.view(dtype))[0] != plain
 

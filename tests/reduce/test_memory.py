@@ -18,7 +18,7 @@ from torchtap.comparison import measures
 from torchtap.comparison.measures import measure
 from torchtap.errors import CompareError, ReductionError
 from torchtap.reduce import Full, Histogram, Stats, StatsBlock, kernel
-from torchtap.reduce.memory import has_memory, located
+from torchtap.reduce.densify import has_memory, located
 from torchtap.store.format import checksum
 from torchtap.store.write.pool import HostPool
 
@@ -59,7 +59,6 @@ def test_memory_that_is_gone_is_refused_by_everything_that_reads_memory(path: st
         lambda: Stats().update(None, value),
         lambda: Full().update(None, value),
         lambda: Histogram().update(None, value),
-        lambda: block.measure(0, value),
         lambda: block.measure_into(0, 0, value),
         lambda: HostPool().copy(value),
         lambda: measure(torch.zeros(value.shape), value),

@@ -11,8 +11,8 @@ from tests.reduce.references import NAMES, assert_statistics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtap.reduce import moments
+from torchtap.reduce.histogram import LogBins
 from torchtap.reduce.moments import STATISTICS, blank_states, finish, merge_states
-from torchtap.reduce.octaves import OctaveGrid
 
 HOST_READS = {
     "aten::_local_scalar_dense",
@@ -41,7 +41,7 @@ def test_measuring_and_merging_on_a_device_never_wait_for_it() -> None:
     with NoHostReads():
         halves = [moments.measure_masked(half) for half in (value[:2000], value[2000:])]
         state = merge_states(*halves)
-        OctaveGrid(-8, 8, 2).places(value)
+        LogBins(-8, 8, 2).places(value)
     found = finish(state.numpy().reshape(1, -1))[0]
     assert_statistics(dict(zip(NAMES, found.tolist(), strict=True)), [value])
 

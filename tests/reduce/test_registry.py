@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtap import registry
 from torchtap.errors import ReductionError
 from torchtap.reduce import Histogram, Reduction, Result, reduction_from_spec
-from torchtap.reduce.registry import REDUCTIONS, reduction_class
+from torchtap.reduce.reduction import REDUCTIONS, reduction_class
 
 
 class Product(Reduction[Tensor]):

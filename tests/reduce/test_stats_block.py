@@ -20,11 +20,9 @@ def reference(*values: torch.Tensor) -> np.ndarray:
 def test_a_value_measured_once_can_be_folded_into_several_rows(path: str) -> None:
     block = StatsBlock(3)
     first, second = torch.randn(7, 5), torch.randn(11)
-    block.measure(0, first)
-    block.fold(0, 0)
+    block.measure_into(0, 0, first)
     block.fold(2, 0)
-    block.measure(1, second)
-    block.fold(2, 1)
+    block.measure_into(2, 1, second)
     results = block.results()
     np.testing.assert_allclose(results[0], reference(first), rtol=1e-12)
     np.testing.assert_allclose(results[2], reference(first, second), rtol=1e-12)
@@ -67,14 +65,14 @@ def test_a_scratch_slot_survives_the_reading_of_results(path: str) -> None:
     np.testing.assert_array_equal(results[0], results[1])
 
 
-def test_states_of_two_blocks_merge_through_load(path: str) -> None:
+def test_states_of_two_blocks_merge_into_rows(path: str) -> None:
     here, there = StatsBlock(1), StatsBlock(1)
     first, second = torch.randn(6), torch.randn(8)
     here.measure_into(0, 0, first)
     there.measure_into(0, 0, second)
     both = StatsBlock(2)
-    both.load(0, here.states()[0])
-    both.measure_into(0, 0, second)
+    for block in (here, there):
+        both.fold_state(0, torch.from_numpy(block.states()[0]))
     np.testing.assert_allclose(both.results()[0], reference(first, second), rtol=1e-12)
 
 

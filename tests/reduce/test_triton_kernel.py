@@ -16,7 +16,7 @@ import torch
 from tests.reduce.test_stats import measured
 from tests.torch_limits import INTERPRETED_TRITON
 
-from torchtap.reduce import device_kernel, kernel, measuring
+from torchtap.reduce import device_kernel, kernel, stats
 from torchtap.reduce.moments import measure_with_torch
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +133,6 @@ def test_running_out_of_memory_is_no_reason_to_give_triton_up(monkeypatch: pytes
 
     monkeypatch.setattr(device_kernel, "_launch", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        measuring.measure(torch.arange(5.0))
+        stats.measure(torch.arange(5.0))
     monkeypatch.setattr(device_kernel, "_launch", lambda state, value: state.copy_(measure_with_torch(value)))
     assert measured(torch.arange(5.0))["mean"] == 2

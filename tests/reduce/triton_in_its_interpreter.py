@@ -12,9 +12,8 @@ from tests.reduce.references import NAMES, assert_statistics
 from torch import Tensor
 
 from torchtap.reduce import device_kernel, kernel, triton_kernel
-from torchtap.reduce.measuring import measure
 from torchtap.reduce.moments import WIDTH, finish, merge_states
-from torchtap.reduce.stats_block import StatsBlock
+from torchtap.reduce.stats import StatsBlock, measure
 
 BLOCK = triton_kernel._BLOCK
 PROGRAM = BLOCK * triton_kernel._LEAST_TILES

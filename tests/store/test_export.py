@@ -12,7 +12,7 @@ import torch
 from tests.store.records import SITES, STATISTICS, image, number, record
 
 from torchtap.errors import MissingExtraError, RunError
-from torchtap.store.export import FORMATS, export_run
+from torchtap.sinks.export import FORMATS, export_run
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.store.write.writer import RunWriter

@@ -12,7 +12,7 @@ from tests.models import GPT, make
 from torch import Tensor, nn
 
 import torchtap as tt
-from torchtap.receive import attention_maps
+from torchtap.receive import attention
 
 
 class Fused(nn.Module):
@@ -153,7 +153,7 @@ def test_attention_of_library_models_sums_to_one(name: str) -> None:
 def test_statistics_of_pieces_equal_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind(0)
     whole = plain(q, k)
-    monkeypatch.setattr(attention_maps, "_PIECE_ELEMENTS", 1)
+    monkeypatch.setattr(attention, "_PIECE_ELEMENTS", 1)
     with tt.capture(Fused(), ":attention", keep=tt.Stats()) as seen:
         pass
     model = Fused()

@@ -257,7 +257,7 @@ def _closing(folder: Path, rank: int) -> bytes:
 
 
 def _take_out(folder: Path, out: Path, tally: Tally) -> None:
-    from torchtap.store.export import FORMATS, export_run
+    from torchtap.sinks.export import FORMATS, export_run
     from torchtap.viewer.report import write_report
     from torchtap.viewer.run_index import Catalog, Refused
     from torchtap.viewer.server import answer, built

@@ -108,7 +108,7 @@ def _terminal(folder: Path) -> int:
 
 
 def _exports(folder: Path, names: Sequence[str], out: Path) -> int:
-    from torchtap.store.export import FORMATS, export_run
+    from torchtap.sinks.export import FORMATS, export_run
     from torchtap.store.read.reader import open_run
 
     run = open_run(folder)
@@ -125,7 +125,8 @@ def _exports(folder: Path, names: Sequence[str], out: Path) -> int:
 
 
 def _page(folder: Path, names: Sequence[str], out: Path) -> int:
-    from torchtap.viewer.arrays import unpack
+    from tests.viewer.wire import unpack
+
     from torchtap.viewer.report import write_report
     from torchtap.viewer.run_index import Catalog
     from torchtap.viewer.server import answer, built

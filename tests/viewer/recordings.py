@@ -161,8 +161,9 @@ def small_run(
     scale: float = 1.0,
     sites: tuple[str, ...] = ("a:output", "b:output"),
     close: bool = True,
+    values: int = 1,
 ) -> Any:
-    """A run of made-up numbers, written like a real one: a loss that falls, and the size of each site."""
+    """Write a run of made-up numbers: a loss that falls, ``values - 1`` others that rise, the size of each site."""
     from torchtap.store.record import ScalarBlock, StepRecord
     from torchtap.store.write.writer import RunWriter
 
@@ -170,7 +171,9 @@ def small_run(
     for step in range(steps):
         sizes = np.array([[scale * (1 + row) * (1 + step)] * 2 for row in range(len(sites))])
         loss = np.array([[scale * (2.0 + 3.0 * math.exp(-step / 6) + 0.1 * math.sin(step))]])
-        blocks = (ScalarBlock(sites, ("rms", "std"), sizes), ScalarBlock((":value.loss",), ("value",), loss))
+        logged = (":value.loss", *(f":value.metric_{number}" for number in range(values - 1)))
+        numbers = np.concatenate([loss, np.full((values - 1, 1), float(step))])
+        blocks = (ScalarBlock(sites, ("rms", "std"), sizes), ScalarBlock(logged, ("value",), numbers))
         writer.write(StepRecord(step, step // 5, None, "train", 1000.0 + 2.0 * step, blocks, ()))
     if close:
         writer.close()

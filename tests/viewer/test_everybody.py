@@ -19,6 +19,10 @@ from torchtap.viewer.server import ViewerServer
 AXE = Path(__file__).parents[2] / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
 VIEWS = {
     "runs": ("#/runs", ".runtable td.name"),
+    "scatter": ("#/runs?show=scatter&sx=steps", "svg.scatter .dot"),
+    "parallel": ("#/runs?show=parallel", "svg.parallel .thread"),
+    "layers": ("#/runs?show=layers&sx=steps", ".sweep .rankmap"),
+    "groups": ("#/runs?group=status", "tr.grouprow"),
     "scalars": ("#/scalars?with=first,second", ".uplot canvas"),
     "map": ("#/map?run=first", ".heatmap[data-drawn]"),
     "site": ("#/site?run=first&site=blocks.0:output", "[data-testid=picture]"),

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.viewer.wire import unpack
 
 import torchtap as tt
-from torchtap.viewer.arrays import unpack
 from torchtap.viewer.open_run import Refused
 from torchtap.viewer.run_index import Catalog
 from torchtap.viewer.server import answer

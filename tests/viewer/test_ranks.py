@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.viewer.browsing import Visit
+from tests.viewer.wire import unpack
 
 from torchtap.placement import Axis, Placement, Share
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
-from torchtap.viewer.arrays import unpack
 from torchtap.viewer.open_run import Refused
 from torchtap.viewer.run_index import Catalog
 from torchtap.viewer.server import ViewerServer, answer

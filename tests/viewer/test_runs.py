@@ -14,10 +14,10 @@ import pytest
 from tests.optional import need
 from tests.viewer.browsing import Hand, Visit
 from tests.viewer.recordings import small_run
+from tests.viewer.wire import unpack
 
 import torchtap as tt
 from torchtap.errors import TorchtapError
-from torchtap.viewer.arrays import unpack
 from torchtap.viewer.charts import smoothed
 from torchtap.viewer.manage import manage
 from torchtap.viewer.open_run import Refused

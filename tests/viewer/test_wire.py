@@ -5,8 +5,9 @@ import struct
 
 import numpy as np
 import pytest
+from tests.viewer.wire import unpack
 
-from torchtap.viewer.arrays import encode_json, pack, unpack
+from torchtap.viewer.arrays import encode_json, pack
 
 
 def test_arrays_and_facts_come_back_as_they_went() -> None:

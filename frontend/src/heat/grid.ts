@@ -15,7 +15,7 @@ export interface MapFacts {
   revision: number;
   allSteps: number;
   sites: string[]; // under the shown rows, one after the other
-  names: string[] | null; // of the shown rows, where a row is a module
+  names: (string | null)[] | null; // of the shown rows, where a row is a module or a structure of leaves
   range: Range;
 }
 

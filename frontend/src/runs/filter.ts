@@ -13,12 +13,25 @@ export function fact(run: RunLine, name: string): Value | string[] {
     case "sites": return run.sites;
     case "size": return run.size;
     case "created": case "date": return run.created;
-    case "loss": return Object.hasOwn(run.labels, "loss") ? run.labels["loss"] ?? null : run.loss ? Number(run.loss.last) : null;
+    case "loss": return Object.hasOwn(run.labels, "loss") ? run.labels["loss"] ?? null : run.loss ? spelled(run.loss.last) : null;
+    case "duration": return run.seconds;
     case "findings": return run.findings ? run.findings.errors + run.findings.warnings : null;
     case "errors": return run.findings?.errors ?? null;
     case "tag": case "tags": return run.tags;
-    default: return Object.hasOwn(run.labels, name) ? run.labels[name] ?? null : null;
+    default: return Object.hasOwn(run.labels, name) ? run.labels[name] ?? null : valueOf(run, name);
   }
+}
+
+export const STATISTICS = ["last", "best", "min", "max"] as const;
+export const spelled = (value: number | string): number => (typeof value === "number" ? value : value === "inf" ? Infinity : value === "-inf" ? -Infinity : NaN);
+
+// A logged value by its name, `last:`, `best:`, `min:` or `max:` in front; null where it was not logged.
+function valueOf(run: RunLine, name: string): Value {
+  const cut = name.indexOf(":");
+  const statistic = STATISTICS.findIndex((s) => s === name.slice(0, cut));
+  const key = statistic < 0 ? name : name.slice(cut + 1);
+  const found = Object.hasOwn(run.values, key) ? run.values[key]?.[Math.max(0, statistic)] ?? null : null;
+  return found === null ? null : spelled(found);
 }
 
 type Test = (run: RunLine) => boolean;

@@ -1,6 +1,6 @@
 // Lines over steps as SVG: the picture of a chart that scales.
 
-import type { Line } from "../chart";
+import { recorded, type Line } from "../chart";
 import { logTicks, show, ticks } from "../numbers";
 import { ink } from "../theme";
 import { csv } from "./save";
@@ -13,13 +13,14 @@ export interface LinesPicture {
   x: [number, number];
   y: [number, number];
   xName: string;
+  yName: string;
   xText: (value: number) => string;
 }
 
 const LEFT = 70;
 const BOTTOM = 34;
 
-export function linesSvg({ steps, lines, log, x, y, xName, xText }: LinesPicture, width = 960, height = 420): string {
+export function linesSvg({ steps, lines, log, x, y, xName, yName, xText }: LinesPicture, width = 960, height = 420): string {
   const pen = new SvgPen(width, height, ink("--paper"));
   const legend = 18 * Math.ceil(lines.length / 4);
   const bottom = height - BOTTOM - legend;
@@ -41,6 +42,8 @@ export function linesSvg({ steps, lines, log, x, y, xName, xText }: LinesPicture
   pen.textBaseline = "top";
   for (const tick of ticks(x[0], x[1], 8)) pen.fillText(xText(tick), px(tick), bottom + 6);
   pen.fillText(xName, (LEFT + width) / 2, bottom + 19);
+  pen.textAlign = "left";
+  pen.fillText(yName, LEFT + 4, 0);
   pen.save();
   pen.beginPath();
   pen.rect(LEFT, 8, width - LEFT - 14, bottom - 8);
@@ -53,7 +56,7 @@ export function linesSvg({ steps, lines, log, x, y, xName, xText }: LinesPicture
     let joined = false;
     for (let i = 0; i < steps.length; i++) {
       const v = line.values[i] ?? NaN;
-      if (Number.isNaN(v) && line.sparse) continue;
+      if (!recorded(line, i)) continue;
       const there = Number.isFinite(v) && (!log || v > 0);
       if (there) joined ? pen.lineTo(px(steps[i] ?? 0), py(v)) : pen.moveTo(px(steps[i] ?? 0), py(v));
       joined = there;
@@ -75,4 +78,4 @@ export function linesSvg({ steps, lines, log, x, y, xName, xText }: LinesPicture
 }
 
 export const linesCsv = (xName: string, steps: ArrayLike<number>, lines: Line[]): string =>
-  csv([xName, ...lines.map((l) => l.label)], Array.from(steps, (s, i) => [s, ...lines.map((l) => l.values[i])]));
+  csv([xName, ...lines.map((l) => l.label)], Array.from(steps, (s, i) => [s, ...lines.map((l) => (recorded(l, i) ? l.values[i] : null))]));

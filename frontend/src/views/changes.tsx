@@ -5,7 +5,7 @@ import { askPacked, live } from "../api";
 import type { ViewProps } from "../app";
 import { useAnswer } from "../data";
 import { Field } from "../field";
-import { grouped, show } from "../numbers";
+import { grouped, plural, show } from "../numbers";
 import { adjust, href, whole } from "../route";
 import { csv } from "../take/save";
 import { Take } from "../take/menu";
@@ -34,10 +34,12 @@ export function ChangesView({ run, runs, about, params }: ViewProps) {
     const take = (name: string, i: number) => packed.arrays[name]?.[i] ?? NaN;
     const all = packed.facts.sites.map((site, i) => ({
       site, order: -i, before: take("before", i), after: take("after", i), difference: take("difference", i), relative: take("relative", i),
-      beforeStep: take("beforeSteps", i), afterStep: take("afterSteps", i),
+      beforeStep: take("beforeSteps", i), afterStep: take("afterSteps", i), beforeBad: take("beforeBad", i), afterBad: take("afterBad", i),
     }));
-    const size = (v: number) => (Number.isNaN(v) ? -1 : Math.abs(v));
-    return all.sort((a, b) => (key === "order" ? b.order - a.order : key === "before" || key === "after" ? b[key] - a[key] : size(b[key]) - size(a[key])));
+    // What became NaN changed most; what was not recorded changed least.
+    const size = (v: number) => (Number.isNaN(v) ? Infinity : Math.abs(v));
+    const absent = (r: (typeof all)[number]) => Number.isNaN(r.beforeStep) || Number.isNaN(r.afterStep);
+    return all.sort((a, b) => (key !== "order" && absent(a) !== absent(b) ? Number(absent(a)) - Number(absent(b)) : key === "order" ? b.order - a.order : compareSizes(key === "before" || key === "after" ? (Number.isNaN(a[key]) ? Infinity : a[key]) : size(a[key]), key === "before" || key === "after" ? (Number.isNaN(b[key]) ? Infinity : b[key]) : size(b[key]))));
   }, [answer.value, key]);
   const most = Math.max(...rows.map((r) => (Number.isFinite(r.relative) ? Math.abs(r.relative) : 0)), 1e-30);
   const heading = (name: Key, text: string) => (
@@ -59,7 +61,7 @@ export function ChangesView({ run, runs, about, params }: ViewProps) {
           </label>
         )}
         <span class="space" />
-        <Take name={`${run.name}-changes`} csv={() => csv(["site", "before", "after", "difference", "relative"], rows.map((r) => [r.site, r.before, r.after, r.difference, r.relative]))} />
+        <Take name={`${run.name}-changes`} csv={() => csv(["site", "before", "after", "difference", "relative"], rows.map((r) => [r.site, Number.isNaN(r.beforeStep) ? null : r.before, Number.isNaN(r.afterStep) ? null : r.after, r.difference, r.relative]))} />
       </div>
       {answer.error && <p class="alarm" role="alert">{answer.error}</p>}
       {rows.length > 0 && (
@@ -75,7 +77,8 @@ export function ChangesView({ run, runs, about, params }: ViewProps) {
           <tbody>{rows.slice(0, SHOWN).map((r) => (
             <tr key={r.site}>
               <td><a href={href("site", { ...params, site: r.site, step: after })}>{siteWord(r.site)}</a></td>
-              <td class="number">{show(r.before)}</td><td class="number">{show(r.after)}</td><td class="number">{show(r.difference)}</td><td class="number">{percent(r.relative)}</td>
+              <Value value={r.before} step={r.beforeStep} asked={against ? after : before} bad={r.beforeBad} /><Value value={r.after} step={r.afterStep} asked={after} bad={r.afterBad} />
+              <td class="number">{Number.isNaN(r.beforeStep) || Number.isNaN(r.afterStep) ? "–" : show(r.difference)}</td><td class="number">{Number.isNaN(r.beforeStep) || Number.isNaN(r.afterStep) ? "–" : percent(r.relative)}</td>
               <td class="size"><span class="meter"><i style={{ width: `${Math.min(100, (100 * Math.abs(r.relative)) / most) || 0}%` }} /></span></td>
             </tr>
           ))}</tbody>
@@ -86,7 +89,21 @@ export function ChangesView({ run, runs, about, params }: ViewProps) {
   );
 }
 
+const compareSizes = (a: number, b: number): number => (a === b ? 0 : b > a ? 1 : -1);
+
+// A number with what a reader must know of it: NaN in red, values that are not finite, a record of another step.
+function Value({ value, step, asked, bad }: { value: number; step: number; asked: number | null; bad: number }) {
+  if (Number.isNaN(step)) return <td class="number quiet">not recorded</td>;
+  return (
+    <td class="number">
+      <span class={Number.isFinite(value) ? "" : "bad"}>{show(value)}</span>
+      {Number.isFinite(value) && bad > 0 && <span class="bad" title="The number is of the finite values alone"> {plural(bad, "value")} NaN or inf</span>}
+      {asked !== null && step !== asked && <span class="quiet"> (step {grouped(step)})</span>}
+    </td>
+  );
+}
+
 function percent(share: number): string {
-  if (!Number.isFinite(share)) return Number.isNaN(share) ? "–" : "from zero";
+  if (!Number.isFinite(share)) return Number.isNaN(share) ? "NaN" : "from zero";
   return `${share > 0 ? "+" : ""}${show(Number((100 * share).toPrecision(3)))} %`;
 }

@@ -4,9 +4,9 @@ import { useMemo } from "preact/hooks";
 import { askPacked, live } from "../api";
 import type { ViewProps } from "../app";
 import { Chart } from "../chart";
-import { lines as lineColours } from "../colour";
+import { strokeOf } from "../colour";
 import { statisticsOf, useAnswer } from "../data";
-import { overlay } from "../overlay";
+import { overlay, sharedGaps, stretchesOf } from "../overlay";
 import { adjust, href, whole } from "../route";
 import { usualScale } from "../scale";
 import { useDark } from "../theme";
@@ -62,33 +62,32 @@ export function CompareView({ run, runs, about, params, given }: ViewProps & { g
   );
 }
 
-interface SeriesFacts { statistics: string[] }
+interface SeriesFacts { statistics: string[]; gaps?: [number, number][] }
 
 function Overlay({ runs, site, statistic, log, phase, from, to }: { runs: RunLine[]; site: string; statistic: string; log: boolean; phase: string | undefined; from: number | null; to: number | null }) {
   const dark = useDark();
   const key = JSON.stringify([runs.map((r) => [r.name, r.revision]), phase, site, statistic]);
   const answer = useAnswer(key, (signal) =>
     Promise.all(runs.map(async (r) => {
-      const packed = await askPacked<SeriesFacts>("series", { run: r.name, phase, site, statistics: statistic, points: 2000 }, signal).catch(() => null);
+      const packed = r.known && r.steps === 0 ? null : await askPacked<SeriesFacts>("series", { run: r.name, phase, site, statistics: statistic, points: 2000 }, signal).catch(() => null);
       return { run: r, packed };
     })), `${site} ${statistic}`);
   const drawn = useMemo(() => {
-    const colours = lineColours(dark);
     const missing: string[] = [];
     const found = (answer.value ?? []).flatMap(({ run, packed }, i) => {
       const steps = packed?.arrays["steps"];
       const at = packed?.facts.statistics.indexOf(statistic) ?? -1; // a report holds all statistics of a site at once
       const values = at >= 0 ? packed?.arrays[`s${at}`] : undefined;
       if (!steps || !values) missing.push(run.name);
-      return steps && values ? [{ line: { label: run.name, colour: colours[i % colours.length] ?? "" }, at: steps, values }] : [];
+      return steps && values ? [{ line: { label: run.name, ...strokeOf(i, dark) }, at: steps, values, gaps: packed?.facts.gaps ?? [] }] : [];
     });
-    return { ...overlay(found), missing };
+    return { ...overlay(found), missing, bad: stretchesOf(found, true), gaps: sharedGaps(found) };
   }, [answer.value, dark]);
   if (answer.busy && !answer.value) return <p class="quiet">Reading …</p>;
   return (
     <>
       {drawn.missing.length > 0 && <p class="quiet">{live ? "Not recorded" : "Not recorded, or not part of the report"}: {drawn.missing.join(", ")}</p>}
-      {drawn.lines.length > 0 && <Chart name={`${site}-${statistic}`} steps={drawn.steps} lines={drawn.lines} log={log} height={300} range={[from, to]} select={(a, b) => adjust({ from: a, to: b })} />}
+      {drawn.lines.length > 0 && <Chart name={`${site}-${statistic}`} steps={drawn.steps} lines={drawn.lines} log={log} height={300} yName={statisticWord(statistic)} broken={drawn.bad} gaps={drawn.gaps} range={[from, to]} select={(a, b) => adjust({ from: a, to: b })} />}
     </>
   );
 }

@@ -21,7 +21,10 @@ export function FindingsView({ run, about, findings, busy }: ViewProps & { busy:
   return (
     <section class="findings" aria-label="Findings">
       <h1>Findings</h1>
-      {findings.findings.length === 0 && (busy ? <p class="quiet">Looking …</p> : <p class="good">Nothing looks wrong in {plural(run.steps, "step")} of {plural(run.sites, "site")}.</p>)}
+      {findings.findings.length === 0 && (busy ? <p class="quiet">Looking …</p>
+        : findings.verdict === "healthy" ? <p class="good">Nothing looks wrong in {plural(run.steps, "step")} of {plural(run.sites, "site")}.</p>
+        : <p>Not judged: too little was recorded to call this training healthy.</p>)}
+      {findings.summary && <p class="note">{findings.summary}</p>}
       {findings.findings.map((f) => (
         <article key={f.kind + f.site} class={`finding ${f.severity}`}>
           <h2>{findingWord(f.kind)}{f.step !== null && <span class="quiet"> from step {grouped(f.step)}</span>}</h2>

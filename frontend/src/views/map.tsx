@@ -11,11 +11,13 @@ import { HeatMap } from "../heat/heatmap";
 import { Legend } from "../heat/legend";
 import { LossColumns } from "../heat/loss";
 import type { Flag } from "../heat/marks";
-import { grouped } from "../numbers";
-import { adjust, go, whole } from "../route";
+import { grouped, plural } from "../numbers";
+import { adjust, go, joinNames, whole } from "../route";
+import { groupsOf } from "../runs/columns";
+import { filterOf } from "../runs/filter";
 import { usualScale } from "../scale";
 import { useDark } from "../theme";
-import type { About } from "../types";
+import type { About, RunLine } from "../types";
 import { findingWord, siteWord } from "../words";
 import { MapTools } from "./maptools";
 
@@ -56,6 +58,16 @@ export function lossOf(about: About, chosen: string | undefined): string | null 
 
 interface SeriesFacts { statistics: string[] }
 
+// Two groups of runs by the value of a label, as the table of runs groups them.
+function groupDifference(runs: RunLine[], params: Record<string, string>): { of: string[]; minus: string[]; from: string; to: string } | null {
+  const { group, of, minus } = params;
+  if (!group || of === undefined || minus === undefined) return null;
+  const test = filterOf(params["filter"] ?? "");
+  const found = new Map(groupsOf(runs.filter((r) => !r.archived && test(r)), group));
+  const names = (value: string) => (found.get(value) ?? []).map((r) => r.name);
+  return names(of).length && names(minus).length ? { of: names(of), minus: names(minus), from: `${group} ${of}`, to: `${group} ${minus}` } : null;
+}
+
 export function MapView({ run, runs, about, findings, params }: ViewProps) {
   const dark = useDark();
   const phase = params["phase"];
@@ -66,12 +78,14 @@ export function MapView({ run, runs, about, findings, params }: ViewProps) {
   const under = params["under"] ?? "";
   const against = runs.find((r) => r.name === params["against"] && r.name !== run.name)?.name ?? null;
   const relative = params["change"] !== "difference";
-  const log = (params["scale"] ?? (against && relative ? "log" : usualScale(statistic))) === "log";
+  const groups = useMemo(() => groupDifference(runs, params), [runs, params["group"], params["of"], params["minus"], params["filter"]]);
+  const differs = against !== null || groups !== null;
+  const log = (params["scale"] ?? (differs && relative ? "log" : usualScale(statistic))) === "log";
   const part: Part = { from: whole(params["from"]), to: whole(params["to"]), top: whole(params["top"]), bottom: whole(params["bottom"]) };
   const counts = useMemo(() => foldings(about, kind, under), [about, kind, under]);
   const fold = live ? foldOf(params["fold"], counts, counts[counts.length - 1] ?? 0) : null; // a report holds rows as they are
   const asked = {
-    run: run.name, phase, statistic, kind, under, ...part, fold, against, change: against && relative ? "relative" : null,
+    run: run.name, phase, statistic, kind, under, ...part, fold, leaves: live && params["leaves"] !== "all" ? "folded" : null, against, of: groups && joinNames(groups.of), minus: groups && joinNames(groups.minus), change: differs && relative ? "relative" : null,
     rows: Math.min(900, Math.max(200, window.innerHeight - 190)),
     columns: Math.min(2400, Math.max(300, window.innerWidth - 480)),
   };
@@ -97,11 +111,11 @@ export function MapView({ run, runs, about, findings, params }: ViewProps) {
     const values = packed?.arrays[`s${packed.facts.statistics.indexOf("value")}`];
     return grid && !grid.empty && loss !== null && packed?.arrays["steps"] && values ? new LossColumns(loss, grid, packed.arrays["steps"], values) : null;
   }, [grid, lossAnswer.value, loss]);
-  const flags = useMemo(() => (grid && !against ? findings.findings : []).flatMap((f): Flag[] => {
+  const flags = useMemo(() => (grid && !differs ? findings.findings : []).flatMap((f): Flag[] => {
     const row = grid?.placeOf(f.site) ?? null;
     if (row === null || f.step === null) return [];
     return [{ row, step: f.step, text: f.kind === "nonfinite" ? "first NaN or inf" : findingWord(f.kind).toLowerCase(), grave: f.severity === "error" }];
-  }), [findings, grid, against]);
+  }), [findings, grid, differs]);
   const nameOf = useMemo(() => (row: number) => {
     const module = grid?.moduleOf(row) ?? null;
     return module === null ? rowName(grid?.sitesOf(row)[0] ?? "", kind) : module || "(model)";
@@ -119,19 +133,24 @@ export function MapView({ run, runs, about, findings, params }: ViewProps) {
   });
 
   const open = (site: string, module: string | null, step: number) =>
-    module !== null && fold !== null && module !== under ? go("map", { ...params, under: module, fold: null, top: null, bottom: null }) : go("site", { ...params, site, step });
+    module !== null && fold === null ? go("map", { ...params, leaves: "all", under: module.slice(0, module.lastIndexOf(":")) || null, top: null, bottom: null }) : module !== null && module !== under ? go("map", { ...params, under: module, fold: null, top: null, bottom: null }) : go("site", { ...params, site, step });
   return (
     <section class="map" aria-label="Map">
       <MapTools {...{ about, run, runs, params, kinds, kind, names, statistic, log, under, part, counts, fold, against, relative, loss }}>
         {grid && scaleOf && <Legend scale={scaleOf(0)} marked={anyBad} each={colouringOf(params["colours"]).mode === "row"} />}
       </MapTools>
+      {groups && (
+        <p class="note" data-testid="groups">The mean of {plural(groups.of.length, "run")} with {groups.from} minus that of {plural(groups.minus.length, "run")} with {groups.to}
+          <span class="switch" role="group" aria-label="Difference"><button aria-pressed={relative} onClick={() => adjust({ change: null, scale: null })}>relative</button><button aria-pressed={!relative} onClick={() => adjust({ change: "difference", scale: null })}>absolute</button></span>
+          <button class="chip" onClick={() => adjust({ of: null, minus: null })}>{run.name} alone</button></p>
+      )}
       {answer.error && <p class="alarm" role="alert">{answer.error}</p>}
       {!names.length && <p class="quiet">This run holds no statistics yet.</p>}
       {grid?.empty && <p class="quiet">{part.from !== null || part.to !== null ? "Nothing was recorded in this range of steps." : "Nothing was recorded here yet."}</p>}
       {grid && scaleOf && !grid.empty && (
         <HeatMap
           {...{ grid, scaleOf, part, flags, dark, nameOf, open }} bad={badAnswer.value} loss={lossColumns}
-          statistic={against ? `${statistic}, ${relative ? "relative " : ""}difference to ${against},` : statistic}
+          statistic={differs ? `${statistic}, ${relative ? "relative " : ""}difference to ${against ?? groups?.to},` : statistic}
           zoom={(next) => adjust({ from: next.from, to: next.to, top: next.top, bottom: next.bottom })}
         />
       )}

@@ -68,6 +68,7 @@ export function MapTools({ about, run, runs, params, kinds, kind, names, statist
               </select>
             </label>
           )}
+          {live && fold === null && <label><input type="checkbox" aria-label="Fold structures" checked={params["leaves"] !== "all"} onChange={(e) => adjust({ leaves: e.currentTarget.checked ? null : "all", top: null, bottom: null })} /> fold caches and other structures</label>}
           <label>colours
             <select aria-label="Colours span" value={mode} onChange={(e) => adjust({ colours: e.currentTarget.value === "fixed" ? "0:1" : e.currentTarget.value === "all" ? null : e.currentTarget.value })}>
               <option value="all">over the whole map</option>

@@ -3,10 +3,10 @@
 import { useMemo } from "preact/hooks";
 import { askPacked, live } from "../api";
 import { Chart } from "../chart";
-import { lines as lineColours } from "../colour";
+import { strokeOf } from "../colour";
 import { useAnswer } from "../data";
 import { duration, grouped, show } from "../numbers";
-import { overlay, usualRange, type Own } from "../overlay";
+import { gapsOn, overlay, sharedGaps, stretchesOf, usualRange, type Own } from "../overlay";
 import { adjust, joinNames, splitNames, whole } from "../route";
 import { useDark } from "../theme";
 import type { RunLine } from "../types";
@@ -14,7 +14,6 @@ import { siteWord } from "../words";
 
 type Axis = "step" | "epoch" | "time";
 const MOST_RUNS = 40;
-const DASHES: (number[] | undefined)[] = [undefined, [7, 4], [2, 3], [9, 3, 2, 3]];
 
 // The runs that a view lays over each other: those that were picked, else the one that is open.
 export function chosenRuns(runs: RunLine[], params: Record<string, string>, run: RunLine | undefined): RunLine[] {
@@ -24,7 +23,7 @@ export function chosenRuns(runs: RunLine[], params: Record<string, string>, run:
 }
 
 export function RunChips({ runs, chosen }: { runs: RunLine[]; chosen: RunLine[] }) {
-  const colours = lineColours(useDark());
+  const dark = useDark();
   const names = chosen.map((r) => r.name);
   const toggle = (name: string) => adjust({ with: joinNames(names.includes(name) ? names.filter((n) => n !== name) : [...names, name]) });
   const shown = runs.length <= 12 ? runs : chosen;
@@ -32,12 +31,18 @@ export function RunChips({ runs, chosen }: { runs: RunLine[]; chosen: RunLine[] 
     <span class="chips" role="group" aria-label="Runs">
       {shown.map((r) => (
         <button key={r.name} class="chip" aria-pressed={names.includes(r.name)} onClick={() => toggle(r.name)}>
-          <i class="swatch" style={{ background: names.includes(r.name) ? colours[names.indexOf(r.name) % colours.length] ?? "" : "var(--line)" }} />{r.name}
+          <Swatch at={names.indexOf(r.name)} dark={dark} />{r.name}
         </button>
       ))}
       {shown.length < runs.length && <a class="chip" href={`#/runs?with=${encodeURIComponent(joinNames(names))}`}>choose runs</a>}
     </span>
   );
+}
+
+// A run's line in small: colour and dashes.
+function Swatch({ at, dark }: { at: number; dark: boolean }) {
+  const { colour, dash } = at < 0 ? { colour: "var(--line)", dash: undefined } : strokeOf(at, dark);
+  return <svg class="swatch line" width="18" height="8" aria-hidden="true"><line x1="0" x2="18" y1="4" y2="4" style={{ stroke: colour, strokeWidth: 3, strokeDasharray: dash?.join(" ") ?? "none" }} /></svg>;
 }
 
 export function ScalarsView({ runs, run, params }: { runs: RunLine[]; run: RunLine | undefined; params: Record<string, string> }) {
@@ -91,36 +96,36 @@ export function ScalarsView({ runs, run, params }: { runs: RunLine[]; run: RunLi
   );
 }
 
-interface ScalarFacts { site: string; total: number }
+interface ScalarFacts { site: string; total: number; gaps: [number, number][] }
 interface OverlaidProps { runs: RunLine[]; value: string; axis: Axis; smooth: number; log: boolean; outliers: boolean; from: number | null; to: number | null; tall: boolean }
 
 function Overlaid({ runs, value, axis, smooth, log, outliers, from, to, tall }: OverlaidProps) {
   const dark = useDark();
-  const asked = runs.flatMap((r, i) => (r.logged.includes(value) ? phasesOf(r).map((phase, p) => ({ run: r, phase, dash: DASHES[p % DASHES.length], colour: i })) : []));
+  const asked = runs.flatMap((r, i) => (r.logged.includes(value) ? phasesOf(r).map((phase, p) => ({ run: r, phase, later: p, colour: i })) : []));
   const key = JSON.stringify([asked.map((a) => [a.run.name, a.run.revision, a.phase]), value, smooth]);
   const answer = useAnswer(key, (signal) => Promise.all(asked.map(async (a) => {
     const packed = await askPacked<ScalarFacts>("scalars", { run: a.run.name, site: value, phase: a.phase, smooth: smooth || null, points: 2000 }, signal).catch(() => null);
     return packed && { ...a, packed };
   })), value);
   const drawn = useMemo(() => {
-    const colours = lineColours(dark);
     const found: Own[] = [];
     let broken = 0;
     for (const a of answer.value ?? []) {
       const arrays = a?.packed.arrays;
       if (!a || !arrays) continue;
       const at = axis === "step" ? arrays["steps"] : axis === "epoch" ? arrays["epochs"] : arrays["seconds"];
-      const raw = arrays["value"];
-      if (!at || !raw || raw.length === 0) continue;
-      const colour = colours[a.colour % colours.length] ?? "";
+      const [raw, steps] = [arrays["value"], arrays["steps"]];
+      if (!at || !steps || !raw || raw.length === 0) continue;
+      const { colour, dash } = strokeOf(a.colour, dark, a.later);
       const label = a.run.name + (a.phase && a.phase !== "train" ? ` (${a.phase})` : "");
       broken += Array.from(raw).filter((v) => !Number.isFinite(v)).length;
       const smoothed = arrays["smooth"];
-      if (smoothed) found.push({ line: { label: `${label}, as logged`, colour: `${colour}55`, width: 1, points: false, unnamed: true }, at, values: raw });
-      found.push({ line: { label, colour, width: smoothed ? 2 : 1.5, ...(a.dash ? { dash: a.dash } : {}) }, at, values: smoothed ?? raw });
+      const gaps = gapsOn(at, steps, a.packed.facts.gaps ?? []);
+      if (smoothed) found.push({ line: { label: `${label}, as logged`, colour: `${colour}66`, width: 1, points: false, unnamed: true }, at, values: raw, gaps });
+      found.push({ line: { label, colour, width: smoothed ? 2 : 1.5, ...(dash ? { dash } : {}) }, at, values: smoothed ?? raw, raw: smoothed ? raw : undefined, gaps });
     }
     const own = found.filter((f) => !f.line.unnamed);
-    return { ...overlay(found), broken, usual: usualRange(own.map((f) => f.values), log), bad: stretchesOf(own) };
+    return { ...overlay(found), broken, usual: usualRange(own.map((f) => f.values), log), bad: stretchesOf(own, own.length > 1), gaps: sharedGaps(own) };
   }, [answer.value, axis, dark, log]);
   const label = axis === "time" ? duration : axis === "epoch" ? show : undefined;
   const cut = !outliers && drawn.usual;
@@ -129,7 +134,7 @@ function Overlaid({ runs, value, axis, smooth, log, outliers, from, to, tall }: 
       <h2>{siteWord(value)}{cut && <span class="quiet">outliers lie beyond the axis</span>}{drawn.broken > 0 && <span class="bad">{grouped(drawn.broken)} not finite</span>}</h2>
       {drawn.lines.length > 0 && drawn.steps.length > 0
         ? <Chart
-            name={siteWord(value)} steps={drawn.steps} lines={drawn.lines} log={log} height={tall ? 420 : 240} xName={axis} yRange={cut || null} broken={axis === "step" ? drawn.bad : []}
+            name={siteWord(value)} steps={drawn.steps} lines={drawn.lines} log={log} height={tall ? 420 : 240} xName={axis} yRange={cut || null} yName={siteWord(value)} broken={drawn.bad} gaps={drawn.gaps}
             {...(label ? { xLabel: label } : {})} {...(axis === "step" ? { range: [from, to] as [number | null, number | null], select: (a: number | null, b: number | null) => adjust({ from: a, to: b }) } : {})} sync={`scalars-${axis}`}
           />
         : <p class="quiet">{answer.busy ? "Reading …" : axis === "epoch" ? "No epochs were recorded." : "Nothing was logged."}</p>}
@@ -139,18 +144,3 @@ function Overlaid({ runs, value, axis, smooth, log, outliers, from, to, tall }: 
 
 // Training alone needs no word; where there is more, each phase is a line of its own.
 const phasesOf = (run: RunLine): (string | null)[] => (run.phases.length > 1 ? run.phases : [null]);
-
-// Stretches of steps at which one of a few lines is not finite.
-function stretchesOf(series: Own[]): [number, number][] {
-  if (series.length > 3) return [];
-  return series.flatMap(({ at, values }) => {
-    const found: [number, number][] = [];
-    for (let i = 0; i < at.length; i++) {
-      if (Number.isFinite(values[i])) continue;
-      const from = at[i] ?? 0;
-      while (i + 1 < at.length && !Number.isFinite(values[i + 1])) i++;
-      found.push([from, at[i] ?? from]);
-    }
-    return found.slice(0, 100);
-  });
-}

@@ -17,6 +17,7 @@ import { RanksPanel } from "./ranks";
 import { TensorPanel } from "./tensor";
 
 interface SeriesFacts {
+  gaps?: [number, number][];
   statistics: string[];
   total: number;
 }
@@ -65,7 +66,7 @@ export function SiteView({ run, runs, about, findings, params }: ViewProps) {
     const main: Line[] = [];
     const add = (into: Line[], statistic: string, colour: string, extra: Partial<Line> = {}) => {
       const values = take(statistic);
-      if (values) into.push({ label: statistic, colour, values, ...extra });
+      if (values) into.push({ label: statistic, colour, values, there: packed.arrays[`t${packed.facts.statistics.indexOf(statistic)}`], ...extra });
     };
     add(main, "max", colours[1] ?? "", { width: 1 });
     add(main, "min", colours[1] ?? "", { width: 1 });
@@ -77,7 +78,7 @@ export function SiteView({ run, runs, about, findings, params }: ViewProps) {
     const counts = COUNTS.map(take);
     const logged = take("value"); // a logged value has no counts: it is broken where it is not finite itself
     if (logged) counts.push(Float64Array.from(logged, (v) => (Number.isFinite(v) ? 0 : 1)));
-    return { steps, main, band, rest, broken: stretches(steps, counts) };
+    return { steps, main, band, rest, broken: stretches(steps, counts), gaps: packed.facts.gaps ?? [] };
   }, [series.value, dark, second.join()]);
 
   if (!site) {
@@ -113,7 +114,7 @@ export function SiteView({ run, runs, about, findings, params }: ViewProps) {
       {drawn && drawn.main.length > 0 && (
         <div class="panel">
           <h2>Values over time <span class="quiet">mean and standard deviation; the band is minimum to maximum</span></h2>
-          <Chart name={`${name}-values`} {...look} steps={drawn.steps} lines={drawn.main} {...(drawn.band ? { band: drawn.band } : {})} mark={step === null ? null : { x: step, text: `step ${step.toLocaleString("en-US")}` }} broken={drawn.broken} sync="site" />
+          <Chart name={`${name}-values`} {...look} steps={drawn.steps} lines={drawn.main} {...(drawn.band ? { band: drawn.band } : {})} mark={step === null ? null : { x: step, text: `step ${step.toLocaleString("en-US")}` }} broken={drawn.broken} gaps={drawn.gaps} yName="value" sync="site" />
         </div>
       )}
       {more.length > 0 && (
@@ -130,7 +131,7 @@ export function SiteView({ run, runs, about, findings, params }: ViewProps) {
               <button aria-pressed={restLog} onClick={() => adjust({ axis: "log" })}>log</button>
             </span>
           </h2>
-          {drawn && drawn.rest.length > 0 && <Chart name={`${name}-statistics`} {...look} steps={drawn.steps} lines={drawn.rest} log={restLog} height={180} broken={drawn.broken} sync="site" />}
+          {drawn && drawn.rest.length > 0 && <Chart name={`${name}-statistics`} {...look} steps={drawn.steps} lines={drawn.rest} log={restLog} height={200} broken={drawn.broken} gaps={drawn.gaps} yName={second.length === 1 ? statisticWord(second[0] ?? "") : "statistic"} sync="site" />}
         </div>
       )}
       {series.value && series.value.facts.total > (drawn?.steps.length ?? 0) && (

@@ -17,7 +17,7 @@ export function Verdict({ runs, given, params, run }: { runs: RunLine[]; given: 
   const dark = useDark();
   const there = (name: string | undefined) => runs.find((r) => r.name === name)?.name;
   const a = there(params["a"]) ?? run.name;
-  const b = there(params["b"]) ?? runs.find((r) => r.name !== a)?.name ?? a;
+  const b = there(params["b"]) ?? (runs.find((r) => r.name !== a && r.steps > 0) ?? runs.find((r) => r.name !== a))?.name ?? a;
   const saved = given && params["a"] === undefined;
   const result = useJson<Comparison>("comparison", saved ? {} : { a, b });
   const rows = result.value?.rows ?? [];

@@ -15,16 +15,20 @@ from importlib import import_module
 import click
 
 from torchtap.errors import TorchtapError
+from torchtap.progress import Bar, showing
 from torchtap.sanitize import say
 
-__all__ = ["main", "torchtap"]
+__all__ = ["SuggestingGroup", "main", "torchtap"]
 
 # Name, and the one line of help: known without importing the command's module, `torchtap.cli.<name>`.
 COMMANDS = {
+    "bisect-commits": "Find the commit that changed a layer, by git bisect.",
     "compare": "Compare two recordings and name the first site that differs.",
     "demo": "Train a small GPT and look inside it.",
     "diagnose": "Report what looks wrong in a run, and what to do.",
     "export": "Write a run in another format: parquet, hdf5, pt, npz, csv, jsonl.",
+    "golden": "Record a right run in the repository, and check later runs against it.",
+    "harvest": "Store the activations of a model over data, for training on them.",
     "inject": "Print the PYTHONPATH with which any launcher's Python processes are recorded.",
     "learn": "Keep what held in good runs, for `diagnose --against`.",
     "mcp": "Serve runs to an assistant over the Model Context Protocol.",
@@ -32,6 +36,7 @@ COMMANDS = {
     "replay": "Run the step that a flight recorder kept once more, and name the first bad value.",
     "report": "Write one self-contained page about a run.",
     "run": "Run an unchanged training script and record the inside of its model.",
+    "runs": "List, tag, rename, prune, delete, copy and merge runs.",
     "selftest": "List the parts of this installation and prove that they work on this machine.",
     "show": "Show a run: its sites, numbers, tensors and coverage.",
     "sites": "List the sites of a model.",
@@ -40,8 +45,30 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
-    """A group that imports each command at its first use and suggests the nearest name for a misspelled one."""
+# Commands that may take longer than two seconds: they show a bar on a terminal, unless --quiet.
+SHOW_PROGRESS = ("compare", "diagnose", "export", "learn", "rcc", "replay", "report", "runs", "selftest")
+
+
+class SuggestingGroup(click.Group):
+    """A group that suggests the nearest name for a misspelled command."""
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, known = args[0] if args else "", self.list_commands(context)
+        if name and not name.startswith("-") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = (
+                f"did you mean '{near[0]}'?"
+                if near
+                else f"`{context.command_path} --help` lists the commands"
+            )
+            raise click.UsageError(f"there is no command '{name}'; {advice}", context)
+        return super().resolve_command(context, args)
+
+
+class LazyGroup(SuggestingGroup):
+    """A group that imports each command at its first use."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -49,19 +76,16 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command = import_module(f"torchtap.cli.{name}").command
+        command = import_module(f"torchtap.cli.{name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
+        if name in SHOW_PROGRESS:
+            for each in command.commands.values() if isinstance(command, click.Group) else [command]:
+                if not any(option.name == "quiet" for option in each.params):
+                    option = click.Option(
+                        ["--quiet"], is_flag=True, expose_value=False, help="Show no progress."
+                    )
+                    each.params.append(option)
         return command
-
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0] if args else ""
-        if name and not name.startswith("-") and name not in COMMANDS:
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            advice = f"did you mean '{near[0]}'?" if near else "`torchtap --help` lists the commands"
-            raise click.UsageError(f"there is no command '{name}'; {advice}", context)
-        return super().resolve_command(context, args)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -79,13 +103,16 @@ def main(arguments: list[str] | None = None) -> None:
     """The entry point. Exit codes: 0 done, 1 a negative answer, 2 an error."""
     words = sys.argv[1:] if arguments is None else arguments
     _spell_what_cannot_be_encoded()
+    bar = Bar() if words and words[0] in SHOW_PROGRESS and "--quiet" not in words else None
     try:
-        code = torchtap.main(words, prog_name="torchtap", standalone_mode=False)
+        with showing(bar):
+            code = torchtap.main(words, prog_name="torchtap", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _print_error("stopped")
+        done = "" if bar is None else str(bar)
+        _print_error(f"stopped while {done}" if done else "stopped")
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone; an error message would raise again

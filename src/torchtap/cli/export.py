@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from torchtap import open as open_run
-from torchtap.cli.console import Terminal, say, say_json
+from torchtap.cli.console import say, say_json
+from torchtap.progress import note
 
 __all__ = ["command"]
 
@@ -25,13 +26,12 @@ __all__ = ["command"]
 @click.option("--json", "as_json", is_flag=True, help="What was written, as JSON.")
 def command(run: str, target: str, out: str | None, partial: bool, as_json: bool) -> None:
     """Write RUN in another format."""
-    from torchtap.store.export import export_run
+    from torchtap.sinks.export import export_run
 
     opened = open_run(run, partial=partial)
     path = out if out is not None else f"{str(Path(run)).rstrip('/')}.{target}"
-    console = Terminal(stderr=True)
-    with console.status(f"writing {path}"):
-        written = export_run(opened, target, path)
+    note(f"writing {path}")
+    written = export_run(opened, target, path)
     if as_json:
         say_json({"path": str(written), "format": target, "problems": list(opened.problems)})
     else:

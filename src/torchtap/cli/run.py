@@ -38,6 +38,11 @@ __all__ = ["command"]
 )
 @click.option("--doctor", is_flag=True, help="Record what rules need, and say what is wrong while it trains.")
 @click.option(
+    "--dry-run",
+    is_flag=True,
+    help="State memory, disk and time of the recording, and end the script after its model's first call.",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="First print the run folder and the command, as a line of JSON."
 )
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as in `python -m MODULE`.")
@@ -51,6 +56,7 @@ def command(
     model: str | None,
     sinks: tuple[str, ...],
     doctor: bool,
+    dry_run: bool,
     as_json: bool,
     module: str | None,
     words: tuple[str, ...],
@@ -71,6 +77,7 @@ def command(
         model=model,
         sinks=sinks or None,
         doctor=doctor or None,
+        dry_run=dry_run or None,
         tap=tap or None,
     )
     line = command_line(module, words)

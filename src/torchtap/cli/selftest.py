@@ -30,7 +30,7 @@ _EXTRAS = ("zstandard", "h5py", "pyarrow", "onnxruntime", "starlette", "matplotl
 def facts() -> Iterator[tuple[str, str]]:
     """Versions, native parts, the page and the limits."""
     from torchtap._torch import TORCH_VERSION
-    from torchtap.session.compiled_parts import missing_parts
+    from torchtap.native_check import missing_parts
     from torchtap.store.files.layout import FORMAT_VERSION
     from torchtap.store.format.checksum import JSON_LIMIT
     from torchtap.viewer.server import built

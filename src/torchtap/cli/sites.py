@@ -91,6 +91,7 @@ def _helpers(name: str, function: FunctionType, owner: type[nn.Module]) -> Itera
 @click.argument("model")
 @click.option("--kind", "kinds", multiple=True, help="Only this kind (may be given several times).")
 @click.option("--select", "selector", help="Only sites that this selector picks.")
+@click.option("--ops", is_flag=True, help="The operators in the code of each module: values between modules.")
 @click.option("--plain", is_flag=True, help="Names only, one a line.")
 @click.option("--json", "as_json", is_flag=True, help="A list of sites with their modules, for programs.")
 @click.option(
@@ -99,7 +100,13 @@ def _helpers(name: str, function: FunctionType, owner: type[nn.Module]) -> Itera
     help="Allow a pickle or a compiled package, which can run its author's code.",
 )
 def command(
-    model: str, kinds: tuple[str, ...], selector: str | None, plain: bool, as_json: bool, unsafe: bool
+    model: str,
+    kinds: tuple[str, ...],
+    selector: str | None,
+    ops: bool,
+    plain: bool,
+    as_json: bool,
+    unsafe: bool,
 ) -> None:
     """List the sites of MODEL.
 
@@ -107,7 +114,7 @@ def command(
     or pickled `.pt`, or an exported `.pt2`.
     """
     loaded = load_model(model, unsafe=unsafe)
-    sites = _sites(loaded, kinds, selector)
+    sites = _operators(loaded, selector) if ops else _sites(loaded, kinds, selector)
     rows = [(site.name, type(site.module).__name__, _source(site)) for site in sites]
     if as_json:
         say_json([{"site": name, "module": module, "forward": source} for name, module, source in rows])
@@ -120,7 +127,7 @@ def command(
 
 def _source(site: Site) -> str | None:
     """Return the file and line of the forward that produces a site's value."""
-    from torchtap.session.model_tree import source_of
+    from torchtap.store.write.manifest import source_of
 
     return source_of(site.module) if site.module is not None else None
 
@@ -157,6 +164,16 @@ def load_model(text: str, *, unsafe: bool = False) -> object:
     if not isinstance(model, nn.Module):
         raise FormError(f"{text!r} gave a {type(model).__name__}, not an nn.Module")
     return model
+
+
+def _operators(model: Any, selector: str | None) -> list[Site]:
+    """The operators of a model, as far as its code shows them."""
+    from torchtap import make_plan
+    from torchtap.forms.attach import form_of
+
+    if form_of(model) != "eager":
+        raise click.UsageError(f"--ops: operators are of eager models, and this one is {form_of(model)}")
+    return [port.site for port in make_plan(model, [selector or "*/*:output"], all_match=False).ports]
 
 
 def _sites(model: Any, kinds: tuple[str, ...], selector: str | None) -> list[Site]:

@@ -6,7 +6,7 @@
  * - places where either side is not finite are counted and left out of every sum;
  * - the interpreter lock is released while it reads.
  *
- * Not here: which memory may be read (reduce/memory.py vouches for it), what follows from the sums.
+ * Not here: which memory may be read (reduce/densify.py vouches for it), what follows from the sums.
  */
 
 #include <Python.h>

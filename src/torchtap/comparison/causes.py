@@ -24,7 +24,7 @@ from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves
 from torchtap.hooks.visit import Call
 from torchtap.plan.names import is_inside, join_path, last_part, parent_path, read_name, site_name
 from torchtap.plan.sites import places, unwrap
-from torchtap.session.untouched import untouched
+from torchtap.untouched import untouched
 
 __all__ = [
     "broken_flow",

@@ -28,7 +28,8 @@ from torchtap.comparison.rules import PairingRule
 from torchtap.errors import CompareError
 from torchtap.hooks.leaves import leaves, map_leaves
 from torchtap.plan.names import site_name
-from torchtap.session.untouched import untouched
+from torchtap.progress import Listener, showing
+from torchtap.untouched import untouched
 
 if TYPE_CHECKING:
     from torchtap.forms.match.site_map import SiteMap
@@ -60,7 +61,7 @@ def captured(
     A graph that does not tell its names gets those of ``like``, an eager model, which runs once on ``inputs``.
     """
     from torchtap.plan.names import in_passing_order
-    from torchtap.session.front import capture
+    from torchtap.session.capture import capture
 
     with untouched(thing, in_place=True):
         torch.manual_seed(0)
@@ -146,6 +147,7 @@ def compare(
     steps: Sequence[int] | None = None,
     gradients: bool | Loss = False,
     shadow: bool = True,
+    progress: bool | Listener | None = None,
 ) -> Comparison:
     """Compare a target with a reference, site by site, and name the first module that differs.
 
@@ -162,7 +164,23 @@ def compare(
     ``steps``      compare these steps of two runs alone
     ``gradients``  also compare gradients; a function of the model's output gives the loss
     ``shadow``     run the target's modules on the reference's inputs as well (live eager models only)
+    ``progress``   True shows a bar; a function is called with what is done, how many parts, and of how many
     """
+    with showing(progress):
+        return _compare(reference, target, inputs, rules, repeat, golden, steps, gradients, shadow)
+
+
+def _compare(
+    reference: Any,
+    target: Any,
+    inputs: Any,
+    rules: Sequence[str | PairingRule],
+    repeat: Any,
+    golden: Any,
+    steps: Sequence[int] | None,
+    gradients: bool | Loss,
+    shadow: bool,
+) -> Comparison:
     if not any(map(is_live, (reference, target, golden, *listed(repeat)))):
         return compare_stored(reference, target, rules=rules, repeat=repeat, golden=golden, steps=steps)
     if inputs is None:

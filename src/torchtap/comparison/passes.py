@@ -35,6 +35,7 @@ from torchtap.hooks.leaves import Args, Kwargs, argument_name, input_leaves, lea
 from torchtap.hooks.visit import Call, Stop, Visiting, Visitor
 from torchtap.plan.names import paths_around, read_name, site_name
 from torchtap.plan.sites import places
+from torchtap.progress import count
 
 __all__ = [
     "Called",
@@ -70,6 +71,7 @@ def visiting(model: nn.Module, visitor: Visitor, only: Callable[[str], bool] | N
 @contextmanager
 def steady(model: nn.Module) -> Iterator[None]:
     """Run passes of a model that leave no trace: buffers and the random state are put back at the end."""
+    count("comparing: forward passes")
     kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng(), torch.no_grad():
         try:

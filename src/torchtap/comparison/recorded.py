@@ -41,6 +41,7 @@ from torchtap.comparison.values import Value, signature
 from torchtap.comparison.workers import Ahead, Measured, Processes, RayWorkers, Spread, measured_ahead
 from torchtap.errors import CompareError, TorchtapError
 from torchtap.plan.names import kind_of, parent_path, path_of, read_name
+from torchtap.progress import tracked
 from torchtap.store.read.lookup import TRAINING
 
 __all__ = [
@@ -202,7 +203,7 @@ class _Work:
     def run(self, steps: list[int], live: bool) -> None:
         """Go through the steps until one differs."""
         shown: tuple[list[Row], list[Unaligned], int] | None = None
-        for step in steps:
+        for step in tracked(steps, "comparing steps"):
             missing = self._step(step)
             before = self.seen[-1] if self.seen else None
             self.seen.append(step)

@@ -216,6 +216,9 @@ class Comparison:
     def __str__(self) -> str:
         return self.verdict
 
+    def __repr__(self) -> str:
+        return f"Comparison({self.outcome}, {self.compared} of {self.total} sites: {self.verdict})"
+
     def _repr_html_(self) -> str:
         return str(drawn("comparison", self))
 

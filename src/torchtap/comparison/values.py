@@ -186,7 +186,7 @@ def value_of_tensor(tensor: Tensor) -> Value:
     """The numbers of a tensor; raises `CompareError` when there are none."""
     import torch
 
-    from torchtap.reduce.readable import readable
+    from torchtap.reduce.densify import densify
 
     tensor = tensor.detach()
     if tensor.is_meta:
@@ -199,7 +199,7 @@ def value_of_tensor(tensor: Tensor) -> Value:
             "torch.nested.to_padded_tensor first"
         )
     try:
-        plain = readable(tensor)  # dense, opened, and with all of its memory
+        plain = densify(tensor)  # dense, opened, and with all of its memory
     except ReductionError as error:
         raise CompareError(f"a tensor of shape {tuple(tensor.shape)} cannot be compared: {error}") from error
     dtype = name_of(plain.dtype)

@@ -17,6 +17,7 @@ from torchtap.diagnosis.learned import Invariants, read_invariants, what_no_long
 from torchtap.diagnosis.rule_type import EVERY_STEP, Rule
 from torchtap.diagnosis.rules import all_rules
 from torchtap.errors import RunError
+from torchtap.progress import Listener, showing, tracked
 
 if TYPE_CHECKING:
     from torchtap.placement import Placement
@@ -91,16 +92,27 @@ def diagnose(
     *,
     rules: Sequence[Rule] | None = None,
     against: Invariants | str | os.PathLike[str] | None = None,
+    progress: bool | Listener | None = None,
 ) -> Findings:
     """What looks wrong in ``run`` (a run or the path of one): an empty list if nothing does.
 
     ``rules`` are those to ask, with limits of your own; without it all that are installed. ``unjudged`` of the answer
     names the rules that could not judge this run, and what to record for them. ``against`` is what `learn` has
-    learned from good runs, or the file of it: what of it no longer holds is told, too.
+    learned from good runs, or the file of it: what of it no longer holds is told, too. ``progress=True`` shows a bar; a
+    function is called with what is done, how many parts, and of how many.
 
     >>> for finding in diagnose("runs/exp1"):  # doctest: +SKIP
     ...     print(finding)
     """
+    with showing(progress):
+        return _diagnose(run, rules, against)
+
+
+def _diagnose(
+    run: Run | str | os.PathLike[str],
+    rules: Sequence[Rule] | None,
+    against: Invariants | str | os.PathLike[str] | None,
+) -> Findings:
     if isinstance(run, (str, os.PathLike)):
         from torchtap.store.read.reader import open_run
 
@@ -110,7 +122,7 @@ def diagnose(
     if rules is None:
         rules, failed = all_rules()
     runner = RuleRunner(chart_of(run), rules)
-    for _ in fill(runner.chart, run):
+    for _ in tracked(fill(runner.chart, run), "judging steps"):
         runner.look()
     unjudged = [Unjudged(name, why) for name, why in failed.items()]
     if len(run.ranks) > 1 and run.shown_rank is None:
@@ -142,7 +154,7 @@ def _most_ranks(run: Run) -> int:
 def _charts_of_ranks(run: Run, ranks: Sequence[int]) -> dict[int, Chart]:
     """What ranks recorded, as far as rules on ranks look; of a rank that cannot be read, `Run.problems` tells."""
     charts: dict[int, Chart] = {}
-    for rank in ranks:
+    for rank in tracked(ranks, "reading ranks"):
         with suppress(RunError):
             own = run.rank(rank)
             charts[rank] = chart_of(own)

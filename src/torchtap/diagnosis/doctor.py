@@ -30,6 +30,7 @@ from torchtap.diagnosis.probes.losses import LossProbe
 from torchtap.diagnosis.probes.model import FunctionProbe, HiddenProbe, PaddingProbe, WeightProbe
 from torchtap.diagnosis.probes.on_demand import ExperimentProbe
 from torchtap.diagnosis.probes.ranks import RankProbe, TargetProbe
+from torchtap.diagnosis.pulse import PULSE, Pulse, Table
 from torchtap.diagnosis.rule_type import Rule
 from torchtap.diagnosis.rules import all_rules
 from torchtap.errors import PlanError, TrainingStoppedError
@@ -39,14 +40,11 @@ from torchtap.plan.next_live import Pace, Seldom
 from torchtap.plan.tap import Tap, tap
 from torchtap.rank_identity import identity
 from torchtap.receive import backward, training
-from torchtap.receive.ears import Ears
 from torchtap.reduce import Fingerprint, SampleSpread, Units
 from torchtap.sanitize import say
-from torchtap.session.front import watch
-from torchtap.session.pulse import PULSE, Pulse, Table
-from torchtap.session.step_loss import StepLoss
-from torchtap.session.watching import Watch
-from torchtap.spi import Consumer, StepRecord, places
+from torchtap.session.capture import watch
+from torchtap.session.watch import Watch
+from torchtap.spi import Consumer, StepListener, StepRecord, places
 
 _OF_PARAMETERS = ("param", "param_grad", "update")
 _COPIES = 16
@@ -122,6 +120,7 @@ def _has_parameters(model: nn.Module) -> bool:
 
 
 StopAt = Literal["error", "warning"]
+DISK = 2_000_000_000  # bytes of a run whose plan the user did not choose; older records are thinned out
 _LOSS_LOOKS = 16  # steps between two looks where nothing but the loss is recorded
 _STANDSTILL = 2  # backward passes after which rules are asked about a fact at once, not when the step ends
 _CLOSE_LOOKS = 24  # records after each of which rules are asked; then after every few
@@ -161,7 +160,7 @@ def doctor(
 
 
 @final
-class Doctor(Ears):
+class Doctor(StepListener):
     """Made by `doctor`. A context manager; also closed by `close`."""
 
     def __init__(
@@ -190,12 +189,17 @@ class Doctor(Ears):
         self._backwards = 0  # since the last record
         self._records = 0
         self._loss_now: Tensor | None = None  # kept where a bad one stops the training
-        self._loss = StepLoss()
         self._left_out: deque[int] = deque(maxlen=8)  # steps whose update a scaler left out
         self._closed = False
         self.seconds = 0.0  # that rules have taken
+        limit: dict[str, Any] = {} if run is None else {"disk": DISK}
         self.watch: Watch = watch(
-            model, run, doctor_taps(tree, pace, roots), sinks=[*sinks, _Clerk(self)], labels=labels
+            model,
+            run,
+            doctor_taps(tree, pace, roots),
+            sinks=[*sinks, _Clerk(self)],
+            labels=labels,
+            **limit,
         )
         self._patient = Patient(tree, models)
         self._probes = [
@@ -279,7 +283,7 @@ class Doctor(Ears):
     def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
         if loss is None or os.getpid() != self._process:
             return
-        self._loss.add(self.watch, loss)
+        self.watch.add(loss=loss)
         self._loss_now = loss.detach() if self._stop_at is not None else None
         self._backwards += 1
 
@@ -311,26 +315,30 @@ class Doctor(Ears):
         """Put a record into the chart, and ask the rules."""
         began = time.perf_counter()
         self._backwards = 0
-        self._note_loss(record)
+        urgent = self._note_loss(record)
         trains = record.phase == "train"
         if record.passes and (trains or _learned(record)):
             self._chart.add(record.step, _blocks(record), passes=record.passes, skipped=record.skipped)
             self._records += 1
-            if self._records <= _CLOSE_LOOKS or self._records % 4 == 0:
+            if urgent or self._records <= _CLOSE_LOOKS or self._records % 4 == 0:
                 self._look()
         elif trains and record.step in self._chart.steps[-1:]:
             self._chart.add(record.step, _blocks(record), passes=0)
-        elif record.step % _LOSS_LOOKS == 0:
+        elif urgent or record.step % _LOSS_LOOKS == 0:
             self._look()
         self.seconds += time.perf_counter() - began
 
-    def _note_loss(self, record: StepRecord) -> None:
+    def _note_loss(self, record: StepRecord) -> bool:
+        """Put the loss into the chart. Returns True if it is not finite: the next update must not come first."""
+        urgent = False
         for block in record.scalars:
             if LOSS in block.sites:
                 loss = float(block.values[block.sites.index(LOSS), 0])
                 self._chart.add_loss(record.step, loss)
                 if not math.isfinite(loss) and record.step not in self._left_out:
                     self.fact("loss-not-finite", LOSS, text=f"it is {loss}", step=record.step)
+                    urgent = True
+        return urgent
 
     def _look(self) -> None:
         for finding in self._runner.look():

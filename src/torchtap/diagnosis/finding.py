@@ -224,3 +224,13 @@ class Findings(list[Finding]):
         more = f" and {len(left) - 6} more" if len(left) > 6 else ""
         without = f"; not judged: {', '.join(left[:6])}{more}" if left else ""
         return f"{said}: {self.coverage}{without}"
+
+    def __repr__(self) -> str:
+        lines = [f"{each.severity}: {each.kind}: {each.message}" for each in self[:20]]
+        more = [f"and {len(self) - 20} more"] if len(self) > 20 else []
+        return "\n".join([*lines, *more, self.summary()])
+
+    def _repr_html_(self) -> str:
+        from torchtap.display import drawn
+
+        return str(drawn("findings", self))

@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from torchtap.errors import FormError
 from torchtap.forms.attach import form_of
 from torchtap.spi import unwrap
 
-__all__ = ["hookable", "running_eagerly"]
+__all__ = ["hookable", "refuse_inlined", "running_eagerly"]
 
 
 def hookable(model: Any, what: str) -> nn.Module:
@@ -23,6 +23,19 @@ def hookable(model: Any, what: str) -> nn.Module:
             f"{what} needs modules that Python runs, and this model is {form}: use the model that it was made from"
         )
     return unwrap(model)
+
+
+def refuse_inlined(model: object, path: str, what: str) -> None:
+    """Raise `FormError` if a graph has taken the module at a path apart, so that no hook on it is ever called."""
+    if not isinstance(model, fx.GraphModule) or not path:
+        return
+    from torchtap.forms.graph.attachment import called_modules
+
+    if path not in called_modules(model):
+        raise FormError(
+            f"{what} needs modules that Python runs, and this graph has taken {path!r} apart: use the model that it "
+            "was made from"
+        )
 
 
 def running_eagerly(model: object) -> AbstractContextManager[Any]:

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from torchtap import Plan, Selector, Site, Stats, Tap, make_plan
-from torchtap.editing.eager_only import hookable, running_eagerly
+from torchtap.editing.eager_only import hookable, refuse_inlined, running_eagerly
 from torchtap.errors import PlanError
 from torchtap.hooks.leaves import Args, Kwargs, map_inputs
 from torchtap.plan.plan import Port
 from torchtap.plan.sites import Selectable
 from torchtap.sanitize import shown
-from torchtap.spi import Call, Name, Stop, Visiting, map_leaves
+from torchtap.spi import Call, Hooks, Name, Stop, Visiting, map_leaves
 
 __all__ = ["Change", "Edit", "edit"]
 
@@ -68,15 +68,27 @@ class Edit:
                     f"{port.site.name} cannot be edited: the kinds that pass through a forward are "
                     f"{', '.join(_KINDS)}; parameters and buffers can be changed in place"
                 )
+            refuse_inlined(model, port.site.path, "an edit")
         self._stack = ExitStack()
         self.applied: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(running_eagerly(self._model))
-            stack.enter_context(Visiting(self._root, self, map(_stop, self._plan.ports)))
+            # Counted as in a capture of whole tensors: on, from one call of the model to the next.
+            visiting = Visiting(self._root, self, map(_stop, self._plan.ports), passes_apart=False)
+            stack.enter_context(visiting)
+            self._run_operators(stack)
             self._stack = stack.pop_all()
         return self
+
+    def _run_operators(self, stack: ExitStack) -> None:
+        """Have the operators of the plan (``path/function``) called in place of their functions."""
+        calls = self._plan.operator_calls()
+        if calls is not None:
+            hooks = Hooks(self._root)
+            stack.callback(hooks.remove)
+            hooks.around(calls.begin, calls.end)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stack.close()

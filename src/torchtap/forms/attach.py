@@ -66,11 +66,13 @@ def attach(
 ) -> Attachment:
     """Return an attachment for the form of this model.
 
-    A map tells which values of a graph are which sites.
+    A map gives the sites of a graph's values.
     """
     form = form_of(model)
     if way != "hook" and form != "eager":
         raise FormError(f"way={way!r} is for eager models, and this one is {form}: leave it out")
+    if form != "eager":
+        _refuse_for(form, receiver)
     match form:
         case "script":
             from torchtap.forms.script.attachment import attach_script
@@ -95,6 +97,31 @@ def attach(
     from torchtap.forms.op.traced import GraphEmitter
 
     return EagerAttachment(model, receiver, way, GraphEmitter())
+
+
+def _refuse_for(form: str, receiver: Receiver) -> None:
+    """Refuse what only an eager model can give, instead of giving something else."""
+    if any(tap.per_consumer for tap in receiver.plan.taps):
+        raise FormError(
+            f"per_consumer=True needs an eager model, and this one is {form}: its graph has the gradient of the value, "
+            "the sum over all modules that use it; leave per_consumer out, or give the eager model"
+        )
+    if form in ("compiled", "aoti") and any(
+        getattr(tap.keep, "copy", True) is False for tap in receiver.plan.taps
+    ):
+        raise FormError(
+            f"Full(copy=False) keeps the model's own tensors, and this model is {form}: compiled code writes other "
+            "values into their memory without a trace; leave copy=False out"
+        )
+    found = [
+        port.port.site.name
+        for port in receiver.ports.values()
+        if type(port.site.module).__name__ == "Operator"
+    ]
+    if found:
+        raise FormError(
+            f"{found[0]} is an operator, which only eager models have, and this one is {form}: give the eager model"
+        )
 
 
 def _is_compiled(model: nn.Module) -> bool:

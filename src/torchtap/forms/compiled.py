@@ -12,14 +12,13 @@ Not here: parameters, their gradients and buffers, which are read from the modul
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, final
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 from torchtap import Plan
 from torchtap._torch import (
@@ -37,6 +36,7 @@ from torchtap._torch import (
     user_backend,
 )
 from torchtap.errors import FormError
+from torchtap.forms.op import channel
 from torchtap.forms.op.branches import is_silent
 from torchtap.forms.op.carrier import (
     Carriers,
@@ -50,9 +50,9 @@ from torchtap.forms.op.forms import CarriedAttachment
 from torchtap.forms.op.fused import emit_measured
 from torchtap.forms.op.passes import PassHooks
 from torchtap.hooks.hooks import Handle
-from torchtap.receive import by_name, inside
-from torchtap.receive.active import activate, deactivate
+from torchtap.receive import by_name
 from torchtap.receive.attention import report_attention
+from torchtap.receive.by_name import activate, deactivate
 from torchtap.spi import Name, PortState, Receiver, input_leaves, leaves, reasons, unwrap
 
 __all__ = ["attach_compiled", "compiled_regions"]
@@ -60,11 +60,11 @@ __all__ = ["attach_compiled", "compiled_regions"]
 
 def compiled_regions(model: nn.Module) -> list[CompiledRegion]:
     """Every part of a model that is compiled by itself: the model, or modules inside it."""
-    return [
-        _region_of(module)
-        for module in model.modules()
-        if runs_compiled(module) or _compiled_forward(module) is not None
-    ]
+    return [_region_of(module) for module in model.modules() if _is_compiled(module)]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return runs_compiled(module) or _compiled_forward(module) is not None
 
 
 def _compiled_forward(module: nn.Module) -> Any:
@@ -127,7 +127,7 @@ class CompiledRegion:
         settings = _settings_of(module, self._forward)
         compiled: Callable[..., Any] = torch.compile(
             tapped,
-            backend=_OwnBackend(user_backend(settings.callback)),
+            backend=_OwnBackend(user_backend(settings.callback), self.armed),
             dynamic=dynamic_setting(settings),
             fullgraph=settings.fullgraph,
             options=guard_options(settings),
@@ -144,16 +144,82 @@ class _OwnBackend:
     the user's compilation has as well; it takes one for the other unless their backends differ.
     """
 
-    def __init__(self, backend: Callable[..., Any]) -> None:
+    def __init__(self, backend: Callable[..., Any], channels: frozenset[int]) -> None:
         self._backend = backend
+        self._channels = channels
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return kept_by_inductor(self._backend)(*args, **kwargs)
+    def __call__(self, graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        _hand_on_dropouts(graph)
+        _promise_results(graph, self._channels)
+        return kept_by_inductor(self._backend)(graph, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_backend":  # asked for before it is set: by copying
             raise AttributeError(name)
         return getattr(self._backend, name)  # its context, its settings
+
+
+_DROPOUTS = frozenset(
+    getattr(nn.functional, name)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+)
+
+
+def _hand_on_dropouts(graph: fx.GraphModule) -> None:
+    """Let a dropout in evaluation return what it is given, as it does in an eager model.
+
+    AOT autograd makes it a copy. The gradient of the copy is only a part of the value's.
+    """
+    for node in list(graph.graph.nodes):
+        given = dict(zip(("x", "p", "training"), node.args, strict=False)) | node.kwargs
+        if node.target in _DROPOUTS and given.get("training", True) is False and "x" in given:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+
+
+def _promise_results(graph: fx.GraphModule, channels: frozenset[int]) -> None:
+    """Promise the gradients of results that the graph itself uses: outside, only the other users' part is seen."""
+    receivers = {number: channel.receivers.get(number) for number in channels}
+    end = next(iter(reversed(graph.graph.nodes)))
+    results = [
+        node
+        for node in end.all_input_nodes
+        if isinstance(node.meta.get("example_value"), Tensor)
+        and node.op != "placeholder"
+        and any(user is not end and not _emits(user) for same in _same(node) for user in same.users)
+    ]
+    for number, receiver in receivers.items():
+        if receiver is None or not any(port.kind.startswith("grad") for port in receiver.ports.values()):
+            continue
+        channel.promising.add(number)
+        for place, node in enumerate(results):
+            site = f"{number}|:{channel.SAME_CALL}{channel.PROMISE}.{place}"
+            with graph.graph.inserting_before(end):
+                graph.graph.call_function(torch.ops.torchtap.emit_grad.default, (node, site))
+    graph.recompile()
+
+
+def _same(node: fx.Node) -> list[fx.Node]:
+    """Return a node, and what it may only have handed on: ``x.contiguous()`` is most often ``x``."""
+    found = [node]
+    while (given := next(iter(found[-1].all_input_nodes), None)) is not None:
+        if not _is_same_memory(given.meta.get("example_value"), node.meta["example_value"]):
+            break
+        found.append(given)
+    return found
+
+
+def _is_same_memory(value: object, other: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.untyped_storage() is other.untyped_storage()
+        and (value.shape, value.stride(), value.storage_offset())
+        == (other.shape, other.stride(), other.storage_offset())
+    )
+
+
+def _emits(node: fx.Node) -> bool:
+    return "torchtap" in str(node.target)
 
 
 def _settings_of(module: nn.Module, forward: Any = None) -> Any:
@@ -253,7 +319,7 @@ def _carriers_for(root: nn.Module, receiver: Receiver, looks_inside: bool) -> Ca
 
 def _only_measures(plan: Plan, taps: Iterable[int]) -> bool:
     """Whether all of these taps keep statistics, which the carrier computes itself."""
-    return all(plan.taps[index].keep.block is not None for index in taps)
+    return all(plan.taps[index].keep.in_rows for index in taps)
 
 
 def _root_gradients(model: nn.Module, receiver: Receiver) -> PortState | None:
@@ -271,10 +337,25 @@ def _take_gradients(receiver: Receiver, port: PortState, output: Any) -> None:
     if not receiver.hears_this_thread() or in_backward():
         return
     found = [(leaf, value, base_of(value)) for leaf, value in leaves(output) if value.requires_grad]
-    sharing = Counter(id(value if base is None else base) for _, value, base in found)
     for leaf, value, base in found:
-        if base is not None and sharing[id(base)] > 1:
-            by_name.await_gradient(receiver, "", port.kind, leaf, value, again=True)
+        sharing = [each for _, each, other in found if base is not None and (base is each or base is other)]
+        sharing = [each for each in sharing if each is not value]
+        if not sharing:
+            continue
+        if any(_may_be_in(value, each) for each in sharing if each is not base):
+            by_name.refuse(receiver, "", port.kind, leaf, reasons.SHARED_MEMORY)
+        else:
+            by_name.await_gradient(receiver, "", port.kind, leaf, value, by_name.Count(0), again=True)
+
+
+def _may_be_in(value: Tensor, other: Tensor) -> bool:
+    """Return True if another result may be a view of this one, so that its gradient is a part of this one's."""
+    spans = [
+        sum((n - 1) * s for n, s in zip(each.shape, each.stride(), strict=True)) for each in (value, other)
+    ]
+    begin = other.storage_offset() - value.storage_offset()
+    inside = begin >= 0 and begin + spans[1] <= spans[0]
+    return inside and other.numel() <= value.numel()
 
 
 @cache
@@ -310,8 +391,8 @@ class _LookInside:
 
     def switch_off(self) -> None:
         deactivate(self._receiver)
-        inside.paths.clear()
-        inside.busy.clear()
+        by_name.paths.clear()
+        by_name.busy.clear()
         if self._attention is not None:
             self._attention.remove()
             self._attention = None

@@ -6,6 +6,7 @@ While torchtap has anything on a module, the module has a ``__getstate__`` that 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -19,11 +20,13 @@ from torch import fx, nn
 from torchtap._torch import patch_script_compiler
 
 __all__ = [
+    "CleanCopy",
     "CleanState",
     "Hook",
     "StandIn",
     "Traveller",
     "Wrapper",
+    "clean_copy",
     "clean_state",
     "conceal",
     "held",
@@ -31,7 +34,7 @@ __all__ = [
     "reveal",
 ]
 
-_STATE = "__getstate__"
+_STATE, _COPY = "__getstate__", "__deepcopy__"
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FLAG_TABLES = (
     "_forward_hooks_with_kwargs",
@@ -65,6 +68,11 @@ class Traveller:
     def left(self) -> dict[str, Any]:
         """Return the attributes that a pickle of the module has instead."""
         return {}
+
+    @staticmethod
+    def clean_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+        """Copy a module without what torchtap has put on it."""
+        return clean_copy(module, memo)
 
 
 class StandIn(ABC):
@@ -113,6 +121,29 @@ class CleanState(weakref.ref[nn.Module]):
         return cleaned(state) if isinstance(state, dict) else state
 
 
+@final
+class CleanCopy(weakref.ref[nn.Module]):
+    """A module's ``__deepcopy__`` for a class that has its own, which copies every attribute: a parametrized one."""
+
+    def __call__(self, memo: dict[int, Any]) -> Any:  # type: ignore[override]
+        module = super().__call__()
+        assert module is not None
+        return clean_copy(module, memo)
+
+
+def clean_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Copy a module without what torchtap has put on it."""
+    own = module.__dict__
+    kept, clean = dict(own), cleaned(own)
+    own.clear()
+    own.update(clean)
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        own.clear()
+        own.update(kept)
+
+
 def clean_state(module: nn.Module) -> CleanState | None:
     """Return a `CleanState` for a module; None if its class copies itself without asking for a state."""
     hide_from_script()
@@ -132,6 +163,8 @@ def conceal(module: nn.Module, state: CleanState | None = None) -> None:
     elif (state := state or clean_state(module)) is not None:
         state.count = 1
         own[_STATE] = state
+        if hasattr(type(module), _COPY) and _COPY not in own:
+            own[_COPY] = CleanCopy(module)
 
 
 def reveal(module: nn.Module) -> None:
@@ -142,6 +175,8 @@ def reveal(module: nn.Module) -> None:
         known.count -= 1
         if not known.count:
             del own[_STATE]
+            if isinstance(own.get(_COPY), CleanCopy):
+                del own[_COPY]
 
 
 @cache
@@ -157,7 +192,9 @@ def _ours_off(model: nn.Module) -> AbstractContextManager[None]:
 def cleaned(state: dict[str, Any]) -> dict[str, Any]:
     """Return a module's attributes without those of torchtap."""
     clean = {
-        name: value for name, value in state.items() if not isinstance(value, (CleanState, Hook, Traveller))
+        name: value
+        for name, value in state.items()
+        if not isinstance(value, (CleanState, CleanCopy, Hook, Traveller))
     }
     for value in state.values():
         if isinstance(value, Traveller):

@@ -301,6 +301,10 @@ class Hooks:
 
         self._registered.append(self._way.after(module, hook))
 
+    def add(self, module: nn.Module, hook: Function) -> None:
+        """Call ``hook(module, args, output)`` after each call of a module. It has guards of its own."""
+        self._registered.append(self._way.after(module, hook))
+
     def around(self, begin: Function, end: Function | None = None, *, traced: Function = _nothing) -> None:
         """Call ``begin()`` before everything else in a pass, and ``end()`` after it, also if the pass raised.
 

@@ -15,7 +15,7 @@ from accelerate.tracking import GeneralTracker
 
 from torchtap import Watch, watch
 from torchtap.errors import SessionError
-from torchtap.integrations.accompany import DEFAULT_TAPS, Taps
+from torchtap.integrations.accompany import DEFAULT_TAPS, Losses, Taps
 
 __all__ = ["TorchtapTracker", "watch_prepared"]
 
@@ -36,7 +36,11 @@ def watch_prepared(
             "accelerator.prepare(model, optimizer, …) first"
         )
     named: Any = models[0] if len(models) == 1 else {f"model{n}": one for n, one in enumerate(models)}
-    return watch(named, run, taps, **options).follow(*optimizers, start=start)
+    losses = Losses(total=False)
+    options["sinks"] = [*options.get("sinks", ()), losses]  # it stops when the watch is closed
+    made = watch(named, run, taps, **options).follow(*optimizers, start=start)
+    losses.begin(made, optimizers)
+    return made
 
 
 class TorchtapTracker(GeneralTracker):  # type: ignore[misc]

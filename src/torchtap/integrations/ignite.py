@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchtap import Watch, watch
 from torchtap.errors import SessionError
-from torchtap.integrations.accompany import DEFAULT_TAPS, Taps
+from torchtap.integrations.accompany import DEFAULT_TAPS, Losses, Taps
 
 __all__ = ["TorchtapHandler"]
 
@@ -31,6 +31,7 @@ class TorchtapHandler:
         self._model, self._run, self._taps, self._options = model, run, taps, options
         self._optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self._phase: Any = None
+        self._losses = Losses(total=False)
         self.watch: Watch | None = None
 
     def attach(self, trainer: Engine, evaluators: Mapping[str, Engine] | None = None) -> TorchtapHandler:
@@ -52,6 +53,7 @@ class TorchtapHandler:
         done = trainer.state.iteration
         self.watch = watch(self._model, self._run, self._taps, **self._options)
         self.watch.follow(*self._optimizers, start=done or None)
+        self._losses.begin(self.watch, self._optimizers)
 
     def _begin_epoch(self, trainer: Engine) -> None:
         if self.watch is not None:
@@ -94,6 +96,7 @@ class TorchtapHandler:
         raise error
 
     def _close(self, *_: Any) -> None:
+        self._losses.stop()
         made, self.watch = self.watch, None
         if made is not None:
             made.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 
 from torchtap import Watch, watch
 from torchtap.integrations.accompany import DEFAULT_TAPS, Accompanied, Taps
@@ -57,13 +57,10 @@ class TorchtapCallback(Callback):  # type: ignore[misc]
     ) -> None:
         if self._training is None:
             return
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, Tensor) and pl_module.automatic_optimization:
-            loss = loss * trainer.accumulate_grad_batches  # Lightning has divided what training_step returned
         # Lightning goes on showing the numbers of the last validation: they are not of this step.
         logged = {k: v for k, v in trainer.logged_metrics.items() if k not in self._of_validation}
         self._of_training |= set(logged)
-        self._training.log({**logged, **({"loss": loss} if isinstance(loss, Tensor) else {})})
+        self._training.log(logged)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._training is not None and not trainer.sanity_checking:

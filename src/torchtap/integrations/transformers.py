@@ -45,7 +45,7 @@ class TorchtapCallback(TrainerCallback):  # type: ignore[misc]
         self._close()
         labels = {"trainer": "transformers", **self._options.get("labels", {})}
         folder = Path(args.output_dir) / "torchtap" if self._run is None else self._run
-        self._training = Accompanied(folder, self._taps, {**self._options, "labels": labels})
+        self._training = Accompanied(folder, self._taps, {**self._options, "labels": labels}, total=False)
         self._training.begin(known["model"], [known["optimizer"]], start=state.global_step)
 
     def on_epoch_begin(

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.errors import MonitorError
-from torchtap.receive.active import owner_of
-from torchtap.receive.attention_calls import AttentionCall, listen
+from torchtap.receive.attention import AttentionCall, listen
+from torchtap.receive.by_name import owner_of
 
 if TYPE_CHECKING:
     from torchtap.monitors.module_monitor import ModuleMonitor

@@ -409,6 +409,8 @@ class LayerRecorder:
             if not opened.depth:
                 opened.failed = output is None  # torch calls this hook also if the forward raised
                 opened.step.__exit__(None, None, None)
+                if self._watch is not None:
+                    self._watch.end_step()
                 self._open = None
         finally:
             self._lock.release()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torchtap.errors import MonitorError, needing
 from torchtap.rank_identity import identity
-from torchtap.session.outlets import Outlets
+from torchtap.session.consumers import Consumers
 from torchtap.spi import Consumer, ModulePath, Name, RunWriter, ScalarBlock, StepRecord, environment
 
 __all__ = ["ROOT", "StepWriter", "StorageManager", "key_of", "site_of"]
@@ -384,7 +384,7 @@ class StepWriter:
             if hasattr(sink, "name_by"):
                 sink.name_by(_label)
         writers = [] if self._run is None else [self._run]
-        self._consumers = Outlets([*writers, *consumers, *self._functions], strict=False)
+        self._consumers = Consumers([*writers, *consumers, *self._functions], strict=False)
 
     @property
     def has_run(self) -> bool:

@@ -26,8 +26,8 @@ from torchtap._torch import version_of
 from torchtap._torch_distributed import local_part
 from torchtap.errors import MetricError, MonitorError
 from torchtap.reduce.moments import STATISTICS
-from torchtap.reduce.stats_block import StatsBlock
-from torchtap.reduce.transforms import outside_transforms
+from torchtap.reduce.reduction import outside_transforms
+from torchtap.reduce.stats import StatsBlock
 from torchtap.spi import Name, ScalarBlock, StepRecord
 
 __all__ = ["Found", "InHand", "Metric", "MetricRegistry", "MetricTable", "OutputWatch", "leaf_name"]

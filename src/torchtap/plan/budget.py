@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from torchtap.errors import PlanError
-from torchtap.reduce.base import AnyReduction
+from torchtap.reduce.reduction import AnyReduction
 
 __all__ = ["Budget", "allowance", "lesser"]
 
@@ -62,11 +62,11 @@ def allowance(nbytes: int) -> int:
 
 def lesser(keep: AnyReduction) -> tuple[AnyReduction, ...]:
     """What takes the place of a reduction that has become too dear, one after the other."""
-    if keep.block is not None:
+    if keep.in_rows:
         raise PlanError(
             "statistics are the least that a tap keeps: a budget needs another keep=, e.g. Full()"
         )
-    from torchtap.reduce.sample import Sample
+    from torchtap.reduce.elements import Sample
     from torchtap.reduce.stats import Stats
 
     return (Sample(), Stats()) if keep.whole else (Stats(),)

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, final, get_args
 from torchtap.errors import SelectionError
 
 __all__ = [
+    "DOUBTFUL",
     "KINDS",
     "OF_CALLS",
     "WRAPPED_ATTRIBUTES",
@@ -67,6 +68,8 @@ WRAPPED_ATTRIBUTES = (
 )
 # These use ``module``, which models use too.
 WRAPPER_CLASSES = ("DistributedDataParallel", "DataParallel", "AveragedModel")
+
+DOUBTFUL = "?"  # ends the leaf of a tensor that may have left a module by another way than its return
 
 # The first colon that is followed by a kind ends the path: a leaf may be a dict key that contains colons.
 _NAME = re.compile(
@@ -205,12 +208,14 @@ class Name(NamedTuple):
         return name == bare or name.startswith((f"{bare}.", f"{bare}#"))
 
     @staticmethod
-    def unplaced(number: int) -> str:
+    def unplaced(number: int, *, doubtful: bool = False) -> str:
         """Return the leaf for a tensor of which a form does not know the position in its structure.
+
+        doubtful: it is not even known whether the module was given or returned it.
 
         Eager models have no such leaf, except for a dict with keys that begin with ``@``.
         """
-        return f"@{number}"
+        return f"@{number}{DOUBTFUL if doubtful else ''}"
 
     def __str__(self) -> str:
         leaf, call = self.leaf, self.call
@@ -358,6 +363,11 @@ path_of_source = ModulePath.of_source
 def is_unplaced(leaf: str) -> bool:
     """Return True if a leaf only numbers a tensor."""
     return leaf.startswith("@")
+
+
+def is_doubtful(leaf: str) -> bool:
+    """Return True if it is not known whether a numbered tensor was given to its module or returned by it."""
+    return leaf.startswith("@") and DOUBTFUL in ModulePath(leaf).split_first()[0]
 
 
 def kind_of(name: str) -> str:

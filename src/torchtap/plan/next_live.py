@@ -1,9 +1,12 @@
 """A pace: how often a ready-made plan records, so that it takes no more than its share of a training's time.
 
-Steps that record are compared with their quiet neighbours. Where the extra time, spread over the interval, is more
-than the share, the interval grows; it never shrinks, so that steps stay easy to find. The first steps of a training
-tell most: a pace may have all of them recorded. An evaluation belongs to the step that ended last: one that is made
-before step 10, or after ten steps, belongs to step 9. So the step before a live one is live for evaluations too.
+Steps that record are compared with their quiet neighbours. The extra time is a debt: the next recorded step waits
+until the share of the time that has passed covers it. The first steps of a process take longer for reasons of their
+own, such as a compiler; a step recorded there is charged as much as later ones. If the usual extra time, spread over
+the interval, is more than the share, the interval grows; it never shrinks, so that steps stay easy to find. The first
+steps of a training tell most: a pace may have all of them recorded, outside the share. An evaluation belongs to the
+step that ended last: one that is made before step 10, or after ten steps, belongs to step 9. So the step before a
+live one is live for evaluations too.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ __all__ = ["Pace", "Seldom"]
 
 _WARM_UP = 2  # first steps take longer for reasons of their own
 _REMEMBERED = 15
+_ANSWERS = 8  # an evaluation is asked about after its step, a turn of several optimizers before it
 
 
 @final
@@ -40,7 +44,9 @@ class Pace:
         self._live: deque[float] = deque(maxlen=_REMEMBERED)
         self._began: tuple[int, bool, float] | None = None  # step, whether it is live, when it began
         self._next = 0
-        self._answers: tuple[int, bool] = (-1, False)
+        self._passed = 0.0  # seconds of all steps
+        self._recorded = 0  # steps, but for dense ones
+        self._answers: dict[int, bool] = {}  # of the newest steps
 
     def __call__(self, moment: Moment) -> bool:
         """Whether this step is to be recorded. The same step gets the same answer."""
@@ -49,15 +55,20 @@ class Pace:
         return live or (evaluated and moment.step + 1 >= self._next)
 
     def _trains(self, step: int) -> bool:
-        if self._answers[0] == step:
-            return self._answers[1]
+        known = self._answers.get(step)
+        if known is None and self._began is not None and step < self._began[0]:
+            return False  # long over
+        if known is not None:
+            return known
         self._note(step)
         if self._first is None:
             self._first = step
         live = step >= self._next or self.is_dense(step)
         if live:
             self._next = step + self.every
-        self._answers = (step, live)
+        self._answers[step] = live
+        if len(self._answers) > _ANSWERS:
+            del self._answers[min(self._answers)]
         self._began = (step, live, time.perf_counter())
         return live
 
@@ -70,14 +81,28 @@ class Pace:
         return 0 if self._first is None else step - self._first
 
     def _note(self, step: int) -> None:
-        """A step has ended: its time joins those of its sort."""
+        """Add the time of a step that has ended to those of its sort."""
         if self._began is None or step != self._began[0] + 1:
             return
         was, live, began = self._began
+        seconds = time.perf_counter() - began
+        self._passed += seconds
+        self._recorded += live and not self.is_dense(was)
         if was >= _WARM_UP:
-            (self._live if live else self._quiet).append(time.perf_counter() - began)
+            (self._live if live else self._quiet).append(seconds)
         if live:
             self._widen()
+        if self._share is not None and self._live and self._quiet:
+            self._settle(step)
+
+    def _settle(self, step: int) -> None:
+        """Put the next recorded step off until the share covers the extra time so far."""
+        usual = median(self._quiet)
+        extra = self._recorded * (median(self._live) - usual)
+        if usual > 0:
+            self._next = max(
+                self._next, step + math.ceil((extra / (self._share or 1) - self._passed) / usual)
+            )
 
     def _widen(self) -> None:
         if self._share is None or len(self._live) < 2 or len(self._quiet) < 2:

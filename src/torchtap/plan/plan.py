@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from torch import nn
 
@@ -18,9 +18,12 @@ from torchtap.errors import PlanError
 from torchtap.plan.names import KINDS, Kind
 from torchtap.plan.sites import Place, Selectable, Site, places
 from torchtap.plan.tap import Tap, tap
-from torchtap.reduce.base import AnyReduction, RowBlock
-from torchtap.reduce.stats_block import StatsBlock
+from torchtap.reduce.reduction import AnyReduction
 from torchtap.schedule.base import NO_STEP, Always, Moment, Never
+
+if TYPE_CHECKING:
+    from torchtap.plan.cost import Cost
+    from torchtap.plan.operators import OperatorCalls
 
 __all__ = ["LISTED_KINDS", "Plan", "Port", "candidates", "make_plan"]
 
@@ -69,6 +72,16 @@ class Plan:
     places: Sequence[Place] = field(repr=False)
     fallbacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
+    def operator_calls(self) -> OperatorCalls | None:
+        """Return what runs the plan's operators (``path/function``) in place of their functions; None without one."""
+        if not any("/" in port.site.path for port in self.ports):
+            return None
+        from torchtap.plan.operators import Operator, OperatorCalls
+
+        modules = [port.site.module for port in self.ports]
+        found = [module for module in modules if isinstance(module, Operator)]
+        return OperatorCalls(self.places, found) if found else None
+
     @cached_property
     def asked(self) -> tuple[Tap, ...]:
         """The taps that were asked for."""
@@ -102,14 +115,9 @@ class Plan:
         return [each.whole for each in self.taps]
 
     @cached_property
-    def block(self) -> type[RowBlock]:
-        """What holds the rows of all sites."""
-        return next((each.keep.block for each in self.taps if each.keep.block is not None), StatsBlock)
-
-    @cached_property
     def in_rows(self) -> list[bool]:
-        """For each tap, whether what it keeps is a row of the block."""
-        return [each.keep.block is self.block for each in self.taps]
+        """For each tap, True if it keeps a row of a `StatsBlock`."""
+        return [each.keep.in_rows for each in self.taps]
 
     @cached_property
     def by_phase(self) -> bool:
@@ -157,6 +165,21 @@ class Plan:
         """The plan as JSON text: taps with their schedules and reductions, and the places they are bound to."""
         return json.dumps(self.spec(), indent=2)
 
+    def cost(self, values: Mapping[str, Any] | None = None) -> Cost:
+        """Estimate the memory, disk and time of one recorded step.
+
+            plan = tt.make_plan(model, [tt.tap("*:output"), tt.tap("*:update")])
+            with tt.capture(model, "*:output") as seen:
+                model(x)
+            print(plan.cost(seen))
+
+        values: tensors by site name, such as a capture of the same model: activations have their sizes. Without it, the
+            kinds whose sizes are not known before a pass are listed in ``Cost.unknown``.
+        """
+        from torchtap.plan.cost import cost_of
+
+        return cost_of(self, values or {})
+
     def spec(self) -> dict[str, object]:
         """The plan as plain data."""
         return {
@@ -184,7 +207,7 @@ def _taps_of(asked: Any, keep: Any) -> Iterator[Tap]:
 
 
 def _whole_tensors() -> AnyReduction:
-    from torchtap.reduce.full import Full
+    from torchtap.reduce.elements import Full
 
     return Full()
 
@@ -196,7 +219,7 @@ def make_plan(
     *,
     all_match: bool = True,
 ) -> Plan:
-    """Bind taps, or another model's plan, to a model. A bare selector keeps what ``keep`` says, else whole tensors.
+    """Bind taps, or another model's plan, to a model. A bare selector keeps ``keep``, else whole tensors.
 
     A selector that picks nothing is an error, unless not ``all_match``.
     """
@@ -204,22 +227,35 @@ def make_plan(
     if not asked:
         raise PlanError("a plan needs at least one tap, e.g. tap('*:output')")
     found_places = tuple(places(model))
+    texts = [selector.text for each in asked for selector in each.selectors]
+    operators: Sequence[Place] = ()
+    if any("/" in text for text in texts):
+        from torchtap.plan.operators import operator_places
+
+        operators = operator_places(found_places, texts)
     paths = {path for place in found_places for path in (place.path, *place.other_paths)}
     bound = tuple(each.meant_in(paths) for each in asked)
     below, fallbacks = _fallbacks(bound)
     wanted_by: dict[tuple[Site, ...], list[int]] = {}
     for index, each in enumerate(bound):
-        for names in _matched(each, found_places, all_match):
+        for names in _matched(each, found_places, all_match, operators):
             wanted_by.setdefault(names, []).extend((index, *fallbacks.get(index, ())))
     _check_aliases([each.alias for each in bound if each.alias])
     ports = tuple(Port(names, tuple(taps)) for names, taps in wanted_by.items())
     return Plan((*bound, *below), ports, found_places, fallbacks)
 
 
-def _matched(asked: Tap, found_places: tuple[Place, ...], all_match: bool) -> list[tuple[Site, ...]]:
-    """The ports that a tap wants, each with its names. With ``all_match`` every selector has to pick one."""
+def _matched(
+    asked: Tap, found_places: tuple[Place, ...], all_match: bool, operators: Sequence[Place] = ()
+) -> list[tuple[Site, ...]]:
+    """The ports that a tap wants, each with its names. With ``all_match`` every selector has to pick one.
+
+    An operator is wanted only by a selector that names one: ``*`` stands for modules.
+    """
     kinds = frozenset().union(*(s.kinds for s in asked.selectors))
     matched = [names for names in candidates(found_places, kinds) if asked.may_want(names)]
+    named = replace(asked, selectors=tuple(s for s in asked.selectors if "/" in s.text))
+    matched += [names for names in candidates(operators, kinds) if named.may_want(names)]
     sites = [site for names in matched for site in names]
     for selector in asked.selectors if all_match else ():
         if not any(map(selector.picks_port, sites)):

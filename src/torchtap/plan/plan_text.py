@@ -13,7 +13,7 @@ from torchtap.plan.names import no_such_site
 from torchtap.plan.plan import Plan, candidates
 from torchtap.plan.sites import Place, Selector, Site, selectors_of
 from torchtap.plan.tap import Tap
-from torchtap.reduce.registry import reduction_from_spec
+from torchtap.reduce.reduction import reduction_from_spec
 from torchtap.sanitize import parse_json, shown
 from torchtap.schedule.rules import schedule_from_spec
 

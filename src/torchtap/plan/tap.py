@@ -1,6 +1,6 @@
 """A tap, one sentence of a plan: which sites, what is kept of them, and when.
 
-Text is parsed here, once. A tap is frozen and says itself as JSON.
+Text is parsed here, once. A tap is frozen and has a JSON form.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final, overload
 from torchtap.errors import PlanError
 from torchtap.plan.names import KINDS, Kind
 from torchtap.plan.sites import Selectable, Selector, Site, selectors_of
-from torchtap.reduce.base import AnyReduction, Reduction
+from torchtap.reduce.reduction import AnyReduction, Reduction
 from torchtap.reduce.stats import Stats
 from torchtap.schedule.base import Always, Schedule, schedule_of
 

@@ -255,12 +255,7 @@ class LaunchRun:
             found.append((rows, _in_turn(len(rows), pieces)))
         if len(found) == 1 and found[0][0] == list(range(len(sites))):
             return found[0][1]
-        steps = np.unique(np.concatenate([np.zeros(0, np.int64), *(block.steps for _, block in found)]))
-        whole = Block.empty(len(sites), steps)
-        for rows, block in found:
-            own = block.at(steps)
-            whole.values[rows], whole.there[rows] = own.values, own.there
-        return whole
+        return Block.stacked(len(sites), found)
 
     def _of_sharing(
         self, sites: Sequence[str], statistic: str, phase: str, sharing: Sharing, lenient: bool

@@ -1,14 +1,16 @@
-"""At the end of a step: what a tally holds, as numbers and tensors on the host.
+"""At the end of a step: what a phase holds, as numbers and tensors on the host.
 
-All statistics of a device come over in one read, all other numbers of a device in one more. Nothing waits for these
-where the device can copy by itself: the blocks of numbers are there at once, and `PendingNumbers` says when they are
-filled.
+All statistics of a device are copied to the host in one go, all other numbers of a device in one more, and all whole
+tensors in a third, on a stream of its own. None of these waits if the device can copy by itself: blocks and tensors
+are made at once, and `PendingNumbers` tells when they are filled. Reductions that need the host to compute their
+results, such as `Histogram`, wait: once for all sites of a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -16,13 +18,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtap.receive.entries import Entry, Fold, Tally
-from torchtap.receive.folding import Folding
-from torchtap.reduce.base import Arrival
-from torchtap.reduce.crossing import Crossing
+from torchtap._torch import pytree
+from torchtap.receive.accumulator import Accumulator, Fold, PhaseState, SiteState
+from torchtap.reduce.device_copy import Crossing, line_to
+from torchtap.reduce.elements import Full
+from torchtap.reduce.moments import merged_results
+from torchtap.reduce.reduction import AnyReduction
 from torchtap.store.record import ScalarBlock, TensorItem
 
-__all__ = ["Collected", "Collector", "PendingNumbers", "numbers_on_host", "result_of"]
+__all__ = [
+    "Collected",
+    "Collector",
+    "Numbers",
+    "PendingNumbers",
+    "numbers_on_host",
+    "result_of",
+    "tensors_on_host",
+]
 
 Rows: TypeAlias = npt.NDArray[np.intp]
 Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -33,116 +45,171 @@ class PendingNumbers(NamedTuple):
     """Numbers of a block that are still on their way from a device."""
 
     done: Callable[[], bool]
-    fill: Callable[[], None]  # waits for them, and puts them into the block
+    fill: Callable[[], object]  # waits for them, and puts them into the block
 
 
-# What a tally held: its numbers, its tensors, and the numbers that are still on their way from a device.
+# What a phase held: its numbers, its tensors, and the numbers that are still on their way from a device.
 Collected: TypeAlias = tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]
 
 
 @final
 class Collector:
-    """Empties tallies step by step; remembers the shape of each grid, so that equal steps share their names."""
+    """Empties phases step by step; remembers the shape of each grid, so that equal steps share their names."""
 
-    def __init__(self, folding: Folding, *, among_ranks: bool = False) -> None:
-        self._folding = folding
+    def __init__(self, accumulator: Accumulator, *, among_ranks: bool = False) -> None:
+        self._accumulator = accumulator
         self._among_ranks = among_ranks  # whether a reader will merge what is collected with other processes'
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._rows: dict[frozenset[int], tuple[int, Rows, tuple[str, ...]]] = {}
 
-    def collect(self, tally: Tally) -> Collected:
-        """Everything that a tally holds, and what of it is still to come; afterwards it holds nothing."""
-        folding, coming = self._folding, list[PendingNumbers]()
-        with folding.lock:
+    def collect(self, phases: Sequence[PhaseState], live: frozenset[int]) -> Collected:
+        """Return what phases of one step and phase hold for these taps, and what of it is still to come.
+
+        Afterwards they hold nothing.
+        """
+        accumulator, coming = self._accumulator, list[PendingNumbers]()
+        with accumulator.lock:
             try:
-                statistics = self._statistics(tally, coming)
-                if statistics is not None and not folding.folded and not tally.numbers:  # most often
-                    tally.clear()
-                    return (statistics,), (), coming
-                return self._collect(tally, statistics, coming)
+                statistics = self._statistics(phases, live, coming)
+                if not accumulator.folded and not any(phase.numbers for phase in phases):  # most often
+                    for phase in phases:
+                        phase.clear()
+                    return (() if statistics is None else (statistics,)), (), coming
+                return self._collect(phases, live, statistics, coming)
             except Exception as error:  # such as out of memory: it must not end the training
-                folding.drop(tally)
-                folding.lose(f"a step of {tally.phase}", error)
+                for phase in phases:
+                    accumulator.drop(phase)
+                accumulator.lose("a step", error)
                 return (), (), []
 
-    def peek(self, tally: Tally) -> ScalarBlock | None:
-        """The statistics that a tally holds so far; it goes on holding them. Waits for what is on a device."""
-        with self._folding.lock:
-            tally.reserve(len(self._folding.rows))
-            if 1 not in tally.arrived:
+    def peek(self, phases: Sequence[PhaseState], live: frozenset[int]) -> ScalarBlock | None:
+        """Return the statistics that phases hold so far; they go on holding them. Waits for what is on a device."""
+        with self._accumulator.lock:
+            for phase in phases:
+                phase.reserve(len(self._accumulator.rows))
+            held = [phase for phase in phases if 1 in phase.arrived]
+            if not held:
                 return None
-            rows, sites = self._rows_of(tally)
-            return ScalarBlock(
-                sites, tally.block.statistics, tally.block.results(rows), self._present(tally, rows)
-            )
+            rows, sites = self._rows_of(live)
+            values = merged_results([phase.block.states() for phase in held])[rows]
+            return ScalarBlock(sites, held[0].block.statistics, values, self._present(held, rows))
 
     def _collect(
-        self, tally: Tally, statistics: ScalarBlock | None, coming: list[PendingNumbers]
+        self,
+        phases: Sequence[PhaseState],
+        live: frozenset[int],
+        statistics: ScalarBlock | None,
+        coming: list[PendingNumbers],
     ) -> Collected:
-        """The same, where not all that it holds are statistics."""
+        """The same, where not all that they hold are statistics."""
         scalars = [] if statistics is None else [statistics]
         tensors: list[TensorItem] = []
         numbers: dict[tuple[str, ...], tuple[list[str], list[list[Any]]]] = {}
-        for entry in self._folding.folded:
-            for fold in entry.folds.get(tally.phase, {}).values():
-                if fold.state is None:
-                    continue
-                result = self._finish(entry, fold)
-                _add_numbers(numbers, entry.name, result)
-                tensors.extend(
-                    TensorItem(entry.name, name, fold.reduction.name, _on_host(value))
-                    for name, value in result.items()
-                    if isinstance(value, Tensor) and not _is_number(value)
-                )
-        for statistic, of_sites in tally.numbers.items():
-            for site, number in of_sites.items():
-                _add_numbers(numbers, site, {statistic: number})
-        tally.clear()
+        folds: list[tuple[SiteState, Fold]] = []
+        for site in self._accumulator.folded:
+            wanted = self._accumulator.fold_keys(site, live)
+            for fold in self._merged_folds(site, phases):
+                if fold.key in wanted:
+                    folds.append((site, fold))
+                else:
+                    fold.state = None
+        _fetch_states([fold for _, fold in folds if not fold.reduction.whole])
+        for site, fold in folds:
+            result = self._finish(site, fold)
+            _add_numbers(numbers, site.name, result)
+            tensors.extend(
+                TensorItem(site.name, name, fold.reduction.name, value)
+                for name, value in result.items()
+                if isinstance(value, Tensor) and not _is_number(value)
+            )
+        tensors = tensors_on_host(tensors, coming)
+        came: dict[tuple[str, str], Any] = {}
+        for phase in phases:
+            for statistic, of_sites in phase.numbers.items():
+                came |= {(site, statistic): number for site, number in of_sites.items()}
+            phase.clear()
+        for (name, statistic), number in came.items():
+            _add_numbers(numbers, name, {statistic: number})
         for names, (sites, rows) in numbers.items():
             values = numbers_on_host(rows, coming)
             scalars.append(ScalarBlock(self._same(tuple(sites)), self._same(names), values))
         return tuple(scalars), tuple(tensors), coming
 
-    def _statistics(self, tally: Tally, coming: list[PendingNumbers]) -> ScalarBlock | None:
-        if len(self._folding.rows) > len(tally.arrived):
-            tally.reserve(len(self._folding.rows))
-        if 1 not in tally.arrived:
-            return None
-        rows, sites = self._rows_of(tally)
-        block = tally.block
-        statistics, arriving = block.statistics, block.hand_over()
-        if arriving is None:
-            values = block.results(rows)
-        else:
-            values = np.empty((len(rows), len(statistics)))
-            coming.append(PendingNumbers(arriving.done, partial(_fill_statistics, values, arriving, rows)))
-        return ScalarBlock(sites, statistics, values, self._present(tally, rows))
+    def _merged_folds(self, site: SiteState, phases: Sequence[PhaseState]) -> list[Fold]:
+        """Return a site's folds, the states of several phases merged into the first that has one."""
+        first: dict[str, Fold] = {}
+        for phase in phases:
+            for fold in site.folds.get(phase.key, {}).values():
+                if fold.state is None:
+                    continue
+                into = first.setdefault(fold.key, fold)
+                if into is not fold:
+                    try:
+                        into.state = into.reduction.merge(into.state, fold.state)
+                        into.seconds, fold.seconds = into.seconds + fold.seconds, 0.0
+                    except Exception as error:
+                        self._accumulator.lose(site.name, error)
+                    fold.state = None
+        return list(first.values())
 
-    def _rows_of(self, tally: Tally) -> tuple[Rows, tuple[str, ...]]:
+    def _statistics(
+        self, phases: Sequence[PhaseState], live: frozenset[int], coming: list[PendingNumbers]
+    ) -> ScalarBlock | None:
+        for phase in phases:
+            if len(self._accumulator.rows) > len(phase.arrived):
+                phase.reserve(len(self._accumulator.rows))
+        held = [phase for phase in phases if 1 in phase.arrived]
+        rows, sites = self._rows_of(live)
+        if not held or not len(rows):
+            return None
+        present = self._present(held, rows)
+        if present is not None and not present.any():
+            return None
+        blocks = [phase.block for phase in held]
+        arriving = [block.hand_over() for block in blocks]
+        if len(held) == 1 and arriving[0] is None:
+            values = blocks[0].results(rows)
+        else:
+            states = [
+                block.states() if came is None else came for block, came in zip(blocks, arriving, strict=True)
+            ]
+            values = np.empty((len(rows), len(blocks[0].statistics)))
+            fill = partial(_fill_merged, values, states, rows)
+            on_the_way = [each for each in arriving if each is not None]
+            if on_the_way:
+                coming.append(PendingNumbers(lambda: all(each.done() for each in on_the_way), fill))
+            else:
+                fill()
+        return ScalarBlock(sites, blocks[0].statistics, values, present)
+
+    def _rows_of(self, live: frozenset[int]) -> tuple[Rows, tuple[str, ...]]:
         """The rows that live taps want statistics of, and their sites: one set a schedule, growing with new sites."""
-        folding, live = self._folding, tally.live
+        accumulator = self._accumulator
         known = self._rows.get(live)
-        if known is None or known[0] != len(folding.rows):
-            wanted = [entry for entry in folding.rows if folding.wants_row(entry, live)]
-            rows = np.array([entry.row for entry in wanted], dtype=np.intp)
-            sites = self._same(tuple(entry.name for entry in wanted))
-            known = self._rows[live] = (len(folding.rows), rows, sites)
+        if known is None or known[0] != len(accumulator.rows):
+            wanted = [site for site in accumulator.rows if accumulator.wants_row(site, live)]
+            rows = np.array([site.row for site in wanted], dtype=np.intp)
+            sites = self._same(tuple(site.name for site in wanted))
+            known = self._rows[live] = (len(accumulator.rows), rows, sites)
         return known[1:]
 
-    def _present(self, tally: Tally, rows: Rows) -> npt.NDArray[np.bool_] | None:
+    def _present(self, phases: Sequence[PhaseState], rows: Rows) -> npt.NDArray[np.bool_] | None:
         """Which of these rows have something in them; None where all have."""
-        if tally.arrived.count(1) == len(rows) == len(self._folding.rows):
+        arrived = phases[0].arrived
+        if len(phases) == 1 and arrived.count(1) == len(rows) == len(self._accumulator.rows):
             return None
-        present = np.frombuffer(tally.arrived, dtype=np.bool_)[rows]
+        present = np.frombuffer(arrived, dtype=np.bool_)[rows]
+        for phase in phases[1:]:
+            present = present | np.frombuffer(phase.arrived, dtype=np.bool_)[rows]
         return None if present.all() else present
 
-    def _finish(self, entry: Entry, fold: Fold) -> dict[str, Any]:
+    def _finish(self, site: SiteState, fold: Fold) -> dict[str, Any]:
         state, fold.state = fold.state, None
         try:
-            result = fold.reduction.result(state)
+            result = _staying(fold.reduction).result(state)
             return {**result, **fold.reduction.to_merge(state)} if self._among_ranks else result
         except Exception as error:
-            self._folding.lose(entry.name, error)
+            self._accumulator.lose(site.name, error)
             return {}
 
     def _same(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -161,29 +228,61 @@ def _add_numbers(
         rows.append([result[name] for name in names])
 
 
-def _on_host(value: Tensor) -> Tensor:
+def tensors_on_host(tensors: list[TensorItem], coming: list[PendingNumbers]) -> list[TensorItem]:
+    """Start to copy whole tensors to the host, with one event for each device; some may be ``coming``."""
+    found = list(tensors)
+    for device in {item.value.device for item in tensors if not item.value.is_cpu}:
+        places = [place for place, item in enumerate(tensors) if item.value.device == device]
+        crossing = Crossing([tensors[place].value.detach() for place in places])
+        for place, host in zip(places, crossing.hosts, strict=True):
+            found[place] = replace(tensors[place], value=host)
+        if not crossing.done():
+            coming.append(PendingNumbers(crossing.done, crossing.wait))
     # the very tensor where it can be: the store knows its own copies, and the checksums that it took of them
-    return (value.detach() if value.requires_grad else value).cpu()
+    return [replace(item, value=item.value.detach()) if item.value.requires_grad else item for item in found]
 
 
-def result_of(folding: Folding, entry: Entry) -> Any:
+@cache
+def _staying(reduction: AnyReduction) -> AnyReduction:
+    """Return the reduction, or for whole tensors one whose results stay on the device."""
+    return replace(reduction, device=None) if isinstance(reduction, Full) else reduction
+
+
+def _fetch_states(folds: list[Fold]) -> None:
+    """Replace states on devices by copies on the host: one wait for each device."""
+    found: dict[torch.device, list[tuple[Fold, Any, list[Any], int]]] = {}
+    for fold in folds:
+        leaves, spec = pytree.tree_flatten(fold.state)
+        for place, leaf in enumerate(leaves):
+            if type(leaf) is Tensor and not leaf.is_cpu:
+                found.setdefault(leaf.device, []).append((fold, spec, leaves, place))
+    for parts in found.values():
+        crossing = Crossing([leaves[place].detach() for _, _, leaves, place in parts])
+        for (fold, spec, leaves, place), host in zip(parts, crossing.wait(), strict=True):
+            leaves[place] = host
+            fold.state = pytree.tree_unflatten(leaves, spec)
+
+
+def result_of(accumulator: Accumulator, site: SiteState) -> Any:
     """What was kept at a site so far: a tensor for whole tensors, else a dict of named results."""
-    results = _results(folding, entry)
-    over_passes = folding.over_passes.get(entry.name)
-    if over_passes is not None and over_passes is not entry:
-        results |= _results(folding, over_passes)
+    results = _results(accumulator, site)
+    over_passes = accumulator.over_passes.get(site.name)
+    if over_passes is not None and over_passes is not site:
+        results |= _results(accumulator, over_passes)
     if len(results) == 1:
         return next(iter(results.values()))
     return results
 
 
-def _results(folding: Folding, entry: Entry) -> dict[str, Any]:
+def _results(accumulator: Accumulator, site: SiteState) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    tally = folding.tally
-    if 0 <= entry.row < len(tally.arrived) and tally.arrived[entry.row]:
-        block = tally.block
-        results["stats"] = dict(zip(block.statistics, block.result(entry.row).tolist(), strict=True))
-    for fold in entry.folds.get(tally.phase, {}).values():
+    phase = accumulator.phase
+    if 0 <= site.row < len(phase.arrived) and phase.arrived[site.row]:
+        block = phase.block
+        results["stats"] = dict(
+            zip(block.statistics, block.results(np.array([site.row]))[0].tolist(), strict=True)
+        )
+    for fold in site.folds.get(phase.key, {}).values():
         if fold.state is not None:
             result = fold.reduction.result(fold.state)
             results[fold.reduction.name] = (
@@ -205,17 +304,18 @@ def _is_number(value: object) -> bool:
 def numbers_on_host(rows: list[list[Any]], coming: list[PendingNumbers]) -> Numbers:
     """Rows of floats and 0-dim tensors as one array, with one read for each device; some may be ``coming``."""
     values = np.empty((len(rows), len(rows[0])), dtype=np.float64)
-    waiting: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
+    waiting: dict[torch.device, dict[torch.dtype, list[tuple[int, int, Tensor]]]] = {}
     for i, row in enumerate(rows):
         for j, value in enumerate(row):
             if isinstance(value, Tensor):
-                waiting.setdefault(value.device, []).append((i, j, value))
+                waiting.setdefault(value.device, {}).setdefault(value.dtype, []).append((i, j, value))
             else:
                 values[i, j] = value
     for device, cells in waiting.items():
-        wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        crossing = Crossing([torch.stack([value.detach().to(wide) for _, _, value in cells])])
-        fill = partial(_fill_cells, values, crossing, [(i, j) for i, j, _ in cells])
+        wide = line_to(device).wide  # converted once for each dtype: a launch each
+        stacks = [torch.stack([value.detach() for _, _, value in same]).to(wide) for same in cells.values()]
+        crossing = Crossing([torch.cat(stacks) if len(stacks) > 1 else stacks[0]], beside=False)
+        fill = partial(_fill_cells, values, crossing, [(i, j) for same in cells.values() for i, j, _ in same])
         if crossing.done():
             fill()
         else:
@@ -223,8 +323,11 @@ def numbers_on_host(rows: list[list[Any]], coming: list[PendingNumbers]) -> Numb
     return values
 
 
-def _fill_statistics(values: Numbers, arriving: Arrival, rows: Rows) -> None:
-    values[...] = arriving.results()[rows]
+def _fill_merged(values: Numbers, states: list[Any], rows: Rows) -> None:
+    """Merge the states of several blocks, those that were on their way to the host included."""
+    values[...] = merged_results(
+        [each if isinstance(each, np.ndarray) else each.states() for each in states]
+    )[rows]
 
 
 def _fill_cells(values: Numbers, crossing: Crossing, cells: list[tuple[int, int]]) -> None:

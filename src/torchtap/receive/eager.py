@@ -14,7 +14,7 @@ Not here: registering hooks (`hooks`), selecting sites (`plan`), arithmetic (`re
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch import nn
@@ -23,8 +23,8 @@ from torchtap.hooks.hooks import Hooks, WayName
 from torchtap.hooks.leaves import input_leaves
 from torchtap.plan.names import Kind
 from torchtap.plan.sites import unwrap
-from torchtap.receive.entries import PortState
-from torchtap.receive.receiver import Receiver
+from torchtap.receive import reasons
+from torchtap.receive.receiver import PortState, Receiver
 
 if TYPE_CHECKING:
     from torchtap.hooks.leaves import Args, Kwargs
@@ -76,7 +76,8 @@ class EagerAttachment:
     def __init__(self, model: nn.Module, receiver: Receiver, way: WayName, emitter: TraceEmitter) -> None:
         self._root = unwrap(model)
         self._receiver = receiver
-        self._hooks = Hooks(self._root, way, receiver)
+        # A capture's lanes decide whose calls are received; other receivers have one thread.
+        self._hooks = Hooks(self._root, way, receiver if receiver.lanes is None else None)
         self._emitter = emitter
         self._armed: frozenset[int] = frozenset()
         self._state: StateReader | None = None
@@ -109,7 +110,7 @@ class EagerAttachment:
         if self._only_calls:
             return
         if self._wants("value", live):
-            from torchtap.receive.active import activate
+            from torchtap.receive.by_name import activate
 
             self._hooks.keep(activate(self._receiver))
         if self._wants("attention", live):
@@ -123,10 +124,22 @@ class EagerAttachment:
         for port in receiver.ports.values():
             if not live.isdisjoint(port.port.taps):
                 self._register_port(port)
-        begin = receiver.begin_pass if receiver.takes_all else self._begin_pass
+        self._register_operators()
+        begin = receiver.begin_pass if receiver.single_phase else self._begin_pass
         self._hooks.around(begin, receiver.end_pass, traced=self._emitter.passes(self._root))
         if receiver.placing is not None:
             self._hooks.before(self._root, receiver.placing.see_inputs)
+
+    def _register_operators(self) -> None:
+        """Have the operators of the plan (``path/function``) called in place of their functions."""
+        calls = self._receiver.plan.operator_calls()
+        if calls is None:
+            return
+        self._hooks.around(calls.begin, calls.end)
+        for port in self._receiver.ports.values():
+            function = getattr(port.site.module, "function", None) if "/" in port.port.site.path else None
+            if function is not None:
+                port.note = reasons.NO_FUNCTION_CALL.format(function=function)
 
     def _register_port(self, port: PortState) -> None:
         """Register the hook of one port.
@@ -134,46 +147,43 @@ class EagerAttachment:
         Parameters and buffers are read from the module (`state`), attention maps from the functions that compute them,
         emitted values from calls of `emit`.
         """
-        site, receiver, hooks = port.port.site, self._receiver, self._hooks
+        site, receiver, hooks = port.site, self._receiver, self._hooks
         module, path = site.module, site.path
         assert module is not None
+        key = path, port.kind, site.leaf
         match port.kind:
             case "output":
                 emit_output = self._emitter.output(path, "output")
                 gradient = self._active_port(path, "grad_output")
-                if gradient is None:
-                    hooks.after(module, partial(receiver.take, port), traced=emit_output)
+                if gradient is None and receiver.lanes is None:
+                    hooks.add(module, receiver.output_hook(port, emit_output))
+                elif gradient is None:
+                    hooks.after(
+                        module, self._bound(lambda to: partial(to.take, to.ports[key])), traced=emit_output
+                    )
                 else:
                     emit_gradient = self._emitter.output(path, "grad_output")
-                    take = partial(self._take_both, port, gradient, self._gradients.of_output)
+                    take = self._bound(partial(_taking_both, key))
                     hooks.after(
                         module, take, replays=True, traced=partial(_emit_both, emit_output, emit_gradient)
                     )
             case "input":
-                hooks.before(module, partial(receiver.take_inputs, port), traced=self._emitter.inputs(port))
+                take_inputs = self._bound(lambda to: partial(to.take_inputs, to.ports[key]))
+                hooks.before(module, take_inputs, traced=self._emitter.inputs(port))
             case "grad_output" if self._active_port(path, "output") is None:
-                request = partial(self._gradients.of_output, port)
+                request = self._bound(lambda to: partial(_requests(to).of_output, to.ports[key]))
                 hooks.after(module, request, replays=True, traced=self._emitter.output(path, "grad_output"))
             case "grad_input":
                 own = any(receiver.plan.taps[number].per_consumer for number in port.port.taps)
-                of_inputs: Callable[..., Any] = self._gradients.of_own_inputs if own else self._request_inputs
-                emit_inputs = self._emitter.inputs(port)
-                hooks.before(module, partial(of_inputs, port), replays=True, traced=emit_inputs)
+                of_inputs = self._bound(partial(_requesting_inputs, key, own))
+                # A compiler's graph gives the sum over all consumers: it has nothing for a single one.
+                traced = {} if own else {"traced": self._emitter.inputs(port)}
+                hooks.before(module, of_inputs, replays=True, **traced)
 
-    def _take_both(
-        self,
-        port: PortState,
-        gradient: PortState,
-        request: Callable[[PortState, object, bool], None],
-        output: object,
-        replayed: bool,
-    ) -> None:
-        if not replayed:
-            self._receiver.take(port, output)
-        request(gradient, output, replayed)
-
-    def _request_inputs(self, port: PortState, args: Args, kwargs: Kwargs, replayed: bool) -> None:
-        self._gradients.of_each(port, input_leaves(port.input_names, args, kwargs), replayed)
+    def _bound(self, make: Callable[[Receiver], Callable[..., Any]]) -> Callable[..., Any]:
+        """Return what ``make`` returns for the receiver, or for the lane of each caller."""
+        lanes = self._receiver.lanes
+        return make(self._receiver) if lanes is None else lanes.dispatch(make)
 
     def _active_port(self, path: str, kind: str) -> PortState | None:
         port = self._receiver.ports.get((path, kind, ""))
@@ -187,12 +197,6 @@ class EagerAttachment:
 
     def _begin_pass(self) -> None:
         self._receiver.begin_pass(self._root.training)
-
-    @cached_property
-    def _gradients(self) -> GradientRequests:
-        from torchtap.receive.gradients import GradientRequests
-
-        return GradientRequests(self._receiver)
 
     def hooks_gone(self) -> list[nn.Module]:
         """Return the modules from which others have removed our hooks."""
@@ -220,6 +224,37 @@ class EagerAttachment:
             self._state.finish_step()
         if not (self._only_calls and self._receiver.no_pass_is_open):
             self._receiver.end_pass()
+
+
+def _requests(receiver: Receiver) -> GradientRequests:
+    from torchtap.receive.gradients import GradientRequests
+
+    return GradientRequests(receiver)
+
+
+def _taking_both(key: tuple[str, str, str], receiver: Receiver) -> Callable[[object, bool], None]:
+    """Return a function that takes an output and requests its gradient."""
+    port, gradient = receiver.ports[key], receiver.ports[key[0], "grad_output", key[2]]
+    take, request = receiver.take, _requests(receiver).of_output
+
+    def take_both(output: object, replayed: bool) -> None:
+        if not replayed:
+            take(port, output)
+        request(gradient, output, replayed)
+
+    return take_both
+
+
+def _requesting_inputs(key: tuple[str, str, str], own: bool, receiver: Receiver) -> Callable[..., Any]:
+    """Return a function that requests the gradients of a call's arguments."""
+    port, requests = receiver.ports[key], _requests(receiver)
+    if own:
+        return partial(requests.of_own_inputs, port)
+
+    def request(args: Args, kwargs: Kwargs, replayed: bool) -> None:
+        requests.of_each(port, input_leaves(port.input_names, args, kwargs), replayed)
+
+    return request
 
 
 def _emit_both(first: Callable[[Any], None], second: Callable[[Any], None], output: object) -> None:

@@ -24,8 +24,7 @@ from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves, map_leaves
 from torchtap.receive import reasons
 
 if TYPE_CHECKING:
-    from torchtap.receive.entries import PortState
-    from torchtap.receive.receiver import Receiver
+    from torchtap.receive.receiver import PortState, Receiver
 
 __all__ = ["GradientRequests", "ask_for_gradient", "ask_while_traced", "release_leaves"]
 
@@ -169,7 +168,7 @@ class GradientRequests:
             for leaf, tensor in found:
                 self._await(port, leaf, call, tensor, replayed, ask)
         except Exception as error:
-            receiver.folding.lose(port.port.site.name, error)
+            receiver.accumulator.lose(port.site.name, error)
 
     def of_output(self, port: PortState, tree: object, replayed: bool) -> None:
         """Request the gradients of an output, which is most often one tensor."""
@@ -189,7 +188,7 @@ class GradientRequests:
         try:
             self._await(port, "", call, tree, replayed, ask_for_gradient)
         except Exception as error:
-            receiver.folding.lose(port.port.site.name, error)
+            receiver.accumulator.lose(port.site.name, error)
 
     def of_own_inputs(
         self, port: PortState, args: Args, kwargs: Kwargs, replayed: bool
@@ -207,21 +206,21 @@ class GradientRequests:
             _note_no_gradient(port, leaf, call)
             return
         receiver = self._receiver
-        folding = receiver.folding
-        entry = None if call or leaf else port.first
-        if entry is None or not entry.quick or entry.generation != folding.generation:
-            entry = folding.entry(port, leaf, call)
-        if entry is not None and not (replayed and entry.asked):
-            entry.asked = not replayed
-            tally = folding.tally
-            ask(tensor, receiver.take_gradient, entry, tally, tally.serial)
+        accumulator = receiver.accumulator
+        site = None if call or leaf else port.first
+        if site is None or not site.stats_only or site.generation != accumulator.phase.generation:
+            site = accumulator.site(port, leaf, call)
+        if site is not None and not (replayed and site.grad_requested):
+            site.grad_requested = not replayed
+            phase = accumulator.phase
+            ask(tensor, receiver.take_gradient, site, phase, phase.serial)
 
 
 def _note_no_gradient(port: PortState, leaf: str, call: int) -> None:
     port.note = reasons.NO_GRADIENT
-    known = port.entries.get((leaf, call))
+    known = port.sites.get((leaf, call))
     if known is not None:
-        known.asked = False
+        known.grad_requested = False
 
 
 def _own_view(_: str, value: Tensor) -> Tensor:

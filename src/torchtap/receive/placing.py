@@ -11,24 +11,107 @@ A plain tensor's placement follows from its site. It is worked out once, when th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
 
 from torch import Tensor, nn
 
-from torchtap._torch_distributed import MeshAxis, calling_wrapper, infers_shapes, placed, spec_of
+from torchtap._torch_distributed import (
+    MeshAxis,
+    calling_wrapper,
+    flat_pieces,
+    fsdp_axes,
+    group_axis,
+    infers_shapes,
+    mesh_axes,
+    meshes_of,
+    output_plan,
+    placed,
+    spec_of,
+    wrapper_group,
+)
 from torchtap.errors import PlanError
 from torchtap.placement import Axis, Box, Layout, Placement, Share, Stage, read_layout
 from torchtap.plan.names import first_part
 from torchtap.plan.sites import Selectable, Selector, Site
-from torchtap.receive.mesh import ProcessMesh
+from torchtap.rank_identity import identity
 
-__all__ = ["Placing", "layouts_of"]
+__all__ = ["Placing", "ProcessMesh", "layouts_of", "process_mesh"]
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _HELD = ("param", "buffer", "update", "optim_state", "lr")
 _FLATTENED = ("param", "param_grad", "param_grad_accumulated", "param_grad_unclipped", "update")
 _UNKNOWN, _REPLICATE = Share("unknown"), Share("replicate")
+
+
+@final
+@dataclass(slots=True)
+class ProcessMesh:
+    """The axes that this process has a place on."""
+
+    rank: int
+    world: int
+    axes: dict[str, MeshAxis] = field(default_factory=dict)
+    data: set[str] = field(default_factory=set)  # axes along which ranks read different data
+    flat: dict[tuple[int, str], tuple[tuple[int, ...], int, int]] = field(
+        default_factory=dict
+    )  # FSDP 1's pieces
+    plans: dict[int, dict[str, tuple[Share, ...]]] = field(
+        default_factory=dict
+    )  # by id of a module, then axis
+
+    @property
+    def root(self) -> int:
+        """Return the lowest rank on these axes."""
+        count = 1
+        for axis in self.axes.values():
+            count *= len(axis.ranks)
+        if count >= self.world or not self.axes:
+            return 0
+        return min(rank for axis in self.axes.values() for rank in axis.ranks)
+
+    def add(self, axis: MeshAxis) -> str:
+        """Add an axis, unless one that runs along it is known. Return the name that it has here."""
+        for known in self.axes.values():
+            if known.runs_along(axis) or known.ranks == axis.ranks:
+                return known.name
+        name = axis.name
+        while name in self.axes:
+            name += "'"
+        self.axes[name] = axis._replace(name=name)
+        return name
+
+    def add_axes_of(self, module: nn.Module) -> None:
+        """Add the axes of a module: its parameters' meshes, its wrapper's groups, its plan for outputs."""
+        for mesh in meshes_of(module):
+            for axis in mesh_axes(mesh):
+                self.add(axis)
+        self.data.update(self.add(axis) for axis in fsdp_axes(module))
+        groups = wrapper_group(module)
+        names = ("dp",) if len(groups) == 1 else ("replicate", "shard")
+        for group, name in zip(groups, names, strict=False):
+            axis = group_axis(group, name)
+            if len(axis.ranks) > 1:
+                self.data.add(self.add(axis))
+        if (plan := output_plan(module)) is not None:
+            mesh, layouts = plan
+            named = [self.add(axis) for axis in mesh_axes(mesh)]
+            if len(named) == 1:
+                self.plans[id(module)] = {named[0]: layouts}
+
+
+def process_mesh(model: nn.Module) -> ProcessMesh | None:
+    """Return the mesh of a model and its wrappers; None if this process is alone."""
+    here = identity()
+    if here.world == 1:
+        return None
+    found = ProcessMesh(here.rank, here.world)
+    if here.told_by != "process group":
+        return found
+    for module in model.modules():
+        found.add_axes_of(module)
+    found.flat = flat_pieces(model)
+    return found
 
 
 class PlacedSite(Protocol):
@@ -103,6 +186,11 @@ class Placing:
             self._fresh[entry.name, phase] = self._of_plain(entry)
 
     # -- at the end of a step -----------------------------------------------------------------------------
+
+    def relabel(self, key: str, phase: str) -> None:
+        """The values that were folded under ``key`` turned out to be of this phase."""
+        for site, noted in [each for each in self._fresh if each[1] == key]:
+            self._fresh[site, phase] = self._fresh.pop((site, noted))
 
     def changes(self, entries: Sequence[PlacedSite], phase: str) -> dict[str, Any] | None:
         """What was not told yet, as an event of a run; None where nothing is new."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 __all__ = [
+    "ACROSS_GRAPHS",
     "FOLDED",
     "FORGOTTEN",
     "IDLE_TAP",
@@ -22,8 +23,11 @@ __all__ = [
     "NO_BACKWARD",
     "NO_ELEMENT",
     "NO_EQUAL",
+    "NO_EQUAL_GRADIENT",
     "NO_FORWARD",
+    "NO_FUNCTION_CALL",
     "NO_GRADIENT",
+    "NO_KIND",
     "NO_LEAF",
     "NO_LOCAL_GRADIENT",
     "NO_OPERATION",
@@ -35,10 +39,9 @@ __all__ = [
     "NO_TENSOR_TYPE",
     "NO_VALUE",
     "OFF_SCHEDULE",
-    "OUTSIDE_THE_GRAPH",
     "REPLACED",
     "SEVERAL_UPDATES",
-    "UNCERTAIN_CALL",
+    "SHARED_MEMORY",
     "UNMARKED",
     "UNPLACED",
     "is_known",
@@ -72,15 +75,24 @@ NO_ATTENTION = (
     "modules, such as 'attn:output.1')"
 )
 NESTED_ATTENTION = "attention over nested tensors is not taken apart"
+NO_FUNCTION_CALL = "no call of torch's {function} was seen in the code of this module itself"
+NO_KIND = (
+    "the module was called, but this form has no value of this kind: a constant, or used for its shape only"
+)
 NO_VALUE = "no torchtap.emit() with this name ran inside these modules"
 # Compiled models.
 IN_A_BRANCH = (
     "it is inside a branch or loop (torch.cond, while_loop, scan) of a compiled model, from which torch's compilers "
     "hand nothing out; the eager model has it, and tt.instrument before torch.export"
 )
-OUTSIDE_THE_GRAPH = (
-    "the compiler keeps the hooks of the outermost module out of its graph, and the graph may use the value further: "
-    "its whole gradient is not seen; give torchtap the compiled model"
+ACROSS_GRAPHS = (
+    "the value was made in one graph of torch.compile and is used outside of it: only that graph has its whole "
+    "gradient, and no tap is on it there; tap the output of the module that made it, or give torchtap the compiled "
+    "model"
+)
+SHARED_MEMORY = (
+    "another result of the model shares its memory, and torch.compile makes such results anew behind the graph: "
+    "whether its gradient holds that of the other is not known; the eager model has it"
 )
 # Graphs and traces.
 FOLDED = "folded into its parent when the model was frozen"
@@ -102,11 +114,12 @@ FORGOTTEN = "if the model has more, this form does not know it: {what} left no s
 # Forms whose sites are chosen before.
 NOT_PUT_IN = "not among the sites that were put into this model before it was compiled"
 # With the model at hand.
+NO_EQUAL_GRADIENT = (
+    "several values of this form are equal to it, and none of them is known to have its gradient: it has another place "
+    "in the graph, or the form computes gradients otherwise"
+)
 NO_EQUAL = (
     "no value of this form is equal to it, or near: nothing used it, or the form computes something else"
-)
-UNCERTAIN_CALL = (
-    "an earlier call of the module has no value under its name, so the number of this one is not certain"
 )
 
 

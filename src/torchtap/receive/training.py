@@ -1,7 +1,8 @@
-"""What a training tells of itself: the moments at which its gradients and parameters can be read.
+"""The events of a training: the moments at which its gradients and parameters can be read.
 
 In one update these come in this order, each if it happens:
 
+- ``entered``: an optimizer's ``step`` was called. The parameters are those before the update;
 - ``evaluating``: an optimizer calls its closure once more, for other gradients than it had;
 - ``unscaling``: a gradient scaler is about to divide an optimizer's gradients by its scale;
 - ``clipping``: gradients are about to be clipped;
@@ -9,9 +10,12 @@ In one update these come in this order, each if it happens:
 - ``updated``: it has changed them;
 - ``skipped``: a gradient scaler found infinities and left the update out.
 
-The sources are torch's global optimizer hooks, which are there for every framework, `GradScaler` and torch's functions
-for clipping. They are listened to only while there is a listener, and nothing of torch stays changed after it.
-Readers are told before clocks, so that what belongs to a step is read before the step is over.
+A call of ``step`` inside another, over the same parameters (``super().step()``, the base optimizer of SAM), is part of
+that update and no event of its own. A listener that comes while ``step`` runs gets ``entered`` at once.
+
+The sources are torch's global optimizer hooks, which every framework passes, `GradScaler` and torch's functions for
+clipping. They are registered only while there is a listener, and nothing of torch stays changed after it.
+Readers are called before clocks, so that what belongs to a step is read before the step is over.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,11 +36,14 @@ from torch.optim.optimizer import (
 
 from torchtap.hooks.leaves import Args, Function, Kwargs
 
-__all__ = ["TrainingListener", "innermost", "listen", "parameters_of", "stop_listening"]
+__all__ = ["StepListener", "innermost", "is_updating", "listen", "parameters_of", "stop_listening"]
 
 
-class TrainingListener(Protocol):
-    """Who is told. Each method is called in the thread that trains."""
+class StepListener:
+    """Receive the events of a training loop, in the thread that trains. Override the methods that you need."""
+
+    def entered(self, optimizer: Optimizer) -> None:
+        """``step`` of this optimizer was called; nothing has changed yet."""
 
     def evaluating(self, optimizer: Optimizer) -> None:
         """This optimizer calls its closure again within one update: the gradients that it had are not its last."""
@@ -59,15 +65,15 @@ class TrainingListener(Protocol):
 
 
 _lock = threading.Lock()
-_readers: tuple[TrainingListener, ...] = ()
-_clocks: tuple[TrainingListener, ...] = ()
+_readers: tuple[StepListener, ...] = ()
+_clocks: tuple[StepListener, ...] = ()
 _installed: list[Callable[[], None]] = []  # what takes everything off again
 _in_scaler = threading.local()
 _in_step = threading.local()  # the calls of optimizers' steps that are running
 
 
-def listen(listener: TrainingListener, *, clock: bool = False) -> None:
-    """Tell this listener from now on; clocks are told after all others."""
+def listen(listener: StepListener, *, clock: bool = False) -> None:
+    """Tell this listener from now on; clocks are called after all others."""
     global _readers, _clocks
     with _lock:
         if clock:
@@ -76,9 +82,12 @@ def listen(listener: TrainingListener, *, clock: bool = False) -> None:
             _readers = (*_readers, listener)
         if not _installed:
             _install()
+    running = _calls()
+    if running:
+        listener.entered(running[0][0])
 
 
-def stop_listening(listener: TrainingListener) -> None:
+def stop_listening(listener: StepListener) -> None:
     """The opposite of `listen`; harmless for a stranger."""
     global _readers, _clocks
     with _lock:
@@ -107,7 +116,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _all() -> tuple[TrainingListener, ...]:
+def _all() -> tuple[StepListener, ...]:
     return (*_readers, *_clocks)
 
 
@@ -128,38 +137,49 @@ def _replace(owner: object, name: str, wrapped: Callable[[Function], Function]) 
     _installed.append(lambda: setattr(owner, name, original))
 
 
-def _enter(optimizer: Optimizer, frame: FrameType) -> bool:
-    """A call of an optimizer's step begins in this frame. Says whether it is one of the user's.
+def _calls() -> list[tuple[Optimizer, FrameType]]:
+    """Return the calls of ``step`` that run in this thread, the outermost first.
 
-    A subclass that calls ``super().step()`` passes torch's hooks twice, for one update. A call that raised never passed
-    the second hook: it is told by its frame, which is not on the stack any more.
+    A call that raised never passed the second hook: its frame is not on the stack any more.
     """
-    running: list[FrameType] = []
-    calls: list[tuple[int, FrameType]] = getattr(_in_step, "calls", [])
+    calls: list[tuple[Optimizer, FrameType]] = getattr(_in_step, "calls", [])
     if calls:
-        above: FrameType | None = frame
+        running: list[FrameType] = []
+        above: FrameType | None = sys._getframe().f_back
         while above is not None:
             running.append(above)
             above = above.f_back
         calls = [call for call in calls if any(call[1] is each for each in running)]
-    nested = any(key == id(optimizer) for key, _ in calls)
-    _in_step.calls = [*calls, (id(optimizer), frame)]
-    return not nested
+        _in_step.calls = calls
+    return calls
 
 
-def _leave(optimizer: Optimizer) -> bool:
-    """The call that began last is over. Says whether it was one of the user's."""
-    calls: list[tuple[int, FrameType]] = getattr(_in_step, "calls", [])
-    while calls and calls.pop()[0] != id(optimizer):
-        pass  # calls inside of this one that raised, and were caught
-    return all(key != id(optimizer) for key, _ in calls)
+def is_updating() -> bool:
+    """Return True inside of an optimizer's ``step``."""
+    return bool(_calls())
+
+
+def _is_part(optimizer: Optimizer, calls: Sequence[tuple[Optimizer, FrameType]]) -> bool:
+    """Return True if a call of this optimizer is part of an update that runs already."""
+    if any(each is optimizer for each, _ in calls):
+        return True
+    if not calls:
+        return False
+    held = {id(parameter) for each, _ in calls for parameter in parameters_of(each)}
+    return any(id(parameter) in held for parameter in parameters_of(optimizer))
 
 
 def _before_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """Tell that gradients are ready; where a closure computes them, once it has."""
+    """Call listeners when gradients are ready; where a closure computes them, once it has."""
     caller = sys._getframe().f_back
-    if caller is not None and not _enter(optimizer, caller):
+    calls = _calls()
+    is_part = _is_part(optimizer, calls)
+    if caller is not None:
+        _in_step.calls = [*calls, (optimizer, caller)]
+    if is_part:
         return None
+    for listener in _all():
+        listener.entered(optimizer)
     positional = len(args) > 1 and callable(args[1])
     closure = args[1] if positional else kwargs.get("closure")
     if not callable(closure):
@@ -189,10 +209,13 @@ def _tell_ready(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    if not _leave(optimizer):
-        return
+    calls: list[tuple[Optimizer, FrameType]] = getattr(_in_step, "calls", [])
+    while calls and calls.pop()[0] is not optimizer:
+        pass  # calls inside of this one that raised, and were caught
     for stepped in getattr(_in_scaler, "stack", ()):
         stepped.append(id(optimizer))
+    if _is_part(optimizer, calls):
+        return
     for listener in _all():
         listener.updated(optimizer)
 

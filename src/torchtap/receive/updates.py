@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -35,10 +35,11 @@ from torchtap._torch_distributed import local_part, spec_of
 from torchtap.plan.budget import allowance
 from torchtap.plan.sites import Place
 from torchtap.receive import reasons
-from torchtap.receive.entries import PortState
-from torchtap.receive.held import Held
-from torchtap.receive.receiver import Receiver
-from torchtap.reduce.crossing import Crossing
+from torchtap.receive.receiver import PortState, Receiver
+from torchtap.reduce.device_copy import Crossing
+
+if TYPE_CHECKING:
+    from torchtap.receive.state import Held
 
 __all__ = [
     "SAMPLE",
@@ -417,18 +418,25 @@ class UpdateReader:
         self._kept.clear()
         self._spent.clear()
 
+    def entered(self, optimizer: Optimizer) -> None:
+        """Hold what is needed of parameters that may move before the optimizer has its gradients."""
+        self._begin_all(optimizer, rehearse=False)
+
     def ready(self, optimizer: Optimizer) -> None:
         """Measure or hold what is needed of each parameter of an optimizer that is about to step."""
+        self._begin_all(optimizer, rehearse=True)
+
+    def _begin_all(self, optimizer: Optimizer, *, rehearse: bool) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 asked = self._asked.get(id(parameter))
                 if asked is not None:
                     try:
-                        self._begin(optimizer, group, asked)
+                        self._begin(optimizer, group, asked, rehearse)
                     except Exception as error:
                         self._lose(asked, error)
 
-    def _begin(self, optimizer: Optimizer, group: dict[str, Any], asked: _Asked) -> None:
+    def _begin(self, optimizer: Optimizer, group: dict[str, Any], asked: _Asked, rehearse: bool) -> None:
         parameter, key = asked.parameter, id(asked.parameter)
         if key in self._kept:
             if isinstance(self._kept[key], _Rehearsed):
@@ -437,6 +445,8 @@ class UpdateReader:
         if self._copies[parameter.device] or local_part(parameter).numel() <= self._sample[parameter.device]:
             self._kept[key] = parameter.detach().clone()
         elif key not in self._unrehearsed and rehearsable(optimizer, parameter):
+            if not rehearse:
+                return
             self._kept[key] = None  # unless all of it works
             self._kept[key] = self._take_rehearsed(optimizer, group, asked)
         elif self._needs_whole(asked) and self._may_copy(parameter):
@@ -449,7 +459,7 @@ class UpdateReader:
         self._kept[id(asked.parameter)] = None
         self._unrehearsed.add(id(asked.parameter))
         for port in asked.ports:
-            self._held.drop(port, port.leaf)
+            self._held.drop(port, port.site.leaf)
             port.note = reasons.SEVERAL_UPDATES
 
     def _may_assemble(self, parameter: Tensor) -> bool:
@@ -534,9 +544,9 @@ class UpdateReader:
             self._take_sizes(port, asked.parameter, sizes, scale)
 
     def _take_sizes(self, port: PortState, parameter: Tensor, sizes: Sizes, scale: float) -> None:
-        self._held.take_number(port, port.leaf, "ratio", sizes.ratio)
+        self._held.take_number(port, port.site.leaf, "ratio", sizes.ratio)
         if spec_of(parameter) is not None:  # ranks' ratios are folded with it
-            self._held.take_number(port, port.leaf, "weight_l2", sizes.before * scale**0.5)
+            self._held.take_number(port, port.site.leaf, "weight_l2", sizes.before * scale**0.5)
 
     # -- what goes wrong ----------------------------------------------------------------------------------
 
@@ -551,14 +561,14 @@ class UpdateReader:
             asked = self._asked.get(key)
             for port in () if asked is None else asked.ports:
                 if key in self._kept:
-                    self._held.drop(port, port.leaf)
-                self._receiver.folding.lose(port.port.site.name, RuntimeError(_NOT_AS_REHEARSED))
+                    self._held.drop(port, port.site.leaf)
+                self._receiver.accumulator.lose(port.site.name, RuntimeError(_NOT_AS_REHEARSED))
 
     def _lose(self, asked: _Asked, error: Exception) -> None:
         self._kept[id(asked.parameter)] = None
         for port in asked.ports:
-            self._held.drop(port, port.leaf)
-            self._receiver.folding.lose(port.port.site.name, error)
+            self._held.drop(port, port.site.leaf)
+            self._receiver.accumulator.lose(port.site.name, error)
 
 
 def _bytes_by_device(places: Iterable[Place]) -> dict[torch.device, int]:

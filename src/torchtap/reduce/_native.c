@@ -277,7 +277,6 @@ static PyObject *py_use_pool(PyObject *self, PyObject *address)
 
 static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
-    {"measure_tensor", (PyCFunction)(void (*)(void))py_measure_tensor, METH_FASTCALL, NULL},
     {"measure_strided", (PyCFunction)(void (*)(void))py_measure_strided, METH_FASTCALL, NULL},
     {"count", (PyCFunction)(void (*)(void))py_count, METH_FASTCALL, NULL},
     {"finish_rows", (PyCFunction)(void (*)(void))py_finish, METH_FASTCALL, NULL},

@@ -37,31 +37,6 @@ static int measure_located(Memory *memory, Py_ssize_t for_one, int threads, Stat
     return small || threads;
 }
 
-/* measure_tensor(row, state, tensor, for_one, threads): the state of a tensor, written to `state` and, unless `row` is zero,
- * folded into it. False: nothing was done, Python has to see to it. */
-static PyObject *py_measure_tensor(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    Py_ssize_t at[2], how[2];
-    Memory memory;
-    State found; /* what others may look at is written with the interpreter's lock alone */
-    (void)self;
-    if (nargs != 5) {
-        PyErr_SetString(PyExc_TypeError, "expected two addresses, a tensor and two numbers");
-        return NULL;
-    }
-    if (!take_numbers(args, 2, 2, at) || !take_numbers(args + 3, 2, 2, how))
-        return NULL;
-    if (!is_plain(args[2]) || !locate(args[2], &memory)) {
-        PyErr_Clear(); /* whatever it was: Python asks again, and says it */
-        Py_RETURN_FALSE;
-    }
-    measure_located(&memory, how[0], how[1] > 1 ? (int)how[1] : 1, &found);
-    *(State *)at[1] = found;
-    if (at[0])
-        fold_into((State *)at[0], &found);
-    Py_RETURN_TRUE;
-}
-
 /* 1 measured and folded, 0 left to Python, -1 with an error. `threads` 0: only what is small, without letting go.
  * `anew`: replace what is in the row. */
 static int take_into_row(Taker *self, Py_ssize_t row, PyObject *tensor, int threads, int anew)
@@ -121,17 +96,8 @@ static PyObject *taker_take(Taker *self, PyObject *const *args, Py_ssize_t nargs
     return answer(take_value(self, args[0], args[1], 0, 0));
 }
 
-/* put(row, tensor): the same, in place of what was in the row. */
-static PyObject *taker_put(Taker *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected a row and a tensor");
-        return NULL;
-    }
-    return answer(take_value(self, args[0], args[1], 0, 1));
-}
-
-/* put_each(rows, tensors): `put` for each pair of two lists. Returns the positions of those for which nothing was done. */
+/* put_each(rows, tensors): `take` each tensor in place of what was in its row. Returns the positions of those for which
+ * nothing was done. */
 static PyObject *taker_put_each(Taker *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 2 || !PyList_Check(args[0]) || !PyList_Check(args[1]) || PyList_Size(args[0]) != PyList_Size(args[1])) {
@@ -213,7 +179,6 @@ static void taker_free(Taker *self)
 
 static PyMethodDef taker_methods[] = {
     {"take", (PyCFunction)(void (*)(void))taker_take, METH_FASTCALL, NULL},
-    {"put", (PyCFunction)(void (*)(void))taker_put, METH_FASTCALL, NULL},
     {"put_each", (PyCFunction)(void (*)(void))taker_put_each, METH_FASTCALL, NULL},
     {"take_any", (PyCFunction)(void (*)(void))taker_take_any, METH_FASTCALL, NULL},
     {"use_rows", (PyCFunction)(void (*)(void))taker_use_rows, METH_FASTCALL, NULL},
@@ -225,7 +190,7 @@ static PyType_Slot taker_slots[] = {
     {Py_tp_new, (void *)taker_new},
     {Py_tp_dealloc, (void *)taker_free},
     {Py_tp_methods, taker_methods},
-    {Py_tp_doc, "Rows that take tensors; for torchtap.reduce.stats_block alone."},
+    {Py_tp_doc, "Rows that take tensors; for torchtap.reduce.stats alone."},
     {0, NULL},
 };
 

@@ -1,10 +1,10 @@
-"""``Metric``: any function of a tensor, and how its answers combine.
+"""``Metric``: any function of a tensor, and how its results combine.
 
 It guarantees:
-- the function sees the value detached and without autograd, and a function that changes it is refused;
-- of a value that is spread over ranks it sees this rank's part, so that no rank waits for another;
-- an answer that shares the value's memory is copied;
-- whatever goes wrong in the function is a ReductionError that names the metric.
+- the function gets the value detached and without autograd, and must not change it;
+- of a value that is sharded over ranks it gets this rank's part, so that no rank waits for another;
+- a result that shares the value's memory is copied;
+- every error in the function becomes a `ReductionError` that names the metric.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from torch import Tensor
 from torchtap._torch import version_of
 from torchtap._torch_distributed import local_part
 from torchtap.errors import ReductionError
-from torchtap.reduce.base import Reduction, Result
-from torchtap.reduce.memory import PLAIN_TYPES
-from torchtap.reduce.readable import holds_values, readable
-from torchtap.reduce.transforms import outside_transforms
+from torchtap.reduce.densify import PLAIN_TYPES, densify, holds_values
+from torchtap.reduce.reduction import Reduction, Result, outside_transforms
 
 __all__ = ["Metric"]
 
@@ -140,7 +138,7 @@ class Metric(Reduction[_Fold]):
             value = local_part(value)
         # A subclass may be just what the function is for; what has no values is refused as everywhere.
         special = type(value) not in PLAIN_TYPES and holds_values(value)
-        given = value.detach() if special else readable(value)
+        given = value.detach() if special else densify(value)
         before = version_of(given)
         try:
             with torch.no_grad():

@@ -1,18 +1,15 @@
-"""What is known of a stream of numbers after one pass: the state behind every statistic, and its arithmetic.
+"""The state behind every statistic: ten numbers about a stream of numbers, and their arithmetic.
 
-A state is ``WIDTH`` float64 numbers in the order of ``FIELDS``. Of the finite values, ``deviation`` is the root of the
-mean squared distance from the mean, and ``mean + rest`` is the mean to twice the digits of one number: so states of
-values with a mean far above their spread, or near the ends of the range, merge without loss. Everything else that is
-reported follows from these. It guarantees:
-- merging is exact up to float64 rounding, in any grouping, also with states that have seen nothing;
-- ``measure_with_torch`` never waits for a device: its answer is a tensor where the value is.
-
-Not here: the native kernel (`kernel`), buffers of many states (`stats_block`), unusual tensors (`readable`).
+A state is ``WIDTH`` float64 numbers in the order of ``FIELDS``. ``deviation`` is the root of the mean squared distance
+of the finite values from their mean, and ``mean + rest`` is the mean to twice the digits of one number. So states merge
+without loss, also if the mean is far above the spread or near the ends of the range. It guarantees:
+- merging is exact up to float64 rounding, in any grouping, also with empty states;
+- ``measure_with_torch`` never waits for a device: it returns a tensor on the value's device.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +25,7 @@ __all__ = [
     "measure_masked",
     "measure_with_torch",
     "merge_states",
+    "merged_results",
 ]
 
 STATISTICS = ("count", "mean", "std", "min", "max", "absmax", "l1", "l2", "rms", "zeros", "nans", "infs")
@@ -36,11 +34,11 @@ WIDTH = len(FIELDS)
 
 # Bounds the temporary memory of the torch path: about ten arrays of this many float64.
 _CHUNK = 1 << 22
-_CHUNK_CPU = 1 << 17  # what caches hold, too
+_CHUNK_CPU = 1 << 17  # fits into caches
 
-_COUNTED = 1 << 53  # up to here float64 has every integer
+_COUNTED = 1 << 53  # float64 has every integer up to here
 _LARGEST = torch.iinfo(torch.int64).max
-# From which size on squares overflow, and what then scales numbers down; below which they vanish, and what scales up.
+# Above which size squares overflow, and the factor that prevents it; below which they vanish, and the factor.
 _SCALES = {
     torch.float64: (2.0**480, 2.0**-540, 2.0**-400, 2.0**500),
     torch.float32: (2.0**50, 2.0**-80, 2.0**-40, 2.0**60),
@@ -50,7 +48,7 @@ States = npt.NDArray[np.float64]
 
 
 def blank_states(rows: int) -> States:
-    """States that have seen nothing."""
+    """Return states of no values."""
     states = np.zeros((rows, WIDTH))
     states[:, 6] = np.inf
     states[:, 7] = -np.inf
@@ -58,38 +56,40 @@ def blank_states(rows: int) -> States:
 
 
 def finish(states: States) -> States:
-    """The twelve statistics of each state, in the order of ``STATISTICS``."""
+    """Return the twelve statistics of each state, in the order of ``STATISTICS``."""
     count, nans, infs, zeros, mean, deviation, low, high, l1, _ = states.T
     finite = count - nans - infs
-    out = np.empty((len(states), len(STATISTICS)))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        nothing = np.where(finite > 0, 0.0, np.nan)  # added to what has no meaning without finite values
+        nothing = np.where(finite > 0, 0.0, np.nan)  # makes NaN of what is undefined without finite values
         rms = np.hypot(deviation, mean) + nothing
-        out[:, 0] = count
-        out[:, 1] = mean + nothing
-        out[:, 2] = deviation * np.sqrt(np.where(finite > 1, finite, np.nan) / (finite - 1))
-        out[:, 3] = low + nothing
-        out[:, 4] = high + nothing
-        out[:, 5] = np.maximum(-low, high) + nothing
-        out[:, 6] = l1
-        out[:, 7] = np.where(finite > 0, rms * np.sqrt(finite), 0.0)
-        out[:, 8] = rms
-        out[:, 9] = zeros / count
-        out[:, 10] = nans
-        out[:, 11] = infs
-    return out
+        std = deviation * np.sqrt(np.where(finite > 1, finite, np.nan) / (finite - 1))
+        absmax = np.maximum(-low, high) + nothing
+        l2 = np.where(finite > 0, rms * np.sqrt(finite), 0.0)
+        columns = (
+            count,
+            mean + nothing,
+            std,
+            low + nothing,
+            high + nothing,
+            absmax,
+            l1,
+            l2,
+            rms,
+            zeros / count,
+        )
+        return np.stack((*columns, nans, infs), axis=1)
 
 
 def merge_states(left: Tensor, right: Tensor) -> Tensor:
-    """Combine states (the last dimension is the state), elementwise over any leading dimensions."""
-    summed = left + right  # right for count, nans, infs, zeros and l1; the others are replaced below
+    """Combine states (the last dimension), elementwise over any leading dimensions."""
+    summed = left + right  # correct for count, nans, infs, zeros and l1; the others are replaced below
     count_left = left[..., 0] - left[..., 1] - left[..., 2]
     count_right = right[..., 0] - right[..., 1] - right[..., 2]
     all_of = (count_left + count_right).clamp(min=1)
     share, keep = count_right / all_of, count_left / all_of
     mean_left, mean_right = left[..., 4], right[..., 4]
-    # Halves, since the distance of two means at opposite ends of the range overflows. A part whose other side saw
-    # nothing finite has no mean, and 0 * inf would be NaN.
+    # Halves, because the distance of two means at opposite ends of the range overflows. If one side has no finite
+    # value it has no mean, and 0 * inf would be NaN.
     both = (count_left > 0) & (count_right > 0)
     half = (mean_right * 0.5 - mean_left * 0.5) + (right[..., 9] - left[..., 9]) * 0.5
     half = torch.where(both, half, torch.zeros_like(half))
@@ -110,8 +110,18 @@ def merge_states(left: Tensor, right: Tensor) -> Tensor:
     return summed
 
 
+def merged_results(states: Sequence[States]) -> States:
+    """Return the statistics of the rows of several blocks, merged row by row; blocks may have different lengths."""
+    longest = max(map(len, states))
+    merged = torch.from_numpy(blank_states(longest))
+    for each in states:
+        padding = blank_states(longest - len(each))
+        merged = merge_states(merged, torch.from_numpy(np.concatenate([each, padding])))
+    return finish(merged.numpy())
+
+
 def _sum_of_two(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """A sum, and what rounding left out of it."""
+    """Return a sum, and what rounding left out of it."""
     total = one + other
     part = total - one
     rest = (one - (total - part)) + (other - part)
@@ -119,7 +129,7 @@ def _sum_of_two(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_with_torch(value: Tensor) -> Tensor:
-    """The state of one dense real tensor, by torch ops alone, as a tensor on the value's device."""
+    """Return the state of one dense real tensor, computed by torch ops, on the value's device."""
     wide = torch.float32 if value.device.type == "mps" else torch.float64  # MPS has no float64
     flat = value.detach().reshape(-1)
     if not flat.numel():
@@ -134,26 +144,19 @@ def measure_with_torch(value: Tensor) -> Tensor:
 
 
 def _measure_chunk(chunk: Tensor, wide: torch.dtype) -> Tensor:
-    if chunk.dtype is torch.int64:
-        return _measure_integers(chunk, wide)
-    chunk = chunk.to(wide)
-    # Looking whether all is finite would mean waiting for another device, but not for the CPU, where it saves most.
-    if chunk.device.type == "cpu":
-        l1 = chunk.abs().sum().item()
-        if math.isfinite(l1):
-            return _measure_finite(chunk, l1)
-    return measure_masked(chunk)
+    """Return the state of a flat tensor.
 
-
-def _measure_integers(chunk: Tensor, wide: torch.dtype) -> Tensor:
-    """Integers that lie near each other but beyond what float64 counts are measured from the smallest of them on."""
+    int64 values near each other but beyond the integers of float64 are measured as distances from the smallest.
+    """
+    if chunk.dtype is not torch.int64:
+        return measure_masked(chunk.to(wide))
     low, high = chunk.aminmax()
     far = (low < -_COUNTED) | (high > _COUNTED)
     near = (high >> 1) - (low >> 1) < _COUNTED // 2
     start = torch.where(far & near, low, torch.zeros_like(low))
     state = measure_masked((chunk - start).to(wide))
     whole = start.to(wide)
-    # `whole` may be 2**63, which int64 is not.
+    # `whole` may be 2**63, which is no int64.
     left = torch.where(whole < 2.0**63, start - whole.to(torch.int64), start - _LARGEST - 1).to(wide)
     mean, rest = _sum_of_two(whole, state[4])
     mean, rest = _sum_of_two(mean, rest + (left + state[9]))
@@ -165,35 +168,11 @@ def _measure_integers(chunk: Tensor, wide: torch.dtype) -> Tensor:
     return moved
 
 
-def _measure_finite(chunk: Tensor, l1: float) -> Tensor:
-    low, high = (end.item() for end in chunk.aminmax())
-    count = chunk.numel()
-    mean, rest, deviation = low, 0.0, 0.0
-    if low < high:
-        scale = _scale_for(max(-low, high))
-        center = chunk.sum().item() / count
-        distance = chunk * scale - center * scale
-        drift = distance.sum().item() / count  # what rounding left in the first estimate
-        mean = center + drift / scale
-        rest = (center - mean) + drift / scale
-        squares = torch.dot(distance, distance).item() - count * drift * drift
-        deviation = math.sqrt(max(squares, 0.0) / count) / scale
-    zeros = count - int(chunk.count_nonzero()) if low <= 0 <= high else 0
-    return torch.tensor([count, 0, 0, zeros, mean, deviation, low, high, l1, rest], dtype=chunk.dtype)
-
-
-def _scale_for(size: float) -> float:
-    """A power of two that makes squares of numbers of this size neither overflow nor vanish."""
-    if size > 2.0**480:
-        return 2.0**-540
-    return 1.0 if size >= 2.0**-400 else 2.0**500
-
-
 def measure_masked(chunk: Tensor) -> Tensor:
-    """The state of a flat tensor of the wide dtype that has elements, without a look at it: a compiler can fuse it.
+    """Return the state of a flat nonempty tensor of the wide dtype, without reading it, so that a compiler can fuse it.
 
-    It asks and counts by comparisons and sums of numbers: with ``isnan``, ``isfinite`` and sums of truth values what
-    Inductor made of it on the CPU took two to three times as long.
+    It uses comparisons and sums of numbers only: with ``isnan``, ``isfinite`` and sums of truth values Inductor's code
+    for the CPU took two to three times as long.
     """
     zero, one = chunk.new_zeros(()), chunk.new_ones(())
     finite = chunk.abs() < torch.inf
@@ -206,7 +185,7 @@ def measure_masked(chunk: Tensor) -> Tensor:
     large, shrink, small, stretch = _SCALES[chunk.dtype]
     size = torch.maximum(-low, high)
     scale = torch.ones_like(size).masked_fill(size > large, shrink).masked_fill(size < small, stretch)
-    # Halved, because a sum of finite values may overflow where their mean does not.
+    # Scaled down, because a sum of finite values may overflow although their mean does not.
     center = (safe * 2.0**-22).sum() / some * 2.0**22
     center = torch.where(low == high, low, center)
     distance = torch.where(finite, chunk * scale - center * scale, zero)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,11 @@ class Phase(Schedule):
     def __post_init__(self) -> None:
         if not isinstance(self.phase, str) or not self.phase:
             raise PlanError(f"phase={self.phase!r}: a phase is 'train', 'eval' or a name of your own")
+        meant = _misspelled_phase(self.phase)
+        if meant is not None:
+            raise PlanError(
+                f"phase={self.phase!r}: did you mean {meant!r}? A name of your own must differ more"
+            )
 
     def live(self, moment: Moment) -> bool:
         return moment.phase == self.phase
@@ -264,3 +270,16 @@ def _simple_from_spec(spec: dict[str, Any]) -> Schedule:
         case {"when": name}:
             raise PlanError(f"the schedule was the function {name}: a file does not hold it")
     raise PlanError(f"{spec!r} is not a schedule")
+
+
+def _misspelled_phase(name: str) -> str | None:
+    """Return 'train' or 'eval' if ``name`` is a slip for it. Names that contain one, such as 'pretrain', are not."""
+    synonyms = {"training": "train", "evaluation": "eval", "evaluate": "eval"}
+    lowered = name.strip().lower()
+    if lowered in synonyms:
+        return synonyms[lowered]
+    for known in ("train", "eval"):
+        near = known not in lowered and difflib.SequenceMatcher(None, lowered, known).ratio() >= 0.74
+        if name != known and (lowered == known or near):
+            return known
+    return None

@@ -12,8 +12,7 @@ from torchtap._torch import something_was_compiled
 from torchtap.plan.names import KINDS, OF_CALLS, belongs_to, is_unplaced, path_parts
 from torchtap.plan.sites import unwrap
 from torchtap.receive import reasons
-from torchtap.receive.entries import PortState
-from torchtap.receive.receiver import Receiver
+from torchtap.receive.receiver import PortState, Receiver
 from torchtap.sanitize import shown
 
 __all__ = ["Missing", "missing_sites", "replaced_paths"]
@@ -21,7 +20,7 @@ __all__ = ["Missing", "missing_sites", "replaced_paths"]
 
 @final
 class Missing(NamedTuple):
-    """A site from which nothing came."""
+    """A site without a value."""
 
     site: str
     reason: str
@@ -32,9 +31,9 @@ class Missing(NamedTuple):
 
 def missing_sites(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing]:
     """Every place of the plan from which no value arrived, in the plan's order."""
-    told = [Missing(site, reason) for site, reason in receiver.missing.items()]
+    known = [Missing(site, reason) for site, reason in receiver.form.missing.items()]
     return [
-        *told,
+        *known,
         *_silent_ports(receiver, ever_live),
         *_silent_insides(receiver, ever_live),
         *_forgotten(receiver, ever_live),
@@ -48,8 +47,8 @@ def _silent_ports(receiver: Receiver, ever_live: frozenset[int]) -> Iterator[Mis
         site = port.port.site.name
         if _came_before(receiver, port):
             continue
-        if any(belongs_to(each, site) for each in receiver.missing) and not port.arrived:
-            continue  # it was told already, leaf by leaf
+        if any(belongs_to(each, site) for each in receiver.form.missing) and not port.arrived:
+            continue  # it was listed already, leaf by leaf
         if port.port.site.path in replaced:
             yield Missing(site, reasons.REPLACED)
             continue
@@ -78,7 +77,7 @@ def _why_silent(receiver: Receiver, port: PortState, ever_live: frozenset[int]) 
     if port.kind in _AT_A_STEP:
         return _AT_A_STEP[port.kind]
     if port.kind.startswith("grad"):
-        went_by = any(entry is not None for entry in port.entries.values())
+        went_by = any(entry is not None for entry in port.sites.values())
         return reasons.NO_BACKWARD if went_by or port.called else _why_not_called(receiver, port)
     return reasons.NO_LEAF if port.called else _why_not_called(receiver, port)
 
@@ -105,7 +104,10 @@ def _why_not_called(receiver: Receiver, port: PortState) -> str:
         and not hasattr(module, "_torchtap_stand_in")
     ):
         return reasons.NO_FORWARD.format(name=type(module).__name__)
-    if receiver.passes == 0 and something_was_compiled():
+    path = port.port.site.path
+    if any(other.arrived for other in receiver.ports.values() if other.port.site.path == path):
+        return reasons.NO_KIND
+    if receiver.totals.passes == 0 and something_was_compiled():
         return reasons.NOT_CALLED_OR_COMPILED
     return reasons.NOT_CALLED
 
@@ -136,23 +138,23 @@ def _asked_by(receiver: Receiver, tap: int, kind: str) -> list[PortState]:
 
 def _came_before(receiver: Receiver, port: PortState) -> bool:
     """Whether it came before the model was changed."""
-    return port.port.site.name in receiver.arrived_before
+    return port.port.site.name in receiver.totals.arrived_before
 
 
 def _only_numbered(port: PortState) -> list[str]:
     """The sites of a port from which only numbered tensors came."""
-    found = [entry for entry in port.entries.values() if entry is not None and entry.shape is not None]
+    found = [entry for entry in port.sites.values() if entry is not None and entry.shape is not None]
     return [entry.name for entry in found] if all(is_unplaced(entry.site.leaf) for entry in found) else []
 
 
 def _forgotten(receiver: Receiver, ever_live: frozenset[int]) -> list[Missing]:
     """One entry for all that a form may have forgotten, if a selector may mean more than the form knows."""
-    if not receiver.forgets:
+    if not receiver.form.unnamed_reason:
         return []
     known = {place.path for place in receiver.plan.places}
     for index, tap in enumerate(receiver.plan.asked):
         asked = any(index in port.port.taps and port.kind in OF_CALLS for port in receiver.ports.values())
         open_ended = [each.text for each in tap.selectors if each.plain_path not in known]
         if asked and open_ended and index in ever_live:
-            return [Missing(open_ended[0], receiver.forgets)]
+            return [Missing(open_ended[0], receiver.form.unnamed_reason)]
     return []

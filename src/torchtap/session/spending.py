@@ -2,7 +2,7 @@
 
 It guarantees:
 - no more tensors than a budget's bytes are handed on; what no longer fits is let go and counted;
-- a tap only ever goes down, and each time it says so once;
+- a tap only ever goes down, and each time it is reported once;
 - a tap that keeps whole tensors leaves a tenth of its bytes to the samples that come after them;
 - a value that a tap without a budget keeps as well costs the budget nothing.
 
@@ -13,12 +13,12 @@ into fresh memory do not decide. Only the training's thread is timed, not the wr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from torchtap.plan.plan import Plan
 from torchtap.plan.tap import Tap
-from torchtap.receive.entries import Entry, Tally
+from torchtap.receive.accumulator import SiteState
 from torchtap.receive.receiver import Receiver
 from torchtap.store.format.payload import nbytes_of
 from torchtap.store.record import TensorItem
@@ -45,8 +45,10 @@ class Spending:
         """The same taps, bound anew: what they have spent stays."""
         self._plan = plan
         self._receiver = receiver
-        self._keys = receiver.folding.keys
-        receiver.folding.timed = any(account.budget.share is not None for account in self._accounts.values())
+        self._keys = receiver.accumulator.plan.keys
+        receiver.accumulator.timed = any(
+            account.budget.share is not None for account in self._accounts.values()
+        )
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -57,17 +59,17 @@ class Spending:
         accounts = self._accounts
         return frozenset(accounts[index].tap if index in accounts else index for index in live)
 
-    def end_step(self, step: int, tensors: tuple[TensorItem, ...], tally: Tally) -> tuple[TensorItem, ...]:
+    def end_step(
+        self, step: int, tensors: tuple[TensorItem, ...], live: frozenset[int], keys: Sequence[str]
+    ) -> tuple[TensorItem, ...]:
         """Book what a phase has kept in a step; gives back the tensors that the budgets allow."""
         seconds = time.perf_counter() - self._began
         for account in self._accounts.values():
-            if account.tap in tally.live and not account.at_the_end:
-                paid = [
-                    entry for entry in self._receiver.entries if self._pays(account.tap, entry, tally.live)
-                ]
+            if account.tap in live and not account.at_the_end:
+                paid = [entry for entry in self._receiver.sites if self._pays(account.tap, entry, live)]
                 name = self._plan.taps[account.tap].keep.name
                 tensors = account.admit(tensors, name, {entry.name for entry in paid})
-                account.book_time(sum(self._seconds(account.tap, entry, tally) for entry in paid), seconds)
+                account.book_time(sum(self._seconds(account.tap, entry, keys) for entry in paid), seconds)
                 if reason := account.over():
                     account.go_down()
                     instead = self._plan.taps[account.tap].keep.name
@@ -77,7 +79,7 @@ class Spending:
                     )
         return tensors
 
-    def _pays(self, tap: int, entry: Entry, live: frozenset[int]) -> bool:
+    def _pays(self, tap: int, entry: SiteState, live: frozenset[int]) -> bool:
         """Whether a tap is who keeps a site's value. One that has no budget goes before those that have."""
         if tap not in entry.taps:
             return False
@@ -86,12 +88,13 @@ class Spending:
         held = {account.tap for account in self._accounts.values()}
         return min(also, key=lambda index: (index in held, index)) == tap
 
-    def _seconds(self, tap: int, entry: Entry, tally: Tally) -> float:
-        fold = entry.folds.get(tally.phase, {}).get(self._keys[tap])
-        if fold is None:
-            return 0.0
-        seconds, fold.seconds = fold.seconds, 0.0
-        return seconds
+    def _seconds(self, tap: int, entry: SiteState, keys: Sequence[str]) -> float:
+        total = 0.0
+        for key in keys:
+            fold = entry.folds.get(key, {}).get(self._keys[tap])
+            if fold is not None:
+                total, fold.seconds = total + fold.seconds, 0.0
+        return total
 
 
 @final
@@ -103,7 +106,7 @@ class _Account:
             raise ValueError("a tap without a budget has no account")
         self.budget = asked.budget
         self.text = " ".join(selector.text for selector in asked.selectors)
-        self._levels = levels  # the tap as it was asked for, and what it comes down to
+        self._levels = levels  # the tap of the user, and what replaces it
         self._nbytes = 0
         self._reached(0)
 

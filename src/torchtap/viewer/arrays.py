@@ -22,7 +22,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -34,22 +34,9 @@ if TYPE_CHECKING:
     from torchtap.viewer.open_run import NumberGrid
 
 __all__ = [
-    "DERIVED",
-    "EMPTY_SUMS",
-    "NOT_FINITE",
-    "block_extremes",
-    "buckets",
-    "css",
-    "derive",
-    "derived_of",
-    "encode_json",
-    "extremes",
-    "keep_points",
-    "pack",
-    "sequential",
-    "unpack",
-    "without_empty_sums",
-]
+    "DERIVED", "EMPTY_SUMS", "NOT_FINITE", "block_extremes", "buckets", "css", "derive", "derived_of",
+    "encode_json", "extremes", "keep_points", "pack", "sequential", "without_empty_sums",
+]  # fmt: skip
 
 
 _NAMES = {"<f4": "f4", "<f8": "f8", "|u1": "u1", "<i4": "i4"}
@@ -96,20 +83,6 @@ def pack(facts: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes
     header = encode_json({**facts, "arrays": entries})
     header += b" " * (-(len(header) + 4) % 8)
     return b"".join([struct.pack("<I", len(header)), header, *parts])
-
-
-def unpack(body: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return what `pack` was given. For tests and scripts; the page has its own reader."""
-    (length,) = struct.unpack_from("<I", body)
-    facts = json.loads(body[4 : 4 + length])
-    start = 4 + length
-    dtypes = {short: np.dtype(full) for full, short in _NAMES.items()}
-    arrays = {}
-    for entry in facts.pop("arrays"):
-        count = math.prod(entry["shape"])
-        flat = np.frombuffer(body, dtypes[entry["dtype"]], count, start + entry["offset"])
-        arrays[entry["name"]] = flat.reshape(entry["shape"])
-    return facts, arrays
 
 
 def buckets(length: int, most: int) -> npt.NDArray[np.int64]:

@@ -8,40 +8,26 @@ Not here: parsing of parameters (`server`), locks and caches (`open_run`), encod
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from functools import reduce
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtap import Run
 from torchtap.sanitize import browser_text
-from torchtap.spi import Name
+from torchtap.spi import ModulePath, Name
 from torchtap.store.read.results import TensorRef
 from torchtap.viewer.arrays import DERIVED, buckets, encode_json, extremes, keep_points, pack
 from torchtap.viewer.open_run import BLOCK, NumberGrid, OpenRun, Refused
 
-if TYPE_CHECKING:
-    from torchtap.store.read.results import TensorRef
-
 __all__ = [
-    "MapWindow",
-    "SliceWindow",
-    "bands_of",
-    "changes_between",
-    "difference_grid",
-    "entropy_of",
-    "heat_map",
-    "histograms_of",
-    "ranks_at",
-    "ranks_of",
-    "scalars_of",
-    "series_of",
-    "slice_of",
-    "smoothed",
-    "span_of",
-    "tensors_of",
-]
+    "MapWindow", "SliceWindow", "bands_of", "changes_between", "column_of", "entropy_of", "gaps_of",
+    "grid_difference", "heat_map", "histograms_of", "mean_grid", "ranks_at", "ranks_of", "scalars_of",
+    "series_of", "slice_of", "smoothed", "span_of", "tensors_of",
+]  # fmt: skip
 
 
 def series_of(
@@ -56,7 +42,7 @@ def series_of(
     with shown.lock:
         if site not in shown.position:
             raise Refused(f"this run has no site {site!r}", 404)
-        steps, columns = _on_common_steps(shown, site, statistics)
+        steps, columns, there = _on_common_steps(shown, site, statistics)
         total = len(steps)
         inside = np.ones(total, dtype=bool)
         if first_step is not None:
@@ -66,43 +52,52 @@ def series_of(
         steps = steps[inside]
         columns = {key: column[inside] for key, column in columns.items()}
         kept = keep_points(list(columns.values()), max(2, points // max(1, len(columns))))
-        facts = {"site": site, "statistics": list(columns), "total": total, "revision": shown.revision}
+        facts = {"site": site, "statistics": list(columns), "total": total, "gaps": gaps_of(steps)}
+        facts["revision"] = shown.revision
     arrays: dict[str, np.ndarray] = {"steps": steps[kept].astype(np.float64)}
-    for number, column in enumerate(columns.values()):
+    for number, (name, column) in enumerate(columns.items()):
         arrays[f"s{number}"] = column[kept]
+        recorded = there[name][inside][kept]
+        if not recorded.all():
+            arrays[f"t{number}"] = recorded.astype(np.uint8)
     return pack(facts, arrays)
 
 
 def _on_common_steps(
     shown: OpenRun, site: str, statistics: list[str]
-) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[np.float64]]]:
-    """The statistics that the site has, all on the steps that any of them has."""
-    columns: dict[str, npt.NDArray[np.float64]] = {}
-    steps = np.zeros(0, dtype=np.int64)
+) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[np.float64]], dict[str, npt.NDArray[np.bool_]]]:
+    """Return the site's statistics on the union of their steps, and which of the values were recorded."""
+    found: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]] = {}
     for name in dict.fromkeys(statistics):
         if name in shown.statistics[site]:
-            its_steps, values = shown.series(site, name)
+            found[name] = shown.series(site, name)
         elif name in DERIVED and site in shown.grid(name).row:
             grid = shown.grid(name)
-            its_steps, values = grid.steps, grid.values[grid.row[site]].astype(np.float64)
-        else:
-            continue
-        if not columns:
-            steps = its_steps
-        elif not np.array_equal(steps, its_steps):
-            merged = np.union1d(steps, its_steps)
-            columns = {key: _onto(merged, steps, column) for key, column in columns.items()}
-            values, steps = _onto(merged, its_steps, values), merged
-        columns[name] = values
-    return steps, columns
+            row = grid.values[grid.row[site]].astype(np.float64)
+            found[name] = grid.steps[~np.isnan(row)], row[~np.isnan(row)]
+    every = [its for its, _ in found.values()]
+    steps = np.unique(np.concatenate(every)) if every else np.zeros(0, dtype=np.int64)
+    columns, there = {}, {}
+    for name, (its_steps, values) in found.items():
+        at = np.searchsorted(steps, its_steps)
+        columns[name] = np.full(len(steps), np.nan)
+        there[name] = np.zeros(len(steps), dtype=bool)
+        columns[name][at], there[name][at] = values, True
+    return steps, columns, there
 
 
-def _onto(
-    wanted: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    spread = np.full(len(wanted), np.nan)
-    spread[np.searchsorted(wanted, steps)] = values
-    return spread
+def gaps_of(steps: npt.NDArray[np.int64], most: int = 200) -> list[list[int]]:
+    """Return the pairs of neighbouring steps between which records are missing.
+
+    A gap is more than three times as long as the distances on both of its sides, so that a schedule that becomes
+    sparser is none.
+    """
+    if len(steps) < 4:
+        return []
+    away = np.diff(steps)
+    before, after = np.r_[away[1], away[:-1]], np.r_[away[1:], away[-2]]
+    at = np.flatnonzero(away > 3 * np.maximum(before, after))[:most]
+    return [[int(steps[i]), int(steps[i + 1])] for i in at]
 
 
 def scalars_of(
@@ -127,7 +122,8 @@ def scalars_of(
     }
     if smooth > 0:
         arrays["smooth"] = columns[1][kept]
-    return pack({"site": site, "total": len(steps), "revision": revision}, arrays)
+    facts = {"site": site, "total": len(steps), "gaps": gaps_of(steps), "revision": revision}
+    return pack(facts, arrays)
 
 
 def smoothed(values: npt.NDArray[np.float64], weight: float) -> npt.NDArray[np.float64]:
@@ -263,6 +259,7 @@ class MapWindow:
     rows: int = 700
     columns: int = 1200
     fold: int | None = None  # one row for each module of this depth
+    leaves: bool = True  # False: one row for a cache or another large structure of leaves
 
     def span(self, steps: npt.NDArray[np.int64]) -> slice:
         """Return the recorded steps that lie in the window."""
@@ -318,21 +315,39 @@ def _greatest(plane: npt.NDArray[np.float32]) -> float:
 Bands = list[list[int]]  # for each row of the whole map, the rows of the grid that it stands for
 
 
-def bands_of(grid: NumberGrid, window: MapWindow) -> tuple[Bands, list[str] | None]:
-    """The rows of the whole map, and what they are called where a row is more than a site."""
+_FEW_LEAVES = 6
+
+
+def bands_of(grid: NumberGrid, window: MapWindow) -> tuple[Bands, list[str | None] | None]:
+    """Return the rows of the whole map, and the name of each that is more than a site (None: the site's own)."""
     rows = [
         row
         for row, site in enumerate(grid.sites)
         if (not window.kind or Name.read(site).kind == window.kind)
         and (not window.under or _inside(site, window.under))
     ]
-    if window.fold is None:
+    if window.fold is None and window.leaves:
         return [[row] for row in rows], None
     folded: dict[str, list[int]] = {}
     for row in rows:
         parts = Name.read(grid.sites[row]).module.parts
-        folded.setdefault(".".join(parts[: window.fold]), []).append(row)
-    return list(folded.values()), list(folded)
+        key = _structure(grid.sites[row]) if window.fold is None else ".".join(parts[: window.fold])
+        folded.setdefault(key, []).append(row)
+    if window.fold is not None:
+        return list(folded.values()), list(folded)
+    bands: Bands = []
+    names: list[str | None] = []
+    for key, band in folded.items():
+        large = len(band) > _FEW_LEAVES
+        bands += [band] if large else [[row] for row in band]
+        names += [f"{key}.* ({len(band)})"] if large else [None] * len(band)
+    return bands, names if any(names) else None
+
+
+def _structure(site: str) -> str:
+    """Return what a leaf is part of: the site's name up to the first component of its leaf."""
+    name = Name.read(site)
+    return str(name._replace(leaf="".join(ModulePath(name.leaf).parts[:1]), call=0))
 
 
 def _planes(
@@ -369,8 +384,23 @@ def _cells(
         if not there.all():
             low, high, steps = low[:, there], high[:, there], steps[there]
             count = len(steps)
+    low, high, steps = _with_gaps(low, high, steps)
     low, high, row_starts, columns = extremes(low, window.rows, window.columns, highs=high)
     return low, high, row_starts, steps[columns], count
+
+
+def _with_gaps(
+    low: npt.NDArray[np.float32], high: npt.NDArray[np.float32], steps: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Insert columns without a value where records are missing; at most a tenth of the columns for each gap."""
+    for first, last in reversed(gaps_of(steps, 20)):
+        at = int(np.searchsorted(steps, last))
+        usual = max(1, int(np.median(np.diff(steps))))
+        missing = max(1, min((last - first) // usual - 1, 1 + len(steps) // 10))
+        between = np.linspace(first, last, missing + 2)[1:-1].round().astype(steps.dtype)
+        low, high = (np.insert(plane, [at] * missing, np.nan, axis=1) for plane in (low, high))
+        steps = np.insert(steps, [at] * missing, between)
+    return low, high, steps
 
 
 def heat_map(shown: OpenRun, window: MapWindow, grid: NumberGrid | None = None) -> bytes:
@@ -432,16 +462,16 @@ def _recorded_columns(
     A statistic of nothing but NaN is NaN as well; the number of NaNs distinguishes it from a step without a record.
     """
     there = _any_value(part)
-    counted = None if there.all() else _heatmap_counted(shown)
+    counted = None if there.all() else _grid_or_none(shown, "nans")
     if counted is not None and grid is not counted and np.array_equal(grid.steps, counted.steps):
         same = [counted.row[site] for row in rows if (site := grid.sites[row]) in counted.row]
         there |= _any_value(counted.values[_as_slice(same), window])
     return there
 
 
-def _heatmap_counted(shown: OpenRun) -> NumberGrid | None:
+def _grid_or_none(shown: OpenRun, statistic: str) -> NumberGrid | None:
     try:
-        return shown.grid("nans")
+        return shown.grid(statistic)
     except Refused:
         return None
 
@@ -687,20 +717,35 @@ def _relative(
         return np.where(target == reference, 0.0, (target - reference) / np.abs(reference))
 
 
-def difference_grid(target: OpenRun, reference: OpenRun, statistic: str, *, relative: bool) -> NumberGrid:
-    """``target`` minus ``reference`` at the sites and steps that both have."""
-    mine, other = target.grid(statistic), reference.grid(statistic)
-    sites = [site for site in mine.sites if site in other.row]
-    if not sites:
-        raise Refused("the two runs have no site in common with this statistic", 404)
-    steps, left, right = np.intersect1d(mine.steps, other.steps, assume_unique=True, return_indices=True)
-    if not len(steps):
-        raise Refused("the two runs have no step in common", 404)
-    a = mine.values[[mine.row[site] for site in sites]][:, left]
-    b = other.values[[other.row[site] for site in sites]][:, right]
+def grid_difference(mine: NumberGrid, other: NumberGrid, *, relative: bool) -> NumberGrid:
+    """Return ``mine`` minus ``other`` at the sites and steps that both have."""
+    sites, steps, (a, b) = _shared([mine, other])
     with np.errstate(invalid="ignore"):
         values = _relative(a, b) if relative else a - b
     return NumberGrid(sites, steps, values.astype(np.float32))
+
+
+def mean_grid(grids: Sequence[NumberGrid]) -> NumberGrid:
+    """Return the mean over runs at the sites and steps that all of them have; NaN if one of them is NaN there."""
+    sites, steps, values = _shared(grids)
+    return NumberGrid(sites, steps, np.mean(values, axis=0, dtype=np.float32))
+
+
+def _shared(
+    grids: Sequence[NumberGrid],
+) -> tuple[list[str], npt.NDArray[np.int64], list[npt.NDArray[np.float32]]]:
+    """Return the sites and steps that all grids have, and each grid's values there."""
+    sites = [site for site in grids[0].sites if all(site in grid.row for grid in grids[1:])]
+    if not sites:
+        raise Refused("the runs have no site in common with this statistic", 404)
+    steps = reduce(np.intersect1d, [grid.steps for grid in grids])
+    if not len(steps):
+        raise Refused("the runs have no step in common", 404)
+    parts = []
+    for grid in grids:
+        rows, columns = [grid.row[site] for site in sites], np.searchsorted(grid.steps, steps)
+        parts.append(grid.values[rows][:, columns])
+    return sites, steps, parts
 
 
 def changes_between(
@@ -709,14 +754,14 @@ def changes_between(
     """One statistic of every site at step ``first`` of one run and step ``second`` of the other.
 
     A step that a site was not recorded at stands for the last one before it that was. Arrays: before, after,
-    difference, relative, and the steps that the numbers are of.
+    difference, relative, the steps that the numbers are of, and how many values of each were not finite.
     """
     mine, other = before.grid(statistic), after.grid(statistic)
     sites = [site for site in mine.sites if site in other.row and (not kind or Name.read(site).kind == kind)]
     if not sites:
         raise Refused("no site has this statistic in both", 404)
-    a, a_steps = _at(mine, sites, first)
-    b, b_steps = _at(other, sites, second)
+    a, a_steps, a_bad = _at(before, statistic, sites, first)
+    b, b_steps, b_bad = _at(after, statistic, sites, second)
     with np.errstate(invalid="ignore"):
         difference, relative = b - a, _relative(b, a)
     return pack(
@@ -728,23 +773,46 @@ def changes_between(
             "relative": relative.astype(np.float64),
             "beforeSteps": a_steps,
             "afterSteps": b_steps,
+            "beforeBad": a_bad,
+            "afterBad": b_bad,
         },
     )
 
 
 def _at(
-    grid: NumberGrid, sites: list[str], step: int | None
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Each site's newest value up to ``step`` (None: the last), and the step that it is of."""
+    shown: OpenRun, statistic: str, sites: list[str], step: int | None
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return each site's newest record up to ``step`` (None: the last), its step, and how many NaNs and infs it had.
+
+    A recorded NaN is the newest record; a site without any record has NaN as its step.
+    """
+    with shown.lock:
+        grid, there = shown.grid(statistic), shown.recorded(statistic)
+        bad = _grid_or_none(shown, "nonfinite")
     end = len(grid.steps) if step is None else int(np.searchsorted(grid.steps, step, side="right"))
-    values = np.full(len(sites), np.nan)
-    steps = np.full(len(sites), np.nan)
+    values, steps, counts = (np.full(len(sites), np.nan) for _ in range(3))
     for number, site in enumerate(sites):
-        row = grid.values[grid.row[site], :end]
-        there = np.flatnonzero(~np.isnan(row))
-        if len(there):
-            values[number], steps[number] = row[there[-1]], grid.steps[there[-1]]
-    return values, steps
+        row = grid.row[site]
+        recorded = np.flatnonzero(there[row, :end])
+        if not len(recorded):
+            continue
+        at = recorded[-1]
+        values[number], steps[number] = grid.values[row, at], grid.steps[at]
+        if bad is not None and site in bad.row and np.array_equal(bad.steps, grid.steps):
+            counts[number] = bad.values[bad.row[site], at]
+    return values, steps, counts
+
+
+def column_of(shown: OpenRun, statistic: str, kind: str, step: int | None) -> bytes:
+    """One statistic of every site at one step: arrays values, steps (of the records) and bad, as `changes_between`."""
+    sites = [site for site in _sites_with(shown, statistic, kind) if site in shown.grid(statistic).row][
+        :_MOST_SITES
+    ]
+    if not sites:
+        raise Refused("no site of this kind has this statistic", 404)
+    values, steps, bad = _at(shown, statistic, sites, step)
+    facts = {"statistic": statistic, "sites": sites, "revision": shown.revision}
+    return pack(facts, {"values": values, "steps": steps, "bad": bad})
 
 
 _MOST = 4096  # ranks
@@ -755,7 +823,10 @@ _NUMBERS = 2_000_000  # of a map of a step
 
 
 def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> bytes:
-    """Array low and high: ranks × steps, NaN where a rank recorded nothing; of many ranks, neighbours share a row."""
+    """Arrays low and high of the finite values, there and bad (not finite): ranks × steps.
+
+    Of many ranks, neighbours share a row.
+    """
     with shown.lock:
         ranks = _ranks(shown)
         found = {}
@@ -768,20 +839,20 @@ def ranks_of(shown: OpenRun, site: str, statistic: str, columns: int = 600) -> b
         raise Refused(f"no rank has the statistic {statistic!r} of {site!r}", 404)
     steps = np.unique(np.concatenate([series.steps for series in found.values()]))
     values = np.full((len(ranks), len(steps)), np.nan)
+    recorded = np.zeros_like(values)
     for row, rank in enumerate(ranks):
         if rank in found:
-            values[row, np.searchsorted(steps, found[rank].steps)] = found[rank].values
+            at = np.searchsorted(steps, found[rank].steps)
+            values[row, at], recorded[row, at] = found[rank].values, 1
     rows = min(len(ranks), _ROWS)
-    low, high, first, starts = extremes(values, rows, min(columns, _CELLS // rows))
+    across = min(columns, _CELLS // rows)
+    low, high, first, starts = extremes(np.where(np.isfinite(values), values, np.nan), rows, across)
+    there = extremes(recorded, rows, across)[1]
+    bad = extremes(recorded * ~np.isfinite(values), rows, across)[1]
     shown_ranks = [ranks[row] for row in first.tolist()]
-    facts = {
-        "site": site,
-        "statistic": statistic,
-        "ranks": shown_ranks,
-        "total": len(steps),
-        "revision": revision,
-    }
-    return pack(facts, {"low": low, "high": high, "steps": steps[starts].astype(np.float64)})
+    facts = {"site": site, "ranks": shown_ranks, "total": len(steps), "revision": revision}
+    masks = {"there": there.astype(np.uint8), "bad": bad.astype(np.uint8)}
+    return pack(facts, {"low": low, "high": high, **masks, "steps": steps[starts].astype(np.float64)})
 
 
 def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> bytes:
@@ -798,16 +869,26 @@ def ranks_at(shown: OpenRun, statistic: str, kind: str, step: int | None) -> byt
             raise Refused("no site of this kind has this statistic", 404)
         at = int(steps[-1]) if step is None else step
         columns = [_column(_rank(shown, rank), statistic, sites, at) for rank in ranks]
+        expected = _expected_ranks(shown.run)
         facts = {
             "statistic": statistic,
             "step": at,
             "ranks": ranks,
+            "absent": [rank for rank in range(min(expected, _MOST)) if rank not in set(ranks)],
             "statuses": [str(shown.run.statuses.get(rank, "")) for rank in ranks],
             "sites": [browser_text(site) for site in sites],
             "shares": [_share(shown.run, site) for site in sites],
             "revision": shown.revision,
         }
-    return pack(facts, {"values": np.stack(columns, axis=1)})
+    values, there = (np.stack([column[part] for column in columns], axis=1) for part in (0, 1))
+    return pack(facts, {"values": values, "there": there.astype(np.uint8)})
+
+
+def _expected_ranks(run: Run) -> int:
+    """Return the number of ranks that the launch had, as far as the run knows it."""
+    world = run.manifest.get("world")
+    size = world.get("size") if isinstance(world, Mapping) else world
+    return size if isinstance(size, int) else 0
 
 
 def _sites_with(shown: OpenRun, statistic: str, kind: str) -> list[str]:
@@ -816,15 +897,21 @@ def _sites_with(shown: OpenRun, statistic: str, kind: str) -> list[str]:
     return [site for site in found if Name.read(site).kind == kind] if kind else found
 
 
-def _column(run: Run, statistic: str, sites: list[str], step: int) -> npt.NDArray[np.float64]:
-    """A statistic of these sites at a step, as one rank recorded it; NaN where it has nothing."""
-    values = np.full(len(sites), np.nan)
+def _column(
+    run: Run, statistic: str, sites: list[str], step: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Return a statistic of these sites at a step as one rank recorded it, and which of them it recorded."""
+    values, recorded = np.full(len(sites), np.nan), np.zeros(len(sites), dtype=bool)
     there = set(run.sites())
-    rows = [row for row, site in enumerate(sites) if site in there]
+    rows = [row for row, site in enumerate(sites) if site in there and statistic in run.statistics(site)]
     if rows:
         chosen = [sites[row] for row in rows]
         values[rows] = run.matrix(statistic, chosen, [step], partial=True).values[:, 0]
-    return values
+        recorded[rows] = ~np.isnan(values[rows])
+    for row in rows:
+        if not recorded[row]:  # a NaN that was recorded, or nothing
+            recorded[row] = step in run.series(sites[row], statistic, partial=True).steps
+    return values, recorded
 
 
 def _ranks(shown: OpenRun) -> list[int]:

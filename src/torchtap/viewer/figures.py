@@ -7,10 +7,12 @@ originates in a file is escaped. `picture_of` chooses sites and statistic for fi
 from __future__ import annotations
 
 import fnmatch
+import io
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -25,20 +27,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from torchtap import Run
+    from torchtap.diagnosis.finding import Finding, Findings
 
 __all__ = [
-    "Picture",
-    "comparison_html",
-    "map_svg",
-    "matching_sites",
-    "picture_of",
-    "plot",
-    "run_html",
-    "seen_html",
-    "series_svg",
-    "site_html",
-    "usual_statistic",
-]
+    "Picture", "comparison_html", "findings_html", "map_svg", "matching_sites", "picture_of", "plot",
+    "run_html", "seen_html", "series_svg", "usual_statistic",
+]  # fmt: skip
 
 
 _USUAL = ("rms", "std", "l2", "absmax", "mean")
@@ -136,7 +130,7 @@ def plot(
     ``sites``, all of ``kind``; ``log`` is chosen by the statistic unless given.
     """
     with needing("matplotlib", "plot", who="plot"):
-        from matplotlib.figure import Figure
+        figure = _shown_figure()(figsize=size, layout="constrained")
     if isinstance(run, (str, os.PathLike)):
         from torchtap import open as open_run
 
@@ -145,7 +139,6 @@ def plot(
     if log is None:
         log = picture.statistic not in _LINEAR
     log = log and bool((picture.values > 0).any())
-    figure: Figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     if len(picture.sites) <= _MOST_LINES:
         _lines(axes, picture, log)
@@ -155,6 +148,22 @@ def plot(
     return figure
 
 
+@cache
+def _shown_figure() -> type[Figure]:
+    """Return a figure class that notebooks show as a picture without ``%matplotlib inline``."""
+    from matplotlib.figure import Figure
+
+    class ShownFigure(Figure):
+        """A matplotlib figure that is a picture at the end of a notebook's cell."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png", dpi=100)
+            return file.getvalue()
+
+    return ShownFigure
+
+
 def _label(name: str) -> str:
     """A name as matplotlib draws it: dollars begin formulas, and an underscore in front hides a line."""
     text = shown(name, 120).replace("$", r"\$")
@@ -162,9 +171,17 @@ def _label(name: str) -> str:
 
 
 def _lines(axes: Any, picture: Picture, log: bool) -> None:
-    for site, values in zip(picture.sites, picture.values, strict=True):
-        there = np.isfinite(values)
-        axes.plot(picture.steps[there], values[there], label=_label(site), linewidth=1.4)
+    for site, values, broken in zip(picture.sites, picture.values, picture.broken, strict=True):
+        there = (
+            np.isfinite(values) | broken
+        )  # a line has a gap at a NaN, not at a step that it has no record of
+        shown = np.where(broken, np.nan, values)
+        (line,) = axes.plot(picture.steps[there], shown[there], label=_label(site), linewidth=1.4)
+        if broken.any():
+            edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "linestyle": ""}
+            label = f"{_label(site)}: NaN or inf"
+            at = picture.steps[broken]
+            axes.plot(at, np.zeros(len(at)), marker="x", color=line.get_color(), label=label, **edge)
     if log:
         axes.set_yscale("log")
     axes.set_ylabel(_label(picture.statistic))
@@ -175,7 +192,7 @@ def _lines(axes: Any, picture: Picture, log: bool) -> None:
 def _map(figure: Any, axes: Any, picture: Picture, log: bool) -> None:
     from matplotlib.colors import ListedColormap, LogNorm, Normalize, to_rgb
 
-    colours = ListedColormap(np.array(sequential()) / 255.0).with_extremes(bad=(*to_rgb(NOT_FINITE), 0.25))
+    colours = ListedColormap(np.array(sequential()) / 255.0).with_extremes(bad="#e6e9ee")
     values = np.ma.masked_invalid(picture.values)
     finite = values.compressed()
     if log:
@@ -186,6 +203,11 @@ def _map(figure: Any, axes: Any, picture: Picture, log: bool) -> None:
         values = np.ma.maximum(values, low / 10)  # an exact zero is less than anything on the scale
     ends = (picture.steps[0] - 0.5, picture.steps[-1] + 0.5, len(picture.sites) - 0.5, -0.5)
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, norm=scale, extent=ends)
+    if picture.broken.any():
+        red = ListedColormap([to_rgb(NOT_FINITE)])
+        bad = np.ma.masked_equal(picture.broken, False)
+        axes.imshow(bad, aspect="auto", interpolation="nearest", cmap=red, extent=ends)
+        axes.set_title("red: NaN or inf, grey: not recorded", fontsize="small", loc="left")
     shown_rows = np.unique(
         np.linspace(0, len(picture.sites) - 1, min(_MOST_NAMES, len(picture.sites))).astype(int)
     )
@@ -217,28 +239,27 @@ def run_html(run: Run) -> str:
 def _findings(run: Run) -> list[str]:
     from torchtap.diagnosis.diagnose import diagnose
 
-    shown = []
-    for finding in diagnose(run)[:6]:
-        colour = NOT_FINITE if finding.severity == "error" else "#b7791f"
-        style = f"border-left:3px solid {colour};padding-left:8px;margin:3px 0"
-        shown.append(f"<div style='{style}'>{in_html(finding.message)}</div>")
-    return shown
+    return [_finding(finding, short=True) for finding in diagnose(run)[:6]]
 
 
-def site_html(run: Run, site: str) -> str:
-    """Draw one site: a line for each statistic that measures its size."""
-    names = run.statistics(site)
-    wanted = [name for name in ("mean", "std", "absmax", "l2", "zeros", "value") if name in names] or list(
-        names
-    )[:4]
-    rows = []
-    for name in wanted:
-        series = run.series(site, name)
-        last = f"{series.values[-1]:.4g}" if len(series.values) else ""
-        rows.append(
-            f"<tr><td>{in_html(name)}</td><td>{series_svg(series.values)}</td><td>{in_html(last)}</td></tr>"
-        )
-    return f"<div style='{_STYLE}'><b>{in_html(site)}</b><table>{''.join(rows)}</table></div>"
+def _finding(finding: Finding, *, short: bool) -> str:
+    colour = {"error": NOT_FINITE, "warning": "#b7791f"}.get(finding.severity, "#2b7bd6")
+    style = f"border-left:3px solid {colour};padding-left:8px;margin:3px 0"
+    if short:
+        return f"<div style='{style}'>{in_html(finding.message)}</div>"
+    where = "" if finding.step is None else f" <span style='{_DIM}'>step {finding.step:,}</span>"
+    lines = [f"<b>{in_html(finding.kind)}</b>{where}", in_html(finding.message)]
+    lines += [f"<span style='{_DIM}'>perhaps: {in_html(cause)}</span>" for cause in finding.causes[:3]]
+    lines.append(f"<span style='{_DIM}'>{in_html(finding.advice)}</span>")
+    return f"<div style='{style};margin:8px 0'>{''.join(f'<div>{line}</div>' for line in lines)}</div>"
+
+
+def findings_html(findings: Findings, *, most: int = 20) -> str:
+    """Draw findings: each with its message, causes and advice, then what was judged."""
+    parts = [_finding(finding, short=False) for finding in findings[:most]]
+    more = f"<div style='{_DIM}'>{len(findings) - most} more</div>" if len(findings) > most else ""
+    summary = f"<div>{in_html(findings.summary())}</div>"
+    return f"<div style='{_STYLE}'>{''.join(parts)}{more}{summary}</div>"
 
 
 def seen_html(seen: Mapping[str, Any], *, most: int = 60) -> str:
@@ -246,23 +267,32 @@ def seen_html(seen: Mapping[str, Any], *, most: int = 60) -> str:
     rows = []
     for name in list(seen)[:most]:
         value = seen[name]
-        shape = getattr(value, "shape", None)
-        if shape is None:
-            cells = (
-                "",
-                "",
-                in_html(", ".join(map(str, value)) if isinstance(value, Mapping) else str(value)[:80]),
-            )
-        else:
-            finite = value.detach().float().abs() if hasattr(value, "detach") else np.abs(value)
-            top = float(finite.max()) if math.prod(shape) else 0.0
-            dtype = str(value.dtype).removeprefix("torch.")
-            cells = ("×".join(map(str, shape)) or "scalar", dtype, f"largest magnitude {top:.4g}")
+        cells = _cells_of(value)
         rows.append(
             f"<tr><td><code>{in_html(name)}</code></td>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
         )
     more = f"<div style='{_DIM}'>{len(seen) - most} more</div>" if len(seen) > most else ""
     return f"<div style='{_STYLE}'><b>{len(seen)} sites</b><table>{''.join(rows)}</table>{more}</div>"
+
+
+def _cells_of(value: Any) -> tuple[str, str, str]:
+    """Return shape, dtype and size of a captured value; what is not finite is counted."""
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return "", "", in_html(", ".join(map(str, value)) if isinstance(value, Mapping) else str(value)[:80])
+    numbers = value.detach().double().abs().cpu().numpy() if hasattr(value, "detach") else np.abs(value)
+    finite = numbers[np.isfinite(numbers)]
+    top = f"largest magnitude {_number(float(finite.max()))}" if len(finite) else "no finite value"
+    lost = numbers.size - len(finite)
+    bad = f" <span style='color:{NOT_FINITE}'>{lost:,} NaN or inf</span>" if lost else ""
+    text = top + bad if numbers.size else "empty"
+    return "×".join(map(str, shape)) or "scalar", str(value.dtype).removeprefix("torch."), text
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return f"{value:.4g}"
+    return "NaN" if math.isnan(value) else "inf" if value > 0 else "−inf"
 
 
 def comparison_html(comparison: Any) -> str:
@@ -290,13 +320,18 @@ def series_svg(
     """A series as a small line that keeps every extreme."""
     numbers = np.asarray(values, dtype=np.float64).reshape(1, -1)
     count = numbers.shape[1]
+    bad = [2 + (at + 0.5) * (width - 4) / count for at in np.flatnonzero(~np.isfinite(numbers[0]))[:2000]]
+    red = "".join(
+        f"<rect x='{x - 1:.1f}' y='{height - 6}' width='2' height='6' fill='{NOT_FINITE}'/>" for x in bad
+    )
+    numbers = np.where(np.isfinite(numbers), numbers, np.nan)
     low, high, _, _ = extremes(numbers, 1, max(1, width // 2))
     ends = np.stack([low[0], high[0]]).astype(np.float64)
     if log:
         ends = np.log10(np.where(ends > 0, ends, np.nan))
     finite = ends[np.isfinite(ends)]
     if not len(finite):
-        return f"<svg width='{width}' height='{height}' role='img'></svg>"
+        return f"<svg width='{width}' height='{height}' role='img' aria-label='no finite value'>{red}</svg>"
     least, most = float(finite.min()), float(finite.max())
     span = most - least or 1.0
     columns = ends.shape[1]
@@ -311,7 +346,7 @@ def series_svg(
     if mark is not None and count:
         x = 2 + (mark + 0.5) * (width - 4) / count
         flag = f"<line x1='{x:.1f}' x2='{x:.1f}' y1='0' y2='{height}' stroke='{NOT_FINITE}' stroke-dasharray='4 3'/>"
-    return f"<svg width='{width}' height='{height}' role='img' aria-label='series'>{line}{flag}</svg>"
+    return f"<svg width='{width}' height='{height}' role='img' aria-label='series'>{line}{red}{flag}</svg>"
 
 
 def map_svg(

@@ -24,7 +24,7 @@ from torchtap.viewer.arrays import DERIVED, EMPTY_SUMS, block_extremes, derive, 
 
 if TYPE_CHECKING:
     from torchtap import Run
-    from torchtap.diagnosis.finding import Finding
+    from torchtap.diagnosis.finding import Findings
 
 __all__ = ["BLOCK", "NumberGrid", "OpenRun", "Refused"]
 
@@ -84,7 +84,7 @@ class OpenRun:
         self._grids: OrderedDict[str, tuple[int, NumberGrid]] = OrderedDict()
         self._tensors: OrderedDict[tuple[str, int | None, str], np.ndarray] = OrderedDict()
         self._remembered: dict[tuple[str, ...], Any] = {}
-        self._findings: tuple[int, list[Finding]] | None = None
+        self._findings: tuple[int, Findings] | None = None
         self._phases: dict[str, OpenRun] = {}
 
     def _state(self) -> tuple[int, int, str, int]:
@@ -145,6 +145,21 @@ class OpenRun:
             ):
                 self._grids.popitem(last=False)
             return fresh
+
+    def recorded(self, statistic: str) -> npt.NDArray[np.bool_]:
+        """Return which cells of `grid` were recorded: a NaN is a recorded number, or a step without a record."""
+        grid = self.grid(statistic)
+        return self.remember(("recorded", statistic), lambda: self._recorded_cells(grid, statistic))
+
+    def _recorded_cells(self, grid: NumberGrid, statistic: str) -> npt.NDArray[np.bool_]:
+        there = ~np.isnan(grid.values)
+        for row in np.flatnonzero(~there.all(axis=1)).tolist():
+            site = grid.sites[row]
+            if statistic in self.statistics[site]:
+                steps = np.asarray(self.run.series(site, statistic, partial=True).steps)
+                at = np.searchsorted(grid.steps, steps)
+                there[row, at[at < len(grid.steps)]] = True
+        return there
 
     def _read(self, statistic: str, known: NumberGrid | None) -> NumberGrid:
         sites = [site for site in self.sites if statistic in self.statistics[site]]
@@ -256,7 +271,7 @@ class OpenRun:
                 self._tensors.popitem(last=False)
             return value
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> Findings:
         """Diagnose the present state of the run."""
         from torchtap import open as open_run
         from torchtap.diagnosis.diagnose import diagnose

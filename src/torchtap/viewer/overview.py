@@ -40,7 +40,7 @@ def list_runs(catalog: Catalog, since: int = 0, *, managed: bool = False) -> byt
             "runs": [entry.card.line() for entry in entries if entry.tick > since],
             "comparison": catalog.comparison is not None,
             "managed": managed and bool(catalog.shelf.folders),
-            "folder": bool(catalog.shelf.folders),
+            "folder": bool(catalog.shelf.folders or catalog.shelf.stores),
         }
     )
 
@@ -141,7 +141,8 @@ def findings_of(catalog: Catalog, name: str) -> bytes:
             entry["sites"] = entry["sites"][:200]
             for number in entry["evidence"]:
                 number["points"] = _points(shown, number["site"], number["statistic"])
-        return encode_json({"findings": listed, "marks": marks, "revision": shown.revision})
+        facts = {"verdict": found.verdict, "summary": found.summary(), "revision": shown.revision}
+        return encode_json({"findings": listed, "marks": marks, **facts})
 
 
 def _points(shown: OpenRun, site: str, statistic: str) -> list[float | None]:

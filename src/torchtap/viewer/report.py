@@ -22,6 +22,7 @@ from typing import final
 from urllib.parse import urlencode
 
 from torchtap.errors import TorchtapError
+from torchtap.progress import Listener, showing, tracked
 from torchtap.sanitize import browser_text, in_html
 from torchtap.spi import Name
 from torchtap.viewer.figures import matching_sites
@@ -94,36 +95,44 @@ def write_report(
     sites: Sequence[str] = (),
     title: str | None = None,
     rank: int | None = None,
+    progress: bool | Listener | None = None,
 ) -> Report:
     """Write a report about ``runs`` to ``path``.
 
     ``sites`` are names or patterns of those that get a page of their own; without any, those that something
-    was found at come first, then all others as far as there is room. ``rank`` shows one rank's recording alone.
+    was found at come first, then all others as far as there is room. ``rank`` shows one rank's recording alone. With
+    ``progress=True`` a bar is shown.
     """
+    with showing(progress):
+        return _write_report(runs, Path(path), sites, title, rank)
+
+
+def _write_report(
+    runs: Sequence[str | Path], target: Path, sites: Sequence[str], title: str | None, rank: int | None
+) -> Report:
     catalog = Catalog.open(runs, rank=rank)
     while catalog.survey():
         pass
     archive = _Archive(catalog)
-    archive.add("runs", {})
     inside: list[str] = []
     left_out: list[str] = []
     names = catalog.names()
     for name in names:
         _add_logged(archive, catalog[name])  # first: they are small, and everybody looks at them
-    for name in names:
+    for name in tracked(names, "drawing maps"):
         _add_overview(archive, catalog[name])
+    archive.add("runs", {})  # after the findings, so that the table has them
     for name in names[1:_COMPARED]:
         archive.add("comparison", {"a": browser_text(names[0]), "b": browser_text(name)})
     for name in names:
         shown = catalog[name]
-        for site in _wanted(shown, sites):
+        for site in tracked(_wanted(shown, sites), "drawing sites"):
             if archive.size > _BUDGET:
                 left_out.append(site)
                 continue
             _add_site(archive, shown, site)
             inside.append(site)
     page = _page(archive.encode(), title or ", ".join(names[:6]))
-    target = Path(path)
     target.write_bytes(page)
     return Report(target, len(page), tuple(inside), tuple(left_out))
 

@@ -13,8 +13,10 @@ Not here: reading one run (`open_run`), access control (`server`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 import secrets
 import threading
 import time
@@ -25,10 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtap.errors import RunNotFoundError, TorchtapError
 from torchtap.sanitize import browser_text
-from torchtap.store.files.folder import LocalFolder
+from torchtap.store.files.folder import folder_of
 from torchtap.store.files.layout import parse_rank
 from torchtap.store.format.checksum import load_json
 from torchtap.store.read.lookup import in_order
@@ -39,22 +42,14 @@ if TYPE_CHECKING:
     from torchtap import Run
 
 __all__ = [
-    "NOTES",
-    "Card",
-    "Catalog",
-    "FoundRun",
-    "Shelf",
-    "card_of",
-    "folder_signature",
-    "loss_site",
-    "phases_of",
-    "read_notes",
-    "short_text",
-]
+    "NOTES", "Card", "Catalog", "FoundRun", "Shelf", "better", "card_of", "folder_signature", "is_run",
+    "loss_site", "phases_of", "read_notes", "short_text",
+]  # fmt: skip
 
 
 _DEPTH = 6
 _MOST = 20_000
+_REMOTE = 30.0  # seconds between two looks at an object store
 
 
 @final
@@ -67,7 +62,8 @@ class FoundRun:
     root: Path | None
 
 
-def _is_run(names: Sequence[str]) -> bool:
+def is_run(names: Sequence[str]) -> bool:
+    """Return True if a folder with these names in it is a run."""
     return any(parse_rank(name) is not None for name in names)
 
 
@@ -78,7 +74,7 @@ def _below(folder: Path, depth: int = 0) -> Iterator[Path]:
             inner = [entry.name for entry in listed if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return
-    if _is_run(inner):
+    if is_run(inner):
         yield folder
     elif depth < _DEPTH:
         for name in sorted(inner):
@@ -86,9 +82,19 @@ def _below(folder: Path, depth: int = 0) -> Iterator[Path]:
                 yield from _below(folder / name, depth + 1)
 
 
+def _below_remote(address: str, depth: int = 0) -> Iterator[str]:
+    """Yield the addresses of runs below a folder of an object store."""
+    names = folder_of(address).names()
+    if is_run(names):
+        yield address
+    elif depth < _DEPTH:
+        for name in sorted(name for name in names if not name.startswith(".")):
+            yield from _below_remote(f"{address}/{name}", depth + 1)
+
+
 @final
 class Shelf:
-    """The paths that were given, and what is found there now."""
+    """The paths that were given, and what is found there now. Object stores are listed every `_REMOTE` seconds."""
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         self._given = [os.fspath(path) for path in paths]
@@ -96,10 +102,23 @@ class Shelf:
             if "://" not in path and not os.path.isdir(path):
                 raise RunNotFoundError(f"there is no run and no folder of runs at {path}")
         self.folders = [Path(path).resolve() for path in self._given if self._is_folder(path)]
+        self._listed: dict[str, tuple[float, list[str]]] = {}
+        self.stores = [
+            path for path in self._given if "://" in path and self._remote(path) != [path.rstrip("/")]
+        ]
 
     @staticmethod
     def _is_folder(path: str) -> bool:
-        return "://" not in path and os.path.isdir(path) and not _is_run(os.listdir(path))
+        return "://" not in path and os.path.isdir(path) and not is_run(os.listdir(path))
+
+    def _remote(self, address: str) -> list[str]:
+        when, found = self._listed.get(address, (-math.inf, []))
+        if time.monotonic() - when > _REMOTE:
+            found = list(itertools.islice(_below_remote(address.rstrip("/")), _MOST))
+            self._listed[address] = (time.monotonic(), found)
+            if not found and when == -math.inf:
+                raise RunNotFoundError(f"there is no run and no folder of runs at {address}")
+        return found
 
     def look(self) -> list[FoundRun]:
         """Every run that is there now: those that were named, and those in the folders."""
@@ -107,14 +126,18 @@ class Shelf:
         found: list[FoundRun] = []
         for path in self._given:
             if "://" in path:
-                alone.append(path)
+                if path not in self.stores:
+                    alone.append(path)
+                else:  # a name is the address below the given one
+                    start = path.rstrip("/")
+                    found += [FoundRun(run[len(start) + 1 :], run, Path(start)) for run in self._remote(path)]
                 continue
             place = Path(path).resolve()
             if place in self.folders:
                 for run in _below(place):
                     name = place.name if run == place else run.relative_to(place).as_posix()
                     found.append(FoundRun(name, str(run), None if run == place else place))
-            elif place.is_dir() and _is_run(os.listdir(place)):
+            elif place.is_dir() and is_run(os.listdir(place)):
                 alone.append(path)
         named = [FoundRun(name, path, None) for name, path in zip(_short_names(alone), alone, strict=True)]
         return _told_apart([*named, *found])[:_MOST]
@@ -155,6 +178,7 @@ _LABELS = 60
 _SPARK = 40
 _LOGGED = 200
 _PHASES = 8
+_NUMBERS = 4_000_000  # logged numbers of a run that are read at once
 
 
 def short_text(value: object, most: int = _TEXT) -> str:
@@ -180,6 +204,8 @@ class Card:
     logged: list[str] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
     loss: dict[str, Any] | None = None
+    values: dict[str, list[float | str | None]] = field(default_factory=dict)  # last, best, least, greatest
+    seconds: float | None = None
     labels: dict[str, Any] = field(default_factory=dict)
     tags: list[str] = field(default_factory=list)
     archived: bool = False
@@ -197,6 +223,7 @@ def card_of(name: str, path: str, run: Run) -> Card:
     """The card of a run that is open."""
     steps = run.steps()
     tags, archived = read_notes(path)
+    logged = _logged(run)
     return Card(
         name,
         known=True,
@@ -210,7 +237,9 @@ def card_of(name: str, path: str, run: Run) -> Card:
         ranks=len(run.ranks),
         logged=[site for site in run.sites() if site.startswith(":value.")][:_LOGGED],
         phases=phases_of(run),
-        loss=_loss(run),
+        loss=_loss(run, logged),
+        values={name: _summary(name, values) for name, values in logged.items()},
+        seconds=_duration(run),
         labels=_labels(run.manifest.get("labels")),
         tags=tags,
         archived=archived,
@@ -230,19 +259,78 @@ def loss_site(sites: list[str]) -> str | None:
     return next(iter([site for site in logged if site == ":value.loss"] or named or logged), None)
 
 
-def _loss(run: Run) -> dict[str, Any] | None:
+_Values = npt.NDArray[np.float64]
+_SMALL = re.compile(r"loss|err|ppl|perplex|nll|bpb|bpc|mse|mae|rmse|cer|wer|fid|latency", re.IGNORECASE)
+_LARGE = re.compile(
+    r"acc|f1|auc|bleu|rouge|score|reward|return|precision|recall|iou|dice|map$|r2", re.IGNORECASE
+)
+
+
+def _logged(run: Run) -> dict[str, _Values]:
+    """Return the logged values by name, each in the order of steps; those of a further phase as ``loss (eval)``."""
+    sites = [site for site in run.sites() if site.startswith(":value.")][:_LOGGED]
+    if len(sites) * len(run.steps()) > _NUMBERS:
+        return {
+            _value_name(site): np.asarray(run.series(site, "value", partial=True).values) for site in sites
+        }
+    table = run.table(sites, ["value"], partial=True) if sites else None
+    if table is None or not len(table):
+        return {}
+    order = np.lexsort((table.step, table.phase_codes, table.site_codes))
+    keys = table.site_codes[order].astype(np.int64) * len(table.phase_names) + table.phase_codes[order]
+    starts = np.flatnonzero(np.r_[True, np.diff(keys) != 0])
+    found: dict[str, _Values] = {}
+    usual = {site: run.phase_of(site) for site in sites} if len(run.phases) > 1 else {}
+    for start, values in zip(starts, np.split(table.value[order], starts[1:]), strict=True):
+        site, phase = (
+            table.site_names[keys[start] // len(table.phase_names)],
+            keys[start] % len(table.phase_names),
+        )
+        named = table.phase_names[phase]
+        further = usual.get(site, named) != named
+        found[_value_name(site) + (f" ({short_text(named, 40)})" if further else "")] = values
+    return found
+
+
+def _value_name(site: str) -> str:
+    return short_text(site.removeprefix(":value."), 80)
+
+
+def better(name: str) -> str | None:
+    """Return "min" or "max" if the name of a logged value tells which one is better, else None."""
+    return "min" if _SMALL.search(name) else "max" if _LARGE.search(name) else None
+
+
+def _summary(name: str, values: _Values) -> list[float | str | None]:
+    """Return the last, best, least and greatest value; the last may be NaN, the others are of the finite ones."""
+    finite = values[np.isfinite(values)]
+    least, greatest = (float(finite.min()), float(finite.max())) if len(finite) else (None, None)
+    best = {"min": least, "max": greatest, None: None}[better(name)]
+    return [_spelled(float(values[-1])), best, least, greatest]
+
+
+def _spelled(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _duration(run: Run) -> float | None:
+    """Return the seconds between the first and the last record."""
+    times = np.asarray(run.clock()["time"], dtype=np.float64)
+    return float(times.max() - times.min()) if len(times) > 1 else None
+
+
+def _loss(run: Run, logged: Mapping[str, _Values]) -> dict[str, Any] | None:
     site = loss_site(run.sites())
-    if site is None or "value" not in run.statistics(site):
-        return None
-    values = np.asarray(run.series(site, "value").values, dtype=np.float64)
-    if not len(values):
+    name = "" if site is None else _value_name(site)
+    values = logged.get(name)
+    if values is None:
         return None
     finite = np.where(np.isfinite(values), values, np.nan).reshape(1, -1)
     low, high, _, starts = extremes(finite, 1, _SPARK)
     middle = (low[0].astype(np.float64) + high[0]) / 2
     return {
-        "name": site.removeprefix(":value."),
-        "last": float(values[-1]) if math.isfinite(values[-1]) else str(values[-1]),
+        "name": name,
+        "last": _spelled(float(values[-1])),
         "spark": [None if math.isnan(v) else float(v) for v in middle],
         "broken": bool((~np.isfinite(values)).any()),
         "points": len(starts),
@@ -270,7 +358,8 @@ def read_notes(path: str) -> tuple[list[str], bool]:
     """Return the tags of a run and its archived mark; empty if there are no notes."""
     try:
         # As every file of a run: no link is followed, nothing blocks, and its size is known before it is read.
-        with LocalFolder(path).open(NOTES) as file:
+        folder = folder_of(path)
+        with folder.open(NOTES) as file:
             noted = load_json(file.read(0, min(file.size, _LARGEST_NOTES)))
     except (OSError, TorchtapError):
         return [], False
@@ -362,9 +451,8 @@ class Catalog:
         catalog = cls(shelf, comparison, rank=rank)
         for entry in catalog.entries():
             if entry.found.root is None:
-                entry.run = open_run(
-                    entry.found.path, rank=rank, partial=True
-                )  # raises at once if it is damaged
+                # Raises at once if it is damaged.
+                entry.run = open_run(entry.found.path, rank=rank, partial=True)
         return catalog
 
     # --- which runs there are -------------------------------------------------------------------------------
@@ -422,8 +510,9 @@ class Catalog:
 
     def _look_at(self, entry: CatalogEntry) -> None:
         """Renew the card of a run that has changed, or may have."""
-        signature = folder_signature(entry.found.path)
-        if entry.card.status == "recording" or signature != entry.signature or "://" in entry.found.path:
+        remote = "://" in entry.found.path  # asked again after a while
+        signature = (int(time.monotonic() // _REMOTE),) if remote else folder_signature(entry.found.path)
+        if (entry.card.status == "recording" and not remote) or signature != entry.signature:
             self._renew(entry, signature)
 
     def _renew(self, entry: CatalogEntry, signature: tuple[int, ...]) -> None:
@@ -544,6 +633,12 @@ class Catalog:
         if entry is None:
             raise Refused(f"there is no run called {name[:200]!r} here; it may have been deleted", 404)
         return entry.found
+
+    def vanished(self, name: str) -> bool:
+        """Return True if the folder of a run on this machine is no longer a run."""
+        entry = self._entry(name)
+        path = "" if entry is None else entry.found.path
+        return "://" not in path and not any(_below(Path(path), _DEPTH))
 
     def forget(self, name: str) -> None:
         """Close a run whose folder was moved or deleted, and look again."""

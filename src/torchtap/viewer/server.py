@@ -29,15 +29,18 @@ from urllib.parse import parse_qs
 
 from torchtap.errors import MissingExtraError, RunError, SelectionError, TorchtapError, needing
 from torchtap.sanitize import parse_json
+from torchtap.viewer.activations import list_activations
 from torchtap.viewer.arrays import encode_json
 from torchtap.viewer.charts import (
     MapWindow,
     SliceWindow,
     changes_between,
-    difference_grid,
+    column_of,
     entropy_of,
+    grid_difference,
     heat_map,
     histograms_of,
+    mean_grid,
     ranks_at,
     ranks_of,
     scalars_of,
@@ -47,7 +50,7 @@ from torchtap.viewer.charts import (
     tensors_of,
 )
 from torchtap.viewer.manage import manage
-from torchtap.viewer.open_run import OpenRun, Refused
+from torchtap.viewer.open_run import NumberGrid, OpenRun, Refused
 from torchtap.viewer.overview import about_run, comparison_of, coverage_of, findings_of, list_runs, tokens_of
 from torchtap.viewer.run_index import Catalog
 
@@ -268,7 +271,7 @@ def asset(name: str) -> bytes:
 
 Parameters = Mapping[str, str]
 BINARY = frozenset(
-    {"map", "series", "scalars", "changes", "ranks", "ranksat", "histograms", "slice", "entropy"}
+    {"map", "series", "scalars", "changes", "column", "ranks", "ranksat", "histograms", "slice", "entropy"}
 )
 
 
@@ -309,19 +312,46 @@ def _map(catalog: Catalog, parameters: Parameters) -> bytes:
         rows=_number(parameters, "rows", 700, 1, 4096),
         columns=_number(parameters, "columns", 1200, 1, 8192),
         fold=_whole(parameters, "fold", least=1, most=64),
+        leaves=parameters.get("leaves") != "folded",
     )
     shown = _shown(catalog, parameters)
-    against = parameters.get("against", "")
-    if not against or window.statistic == "nonfinite":
+    if window.statistic == "nonfinite":
         return heat_map(shown, window)
     relative = parameters.get("change") == "relative"
-    return heat_map(
-        shown,
-        window,
-        difference_grid(
-            shown, catalog[against].in_phase(parameters.get("phase", "")), window.statistic, relative=relative
-        ),
-    )
+    of, minus = (_several(parameters.get(name, "")) for name in ("of", "minus"))
+    if of and minus:  # the means of two groups of runs
+        a, b = (_mean(catalog, names, window.statistic, parameters.get("phase", "")) for names in (of, minus))
+        return heat_map(shown, window, grid_difference(a, b, relative=relative))
+    against = parameters.get("against", "")
+    if not against:
+        return heat_map(shown, window)
+    mine, other = (run.grid(window.statistic) for run in (shown, _in_phase(catalog, against, parameters)))
+    return heat_map(shown, window, grid_difference(mine, other, relative=relative))
+
+
+_GROUP = 100  # runs of which a mean is made
+_GROUP_BYTES = 1 << 30
+
+
+def _several(text: str) -> list[str]:
+    """Return the names that the page joined: commas between them, a comma inside a name escaped."""
+    found = re.findall(r"(?:\\.|[^,\\])+", text[:100_000])
+    return [re.sub(r"\\(.)", r"\1", name) for name in found]
+
+
+def _mean(catalog: Catalog, names: list[str], statistic: str, phase: str) -> NumberGrid:
+    if len(names) > _GROUP:
+        raise Refused(f"a group of {len(names)} runs is too large; filter it to {_GROUP}")
+    grids = []
+    for name in names:
+        grids.append(catalog[name].in_phase(phase).grid(statistic))
+        if sum(grid.values.nbytes for grid in grids) > _GROUP_BYTES:
+            raise Refused("these runs are too large for a mean; filter the group to fewer", 413)
+    return mean_grid(grids)
+
+
+def _in_phase(catalog: Catalog, name: str, parameters: Parameters) -> OpenRun:
+    return catalog[name].in_phase(parameters.get("phase", ""))
 
 
 def _run(parameters: Parameters) -> str:
@@ -419,6 +449,12 @@ QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
     "series": _series,
     "scalars": _scalars,
     "changes": _changes,
+    "column": lambda catalog, p: column_of(
+        _shown(catalog, p),
+        catalog[_run(p)].asked(p.get("statistic", "rms")),
+        p.get("kind", ""),
+        _whole(p, "step"),
+    ),
     "ranks": _ranks,
     "ranksat": _ranks_at,
     "histograms": lambda catalog, p: histograms_of(
@@ -428,6 +464,7 @@ QUESTIONS: dict[str, Callable[[Catalog, Parameters], bytes]] = {
     "tensors": lambda catalog, p: tensors_of(_shown(catalog, p), _site(catalog, p)),
     "span": lambda catalog, p: span_of(_shown(catalog, p), _site(catalog, p), p.get("field", "value")),
     "slice": _slice,
+    "activations": lambda catalog, p: encode_json(list_activations(catalog.shelf.folders)),
     "comparison": lambda catalog, p: comparison_of(catalog, p.get("a", ""), p.get("b", "")),
 }
 
@@ -517,6 +554,8 @@ def _answer(catalog: Catalog, question: str, parameters: dict[str, str]) -> tupl
     except MemoryError:
         return 413, encode_json({"error": "too large to show"})
     except Exception as unexpected:  # whatever a hostile run provokes, the next question is answered
+        if catalog.vanished(_run(parameters)):
+            return 404, encode_json({"error": "the run was deleted or moved meanwhile"})
         _log.warning("could not answer %s: %s", question, type(unexpected).__name__, exc_info=True)
         return 500, encode_json({"error": f"this could not be read ({type(unexpected).__name__})"})
 

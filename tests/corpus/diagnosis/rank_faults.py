@@ -62,6 +62,32 @@ def one_rank_clips(here: Here) -> None:
     here.train(model, here.batches(), before_step=clip)
 
 
+def one_rank_scales(here: Here) -> None:
+    """E20: one rank multiplies the gradients that all have by 1.02."""
+    model = here.model()
+
+    def scale(step: int) -> None:
+        for parameter in model.parameters() if here.odd else ():
+            parameter.grad *= 1.02  # type: ignore[operator]
+
+    here.train(model, here.batches(), before_step=scale)
+
+
+def other_rate(here: Here) -> None:
+    """E21: one rank has another learning rate."""
+    here.train(here.model(), here.batches(), lr=0.07 if here.odd else 0.05)
+
+
+def other_decay(here: Here) -> None:
+    """E22: one rank has another weight decay."""
+    here.train(here.model(), here.batches(), weight_decay=0.1 if here.odd else 0.01)
+
+
+def skipped_step(here: Here) -> None:
+    """E23: one rank leaves an update out."""
+    here.train(here.model(), here.batches(), skips=lambda step: here.odd and step == LATE)
+
+
 def no_reduce(here: Here) -> None:
     """E3: the all-reduce of a layer in parts is missing."""
     torch.manual_seed(here.seed)
@@ -370,5 +396,14 @@ RANK_CASES = [
     RankCase("E17", "shards in a wrong order", swapped_shards, ("ranks-swapped",), ("up:param", "down:param"), LATE,
              "rank 0 holds rank 1's"),
     RankCase("E18", "one slow rank", slow_rank, ("rank-slow",), (":value",), 2, "rank 3", world=4),
+    RankCase("E20", "one of two scales", one_rank_scales, (_UNREDUCED,), ("layers",), 0, "rank 1's gradients are 1.02"),
+    RankCase("E20b", "one of four scales", one_rank_scales, (_UNREDUCED, _DRIFT), ("layers",), 0, "rank 3", world=4),
+    RankCase("E21", "another lr", other_rate, (_DRIFT,), ("layers",), 1, "lr is 0.05 on rank 0 and 0.07 on rank 1"),
+    RankCase("E21b", "another lr of four", other_rate, (_DRIFT,), ("layers",), 1, "lr is 0.07 on rank 3", world=4),
+    RankCase("E22", "another decay", other_decay, (_DRIFT,), ("layers",), 1, "weight_decay is 0.01 on rank 0"),
+    RankCase("E22b", "another decay of four", other_decay, (_DRIFT,), ("layers",), 1, "0.1 on rank 3", world=4),
+    RankCase("E23", "a skipped update", skipped_step, (_UNREDUCED, _DRIFT), ("layers",), LATE, "rank 1 skipped"),
+    RankCase("E23b", "skipped by one of four", skipped_step, (_UNREDUCED, _DRIFT), ("layers",), LATE,
+             "rank 3 skipped", world=4),
     RankCase("E19", "one dead rank", dead_rank, ("rank-lost",), (":output",), LATE - 1, "rank 3", world=4),
 ]  # fmt: skip

@@ -56,15 +56,19 @@ class Here:
         loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
         before_step: Callable[[int], None] = lambda step: None,
         after_step: Callable[[int], None] = lambda step: None,
+        skips: Callable[[int], bool] = lambda step: False,
+        lr: float = 0.05,
+        **options: float,
     ) -> None:
-        optimizer = torch.optim.SGD(watched.parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(watched.parameters(), lr=lr, **options)
         with tt.doctor(watched, optimizer, run=self.run, quiet=True) as doctor:
             for step in range(STEPS):
                 x, y = batches(step)
                 optimizer.zero_grad()
                 loss((called or watched)(x), y).backward()
                 before_step(step)
-                optimizer.step()
+                if not skips(step):
+                    optimizer.step()
                 after_step(step)
                 doctor.watch.flush()
 

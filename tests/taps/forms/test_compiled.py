@@ -168,9 +168,9 @@ def test_tickets_of_gradients_are_forgotten_when_nobody_listens() -> None:
         compiled = torch.compile(Repeated(), backend="aot_eager", fullgraph=True)
         with tt.capture(compiled, "made:grad_output") as seen:
             compiled(x).square().sum().backward()
-            assert channel.booked
+            assert channel.tickets
         assert len(seen) == 3
-        assert channel.booked == {}
+        assert channel.tickets == {}
 
 
 def test_asking_again_for_the_same_sites_compiles_nothing() -> None:

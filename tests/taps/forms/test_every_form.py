@@ -42,15 +42,20 @@ FAST = {
 }
 
 
-def assert_holds(form: str, found: Count) -> None:
+# A value that is changed in place between the operation that makes it and the module that is given it: the map has no
+# key for the time between, and the coverage has the reason.
+MISSING = {("in place", "export, like the model"): 1}
+
+
+def assert_holds(form: str, found: Count, missing: int = 0) -> None:
     assert found.sites > 2
     assert found.wrong == 0, found.details
     assert found.unexplained == 0, found.details
     assert found.verdict in ("", "same"), found.details
     if form in GRAPHS:  # without the model at hand
-        assert found.clean + found.renamed >= 0.8 * found.sites, found.details
+        assert found.clean + found.plain + found.renamed >= 0.8 * found.sites, found.details
     elif form != "script":  # TorchScript does not tell one module under two names
-        assert found.clean == found.sites, found.details
+        assert found.clean + found.plain == found.sites - missing, found.details
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -63,7 +68,7 @@ def test_a_form_has_no_name_on_another_value_and_compares_as_the_same(name: str,
     found = count(name, form)
     assert len(found) == (2 if form in GRAPHS else 1)
     for asked, each in found.items():
-        assert_holds(asked, each)
+        assert_holds(asked, each, MISSING.get((name, asked), 0))
 
 
 def test_a_name_on_another_value_is_counted_as_wrong() -> None:

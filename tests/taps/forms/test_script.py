@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torchtap as tt
 from torchtap.forms.attach import tree_of
 from torchtap.plan.sites import places
-from torchtap.session.model_tree import source_of
+from torchtap.store.write.manifest import source_of
 
 
 class Cell(nn.Module):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.taps.forms.structures import UsesTensor
+from torch import nn
 from torch.package import PackageExporter
 
 import torchtap as tt
@@ -141,3 +142,26 @@ def test_without_torchtap_pickles_and_packages_run_and_graphs_name_what_is_missi
     assert "torchtap::emit" in found["script"]
     assert found["program"] != "loaded"
     assert "torchtap.emit" in found["said"]  # torch.export says it in its log
+
+
+def test_a_file_with_taps_runs_where_torchtap_is_not_installed(tmp_path: Path) -> None:
+    """The block of docs/forms.md is all that torch needs."""
+    page = (Path(__file__).parents[3] / "docs" / "forms.md").read_text()
+    block = page.split("```python no-run\n")[1].split("```")[0].rpartition("model = ")[0]
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4)
+    tapped = tt.instrument(model, "*:input", "*:output", "*:grad_output")
+    torch.jit.save(torch.jit.script(tapped), tmp_path / "script.pt")
+    torch.jit.save(torch.jit.trace(tapped, x), tmp_path / "trace.pt")
+    torch.export.save(torch.export.export(tapped, (x,)), tmp_path / "export.pt2")
+    torch.save((x, model(x)), tmp_path / "values")
+    program = f"""{block}
+import sys
+x, expected = torch.load("values")
+for model in (torch.jit.load("script.pt"), torch.jit.load("trace.pt"), torch.export.load("export.pt2").module()):
+    assert torch.equal(model(x), expected)
+assert not any(name.partition(".")[0] == "torchtap" for name in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

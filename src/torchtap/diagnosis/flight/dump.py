@@ -24,12 +24,13 @@ from torchtap.errors import RunError
 from torchtap.forms.attach import tree_of
 from torchtap.plan.plan import make_plan
 from torchtap.plan.tap import tap
+from torchtap.progress import note
 from torchtap.reduce import Full, Sample, Stats
-from torchtap.session.front import watch
-from torchtap.session.manifest import run_manifest
+from torchtap.session.capture import watch
 from torchtap.sinks.local import MemorySink
 from torchtap.spi import RunWriter, ScalarBlock, StepRecord, environment, untouched, unwrap
 from torchtap.store.read.reader import open_run
+from torchtap.store.write.manifest import run_manifest
 
 REPLAYED = ["*:input", "*:output", "*:grad_input", "*:grad_output", "*:param_grad", "*:attention"]
 
@@ -286,7 +287,9 @@ def _replayed(
     out: str | None,
     on_birth: Callable[[Event], None] | None,
 ) -> Offline:
+    note("looking for the first bad value")
     outcome = Offline(moment.step, birth=explain(models, moment, on_birth))
+    note("running the step again")
     taps, sink = [tap(REPLAYED, Full()), tap(REPLAYED, Stats())], MemorySink()
     outcome.error = reproduce(models, moment, taps, [sink]).error
     if out is not None:  # by itself: a run's writer uses the memory of tensors again once they are on disk

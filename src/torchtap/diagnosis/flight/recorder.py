@@ -36,10 +36,9 @@ from torchtap.errors import PlanError
 from torchtap.plan.plan import Plan
 from torchtap.plan.sites import Selectable
 from torchtap.plan.tap import Tap
-from torchtap.receive.ears import Ears
 from torchtap.receive.training import innermost, listen, stop_listening
-from torchtap.session.front import watch
-from torchtap.spi import LossCatcher, ScalarBlock, StepRecord, parameters_of, unwrap, warn
+from torchtap.session.capture import watch
+from torchtap.spi import LossCatcher, ScalarBlock, StepListener, StepRecord, parameters_of, unwrap, warn
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -328,7 +327,7 @@ def _optimizers_of(optimizer: object) -> list[Optimizer]:
 
 
 @final
-class FlightRecorder(Ears):
+class FlightRecorder(StepListener):
     """Made by `flight_recorder`. A context manager; also closed by `close`. ``dumps`` are the folders so far."""
 
     def __init__(

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torchtap._torch_distributed import local_part
 from torchtap.plan.names import site_name
 from torchtap.receive import backward, training
-from torchtap.receive.ears import Ears
-from torchtap.spi import places
+from torchtap.spi import StepListener, places
 
 __all__ = ["ListeningProbe", "Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
 
@@ -47,7 +46,7 @@ class Probe(Protocol):
         """Leave everything as it was."""
 
 
-class ListeningProbe(Ears):
+class ListeningProbe(StepListener):
     """A probe that hears every backward and every optimizer."""
 
     def start(self) -> None:

@@ -19,8 +19,7 @@ from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, hel
 from torchtap.forms.op.passes import PassHooks
 from torchtap.plan.names import read_name, site_name
 from torchtap.receive import training
-from torchtap.receive.ears import Ears
-from torchtap.spi import parameters_of
+from torchtap.spi import StepListener, parameters_of
 
 _MOST = 12
 _GRADIENT_LOOKS = 16  # live steps with a backward; by then a loop has shown what it does
@@ -347,7 +346,7 @@ def has_mode(module: nn.Module) -> bool:
 
 
 @final
-class ModeProbe(Ears):
+class ModeProbe(StepListener):
     """Hears the beginning of each pass of what the user calls, and each update."""
 
     def __init__(self, patient: Patient, tell: Telling) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import combinations
 
@@ -49,12 +50,56 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def _say(
-    rule: Rule, chart: Chart, hits: list[Hit], message: str, severity: Severity = "error"
+    rule: Rule,
+    chart: Chart,
+    hits: list[Hit],
+    message: str,
+    severity: Severity = "error",
+    causes: tuple[str, ...] = (),
 ) -> Iterable[Finding]:
     """Yield a finding with the number of ranks as evidence."""
     evidence = [Evidence("ranks", float(len(chart.ranks)))]
     evidence += [Evidence("l2 on the first rank", hit.value, hit.site, "l2", hit.step) for hit in hits[:1]]
-    yield from rule.found(hits, message, severity=severity, evidence=evidence)
+    yield from rule.found(hits, message, severity=severity, evidence=evidence, causes=causes)
+
+
+_HYPER_PARAMETER = re.compile(r"\.(lr|weight_decay|momentum|betas1?|eps|dampening|nesterov|maximize|alpha)$")
+
+
+def _known_cause(chart: Chart, step: int) -> str:
+    """Describe what ranks did differently up to a step: hyper-parameters, or an update that one of them skipped."""
+    first = next(iter(chart.ranks.values()))
+    for name in first.pulse.names():
+        if (hyper := _HYPER_PARAMETER.search(name)) is None:
+            continue
+        values: dict[float, list[int]] = {}
+        for rank, own in chart.ranks.items():
+            steps, noted = own.pulse.series(name)
+            if len(before := noted[steps <= step]):
+                values.setdefault(float(before[-1]), []).append(rank)
+        if len(values) > 1:
+            return f"{hyper[1]} is {_on_each(values)}"
+    for at in (step - 1, step):
+        passes: dict[float, list[int]] = {}
+        for rank, own in chart.ranks.items():
+            if len(column := np.flatnonzero(own.steps == at)):
+                passes.setdefault(float(own.passes[column[0]]), []).append(rank)
+        if len(passes) > 1:
+            few = min(passes)
+            skipped = [rank for count, ranks in passes.items() if count > few for rank in ranks]
+            calls = _on_each(passes)
+            return f"{listed(skipped)} skipped an update: calls of the model before that of step {at} are {calls}"
+    return ""
+
+
+def _on_each(values: dict[float, list[int]]) -> str:
+    """``0.1 on rank 0 and 0.2 on rank 1``; the value that most ranks have is last."""
+    ordered = sorted(values.items(), key=lambda each: len(each[1]))[:4]
+    rest = len(ordered[-1][1]) > 2
+    parts = [f"{value:g} on {listed(ranks)}" for value, ranks in ordered[: -1 if rest else None]]
+    if rest:
+        parts.append(f"{ordered[-1][0]:g} on the others")
+    return " and ".join(sorted(parts) if not rest else parts)
 
 
 @built_in("ranks-drift")
@@ -71,8 +116,10 @@ def ranks_drift(rule: Rule, chart: Chart) -> Iterable[Finding]:
             odd.setdefault(step, set()).add(_odd_one(chart, each, int(apart[0]), step))
     first = odd[min(odd)] if odd else {None}
     who = "differs" if len(first) != 1 or None in first else f"rank {first.pop()} alone differs"
+    cause = _known_cause(chart, min(odd)) if odd else ""
+    message = f"{{site}}{{also}} was the same on all ranks and {who} from step {{step}} on"
     yield from _say(
-        rule, chart, hits, f"{{site}}{{also}} was the same on all ranks and {who} from step {{step}} on"
+        rule, chart, hits, f"{message}: {cause}" if cause else message, causes=(cause,) if cause else ()
     )
 
 
@@ -231,12 +278,14 @@ def ranks_unreduced(
     if hits:
         column = min(first)
         told, causes, fix = _why(chart, int(steps[column]))
-        who = told or _who(first[column], column, alike)
+        if not told and (told := _known_cause(chart, int(steps[column]))):
+            causes = (told,)
+        who = told or _who(chart, first[column], column, alike)
         message = f"{{site}}{{also}} is not the same on all ranks at step {{step}}: {who}"
         yield from rule.found(hits, message, severity="error", causes=(*causes, *rule.causes), fix=fix)
 
 
-def _who(found: list[Replicas], column: int, alike: float) -> str:
+def _who(chart: Chart, found: list[Replicas], column: int, alike: float) -> str:
     """Which rank's gradients are other than the rest's, and by how much."""
     alone = {each.alone(column) for each in found}
     ranks = found[0].ranks
@@ -245,11 +294,37 @@ def _who(found: list[Replicas], column: int, alike: float) -> str:
         factors = sizes / sizes.max(axis=1, keepdims=True)
     one_factor = len(sizes) > 1 and bool((np.ptp(factors, axis=0) <= alike * factors.max(axis=0)).all())
     small = ranks[int(np.argmin(factors[0]))]
-    if one_factor and (len(ranks) == 2 or alone == {small}):
-        return f"rank {small}'s gradients are {factors[0].min():.3g} × the others', clipped or scaled there alone"
+    times = factors[0].min()
+    if one_factor and len(ranks) == 2:
+        return _of_two(chart, found, column, small, float(times), alike)
+    if one_factor and alone == {small}:
+        return f"rank {small}'s gradients are {times:.3g} × the others', clipped or scaled there alone"
     if len(alone) == 1 and None not in alone:
         return f"rank {alone.pop()} alone has another one"
     return "each rank uses its own, which nobody reduced"
+
+
+def _of_two(chart: Chart, found: list[Replicas], column: int, small: int, times: float, alike: float) -> str:
+    """Return which of two ranks changed its gradients. The average of what both computed is the third witness."""
+    own = values_on_ranks(chart, "param_grad_local", "projection")
+    used = values_on_ranks(chart, "param_grad", "projection")
+    wrong: set[int] = set()
+    for each in found:
+        module, _, leaf, _ = read_name(each.place.name)
+        local = site_name(module, "param_grad_local", leaf)
+        if any(local not in own[rank] for rank in each.ranks):
+            continue
+        average = np.mean([own[rank][local][column] for rank in each.ranks])
+        for rank in each.ranks:
+            if abs(used[rank][each.place.name][column] - average) > alike * abs(average):
+                wrong.add(rank)
+    one, other = found[0].ranks
+    large = other if small == one else one
+    if len(wrong) == 1:
+        (rank,) = wrong
+        factor = times if rank == small else 1 / times
+        return f"rank {rank}'s gradients are {factor:.3g} × the average of what both computed, scaled there alone"
+    return f"rank {small}'s gradients are {times:.3g} × rank {large}'s; of two ranks it is not known which one is right"
 
 
 def _first_apart(gradient: Replicas, weight: Replicas, move: Replicas | None) -> int | None:

@@ -7,6 +7,7 @@ from a copy of the graph, which runs while a tap is live.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterable
 from typing import Any, final
@@ -22,6 +23,7 @@ from torchtap.forms.graph.forgotten import (
     unmarked_paths,
     what_is_forgotten,
 )
+from torchtap.forms.graph.leaks import takes_several
 from torchtap.forms.graph.regions import (
     graphs_inside,
     module_regions,
@@ -38,7 +40,7 @@ from torchtap.forms.op.op import address
 from torchtap.forms.op.passes import PassHooks
 from torchtap.forms.stand_ins import skeleton
 from torchtap.plan.names import KINDS
-from torchtap.spi import ModulePath, PortState, Receiver, reasons
+from torchtap.spi import ModulePath, PortState, Receiver, input_names, reasons
 
 __all__ = ["attach_exported", "attach_graph", "called_modules", "exported_tree", "graph_tree"]
 
@@ -98,13 +100,16 @@ def called_modules(model: fx.GraphModule) -> dict[str, nn.Module]:
 def attach_graph(
     model: fx.GraphModule, receiver: Receiver, site_map: SiteMap | None = None
 ) -> CarriedAttachment:
-    """Put a plan on a graph module. A map says which of its values are which sites."""
-    receiver.knows_positions = site_map is not None
+    """Put a plan on a graph module. A map gives the sites of its values."""
+    receiver.form.knows_positions = site_map is not None
     real: dict[str, nn.Module] = {"": model, **called_modules(model)}
     ports = receiver.ports.values()
     carried = {address(site)[1:3] for site in carried_sites(model)}
     called = [(port.port.site.path, port.kind) for port in ports if port.port.site.path in real]
-    carriers = Carriers((path, real[path], kind) for path, kind in called if (path, kind) not in carried)
+    carriers = Carriers(
+        ((path, real[path], kind) for path, kind in called if (path, kind) not in carried),
+        root_names=_root_names(model),
+    )
     prefix = carriers.channel.prefix
     tapped = editable_copy(model)
     readdress(tapped, prefix)
@@ -114,13 +119,21 @@ def attach_graph(
         tap_values(tapped, mapped_sites(site_map, receiver, without=known), prefix)
     else:
         inlined = [port for port in ports if port.port.site.path not in real]
-        if _tap_inlined(tapped, inlined, prefix, carried, receiver.missing):
-            receiver.forgets = what_is_forgotten(model)
+        if _tap_inlined(tapped, inlined, prefix, carried, receiver.form.missing):
+            receiver.form.unnamed_reason = what_is_forgotten(model)
     _note_insides(ports)
     # The tapped code runs on the model itself, so that it always has the model's present attributes.
     forward = types.MethodType(type(tapped).forward, model)
     routes: list[Any] = [EditedGraphs(model, tapped), ForwardRoute(model, forward)]
     return CarriedAttachment(receiver, carriers.channel, [*routes, carriers, PassHooks(model, receiver)])
+
+
+def _root_names(model: fx.GraphModule) -> tuple[str, ...] | None:
+    """Return the names of a graph's arguments. One argument of several that the model's class takes has its name."""
+    names = input_names(model)
+    if names == ("",) and takes_several(outermost_class(model.graph)):
+        return tuple(inspect.signature(model.forward).parameters)
+    return names
 
 
 def _tap_inlined(

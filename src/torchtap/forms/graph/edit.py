@@ -16,10 +16,11 @@ from torch import fx
 from torchtap.forms.graph.forgotten import CallsInOrder
 from torchtap.forms.graph.lookalikes import Lookalikes, lookalike_paths
 from torchtap.forms.graph.naming import named_inputs, named_outputs
-from torchtap.forms.graph.regions import Region, graphs_inside, module_regions
+from torchtap.forms.graph.regions import Region, graphs_inside, module_regions, without_call
 from torchtap.forms.op import op
+from torchtap.forms.op.channel import SAME_CALL, marked, relative
 from torchtap.plan.names import OF_CALLS
-from torchtap.spi import Name, leaves, reasons
+from torchtap.spi import ModulePath, Name, leaves, reasons
 
 __all__ = [
     "OWN",
@@ -51,7 +52,8 @@ def tap_graph(
     uncertain = Lookalikes(lookalike_paths(owner) if is_exported(owner) else [])
     calls = CallsInOrder()
     known = set()
-    for region in module_regions(owner, lifted):
+    found_of: dict[tuple[str, str], list[tuple[Region, list[tuple[str, fx.Node, fx.Node]], int]]] = {}
+    for region in module_regions(owner, lifted, _renamed_paths(owner)):
         known.add(region.path)
         gone = calls.begin(region)
         alone = uncertain.is_certain(region.path)
@@ -61,16 +63,16 @@ def tap_graph(
             for number in gone:
                 tell(str(Name(region.path, kind, "", number)), reasons.NO_OPERATION)
             found = _passing(region, kind)
-            counted = calls.is_certain(region.path, kind)
-            if alone and not counted and any(leaf == "" for leaf, _, _ in found):
-                tell(str(Name(region.path, kind, "", gone.stop)), reasons.UNCERTAIN_CALL)
-            if not (alone and counted):
+            if not alone:
                 found = [
-                    (Name.unplaced(place), value, before) for place, (_, value, before) in enumerate(found)
+                    (Name.unplaced(place, doubtful=True), value, before)
+                    for place, (_, value, before) in enumerate(found)
                 ]
-            calls.named(region.path, kind, [leaf for leaf, _, _ in found])
-            for leaf, value, before in found:
-                emit_before(region.graph, before, value, prefix, str(Name(region.path, kind)), leaf)
+            found_of.setdefault((region.path, kind), []).append((region, found, 1 + len(gone)))
+    for (path, kind), each_call in found_of.items():
+        if any(found for _, found, _ in each_call):
+            for region, found, ahead in each_call:
+                emit_call(region, found, Name(f"{prefix}{path}", kind), ahead)
     for inner in all_graphs(owner):
         inner.recompile()
     return known
@@ -81,46 +83,73 @@ def _passing(region: Region, kind: str) -> list[tuple[str, fx.Node, fx.Node]]:
     if kind in ("input", "grad_input"):
         first = next(iter(region.nodes))
         return [(leaf, value, first) for leaf, value in named_inputs(region)]
-    return [(leaf, value, region.first_use_outside(value)) for leaf, value in named_outputs(region)]
+    return [(leaf, value, region.end_for(value)) for leaf, value in named_outputs(region)]
 
 
-def emit_before(graph: fx.Graph, before: fx.Node, value: fx.Node, prefix: str, bare: str, leaf: str) -> None:
+def emit_call(region: Region, found: list[tuple[str, fx.Node, fx.Node]], bare: Name, ahead: int) -> None:
+    """Emit what one module call has of a kind, each value before a node; count the call if it has none."""
+    found.sort(key=lambda each: each[2])  # in the order of the graph
+    mark = relative(ahead)
+    for leaf, value, before in found:
+        emit_before(region.graph, before, value, bare._replace(leaf=leaf), mark)
+        mark = SAME_CALL
+    if not found:
+        first = next(iter(region.nodes))
+        with region.graph.inserting_before(first):
+            node = region.graph.call_function(torch.ops.torchtap.call.default, (marked(str(bare), mark),))
+        _say_origin(node, first)
+
+
+def emit_before(graph: fx.Graph, before: fx.Node, value: fx.Node, site: Name, mark: str) -> None:
     """Emit a value in front of a node."""
-    site = f"{prefix}{bare}" + (f".{leaf}" if leaf else "")
     with graph.inserting_before(before):
-        emit_here(graph, value, site, "emit_grad" if ":grad" in bare else "emit")
+        emit_here(graph, value, marked(str(site), mark), site.kind.startswith("grad"))
 
 
-def emit_here(graph: fx.Graph, value: fx.Node, site: str, name: str) -> None:
-    """Emit a value where the graph is being added to."""
+def emit_here(graph: fx.Graph, value: fx.Node, site: str, gradient: bool = False) -> None:
+    """Emit a value, or its gradient, where the graph is being added to."""
+    name = "emit_grad" if gradient else "emit"
     if "val" in value.meta:
         node = graph.call_function(getattr(torch.ops.torchtap, name).default, (value, site))
         node.meta["val"] = None
     else:
-        node = graph.call_function(emit_all, (value, site))
-    # Export wants to know where every node comes from.
+        node = graph.call_function(emit_all, (value, site, gradient))
+    _say_origin(node, value)
+
+
+def _say_origin(node: fx.Node, like: fx.Node) -> None:
+    """Copy the notes on a node's origin, which export wants of every node."""
+    node.meta.setdefault("val", None)
     for key in ("nn_module_stack", "stack_trace", "torch_fn"):
-        if key in value.meta:
-            node.meta[key] = value.meta[key]
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
 
 
 @fx.node.has_side_effect
-def emit_all(value: object, site: str) -> None:
-    """For a value whose type the graph does not tell: emit the tensors in it, if there are any."""
-    emit = torch.ops.torchtap.emit_grad if ":grad" in site else torch.ops.torchtap.emit
+def emit_all(value: object, site: str, gradient: bool = False) -> None:
+    """For a value whose type the graph does not tell: emit the tensors in it, or their gradients, if there are any."""
+    at = op.address(site)
+    emit = torch.ops.torchtap.emit_grad if gradient else torch.ops.torchtap.emit
+    found = False
     for leaf, tensor in leaves(value):
         emit(tensor, f"{site}.{leaf}" if leaf else site)
+        if not found and at.place is not None and at.place.number is None:
+            site = marked(site, SAME_CALL)
+        found = True
+    if not found and at.place is not None:
+        torch.ops.torchtap.call(site)
 
 
 def _site_argument(node: fx.Node) -> int | None:
-    """Which argument of a node is a site's name, if it is a call of the op."""
-    ours = (getattr(torch.ops.torchtap, name).default for name in ("emit", "emit_grad"))
+    """Return which argument of a node is a site's name; None if it calls none of our ops."""
     if node.op != "call_function":
         return None
-    if node.target in (emit_all, *ours):
-        return 1
-    if str(node.target) == "with_effects" and str(node.args[1]).startswith("torchtap.emit"):
-        return 3
+    effect = str(node.target) == "with_effects"  # with a token and the op as its first arguments
+    target = node.args[1] if effect else node.target
+    if target == torch.ops.torchtap.call.default:
+        return 2 * effect
+    if target in (emit_all, torch.ops.torchtap.emit.default, torch.ops.torchtap.emit_grad.default):
+        return 1 + 2 * effect
     return None
 
 
@@ -138,6 +167,20 @@ def all_graphs(owner: fx.GraphModule) -> list[fx.GraphModule]:
 def _every_node(owner: fx.GraphModule) -> Iterator[fx.Node]:
     for each in all_graphs(owner):
         yield from each.graph.nodes
+
+
+def _renamed_paths(owner: fx.GraphModule) -> dict[str, str]:
+    """Return the further paths of modules that were instrumented under another one: the marks have those."""
+    found = {}
+    for node in _every_node(owner):
+        at = _site_argument(node)
+        marks = node.meta.get("nn_module_stack") if at is not None else None
+        if marks and at is not None:
+            path = without_call(str(list(marks.values())[-1][0]))
+            site = op.address(str(node.args[at])).path
+            if path != site and ModulePath(path).name != "" and not ModulePath(path).is_inside(site):
+                found[path] = site
+    return found
 
 
 def carried_sites(owner: fx.GraphModule) -> list[str]:

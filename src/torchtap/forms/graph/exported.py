@@ -12,7 +12,8 @@ from torch.export import ExportedProgram
 
 from torchtap._torch import pytree
 from torchtap.forms.graph.edit import emit_before, tap_graph
-from torchtap.spi import leaves
+from torchtap.forms.op.channel import CALL, SAME_CALL
+from torchtap.spi import Name, leaves
 
 __all__ = ["tapped_program"]
 
@@ -45,10 +46,12 @@ def _tap_outermost(program: ExportedProgram, graph: fx.Graph, kinds: Iterable[st
             at, tree, values = end, _returned(program), program.graph_signature.user_outputs
         else:
             continue
+        mark = CALL
         for leaf, number in leaves(tree):
             value = values[int(number)]
             if isinstance(value, str) and value in nodes:
-                emit_before(graph, at, nodes[value], "", f":{kind}", leaf)
+                emit_before(graph, at, nodes[value], Name("", kind, leaf), mark)
+                mark = SAME_CALL
 
 
 def _given(program: ExportedProgram) -> Any:

@@ -7,7 +7,7 @@ lists the modules of its model: the graph modules that it gives are told them he
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import final
 
 from torch import fx
@@ -62,30 +62,18 @@ def unmarked_paths(owner: fx.GraphModule, marked: Collection[str]) -> set[str]:
 
 @final
 class CallsInOrder:
-    """Whether calls have the number that eager gives them: asked for each module call of a graph, in order.
+    """Find the calls that a graph has forgotten: asked for each module call, in order.
 
-    The graph shows the calls that left something. Where the mark of one has a higher number than calls were seen, those
-    before it are gone: from there on values cannot be counted as they come.
+    The graph shows the calls that left something. If the mark of one has a higher number than calls were seen, those
+    before it are gone.
     """
 
     def __init__(self) -> None:
         self._next: dict[str, int] = {}
-        self._broken: set[tuple[str, str]] = set()
 
     def begin(self, region: Region) -> range:
         """The next call. The numbers of those that are gone before it; its own is the one behind."""
         expected = self._next.get(region.path, 0)
         number = max(expected, region.mark.number)
         self._next[region.path] = number + 1
-        if number > expected:
-            self._broken.add((region.path, ""))
         return range(expected, number)
-
-    def is_certain(self, path: str, kind: str) -> bool:
-        """Whether every call so far is there, and had this kind under its name."""
-        return self._broken.isdisjoint(((path, ""), (path, kind)))
-
-    def named(self, path: str, kind: str, leaves: Iterable[str]) -> None:
-        """The leaves that the newest call was given: if none is the eager name, the next call cannot be counted."""
-        if "" not in leaves:
-            self._broken.add((path, kind))

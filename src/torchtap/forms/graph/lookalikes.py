@@ -75,4 +75,6 @@ class DoubtfulNames:
         if self._passes != passes:
             self._passes = passes
             self._lookalikes.begin()
-        return leaf if self._lookalikes.is_certain(path) else f"{Name.unplaced(0)}{'.' if leaf else ''}{leaf}"
+        if self._lookalikes.is_certain(path):
+            return leaf
+        return f"{Name.unplaced(0, doubtful=True)}{'.' if leaf else ''}{leaf}"

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchtap.forms.graph.leaks import can_leak, is_torch_class, returns_structure, takes_one
+from torchtap.forms.graph.leaks import can_leak, is_meddled_with, is_torch_class, returns_structure, takes_one
 from torchtap.forms.graph.regions import Region
 from torchtap.spi import Name
 
-__all__ = ["certainly_returned", "named_inputs", "named_outputs"]
+__all__ = ["certainly_returned", "is_changed_in_place", "named_inputs", "named_outputs"]
 
 # Operations that return what they are given when there is nothing to change.
 _NO_CHANGE = frozenset(
@@ -42,10 +42,18 @@ def named_outputs(region: Region) -> list[tuple[str, fx.Node]]:
     found = region.leaving()
     made = [node for node in found if not _hands_on(region, node)]
     returned = certainly_returned(region)
-    if len(returned) == 1 and not returns_structure(region.mark.described):
+    if len(returned) == 1 and not _in_structure(region, returned[0]):
         others = [node for node in made if node is not returned[0]]
-        return [("", returned[0]), *_numbered(others)]
-    return _numbered(made or found)
+        return [("", returned[0]), *_numbered(others, doubtful=True)]
+    return _numbered(made or found, doubtful=len(returned) != len(made))
+
+
+def _in_structure(region: Region, node: fx.Node) -> bool:
+    """Return True if a value may stand in a tuple or dict that the module, or one inside, returned."""
+    of_child = False
+    for mark in (*reversed(region.marks_inside(node)), region.mark):
+        of_child = returns_structure(mark.described, of_child)
+    return of_child
 
 
 def certainly_returned(region: Region) -> list[fx.Node]:
@@ -57,9 +65,10 @@ def certainly_returned(region: Region) -> list[fx.Node]:
 def named_inputs(region: Region) -> list[tuple[str, fx.Node]]:
     """``(leaf, value)`` for the tensors that come into a module call."""
     found = region.entering()
-    if len(found) == 1 and takes_one(region.mark.described) and not _may_read_elsewhere(region):
+    doubtful = _may_read_elsewhere(region)
+    if len(found) == 1 and takes_one(region.mark.described) and not doubtful:
         return [("", found[0])]
-    return _numbered(found)
+    return _numbered(found, doubtful)
 
 
 def _may_read_elsewhere(region: Region) -> bool:
@@ -70,12 +79,14 @@ def _may_read_elsewhere(region: Region) -> bool:
     return any(can_leak(mark.described) for mark in around)
 
 
-def _numbered(found: list[fx.Node]) -> list[tuple[str, fx.Node]]:
-    return [(Name.unplaced(position), node) for position, node in enumerate(found)]
+def _numbered(found: list[fx.Node], doubtful: bool) -> list[tuple[str, fx.Node]]:
+    return [(Name.unplaced(position, doubtful=doubtful), node) for position, node in enumerate(found)]
 
 
 def _may_leak(region: Region, node: fx.Node) -> bool:
     """Whether a value may have left a module by another way than its return."""
+    if any(is_meddled_with(mark.described) for mark in region.nodes[node]):
+        return True
     if is_torch_class(region.mark.described) and not region.marks_inside(node):
         return False
     if can_leak(region.mark.described) or any(can_leak(m.described) for m in region.marks_inside(node)):
@@ -91,6 +102,33 @@ def _changes_what_came_in(region: Region, node: fx.Node) -> bool:
     while isinstance(changed, fx.Node) and changed in region.nodes and _shares_memory(changed):
         changed = changed.args[0] if changed.args else None
     return isinstance(changed, fx.Node) and changed not in region.nodes
+
+
+def is_changed_in_place(node: fx.Node) -> bool:
+    """Return True if an operation writes into a node's tensor, or into a view of it."""
+    views = [node]
+    for view in views:
+        for user in view.users:
+            if user.args and user.args[0] is view:
+                if _writes(user):
+                    return True
+                if user not in views and (_shares_memory(user) or user.op == "call_method"):
+                    views.append(user)
+    return False
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    name = getattr(node.target, "__name__", str(node.target))
+    return (name.endswith("_") and not name.endswith("__")) or name in (
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "setitem",
+    )
 
 
 def _shares_memory(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ in `naming`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -26,6 +26,7 @@ from torchtap.spi import ModulePath
 __all__ = [
     "Mark",
     "Region",
+    "attribute_of",
     "graphs_inside",
     "module_regions",
     "outermost_class",
@@ -38,7 +39,7 @@ __all__ = [
 class Mark(NamedTuple):
     """One module call that a node was made in."""
 
-    call: str  # tells calls of one module apart
+    call: str  # distinguishes the calls of one module
     path: str
     described: Any  # the class, or its dotted name
     number: int = 0  # of the call among those of its module
@@ -80,11 +81,12 @@ class Region:
         """The module calls inside this one that a node was made in."""
         return self.nodes[node][self.depth + 1 :]
 
-    def first_use_outside(self, value: fx.Node) -> fx.Node:
-        """The node before which everything inside is done with the value and nothing outside has begun."""
-        order = {node: position for position, node in enumerate(value.graph.nodes)}
-        users = [user for user in value.users if user not in self.nodes]
-        return min(users, key=order.__getitem__)
+    def end_for(self, value: fx.Node) -> fx.Node:
+        """Return the node before which everything inside is done with a value and nothing outside has begun.
+
+        Calls of one module end in the order in which they began, whichever of their results is used first.
+        """
+        return min((max(self.nodes).next, *(user for user in value.users if user not in self.nodes)))
 
     def is_activation(self, node: fx.Node) -> bool:
         """Whether a node stands for a tensor that the model computes or is given."""
@@ -98,29 +100,36 @@ def graphs_inside(owner: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphMod
     """The graphs that a node runs, by where they are kept: branches, loops, blocks under ``no_grad``."""
     found = {}
     for given in node.all_input_nodes if node.op == "call_function" else ():
-        inner = _attribute(owner, str(given.target)) if given.op == "get_attr" else None
+        inner = attribute_of(owner, str(given.target)) if given.op == "get_attr" else None
         if isinstance(inner, fx.GraphModule):
             found[str(given.target)] = inner
     return found
 
 
-def _attribute(owner: object, target: str) -> object:
+def attribute_of(owner: object, target: str) -> object:
+    """Return what a graph module keeps at a dotted name; None if there is nothing."""
     for name in ModulePath(target).parts:
         owner = getattr(owner, name, None)
     return owner
 
 
-def module_regions(owner: fx.GraphModule, lifted: frozenset[str] = frozenset()) -> list[Region]:
-    """Every module call that a graph knows of, in the order in which they began, but not that of the outermost."""
+def module_regions(
+    owner: fx.GraphModule, lifted: frozenset[str] = frozenset(), renamed: Mapping[str, str] | None = None
+) -> list[Region]:
+    """Every module call that a graph knows of, in the order in which they began, but not that of the outermost.
+
+    ``renamed`` has the first path of modules that are marked with a further one.
+    """
     names = frozenset(node for node in owner.graph.nodes if node.op == "placeholder" and node.name in lifted)
     regions: list[Region] = []
     _collect(owner, names, 0, regions)
-    # Export by Dynamo tells a module by its number, or by the name that it met it under first: further names of it are
+    # Export by Dynamo knows a module by its number, or by the name that it met it under first: further names of it are
     # one module. Other marks say the path once more.
     first_paths: dict[str, str] = {}
     for region in regions:
         module = region.mark.call.partition("@")[0]
-        region.mark = region.mark._replace(path=first_paths.setdefault(module, region.mark.path))
+        path = first_paths.setdefault(module, region.mark.path)
+        region.mark = region.mark._replace(path=renamed.get(path, path) if renamed else path)
     return regions
 
 
@@ -198,7 +207,7 @@ def _common(stacks: list[tuple[Mark, ...]]) -> tuple[Mark, ...]:
 
 
 def outermost_class(graph: fx.Graph) -> object:
-    """The class of the model itself, or its dotted name, if the graph tells."""
+    """The class of the model itself, or its dotted name, if the graph has it."""
     return next((m.described for node in graph.nodes for m in _own_marks(node) if not m.path), None)
 
 

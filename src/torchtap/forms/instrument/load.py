@@ -34,6 +34,7 @@ from torchtap.forms.op.carrier import put_on_root
 from torchtap.forms.op.emitting import EmittingModel
 from torchtap.forms.op.travelling import names_left
 from torchtap.sanitize import open_file, parse_json
+from torchtap.spi import Name
 
 __all__ = ["load"]
 
@@ -196,5 +197,6 @@ def _package_sites(file: Path) -> list[str]:
                     for argument in node["inputs"]:
                         site = argument["arg"].get("as_string")
                         if site is not None:
-                            found[site] = None
+                            at = op.address(site)
+                            found[str(Name(at.path, at.kind, at.leaf))] = None
     return list(found)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchtap._torch import version_of
 from torchtap.forms.match.prints import Print, print_of
 from torchtap.forms.op.channel import Channel
+from torchtap.spi import ask_for_gradient
 
 __all__ = ["PrintRecorder", "as_it_was"]
 
@@ -22,10 +23,15 @@ __all__ = ["PrintRecorder", "as_it_was"]
 class PrintRecorder:
     """Stands where a receiver stands. Values come under keys that a form's own files make and read."""
 
-    def __init__(self) -> None:
+    def __init__(self, channel: Channel | None = None) -> None:
         self.prints: dict[str, Print] = {}
-        self.channel = Channel()
+        self.gradients: dict[str, Print] = {}
+        self.channel = channel or Channel()
         self._thread = threading.get_ident()
+
+    def lane(self) -> Any:
+        """Return this, if values of the running thread are recorded."""
+        return self if self.hears_this_thread() else None
 
     def hears_this_thread(self) -> bool:
         """Whether values of the running thread are recorded."""
@@ -35,6 +41,15 @@ class PrintRecorder:
         """A value, under its key. A loop brings several: the first counts."""
         if leaf not in self.prints:
             self.prints[leaf] = print_of(tensor)
+
+    def await_value(self, key: str, tensor: Tensor) -> None:
+        """Take the gradient of a value when autograd has it."""
+        if tensor.requires_grad and torch.is_grad_enabled():
+            ask_for_gradient(tensor, self._take_gradient, key)
+
+    def _take_gradient(self, key: str, gradient: Tensor | None) -> None:
+        if gradient is not None and key not in self.gradients:
+            self.gradients[key] = print_of(gradient)
 
     def address(self, key: str) -> str:
         """What the op is called with for a key."""
@@ -63,5 +78,6 @@ def as_it_was(model: object) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for tensor, version, before in versions:
-                    if version_of(tensor) != version:
+                    # Batch normalisation moves its averages without counting it as a change.
+                    if version_of(tensor) != version or not torch.equal(tensor, before):
                         tensor.copy_(before)

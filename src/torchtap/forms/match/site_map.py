@@ -19,7 +19,7 @@ from torchtap.sanitize import JSON_LIMIT, parse_json, read_file, shown
 __all__ = ["FoundValue", "How", "SiteMap"]
 
 How = Literal["equal", "near", "position"]
-_FORMAT, _VERSION = "torchtap sites", 1
+_FORMAT, _VERSION = "torchtap sites", 2
 
 
 @final
@@ -29,7 +29,7 @@ class FoundValue:
 
     at: str
     how: How = "equal"
-    order: int = 0  # when it came among all values
+    order: int = 0  # its position among all values
 
 
 @final

@@ -27,7 +27,7 @@ from torchtap.forms.op.travelling import NAMES, CopiedAlong, Packaged
 from torchtap.hooks.conceal import Traveller, conceal, reveal
 from torchtap.hooks.hooks import after, before
 from torchtap.hooks.leaves import Args, Kwargs
-from torchtap.receive import inside
+from torchtap.receive import by_name
 from torchtap.spi import input_leaves, input_names, leaves, places
 
 __all__ = [
@@ -81,7 +81,7 @@ class OutputCarrier(_Carrier):
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if is_dynamo_compiling() or _hears(self):
             # Most outputs are bare tensors, and Dynamo takes its time to follow a generator.
-            emit_leaves(self, (("", output),) if isinstance(output, Tensor) else leaves(output))
+            emit_leaves(self, (("", output),) if isinstance(output, Tensor) else leaves(output), args)
 
 
 @final
@@ -106,7 +106,7 @@ class EnterCarrier(_Carrier):
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if _traced():
-            inside.paths.append(self.address)
+            by_name.paths.append(self.address)
 
 
 @final
@@ -114,8 +114,8 @@ class LeaveCarrier(_Carrier):
     """A forward hook: while a tracer follows, notes that the module's forward is over."""
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        if _traced() and inside.paths:
-            inside.paths.pop()
+        if _traced() and by_name.paths:
+            by_name.paths.pop()
 
 
 @final
@@ -144,6 +144,7 @@ class Carriers:
         ways: Iterable[tuple[str, nn.Module]] = (),
         measured: frozenset[tuple[str, str]] = frozenset(),
         purpose: str = "",
+        root_names: tuple[str, ...] | None = None,
     ) -> None:
         op.register()
         self.channel = Channel(purpose)
@@ -155,6 +156,8 @@ class Carriers:
             kinds_of.setdefault(path, (module, []))[1].append(kind)
         for path, (module, kinds) in kinds_of.items():
             carriers = carriers_for(module, self.channel.prefix + path, kinds)
+            if carriers[0] is not None and not path and root_names is not None:
+                carriers[0].names = root_names
             for carrier in carriers:
                 if carrier is not None:
                     carrier.measured = tuple(kind for kind in carrier.kinds if (path, kind) in measured)

@@ -35,6 +35,10 @@ class EmittingModel:
         self.torchtap_sites = tuple(sites)
         self.receivers: tuple[Receiver, ...] = ()
         self._call = call
+        self._calls: dict[str, int] = {}  # of each module in a pass, as far as its sites tell
+        for site in sites:
+            path, _, _, number = Name.read(site)
+            self._calls[path] = max(self._calls.get(path, 0), number + 1)
         self._brings = brings
         self._about = about
 
@@ -54,11 +58,13 @@ class EmittingModel:
         return f"{type(self).__name__}({self._about or self._call!r}, {len(self.torchtap_sites)} sites)"
 
     def _bring(self, found: Iterable[tuple[str, Tensor]]) -> None:
-        for receiver in self.receivers:
-            if receiver.hears_this_thread():
+        for main in self.receivers:
+            receiver = main.lane()
+            if receiver is not None:
                 for site, tensor in found:
                     name = Name.parse(site)
-                    by_name.take(receiver, name.path, name.kind, name.leaf, tensor)
+                    place = by_name.Count(0, name.call, self._calls[name.path])
+                    by_name.take(receiver, name.path, name.kind, name.leaf, tensor, place)
 
 
 @final

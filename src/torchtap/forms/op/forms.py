@@ -27,7 +27,7 @@ class Route(Protocol):
         """From now on they do."""
 
     def switch_off(self) -> None:
-        """The model is as it was found."""
+        """Restore the model."""
 
 
 @final

@@ -1,8 +1,9 @@
-"""The one carrier for forms in which Python hooks do not survive: two dispatcher ops without a result.
+"""The one carrier for forms in which Python hooks do not survive: dispatcher ops without a result.
 
 ``torchtap::emit(value, site)`` hands a value to whoever listens. ``torchtap::emit_grad(value, site)`` hands over
-the gradient of a value when autograd has it. Both are ordinary ops to TorchScript, FX, export, Dynamo, AOT
-autograd and Inductor, so they stay in every graph and are saved with it. They guarantee:
+the gradient of a value when autograd has it. ``torchtap::call(site)`` counts a call that has no such value. All are
+ordinary ops to TorchScript, FX, export, Dynamo, AOT autograd and Inductor, so they stay in every graph and are saved
+with it. They guarantee:
 - importing torchtap registers nothing; `register` does, once, and every form that needs the ops calls it;
 - with nobody listening an op costs about two microseconds and touches nothing;
 - the value goes through unchanged and the autograd graph is the same as without: gradients are read by a hook
@@ -13,9 +14,9 @@ A site that is put into a graph in this process carries the number of a `Channel
 receiver. One that travelled in a file and could not be given a number goes to every receiver that `listen`s in
 this thread.
 
-In a compiled backward a gradient comes without the call that it belongs to. So, while AOT autograd traces, each
+In a compiled backward a gradient arrives without the call that it belongs to. So, while AOT autograd traces, each
 awaited gradient gets a ticket: the forward graph books the ticket for the call that is running, the backward
-graph hands the gradient over under the same ticket.
+graph hands the gradient over under the same ticket (`channel.Tickets`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import itertools
 import os
 import re
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -43,7 +45,7 @@ from torchtap.forms.op.fused import emit_measured, is_fused
 from torchtap.plan.names import read_name
 from torchtap.receive import by_name
 from torchtap.receive.gradients import ask_while_traced
-from torchtap.spi import Receiver, ask_for_gradient, reasons
+from torchtap.spi import Receiver, reasons
 
 __all__ = [
     "PASSES",
@@ -58,9 +60,12 @@ __all__ = [
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
 _listeners: tuple[Receiver, ...] = ()
+_OF_A_GRAPH = "CompiledFunctionBackward"  # autograd's node of a graph that AOT autograd has compiled
+_ELSEWHERE = -1  # the call of a ticket whose gradient is read outside of the graph
 # Not from 1: a graph that Inductor kept on disk has tickets of the process that made it.
 _tickets = itertools.count(int.from_bytes(os.urandom(6), "big"))
 _ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
+_PLACE = re.compile(r":([+=])(\d{1,9})(?:/(\d{1,9}))?>")
 
 # What a graph emits when a pass begins: by whether the model trains, and whether gradients are on.
 PASSES = {
@@ -71,12 +76,21 @@ PASSES = {
 }
 _MODES = {kind: mode for mode, kind in PASSES.items()}
 
-# channel, module path, kind, leaf, ticket
-Address = tuple[int | None, str, str, str, int | None]
+
+@final
+class Address(NamedTuple):
+    """What an op was called with."""
+
+    channel: int | None
+    path: str
+    kind: str
+    leaf: str
+    ticket: int | None
+    place: by_name.Count | None  # None in a file of an older torchtap
 
 
 def register() -> None:
-    """Make the two ops known to torch. Further calls do nothing."""
+    """Make the ops known to torch. Further calls do nothing."""
     global _library
     if _library is not None:
         return
@@ -103,19 +117,18 @@ def stop_listening(receiver: Receiver) -> None:
     with _lock:
         _listeners = tuple(each for each in _listeners if each is not receiver)
         if not _listeners:
-            channel.booked.pop(None, None)
-            channel.come.pop(None, None)
+            channel.tickets.pop(None, None)
 
 
 def note(site: str, reason: str) -> None:
     """Tell whoever listens to a site why it brings nothing."""
-    number, path, kind, _, _ = address(site)
-    for receiver in _receivers(number):
-        by_name.note(receiver, path, kind, reason)
+    at = address(site)
+    for receiver in _receivers(at.channel):
+        by_name.note(receiver, at.path, at.kind, reason)
 
 
 def _define() -> torch.library.Library:
-    for kernel in (_on_value, _on_awaited, _on_state):
+    for kernel in (_on_value, _on_awaited, _on_state, _on_call):
         leave_to_python(kernel)
     library = torch.library.Library("torchtap", "DEF")
     for name, kernel in (("emit", _on_value), ("emit_grad", _on_awaited)):
@@ -127,18 +140,29 @@ def _define() -> torch.library.Library:
         op = getattr(torch.ops.torchtap, name).default
         keep_in_order(op)
         torch.fx.node.has_side_effect(op)
-    library.define("emit_state(Tensor state, str site, SymInt[] shape) -> ()", alias_analysis="CONSERVATIVE")
-    library.impl("emit_state", _on_state, "CompositeExplicitAutograd")
-    torch.library.register_fake("torchtap::emit_state", _nothing, lib=library)
-    keep_in_order(torch.ops.torchtap.emit_state.default)
-    torch.fx.node.has_side_effect(torch.ops.torchtap.emit_state.default)
+    for signature, kernel in (
+        ("emit_state(Tensor state, str site, SymInt[] shape) -> ()", _on_state),
+        ("call(str site, Tensor? near=None) -> ()", _on_call),
+    ):
+        name = signature.partition("(")[0]
+        library.define(signature, alias_analysis="CONSERVATIVE")
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"torchtap::{name}", _nothing, lib=library)
+        keep_in_order(getattr(torch.ops.torchtap, name).default)
+        torch.fx.node.has_side_effect(getattr(torch.ops.torchtap, name).default)
+    torch.library.register_vmap("torchtap::call", _batched_call, lib=library)
     # Above autograd, so that while AOT autograd traces, the tensor that gets the hook is the one it differentiates.
     library.impl("emit_grad", _on_awaited, "Autograd")
     return library
 
 
-def _nothing(value: Tensor, site: str, shape: object = None) -> None:
+def _nothing(*_: object, **__: object) -> None:
     return None
+
+
+def _batched_call(info: object, in_dims: object, site: str, near: Tensor | None = None) -> tuple[None, None]:
+    torch.ops.torchtap.call(site)
+    return None, None
 
 
 def _batched(name: str) -> Any:
@@ -153,96 +177,130 @@ def _batched(name: str) -> Any:
 
 @lru_cache(maxsize=65536)
 def address(site: str) -> Address:
-    """Channel, module path, kind, leaf and ticket of what an op was called with."""
+    """Return the parts of what an op was called with."""
     found = _ADDRESS.fullmatch(site)
     assert found is not None  # it takes any text
     channel, name, ticket = found.groups()
+    place = None
+    if (mark := _PLACE.search(name)) is not None:
+        name = f"{name[: mark.start()]}:{name[mark.end() :]}"
+        number = int(mark[2])
+        place = by_name.Count(number) if mark[1] == "+" else by_name.Count(0, number, int(mark[3] or 1))
     path, kind, leaf, _ = read_name(name)
-    return int(channel) if channel else None, path, kind, leaf, int(ticket) if ticket else None
+    return Address(
+        int(channel) if channel else None, path, kind, leaf, int(ticket) if ticket else None, place
+    )
 
 
 def _receivers(number: int | None) -> tuple[Receiver, ...]:
-    if number is None:
-        return tuple(receiver for receiver in _listeners if receiver.hears_this_thread())
-    receiver = channel.receivers.get(number)
-    return (receiver,) if receiver is not None and receiver.hears_this_thread() else ()
+    known = _listeners if number is None else (channel.receivers.get(number),)
+    lanes = (receiver.lane() for receiver in known if receiver is not None)
+    return tuple(lane for lane in lanes if lane is not None)
 
 
 def _on_value(value: Tensor, site: str) -> None:
-    number, path, kind, leaf, ticket = address(site)
-    receivers = _receivers(number)
-    if not receivers or _is_repetition(kind):
+    at = address(site)
+    receivers = _receivers(at.channel)
+    if not receivers or _is_repetition(at.kind):
         return
-    call = None if ticket is None else _booked_call(number, site)
+    call, followers = (None, ()) if at.ticket is None else _booked(at.channel, site)
+    if call == _ELSEWHERE:
+        return
     # A new tensor object each time: a compiler writes new values into memory, and so into tensors, that it has used
     # before, without a trace in their version.
     value = value.detach()
     for receiver in receivers:
-        if kind in _MODES:
+        if at.kind in _MODES:
             receiver.end_pass()
-            receiver.begin_pass(*_MODES[kind])
-        elif kind in ("attention", "value"):
-            receiver.take_from_inside(kind, path, leaf, value)
+            receiver.begin_pass(*_MODES[at.kind])
+        elif at.kind in ("attention", "value"):
+            receiver.take_from_inside(at.kind, at.path, at.leaf, value)
         else:
-            by_name.take(receiver, path, kind, leaf, value, call)
+            by_name.take(receiver, at.path, at.kind, at.leaf, value, at.place, call)
+            for other, number in followers:
+                by_name.take(receiver, other.path, other.kind, other.leaf, value, other.place, number)
 
 
 def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
-    number, path, kind, leaf, ticket = address(site)
-    receivers = _receivers(number)
-    if not receivers or _is_repetition(kind):
+    at = address(site)
+    receivers = _receivers(at.channel)
+    if not receivers or _is_repetition(at.kind):
         return
-    call = None if ticket is None else _booked_call(number, site)
-    for receiver in receivers:
-        by_name.take_state(receiver, path, kind, leaf, state, shape, call)
+    call, followers = (None, ()) if at.ticket is None else _booked(at.channel, site)
+    for receiver in receivers if call != _ELSEWHERE else ():
+        by_name.take_state(receiver, at.path, at.kind, at.leaf, state, shape, at.place, call)
+        for other, number in followers:
+            by_name.take_state(
+                receiver, other.path, other.kind, other.leaf, state, shape, other.place, number
+            )
 
 
-def _booked_call(number: int | None, site: str) -> int | None:
-    """The call that a gradient belongs to, which comes now."""
-    channel.come.setdefault(number, set()).add(site)
-    return channel.booked.get(number, {}).get(site)
+def _booked(number: int | None, site: str) -> tuple[int | None, Sequence[tuple[Address, int]]]:
+    """Return the call that a ticket's gradient belongs to, and further sites whose gradient it is."""
+    tickets = channel.tickets.get(number)
+    return (None, ()) if tickets is None else (tickets.calls.get(site), tickets.followers.get(site, ()))
+
+
+def _on_call(site: str, near: Tensor | None = None) -> None:
+    """Count a call that has no value of a kind."""
+    at = address(site)
+    if not _is_repetition(at.kind):
+        for receiver in _receivers(at.channel):
+            by_name.count(receiver, at.path, at.kind, None, at.place, replayed=in_backward())
 
 
 def _is_repetition(kind: str) -> bool:
-    """A forward value while autograd is at work is one that a checkpoint computes again."""
+    """Return True for a forward value while autograd is at work: a checkpoint computes it again."""
     return not kind.startswith("grad") and in_backward()
 
 
 def _on_awaited(value: Tensor, site: str) -> None:
     if isinstance(value, FakeTensor):  # a compiler tries out what it has traced
         return
-    number, path, kind, leaf, ticket = address(site)
-    if ticket is not None:  # in the forward graph of a compiled model
-        for receiver in _receivers(number):
-            channel.booked.setdefault(number, {})[site] = by_name.next_call(receiver, path, kind, leaf)
-            channel.come.setdefault(number, set()).discard(site)
-            if (
-                value.requires_grad
-            ):  # it came into the graph, which may have no backward: that of a hook alone
-                ask_for_gradient(value, _note_unless_come, receiver, site)
+    at = address(site)
+    if at.ticket is not None:
+        for receiver in _receivers(at.channel):
+            _book(receiver, site, at, value)
         return
-    wanted = value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, FunctionalTensor):
         # Traced by AOT autograd. What the hook does becomes a part of the backward graph; without one, the call
         # stays in the graph for whoever runs it with autograd, as an exported program may be.
-        if wanted:
+        if value.requires_grad and torch.is_grad_enabled():
             site = f"{site}~{next(_tickets)}"
             ask_while_traced(value, lambda gradient: _emit_gradient(gradient, site))
         with below_autograd():
             torch.ops.torchtap.emit_grad(value, site)
         return
-    if not wanted:
-        for receiver in _receivers(number):
-            by_name.note(receiver, path, kind, reasons.NO_GRADIENT)
+    for receiver in _receivers(at.channel):
+        if at.kind == "value":
+            receiver.await_value(at.leaf, value)  # type: ignore[attr-defined]
+            continue
+        _await(receiver, at, value if torch.is_grad_enabled() else value.detach())
+
+
+def _book(receiver: Receiver, site: str, at: Address, value: Tensor) -> None:
+    """Note, in the forward graph of a compiled model, which call the gradient under a ticket belongs to."""
+    tickets = channel.tickets.setdefault(at.channel, channel.Tickets())
+    if value.requires_grad:  # it was given to the graph, whose backward has only a part of its gradient
+        tickets.book(site, _ELSEWHERE)
+        _await(receiver, at, value)
+    else:
+        call = by_name.count(receiver, at.path, at.kind, at.leaf, at.place, replayed=in_backward())
+        tickets.book(site, call, value if channel.PROMISE in site else None)
+
+
+def _await(receiver: Receiver, at: Address, value: Tensor) -> None:
+    """Ask for the gradient of a value: autograd, or the compiled graph that made it and may have used it since."""
+    tickets = channel.tickets.get(at.channel)
+    maker = None if tickets is None else tickets.maker_of(value)
+    if maker is None and (type(value.grad_fn).__name__ != _OF_A_GRAPH or at.channel in channel.promising):
+        by_name.await_gradient(receiver, at.path, at.kind, at.leaf, value, at.place, again=in_backward())
         return
-    for receiver in _receivers(number):
-        by_name.await_gradient(receiver, path, kind, leaf, value)
-
-
-def _note_unless_come(receiver: Receiver, site: str, gradient: Tensor | None) -> None:
-    number, path, kind, _, _ = address(site)
-    if gradient is not None and site not in channel.come.get(number, ()):
-        by_name.note(receiver, path, kind, reasons.OUTSIDE_THE_GRAPH)
+    call = by_name.count(receiver, at.path, at.kind, at.leaf, at.place, replayed=in_backward())
+    if tickets is not None and maker is not None:
+        tickets.follow(maker, at, call)
+    else:
+        by_name.note(receiver, at.path, at.kind, reasons.ACROSS_GRAPHS)
 
 
 def _emit_gradient(gradient: Tensor, site: str) -> None:

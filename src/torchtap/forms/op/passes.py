@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch import nn
 
-from torchtap.hooks.hooks import Hooks
+from torchtap.spi import Hooks
 
 if TYPE_CHECKING:
     from torchtap.receive.placing import Placing
@@ -78,6 +78,8 @@ class PassHooks:
                 self._receiver, model, compiled, self._on_output, self._on_call
             )
             return
+        if self._hooks.resume("passes"):
+            return
         if self._on_call is not None:
             self._hooks.before(self._model, self._take_call)
         if self._on_output is not None:
@@ -87,9 +89,17 @@ class PassHooks:
         if placing is not None:
             self._hooks.before(model, placing.see_inputs)
 
+    def suspend(self) -> None:
+        """Remove the hooks, but keep them for the next `switch_on`."""
+        self._hooks.suspend("passes")
+        self._uncover()
+
     def switch_off(self) -> None:
-        """The model is as it was."""
+        """Remove the hooks. Nothing refers to the receiver afterwards."""
         self._hooks.remove()
+        self._uncover()
+
+    def _uncover(self) -> None:
         if self._covered is not None:
             self._model.__dict__["_compiled_call_impl"] = self._covered
             self._covered = None

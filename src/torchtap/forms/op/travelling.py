@@ -9,7 +9,6 @@ A package of ``torch.package`` has a plain file beside the model, which puts the
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import sys
@@ -44,12 +43,7 @@ class CopiedAlong(Traveller):
         self._module = module
 
     def __call__(self, memo: dict[int, object]) -> nn.Module:
-        attributes = self._module.__dict__
-        del attributes["__deepcopy__"]
-        try:
-            made = copy.deepcopy(self._module, memo)
-        finally:
-            attributes["__deepcopy__"] = self
+        made: nn.Module = self.clean_copy(self._module, memo)
         from torchtap.forms.op.carrier import put_copies
 
         put_copies(self._module, made)

@@ -1,7 +1,7 @@
 """A plan on a scripted or traced model, made here or only loaded.
 
 While a tap is live, calls of the model go to a tapped copy of it that has the same parameters and buffers
-(`graph`); otherwise the model runs as it was.
+(`graph`); otherwise the model runs unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from torchtap.forms.op.forms import CarriedAttachment, ForwardRoute
 from torchtap.forms.op.op import address, register
 from torchtap.forms.op.passes import in_pass
 from torchtap.forms.script.copying import script_copy, script_modules
-from torchtap.forms.script.graph import assigned_attributes, constant_sites, inputs_of, tapped_copy
+from torchtap.forms.script.graph import (
+    PATH_ATTRIBUTE,
+    assigned_attributes,
+    constant_sites,
+    inputs_of,
+    tapped_copy,
+)
 from torchtap.forms.script.traced import TracedNames, forward_methods
 from torchtap.forms.script.types import can_hold_tensors
 from torchtap.forms.script.values import digest_of, tap_values
@@ -43,7 +49,7 @@ def script_tree(model: nn.Module) -> nn.Module:
 
 
 def attach_script(model: nn.Module, receiver: Receiver, site_map: SiteMap | None = None) -> CarriedAttachment:
-    """Put a plan on a scripted or traced model. A map says which values of a trace are which sites."""
+    """Put a plan on a scripted or traced model. A map gives the sites of a trace's values."""
     register()
     channel = Channel()
     kinds_of: dict[str, set[str]] = {}
@@ -59,9 +65,12 @@ def attach_script(model: nn.Module, receiver: Receiver, site_map: SiteMap | None
     else:
         copy = tapped_copy(model, kinds_of, channel.prefix)
         _note_reasons(model, receiver, constant, traced)
-    groups = [] if traced.is_traced else lookalike_paths(model)
+    put_in = {path for path, each in script_modules(model).items() if each.hasattr(PATH_ATTRIBUTE)}
+    groups = (
+        [] if traced.is_traced else [each for each in lookalike_paths(model) if not put_in.issuperset(each)]
+    )
     if groups:
-        receiver.rename = DoubtfulNames(groups)
+        receiver.form.rename = DoubtfulNames(groups)
     return CarriedAttachment(receiver, channel, list(_routes(model, copy, receiver)))
 
 
@@ -111,7 +120,7 @@ def _note_reasons(
 ) -> None:
     """Say of each place that cannot bring anything why not."""
     instances = script_modules(model)
-    receiver.knows_positions = not traced.is_traced
+    receiver.form.knows_positions = not traced.is_traced
     for port in receiver.ports.values():
         path = port.port.site.path
         if (path, port.kind) in constant or port.kind not in OF_CALLS:
@@ -123,9 +132,9 @@ def _note_reasons(
         elif not traced.is_traced:
             port.note = _why_not_scripted(instances[path], port.kind)
         elif path or not constant:  # what was put in before tracing is there for every call
-            receiver.forgets = reasons.FORGOTTEN.format(what=_LEFT_NOTHING)
+            receiver.form.unnamed_reason = reasons.FORGOTTEN.format(what=_LEFT_NOTHING)
             for number, reason in traced.calls_without_name(path, port.kind) if path else ():
-                receiver.missing[str(Name(path, port.kind, "", number))] = reason
+                receiver.form.missing[str(Name(path, port.kind, "", number))] = reason
 
 
 @final

@@ -13,17 +13,17 @@ edits a copy of the module, whose graphs nobody has run; its parameters and buff
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import product
 
 import torch
 from torch import nn
 
 from torchtap._torch import add_script_text, script_methods, script_string_type
 from torchtap.forms.op import op
+from torchtap.forms.op.channel import CALL, SAME_CALL, marked
 from torchtap.forms.script.copying import script_copy, script_modules
 from torchtap.forms.script.traced import TracedNames, forward_methods
-from torchtap.forms.script.types import can_hold_tensors, emit_lines, field_names
-from torchtap.spi import Name
+from torchtap.forms.script.types import begins_with_tensor, can_hold_tensors, emit_lines, field_names
+from torchtap.spi import ModulePath, Name
 from torchtap.torchscript import ScriptCore, ScriptGraph, ScriptMethod, ScriptNode, ScriptType, ScriptValue
 
 __all__ = [
@@ -62,15 +62,19 @@ def _tap_class(
     members: list[tuple[str, ScriptCore]], kinds: set[str], names: TracedNames, prefix: str
 ) -> None:
     """Tell the instances of one class their paths, and have their graph emit some kinds."""
+    put_in = members[0][1].hasattr(PATH_ATTRIBUTE)  # before any has it from here: an attribute is the class's
     for path, instance in members:
-        if instance.hasattr(PATH_ATTRIBUTE):
+        if put_in:  # what it was instrumented under, which a further name is not
+            known = str(instance.getattr(PATH_ATTRIBUTE)).rpartition("|")[2]
+            instance.setattr(PATH_ATTRIBUTE, prefix + known)
+        elif instance.hasattr(PATH_ATTRIBUTE):
             instance.setattr(PATH_ATTRIBUTE, prefix + path)
         else:
             add_script_text(instance, PATH_ATTRIBUTE, prefix + path)
     first_path, first = members[0]
     kinds = kinds - _kinds_in(first)
     for method_name, method in forward_methods(first).items() if kinds else ():
-        traced = names if names.knows(first_path, method_name) else None
+        traced = names if names.knows(first_path, method_name) or not first_path else None
         _edit(method, kinds, first_path, traced)
 
 
@@ -88,9 +92,9 @@ def constant_sites(module: object) -> dict[str, list[ScriptNode]]:
     found: dict[str, list[ScriptNode]] = {}
     for instance in script_modules(module).values():
         for method in forward_methods(instance).values():
-            for name in ("torchtap::emit", "torchtap::emit_grad"):
+            for name, at in (("torchtap::emit", 1), ("torchtap::emit_grad", 1), ("torchtap::call", 0)):
                 for node in method.graph.findAllNodes(name):
-                    source = node.inputsAt(1).node()
+                    source = node.inputsAt(at).node()
                     while (
                         source.kind() == "aten::add"
                     ):  # a leaf that is known only at run time: a list, a key
@@ -120,7 +124,7 @@ def _kinds_in(instance: ScriptCore) -> set[str]:
             if node.hasAttributes() and node.output().type().kind() == "StringType":
                 text = node.s("value")
                 if text.startswith(":"):
-                    found.add(Name.read(text).kind)
+                    found.add(op.address(text).kind)
     return found
 
 
@@ -130,37 +134,59 @@ def _edit(method: ScriptMethod, kinds: set[str], path: str, traced: TracedNames 
     first = next(iter(graph.nodes()), graph.return_node())
     arguments = inputs_of(method)
     if traced is not None:
-        types = [jit_type for _, jit_type in arguments]
-        arguments = list(zip(traced.inputs(path, method.name), types, strict=True))
+        names = traced.inputs(path, method.name) if path else traced.root_inputs(method)
+        arguments = [(leaf, jit_type) for leaf, (_, jit_type) in zip(names, arguments, strict=True)]
+    given = [(leaf, jit_type, value) for (leaf, jit_type), value in zip(arguments, values[1:], strict=True)]
     for kind in sorted(kind for kind in kinds if kind.endswith("input")):
-        for (leaf, jit_type), value in zip(arguments, values[1:], strict=True):
-            _insert(graph, first, values[0], value, jit_type, f":{kind}" + (f".{leaf}" if leaf else ""), kind)
-    returned = sorted(kind for kind in kinds if kind.endswith("output"))
-    for kind, value in product(returned, list(graph.outputs())):
-        if traced is None:
-            _insert(graph, graph.return_node(), values[0], value, value.type(), f":{kind}", kind)
-        else:
-            _insert_traced(graph, values[0], value, kind, traced.outputs(path, method.name))
+        _insert_call(graph, first, values[0], kind, given)
+    (value,) = graph.outputs()
+    for kind in sorted(kind for kind in kinds if kind.endswith("output")):
+        returned = [("", value.type(), value)]
+        if traced is not None and path:
+            parts = _parts(graph, value)
+            leaves = traced.outputs(path, method.name)
+            returned = [(leaf, parts[position].type(), parts[position]) for position, leaf in leaves.items()]
+        _insert_call(graph, graph.return_node(), values[0], kind, returned)
     graph.lint()
 
 
-def _insert_traced(
-    graph: ScriptGraph, owner: ScriptValue, value: ScriptValue, kind: str, leaves: Mapping[int, str]
+def _parts(graph: ScriptGraph, value: ScriptValue) -> list[ScriptValue]:
+    """Return the elements of a tuple that a method returns, or the value if it is none."""
+    if value.type().kind() != "TupleType":
+        return [value]
+    return [part for part, _ in _unpacked(graph, graph.return_node(), value, value.type())]
+
+
+def _unpacked(
+    graph: ScriptGraph, before: ScriptNode, value: ScriptValue, jit_type: ScriptType
+) -> list[tuple[ScriptValue, ScriptType]]:
+    unpack = graph.create("prim::TupleUnpack", [value], 0)
+    unpack.insertBefore(before)
+    parts = []
+    for element in jit_type.elements():
+        part = unpack.addOutput()
+        part.setType(element)
+        parts.append((part, element))
+    return parts
+
+
+def _insert_call(
+    graph: ScriptGraph,
+    before: ScriptNode,
+    owner: ScriptValue,
+    kind: str,
+    found: list[tuple[str, ScriptType, ScriptValue]],
 ) -> None:
-    """Emit what a traced method returns, under the leaves that its tensors have by position."""
-    parts = [value]
-    if value.type().kind() == "TupleType":
-        unpack = graph.create("prim::TupleUnpack", [value], 0)
-        unpack.insertBefore(graph.return_node())
-        parts = []
-        for element in value.type().elements():
-            part = unpack.addOutput()
-            part.setType(element)
-            parts.append(part)
-    for position, leaf in leaves.items():
-        part = parts[position]
-        ending = f":{kind}" + (f".{leaf}" if leaf else "")
-        _insert(graph, graph.return_node(), owner, part, part.type(), ending, kind)
+    """Emit what a call has of a kind, in front of a node. A call whose first value may be absent is counted apart."""
+    found = [each for each in found if can_hold_tensors(each[1])]
+    mark = CALL
+    if not found or not begins_with_tensor(found[0][1]):
+        callee = "def counted(site: str):\n    torch.ops.torchtap.call(site)\n    return None\n"
+        _insert_function(graph, before, owner, callee, f":{mark}{kind}")
+        mark = SAME_CALL
+    for leaf, jit_type, value in found:
+        _insert(graph, before, owner, value, jit_type, Name("", kind, leaf), mark)
+        mark = SAME_CALL
 
 
 def _insert(
@@ -169,26 +195,34 @@ def _insert(
     owner: ScriptValue,
     value: ScriptValue,
     jit_type: ScriptType,
-    ending: str,
-    kind: str,
+    site: Name,
+    mark: str,
 ) -> None:
-    """Emit ``value`` in front of a node, under the owner's path and ``ending``."""
+    """Emit ``value`` in front of a node, under the owner's path; ``mark`` is that of its first tensor."""
     if not can_hold_tensors(jit_type):
         return
     if jit_type.kind() == "TupleType":
         # Taken apart here: the source of a function cannot name the class of somebody's named tuple.
-        unpack = graph.create("prim::TupleUnpack", [value], 0)
-        unpack.insertBefore(before)
-        for name, element in zip(field_names(jit_type), jit_type.elements(), strict=True):
-            part = unpack.addOutput()
-            part.setType(element)
-            _insert(graph, before, owner, part, element, f"{ending}.{name}", kind)
+        for name, (part, element) in zip(
+            field_names(jit_type), _unpacked(graph, before, value, jit_type), strict=True
+        ):
+            if can_hold_tensors(element):
+                leaf = site._replace(leaf=ModulePath(site.leaf) / name)
+                _insert(graph, before, owner, part, element, leaf, mark)
+                mark = SAME_CALL
         return
-    lines = emit_lines(jit_type, "value", "site", kind)
-    header = f"def emitted(value: {jit_type.annotation_str}, site: str):"
+    lines = emit_lines(jit_type, "value", "site", site.kind)
+    header = f"def emitted(site: str, value: {jit_type.annotation_str}):"
     source = "\n    ".join([header, *lines, "return None"]) + "\n"
+    _insert_function(graph, before, owner, source, marked(str(site), mark), value)
+
+
+def _insert_function(
+    graph: ScriptGraph, before: ScriptNode, owner: ScriptValue, source: str, ending: str, *values: ScriptValue
+) -> None:
+    """Run a function of a site and values in front of a node. The site is the owner's path and ``ending``."""
     try:
-        callee = torch.jit.CompilationUnit(source).emitted.graph
+        unit = torch.jit.CompilationUnit(source)
     except RuntimeError:
         return  # a type that cannot be written down outside its own file, e.g. a list of named tuples
     with graph.insert_point_guard(before):
@@ -200,4 +234,5 @@ def _insert(
         joined = graph.create("aten::add", [path.output(), text], 1)
         joined.output().setType(script_string_type())
         graph.insertNode(joined)
-        graph.insertGraph(callee, [value, joined.output()])
+        (function,) = unit.get_functions()
+        graph.insertGraph(function.graph, [joined.output(), *values])

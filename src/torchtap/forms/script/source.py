@@ -28,10 +28,11 @@ from torchtap._torch import script_methods
 from torchtap.errors import FormError
 from torchtap.forms.copy_model import copy_with_shared_tensors
 from torchtap.forms.op.carrier import carried, remove_carriers
+from torchtap.forms.op.channel import CALL, SAME_CALL
 from torchtap.forms.script.copying import script_modules
 from torchtap.forms.script.graph import PATH_ATTRIBUTE, inputs_of
 from torchtap.forms.script.types import can_hold_tensors, emit_lines
-from torchtap.torchscript import ScriptMethod
+from torchtap.torchscript import ScriptMethod, ScriptType
 
 __all__ = ["scriptable"]
 
@@ -66,14 +67,12 @@ def _subclass(base: type[nn.Module], kinds: tuple[str, ...], method: ScriptMetho
     names = [argument.name for argument in method.schema.arguments[1:]]
     body = [*comment]
     for kind in (kind for kind in kinds if kind.endswith("input")):
-        for (leaf, jit_type), name in zip(inputs_of(method), names, strict=True):
-            if can_hold_tensors(jit_type):
-                body += emit_lines(jit_type, name, _address(kind, leaf), kind)
+        given = zip(inputs_of(method), names, strict=True)
+        body += _call_lines(kind, [(leaf, jit_type, name) for (leaf, jit_type), name in given])
     body.append(f"_result = self._torchtap_forward({', '.join(names)})")
     returned = method.schema.returns[0].type
     for kind in (kind for kind in kinds if kind.endswith("output")):
-        if can_hold_tensors(returned):
-            body += emit_lines(returned, "_result", _address(kind, ""), kind)
+        body += _call_lines(kind, [("", returned, "_result")])
     body.append("return _result")
     forward = _compiled("\n    ".join([header, *body]) + "\n", original, base)
     return types.new_class(
@@ -99,8 +98,23 @@ def _renamed(function: Any, name: str) -> Any:
     return copy
 
 
-def _address(kind: str, leaf: str) -> str:
-    return f'self.{PATH_ATTRIBUTE} + ":{kind}{"." + leaf if leaf else ""}"'
+def _call_lines(kind: str, found: list[tuple[str, ScriptType, str]]) -> list[str]:
+    """Lines that emit what a call has of a kind: leaf, type and variable. Its first tensor counts the call."""
+    lines: list[str] = []
+    mark = CALL
+    for leaf, jit_type, name in found:
+        if not can_hold_tensors(jit_type):
+            continue
+        if mark == CALL and jit_type.kind() != "TensorType":
+            lines.append(f"torch.ops.torchtap.call({_address(kind, '', mark)})")
+            mark = SAME_CALL
+        lines += emit_lines(jit_type, name, _address(kind, leaf, mark), kind)
+        mark = SAME_CALL
+    return lines
+
+
+def _address(kind: str, leaf: str, mark: str) -> str:
+    return f'self.{PATH_ATTRIBUTE} + ":{mark}{kind}{"." + leaf if leaf else ""}"'
 
 
 def _signature(base: type[nn.Module]) -> tuple[str, list[str]]:

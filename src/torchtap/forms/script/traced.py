@@ -12,8 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
 from torchtap._torch import script_methods
-from torchtap.forms.graph.leaks import can_leak, is_torch_class, returns_structure, takes_one
-from torchtap.plan.names import unplaced
+from torchtap.forms.graph.leaks import (
+    can_leak,
+    is_meddled_with,
+    is_torch_class,
+    returns_structure,
+    takes_one,
+    takes_several,
+)
 from torchtap.spi import ModulePath, Name, reasons
 from torchtap.torchscript import ScriptCore, ScriptGraph, ScriptMethod, ScriptNode, ScriptValue
 
@@ -40,6 +46,9 @@ class _Origin(NamedTuple):
 
     given: int | None = None  # the argument that it is
     changed: bool = False  # whether that was changed in place
+    child: tuple[str, str, int] | None = (
+        None  # the module inside that returned it, its method and the position
+    )
     leaks: bool = False  # whether it may have left a module by another way than its return
 
 
@@ -74,45 +83,51 @@ class TracedNames:
         return not any(_is_scripted_line(node.sourceRange()) for node in nodes)
 
     def inputs(self, path: str, method: str) -> list[str]:
-        """The leaf of each argument. Behind a call that has no such value, later ones cannot be counted."""
-        leaves = self._inputs_of_call(path, method)
-        before = (self._inputs_of_call(path, each) for each in self._before(path, method))
-        return leaves if all("" in each for each in before) else list(map(unplaced, range(len(leaves))))
-
-    def _inputs_of_call(self, path: str, method: str) -> list[str]:
+        """The leaf of each argument."""
         count = len(list(self._method(path, method).graph.inputs())) - 1
         described = self._class(path)
-        around = [self._class(each) for each in (path, *ModulePath(path).parents)]
+        around = [self._class(each) for each in self._paths_around(path)]
         trusted = is_torch_class(described) or not any(map(can_leak, around))
         if count == 1 and takes_one(described) and trusted:
             return [""]
-        return [Name.unplaced(position) for position in range(count)]
+        return [Name.unplaced(position, doubtful=not trusted) for position in range(count)]
+
+    def root_inputs(self, method: ScriptMethod) -> list[str]:
+        """The leaf of each argument of the outermost module. A trace lists only the arguments that were given."""
+        names = [each.name for each in method.schema.arguments[1:]]
+        alone = len(names) == 1 and not (self.is_traced and takes_several(self._class("")))
+        return [""] if alone else names
 
     def outputs(self, path: str, method: str) -> dict[int, str]:
         """The leaf of each tensor that comes out, by its position; those that were only handed on are left out."""
-        leaves = self._outputs_of_call(path, method)
-        before = (self._outputs_of_call(path, each) for each in self._before(path, method))
-        if all("" in each.values() for each in before):
-            return leaves
-        return {position: Name.unplaced(number) for number, position in enumerate(leaves)}
-
-    def _outputs_of_call(self, path: str, method: str) -> dict[int, str]:
         origins = self._origins(path, method)
         made = [n for n, origin in origins.items() if origin.given is None or origin.changed]
         returned = self.returned(path, method)
-        if len(returned) == 1 and not returns_structure(self._class(path)):
+        if len(returned) == 1 and not self._in_structure(path, method, returned[0]):
             others = [n for n in made if n not in returned]
-            return {returned[0]: "", **{n: Name.unplaced(k) for k, n in enumerate(others)}}
-        return {n: Name.unplaced(k) for k, n in enumerate(made or origins)}
+            return {returned[0]: "", **{n: Name.unplaced(k, doubtful=True) for k, n in enumerate(others)}}
+        doubtful = len(returned) != len(made)
+        return {n: Name.unplaced(k, doubtful=doubtful) for k, n in enumerate(made or origins)}
+
+    def _in_structure(self, path: str, method: str, position: int) -> bool:
+        """Return True if a value may stand in a tuple or dict that the module, or one inside, returned."""
+        origin = self._origin_out(path, method, position)
+        of_child = origin.child is not None and self._in_structure(*origin.child)
+        return returns_structure(self._class(path), of_child)
 
     def returned(self, path: str, method: str) -> list[int]:
         """The positions of tensors of which it is proved that the module returned them, in whatever structure."""
         origins = self._origins(path, method)
         if len(origins) == 1 and is_torch_class(self._class(path)):
             return [0]
-        if can_leak(self._class(path)):
+        if can_leak(self._class(path)) or any(
+            map(is_meddled_with, map(self._class, self._paths_around(path)))
+        ):
             return []
         return [n for n, each in origins.items() if each.given is None and not (each.leaks or each.changed)]
+
+    def _paths_around(self, path: str) -> list[str]:
+        return [path, *ModulePath(path).parents]
 
     def _origins(self, path: str, method: str) -> dict[int, _Origin]:
         count = _count_out(self._method(path, method).graph)
@@ -129,26 +144,14 @@ class TracedNames:
         """The calls of a module that cannot have their eager name, by number, each with the reason."""
         if not all(self.knows(path, method) for method in self._calls(path)):
             return
-        broken = False
+        leaves_of = self.inputs if kind.endswith("input") else self.outputs
         for number, method in enumerate(self._calls(path)):
-            if kind.endswith("input"):
-                leaves = self._inputs_of_call(path, method)
-            else:
-                leaves = list(self._outputs_of_call(path, method).values())
-            if not leaves:
+            if not leaves_of(path, method):
                 yield number, reasons.NO_OPERATION
-            elif broken and "" in leaves:
-                yield number, reasons.UNCERTAIN_CALL
-            broken |= "" not in leaves
 
     def _calls(self, path: str) -> list[str]:
         """The methods of a module's calls, in their order: forward, forward1, forward2 …"""
         return sorted(forward_methods(self._instances[path]), key=lambda name: (len(name), name))
-
-    def _before(self, path: str, method: str) -> list[str]:
-        """The methods of the calls before."""
-        methods = self._calls(path)
-        return methods[: methods.index(method)]
 
     def _method(self, path: str, method: str) -> ScriptMethod:
         return script_methods(self._instances[path])[method]
@@ -198,7 +201,9 @@ class TracedNames:
         if inner.given is not None:
             outer = self._origin(path, node.inputsAt(1 + inner.given))
             return outer._replace(changed=outer.changed or inner.changed)
-        return _Origin(leaks=inner.leaks or can_leak(self._class(child)))
+        return _Origin(
+            child=(child, node.s("name"), position), leaks=inner.leaks or can_leak(self._class(child))
+        )
 
 
 def _casts(node: ScriptNode) -> bool:

@@ -11,7 +11,7 @@ import re
 
 from torchtap.torchscript import ScriptType
 
-__all__ = ["can_hold_tensors", "emit_lines", "field_names"]
+__all__ = ["begins_with_tensor", "can_hold_tensors", "emit_lines", "field_names"]
 
 _LONGEST_TUPLE = 4  # among values of any type
 
@@ -27,6 +27,15 @@ def can_hold_tensors(jit_type: ScriptType) -> bool:
     if kind in ("OptionalType", "ListType", "TupleType"):
         return any(can_hold_tensors(each) for each in jit_type.containedTypes())
     return False
+
+
+def begins_with_tensor(jit_type: ScriptType) -> bool:
+    """Return True if the first tensor of a value of this type is always there."""
+    if jit_type.kind() == "TupleType":
+        return next(
+            (begins_with_tensor(each) for each in jit_type.elements() if can_hold_tensors(each)), False
+        )
+    return jit_type.kind() == "TensorType"
 
 
 def field_names(jit_type: ScriptType) -> list[str]:

@@ -22,7 +22,6 @@ from torchtap.torchscript import ScriptGraph, ScriptMethod, ScriptValue
 __all__ = ["digest_of", "script_values", "tap_values"]
 
 _SEPARATOR = "/"
-_NO_VALUES = ("prim::Constant", "prim::GetAttr")
 
 
 def digest_of(copy: object) -> str:
@@ -43,13 +42,17 @@ def _keyed(copy: object) -> Iterator[tuple[str, ScriptMethod, ScriptValue]]:
             produced = [value for node in graph.nodes() for value in node.outputs()]
             number = 0
             for value in (*graph.inputs(), *produced):
-                if value.type().kind() == "TensorType" and value.node().kind() not in _NO_VALUES:
+                if value.type().kind() == "TensorType":
                     yield _SEPARATOR.join((path.replace(".", "-"), name, str(number))), method, value
                     number += 1
 
 
-def script_values(model: object, run: Callable[[nn.Module], object]) -> FormValues:
-    """Run a copy of a model once and take the print of each value in its methods."""
+def script_values(
+    model: object,
+    run: Callable[[nn.Module], object],
+    run_again: Callable[[nn.Module], object] | None = None,
+) -> FormValues:
+    """Run a copy of a model and take the print of each value in its methods; ``run_again`` takes other inputs."""
     op.register()
     recorder = PrintRecorder()
     copy = script_copy(model)
@@ -57,9 +60,13 @@ def script_values(model: object, run: Callable[[nn.Module], object]) -> FormValu
     values = list(_keyed(copy))
     calls = _calls(copy, values)
     for key, method, value in values:
-        _emit_after(method.graph, value, recorder.address(key), "emit")
+        _emit_after(method.graph, value, recorder.address(key), gradient=True)
+        _emit_after(method.graph, value, recorder.address(key), gradient=False)
+    other = PrintRecorder(recorder.channel)
     recorder.record(lambda: run(copy))
-    return FormValues(digest, recorder.prints, calls)
+    if run_again is not None:
+        other.record(lambda: run_again(copy))
+    return FormValues(digest, recorder.prints, calls, other.prints, recorder.gradients)
 
 
 def _calls(
@@ -103,11 +110,13 @@ def tap_values(copy: object, sites: Iterable[tuple[str, str]], prefix: str) -> N
         by_key.setdefault(key, []).append(site)
     for key, method, value in list(_keyed(copy)):
         for site in reversed(by_key.get(key, [])):
-            _emit_after(method.graph, value, prefix + site, "emit_grad" if ":grad_" in site else "emit")
+            gradient = op.address(site).kind.startswith("grad")
+            _emit_after(method.graph, value, prefix + site, gradient=gradient)
 
 
-def _emit_after(graph: ScriptGraph, value: ScriptValue, site: str, name: str) -> None:
+def _emit_after(graph: ScriptGraph, value: ScriptValue, site: str, *, gradient: bool) -> None:
     """Emit a value as soon as it is there, before anything can change it in place."""
+    name = "emit_grad" if gradient else "emit"
     node = value.node()
     first = next(iter(graph.nodes()), graph.return_node())
     with graph.insert_point_guard(first):

@@ -50,6 +50,7 @@ class Settings:
     sinks: tuple[str, ...] = ()
     doctor: bool = False
     labels: Mapping[str, Any] = field(default_factory=dict)
+    dry_run: bool = False  # state the cost after the first pass, and end the script
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str) -> Settings:

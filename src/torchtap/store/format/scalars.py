@@ -3,6 +3,9 @@
 Entries: ``clock.step/epoch/batch/phase/time/passes/skipped`` with one row for each record, and for each grid of
 sites by statistics ``gridN.values`` (statistics, sites, rows), ``gridN.rows`` (rows of the clock) and, only if a site
 was absent, ``gridN.present`` (sites, rows). A step exists once its row of the clock does: its tensors appear before.
+
+A run with a limit on the disk also has ``gridN.order`` (2, rows): the series that a row belongs to, and its number in
+that series. Rows of one grid with the same sites present are one series. `compact` thins each series by these numbers.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ CLOCK: dict[str, tuple[str, str]] = {
     "skipped": ("U8", "|u1"),
 }
 NO_NUMBER = -(2**63)  # an epoch or batch that was not set
+_MOST_SERIES = 256
 
 
 @final
@@ -44,6 +48,7 @@ class _GridRows:
     rows: list[int] = field(default_factory=list)
     values: list[npt.NDArray[np.float64]] = field(default_factory=list)
     present: list[npt.NDArray[np.bool_] | None] = field(default_factory=list)
+    order: list[tuple[int, int]] = field(default_factory=list)
     note: str = ""  # the axes as JSON, made once
 
 
@@ -56,8 +61,12 @@ def grid_note(sites: Sequence[str], statistics: Sequence[str]) -> str:
 class ScalarBuffer:
     """The clocks and numbers of records until the next flush. Used by one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ordered: bool = False) -> None:
         self._known: dict[tuple[int, int], _GridRows] = {}  # by identity, which holds from step to step
+        self._ordered = ordered
+        self._series: dict[object, int] = {}
+        self.lengths: list[int] = []  # of each series: its rows so far
+        self.row_bytes: list[int] = []  # of each series
         self.clear()
 
     def clear(self) -> None:
@@ -69,7 +78,7 @@ class ScalarBuffer:
         if len(self._known) > 256:
             self._known.clear()
         for grid in self._known.values():
-            grid.rows, grid.values, grid.present = [], [], []
+            grid.rows, grid.values, grid.present, grid.order = [], [], [], []
 
     @property
     def rows(self) -> int:
@@ -104,6 +113,21 @@ class ScalarBuffer:
             grid.values.append(block.values)
             grid.present.append(block.present)
             self.nbytes += block.values.nbytes + 8
+            if self._ordered:
+                grid.order.append(self._number(block))
+
+    def _number(self, block: ScalarBlock) -> tuple[int, int]:
+        """Return the series of a row and its number in it."""
+        pattern = b"" if block.present is None else np.packbits(block.present).tobytes()
+        key = block.sites, block.statistics, pattern
+        if key not in self._series and len(self._series) >= _MOST_SERIES:
+            key = block.sites, block.statistics, b"other"  # presence at random, as of experts
+        series = self._series.setdefault(key, len(self._series))
+        if series == len(self.lengths):
+            self.lengths.append(0)
+            self.row_bytes.append(block.values.nbytes + 80)  # and the clock
+        self.lengths[series] += 1
+        return series, self.lengths[series] - 1
 
     def _grid(self, block: ScalarBlock) -> _GridRows:
         identity = (id(block.sites), id(block.statistics))
@@ -127,7 +151,8 @@ class ScalarBuffer:
                 everyone = np.ones(len(grid.sites), bool)
                 present = np.stack([everyone if mask is None else mask for mask in grid.present], axis=-1)
             grid.note = grid.note or grid_note(grid.sites, grid.statistics)
-            grids.append(Grid(grid.note, np.asarray(grid.rows, "<i8"), values, present))
+            order = np.asarray(grid.order, "<i8").T if self._ordered else None
+            grids.append(Grid(grid.note, np.asarray(grid.rows, "<i8"), values, present, order))
         return encode_scalars(name, part, clock, list(self._phases), grids, run_id=run_id)
 
 
@@ -138,6 +163,13 @@ class Grid(NamedTuple):
     rows: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
     present: npt.NDArray[np.bool_] | None = None  # (sites, rows); None if every site has a value
+    order: npt.NDArray[np.int64] | None = None  # (2, rows): series and number, in a run that is thinned
+
+    def kept(self, keep: npt.NDArray[np.bool_]) -> Grid:
+        """Return the grid with these rows alone."""
+        present = None if self.present is None else self.present[:, keep]
+        order = None if self.order is None else self.order[:, keep]
+        return Grid(self.note, self.rows[keep], self.values[:, :, keep], present, order)
 
     @classmethod
     def joined(cls, grids: Sequence[Grid]) -> Grid:
@@ -156,6 +188,9 @@ class Grid(NamedTuple):
             np.concatenate([grid.rows for grid in grids]),
             np.concatenate([grid.values for grid in grids], axis=2),
             present,
+            None
+            if grids[0].order is None
+            else np.concatenate([g.order for g in grids if g.order is not None], axis=1),
         )
 
 
@@ -167,15 +202,19 @@ def encode_scalars(
     grids: Iterable[Grid],
     *,
     run_id: str | None = None,
+    thinned: int = 0,
 ) -> list[bytes | memoryview]:
-    """Return a scalar segment as buffers: the head, then each array."""
+    """Return a scalar segment as buffers: the head, then each array. ``thinned`` records were left out of it."""
     arrays: list[tuple[str, str, np.ndarray]] = [
         (f"clock.{column}", CLOCK[column][0], clock[column]) for column in CLOCK
     ]
-    metadata: dict[str, str] = {"torchtap": segment_note(name, part, run_id=run_id, phases=phases)}
-    for number, (note, rows, values, present) in enumerate(grids):
+    facts: dict[str, Any] = {"phases": phases, "thinned": thinned} if thinned else {"phases": phases}
+    metadata: dict[str, str] = {"torchtap": segment_note(name, part, run_id=run_id, **facts)}
+    for number, (note, rows, values, present, order) in enumerate(grids):
         metadata[f"grid{number}"] = note
         arrays.append((f"grid{number}.rows", "I64", rows))
+        if order is not None:
+            arrays.append((f"grid{number}.order", "I64", np.ascontiguousarray(order)))
         if present is not None:
             arrays.append((f"grid{number}.present", "BOOL", np.ascontiguousarray(present)))
         arrays.append((f"grid{number}.values", "F64", np.ascontiguousarray(values)))
@@ -187,7 +226,7 @@ def encode_scalars(
         buffer = array.reshape(-1).view(np.uint8).data
         entries.append(HeaderEntry(entry, code, array.shape, offset, offset + len(buffer)))
         if len(buffer) > CHUNK:
-            facts: dict[str, Any] = {"crc32": checksums(buffer), "chunk": CHUNK}
+            facts = {"crc32": checksums(buffer), "chunk": CHUNK}
         else:
             facts = {"crc32": f"{checksum(buffer):08x}"}
         metadata[entry] = json.dumps(facts, separators=(",", ":"))

@@ -208,6 +208,7 @@ class _ScalarSegment:
     clock: ClockRows
     grids: list[StoredGrid]
     start: int = 0
+    thinned: int = 0  # records that were left out of it
 
 
 @final
@@ -376,9 +377,15 @@ class AttemptFiles:
         try:
             with segment.held_open():
                 clock = read_clock(segment)
-                if len(clock) < name.last - name.first + 1:
+                thinned = segment.note.get("thinned", 0)
+                if (
+                    type(thinned) is not int
+                    or thinned < 0
+                    or len(clock) + thinned < name.last - name.first + 1
+                ):
                     raise RunCorruptError(f"it has {len(clock)} records, fewer than the flushes in its name")
-                self._scalars[name] = _ScalarSegment(clock, read_grids(segment, len(clock), self._axes))
+                grids = read_grids(segment, len(clock), self._axes)
+                self._scalars[name] = _ScalarSegment(clock, grids, thinned=thinned)
         except FileNotFoundError:
             raise
         except (RunError, OSError) as error:
@@ -449,7 +456,8 @@ class AttemptFiles:
     def _records_missing(self) -> int:
         """Return how many of the records that were written are not found."""
         written = (self._documents.closing or {}).get("records")
-        return max(0, written - len(self.clock)) if type(written) is int else 0
+        found = len(self.clock) + sum(segment.thinned for segment in self._scalars.values())
+        return max(0, written - found) if type(written) is int else 0
 
     def _missing_at_the_end(self, kind: Kind, kept: list[SegmentName]) -> list[tuple[int, int]]:
         """Return the flushes that the closing note counts and that no file holds."""

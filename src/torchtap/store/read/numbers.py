@@ -267,6 +267,16 @@ class Block(NamedTuple):
         return cls(steps[order], values, np.concatenate([block.there for block in blocks], axis=1)[:, order])
 
     @classmethod
+    def stacked(cls, sites: int, blocks: Sequence[tuple[Sequence[int], Block]]) -> Block:
+        """Return blocks of different sites as one; each comes with the rows of its sites."""
+        steps = np.unique(np.concatenate([np.zeros(0, np.int64), *(block.steps for _, block in blocks)]))
+        whole = cls.empty(sites, steps)
+        for rows, block in blocks:
+            own = block.at(steps)
+            whole.values[list(rows)], whole.there[list(rows)] = own.values, own.there
+        return whole
+
+    @classmethod
     def of_grids(
         cls,
         grids: Iterable[tuple[int, StoredGrid]],

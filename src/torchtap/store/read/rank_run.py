@@ -136,9 +136,13 @@ class RankRun:
     @property
     def phases(self) -> list[str]:
         """Return the phases, in the order of their first records."""
-        present = self._files.clock.phase[self._rows()]
-        _, first = np.unique(present, return_index=True)
-        return [str(present[at]) for at in sorted(first)]
+
+        def derive() -> list[str]:  # for every site of a map: a million texts are not sorted each time
+            present = self._files.clock.phase[self._rows()]
+            _, first = np.unique(present, return_index=True)
+            return [str(present[at]) for at in sorted(first)]
+
+        return list(self._cached("order of phases", derive))
 
     def phases_of_sites(self) -> dict[str, set[str]]:
         """Return the phases in which any number of each site was recorded. No values are read."""

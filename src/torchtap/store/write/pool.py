@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtap.errors import ReductionError
+from torchtap.reduce.densify import PLAIN_TYPES, has_memory, located
 from torchtap.reduce.kernel import SMALL, is_sound
-from torchtap.reduce.memory import PLAIN_TYPES, has_memory, located
 from torchtap.store.format import checksum
 
 __all__ = ["HostPool", "pool_of"]

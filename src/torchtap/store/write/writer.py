@@ -63,6 +63,9 @@ _RESERVED = ("check", "format", RUN_ID)  # fields of the manifest that the write
 class RunWriter:
     """Write one rank's part of a run. One process, any number of threads.
 
+    ``disk`` limits the bytes of this attempt: older records are thinned out in a regular way (`compact`). None keeps
+    every record.
+
     Raises `SessionError` if this process already records the same rank into the same folder: two recordings of one
     rank at the same time would hide each other.
     """
@@ -80,6 +83,7 @@ class RunWriter:
         compress: str | None = None,
         flush_seconds: float = FLUSH_SECONDS,
         segment_bytes: int = 64 << 20,
+        disk: int | None = None,
     ) -> None:
         self.folder = anchored(os.fspath(folder))
         self._rank = rank
@@ -89,7 +93,7 @@ class RunWriter:
         self._process = os.getpid()
         compressor = make_compressor(compress)
         _register(self)
-        self._recorder = _Recorder(manifest, rank, world, flush_seconds)
+        self._recorder = _Recorder(manifest, rank, world, flush_seconds, disk)
         try:
             self._recorder.begin(_place(self.folder, rank), segment_bytes, compressor)
         except OSError as error:
@@ -132,6 +136,11 @@ class RunWriter:
         """Note an event, as JSON."""
         if self._process == os.getpid():
             self._recorder.note(kind, facts)
+
+    def alert(self, level: str, title: str, text: str, step: int | None, site: str | None) -> None:
+        """Keep the records around the step of an alert when older ones are thinned out."""
+        if step is not None and self._process == os.getpid():
+            self._recorder.keep_near(step)
 
     def update_manifest(self, **changes: object) -> None:
         """Replace top-level fields of the manifest, such as ``sites`` once their order is known."""
@@ -215,7 +224,9 @@ def _close_all() -> None:
 class _Recorder:
     """Everything between the queue and the files. `work` runs in one thread; any thread may call `note`."""
 
-    def __init__(self, manifest: Mapping[str, Any], rank: int, world: int, flush_seconds: float) -> None:
+    def __init__(
+        self, manifest: Mapping[str, Any], rank: int, world: int, flush_seconds: float, disk: int | None
+    ) -> None:
         self.losses = Losses()
         self._manifest: dict[str, Any] = {
             "check": UNSEALED,  # first, as `seal` requires
@@ -225,9 +236,12 @@ class _Recorder:
             "world": world,
             "launch": launch_facts(),
         }
+        if disk is not None:
+            self._manifest["disk_limit"] = disk
         self._manifest.setdefault("created", datetime.now(UTC).isoformat())
         self._flush_seconds = flush_seconds
-        self._scalars = ScalarBuffer()
+        self._scalars = ScalarBuffer(ordered=disk is not None)
+        self._limit = disk
         self._lock = threading.Lock()
         self._events: list[bytes] = []
         self._manifest_changed = False
@@ -251,7 +265,7 @@ class _Recorder:
             place.put(LAUNCH, [seal(json.dumps(facts).encode())])
         place.put(MANIFEST, [self._manifest_bytes()])
         self._place = place
-        self._merger = Merger(place)
+        self._merger = Merger(place, self._limit, self._scalars)
         self._tensors = TensorSegments(
             place, segment_bytes=segment_bytes, compressor=compressor, appeared=self._merger.appeared
         )
@@ -267,6 +281,11 @@ class _Recorder:
         line = seal(json.dumps(event, separators=(",", ":"), default=str).encode())
         with self._lock:
             self._events.append(line)
+
+    def keep_near(self, step: int) -> None:
+        """Keep the records around a step when older ones are thinned out."""
+        if self._place is not None:
+            self._merger.keep_near(step)
 
     def change_manifest(self, changes: Mapping[str, Any]) -> None:
         """Replace fields of the manifest."""
@@ -317,6 +336,8 @@ class _Recorder:
             self._oldest = time.monotonic()
         # Tensors belong to a record only once its clock is written, so a refused record leaves nothing.
         self._scalars.add(record)
+        if record.tensors and self._limit is not None:
+            self._merger.with_tensors.add(record.step)
         for item in record.tensors:
             self._count(self._tensors.add(record.step, item, record.phase))
 
@@ -353,6 +374,7 @@ class _Recorder:
                 self._synced = time.monotonic()
                 place.sync(("scalars", MANIFEST))
         self._put_events(place)
+        self._merger.thin()
 
     def _put_scalars(self, place: Destination) -> None:
         number = self._written["scalars"]
