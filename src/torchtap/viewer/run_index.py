@@ -537,7 +537,7 @@ class Catalog:
             entry.run = None
         entry.signature = signature
         card.revision, card.findings = old.revision, old.findings if old.steps == card.steps else None
-        with self._lock:  # the card before its number: a page that has the number does not request the card again
+        with self._lock:  # the card before its number: a page requests no card whose number it has
             changed = card.line() != old.line()
             card.revision += changed
             entry.card = card
