@@ -81,9 +81,10 @@ class Capture:
         receiver = self._taps.receiver
         receiver.switch("train", live)
         receiver.begin_step(None)
+        self._taps.arm(live)
+        # Last: if anything above raises, no context may hold a capture that never ends.
         if receiver.lanes is not None:
             receiver.lanes.join_context()
-        self._taps.arm(live)
         return self.seen
 
     def __exit__(
