@@ -39,6 +39,11 @@ CONFIGS = {
 }
 SITES = ("model.embed_tokens:output", "model.layers.*:output")
 TOLERANCE = 1e-4
+COMPILED = {
+    "enforce_eager": False,
+    "worker_cls": "torchtap.serving.vllm_tap_worker.TapWorker",
+    "additional_config": {"torchtap": {"sites": list(SITES)}},
+}
 
 
 def saved_model(name: str, folder: Path) -> Path:
@@ -209,9 +214,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--compiled", action="store_true", help="compile the model, with the taps in its graph"
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        total, worst = campaign(asked.tokens, asked.seed, Path(folder))
+        total, worst = campaign(
+            asked.tokens, asked.seed, Path(folder), **(COMPILED if asked.compiled else {})
+        )
     width = max(map(len, total))
     for key, value in total.items():
         print(f"{key:{width}}  {value}")

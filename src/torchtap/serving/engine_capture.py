@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -41,7 +42,6 @@ class EngineCapture:
     def __init__(self, engine: Any, sites: tuple[str, ...]) -> None:
         self._engine, self._sites = engine, list(sites)
         self._stop: Callable[[], Any] | None = None
-        self._folder: str | None = None
         self.seen = ServedValues()
 
     def __enter__(self) -> ServedValues:
@@ -69,17 +69,14 @@ class EngineCapture:
                 "VLLM_ENABLE_V1_MULTIPROCESSING=0"
             )
         call("torchtap_begin", args=(sites,))
-        self._folder = tempfile.mkdtemp(prefix="torchtap-serving-")
-        return lambda: ServedRun(call("torchtap_end", args=(self._folder,))[0])
+        folder = tempfile.mkdtemp(prefix="torchtap-serving-")
+        weakref.finalize(self.seen, shutil.rmtree, folder, ignore_errors=True)
+        return lambda: ServedRun(call("torchtap_end", args=(folder,))[0])
 
     def __exit__(self, *_: object) -> None:
         stop, self._stop = self._stop, None
         if stop is not None:
             self.seen.fill(stop())
-
-    def __del__(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def in_process(engine: Any) -> bool:

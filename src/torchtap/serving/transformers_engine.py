@@ -1,8 +1,8 @@
 """Addresses for Hugging Face: ``generate``, ``generate_batch`` (continuous batching) and plain calls of a model.
 
-``generate_batch`` knows its requests by id; their rows are read from its batch processor. In ``generate`` and in a plain
-call each row of the batch is a request, numbered through the capture; padding has no address. Beam search is refused:
-it moves the rows of a request from beam to beam.
+``generate_batch`` knows its requests by id; their rows are read from its batch processor. In ``generate`` and in a
+plain call each row of the batch is a request, numbered through the capture; padding has no address. Beam search is
+refused: it moves the rows of a request from beam to beam.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
 
@@ -151,7 +152,7 @@ class StepTables:
             counts = tuple(self._scheduled[name] for name in names)
         else:
             starts = batch.query_start_loc_np[: len(names) + 1].tolist()
-            counts = tuple(end - start for start, end in zip(starts, starts[1:], strict=False))
+            counts = tuple(end - start for start, end in pairwise(starts))
         total = sum(counts)
         given, positions = kwargs.get("input_ids"), kwargs["positions"]
         tokens = torch.full((total,), -1) if given is None else given[:total].to("cpu", torch.long, copy=True)
@@ -224,8 +225,8 @@ def prepared_for(worker: Any, sites: Sequence[str]) -> RowRecorder | None:
     absent = [port.site.name for port in outputs_of(model, sites).ports if port.site.name not in there]
     if absent:
         raise FormError(
-            f"{absent[0]} is not in the graph that vLLM compiled when the engine started; {len(there)} other sites are. "
-            f"Start the engine with {start}"
+            f"{absent[0]} is not in the graph that vLLM compiled when the engine started; {len(there)} other sites "
+            f"are. Start the engine with {start}"
         )
     return prepared
 
