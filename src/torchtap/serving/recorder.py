@@ -68,16 +68,18 @@ class RowVisitor:
         for index, port in enumerate(self.plan.ports):
             module = port.site.module
             assert module is not None
-            fused = "residual" in (input_names(module) or ())
+            fused = {"hidden_states", "residual"} <= set(input_names(module) or ())
             traced = self._traced(index, fused) if in_graph else _no_op
-            self._hooks.after(module, self._hook(index, fused), traced=traced)
+            self._hooks.after(module, self.hook(index, fused), traced=traced)
 
     def _graph_number(self) -> int:
         """Return a number that is the same in each process, because compiled graphs are kept on disk."""
         _register_op()
         return crc32(" ".join(port.site.name for port in self.plan.ports).encode()) + (1 << 32)
 
-    def _hook(self, index: int, fused: bool) -> Callable[[Any], None]:
+    def hook(self, index: int, fused: bool) -> Callable[[Any], Any]:
+        """Return what is called with each output of a port; a result other than None replaces the output."""
+
         def hook(output: Any) -> None:
             for leaf, value in values_of(output, fused):
                 self.see(index, leaf, value)
