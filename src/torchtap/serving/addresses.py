@@ -190,6 +190,9 @@ class RequestTokens(Mapping[str, Tensor]):
             nearest=tuple(nearest),
         )
 
+    def __contains__(self, site: object) -> bool:
+        return site in self._values
+
     def only(self, sites: Sequence[str]) -> RequestTokens:
         """Return the same with some sites alone."""
         kept = {site: value for site, value in self._values.items() if site in sites}

@@ -2,7 +2,7 @@
 
 A request asks in its body: ``extra_body={"torchtap": {"sites": [...], "rows": 500}}``. `RequestRecording` (given to
 vLLM as ``--middleware``) checks that, passes it on in ``vllm_xargs``, and keeps the request out of the prefix cache,
-so that all its tokens are computed. A bad request gets status 400; the server goes on. ``GET /torchtap/requests``
+so that all its tokens are computed. A bad request gets status 400, and nothing else happens. ``GET /torchtap/requests``
 lists what was recorded, ``GET /torchtap/requests/<id>`` describes one.
 """
 

@@ -84,12 +84,12 @@ def compare_tokens(model: Any, run: Any) -> Comparison:
         raise CompareError("the recording has no request")
     names = list(dict.fromkeys(site for each in requests for site in each))
     modules = dict(model.named_modules())
-    sites = [name for name in names if Name.parse(name).path in modules]
-    absent = tuple(
-        Unaligned(name, "target", "the reference has no module of this name")
-        for name in names
-        if name not in sites
-    )
+    # An engine's module may return more than the reference's, such as a residual beside the value.
+    sites = [
+        name for name in names if Name.parse(name).path in modules and Name.parse(name).leaf in ("", "0")
+    ]
+    why = "the reference has no value of this name"
+    absent = tuple(Unaligned(name, "target", why) for name in names if name not in sites)
     if not sites:
         raise CompareError(f"the reference has none of the recorded modules, such as {', '.join(names[:3])}")
     step = max((torch.finfo(each[sites[0]].dtype).eps for each in requests if sites[0] in each), default=1e-7)
