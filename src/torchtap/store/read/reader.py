@@ -116,6 +116,7 @@ class Run:
         self._axes: AxesCache = {}
         self._opened: dict[tuple[int, int], RankRun] = {}
         self._owned: list[Steps] | None = None
+        self._names: dict[str, None] | None = None  # of all sites
         self._launches: list[LaunchRun] = []
         self._aside: list[RankRun] = []  # written while another attempt of the same rank was
         self.refresh()
@@ -139,7 +140,7 @@ class Run:
     def refresh(self) -> None:
         """Read what was written since the run was opened or refreshed."""
         known = {tuple(run.launch.attempts.items()): run for run in self._launches}
-        self._launches, self._owned = [], None
+        self._launches, self._owned, self._names = [], None, None
         for number, launch in enumerate(self._find_launches()):
             before = known.get(tuple(launch.attempts.items()))
             if before is not None:
@@ -346,12 +347,14 @@ class Run:
     # --- sites and steps ----------------------------------------------------------------------------------
 
     def _site_names(self) -> dict[str, None]:
-        found: dict[str, None] = {}
-        for launch in self._launches:
-            found.update(launch.site_names())
-        if len(self._launches) == 1:
-            return found
-        return dict.fromkeys([name for name in self.site_facts() if name in found] + list(found))
+        if self._names is None:
+            found: dict[str, None] = {}
+            for launch in self._launches:
+                found.update(launch.site_names())
+            if len(self._launches) > 1:
+                found = dict.fromkeys([name for name in self.site_facts() if name in found] + list(found))
+            self._names = found
+        return self._names
 
     def sites(self) -> list[str]:
         """Return the recorded sites, in the order of execution if the session noted it."""
