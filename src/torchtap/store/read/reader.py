@@ -32,6 +32,7 @@ from torchtap.ranks.launches import Launch, find_launches
 from torchtap.ranks.packed import attempt_of_whole, packed_launches
 from torchtap.store.files.folder import Folder, anchored, is_run, run_inside
 from torchtap.store.files.layout import parse_attempt, parse_rank, rank_folder
+from torchtap.store.format.pack import run_folder
 from torchtap.store.read.lookup import (
     TRAINING,
     first_phase,
@@ -46,7 +47,6 @@ from torchtap.store.read.lookup import (
     spelled_out,
 )
 from torchtap.store.read.numbers import AxesCache, Block
-from torchtap.store.read.packs import run_folder
 from torchtap.store.read.rank_run import RankRun, steady
 from torchtap.store.read.results import (
     FoundTensor,
@@ -155,6 +155,7 @@ class Run:
             found = packed_launches(self._root) or find_launches(self._root, self._ranks)
             if not found:
                 raise RunFormatError(f"{self.path}: no rank has an attempt")
+            self._ranks = sorted({rank for launch in found for rank in launch.attempts} or self._ranks)
             return found
         names = self._root.child(rank_folder(self.shown_rank)).names()
         attempts = sorted(number for name in names if (number := parse_attempt(name)) is not None)
