@@ -58,6 +58,7 @@ LAYERS = [
     ["verification"],
     ["editing"],
     ["datasets"],
+    ["serving"],
     # two recordings, what they share, how far they are apart, and whose fault it is
     [
         "comparison._distance",

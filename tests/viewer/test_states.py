@@ -68,7 +68,9 @@ def legend(page: Any, name: str) -> str:
     """Return what a chart's legend says of a line, once it says anything."""
     row = page.locator(".u-legend .u-series", has=page.locator(f".u-label:text-is('{name}')")).last
     row.wait_for()
-    page.wait_for_function("e => e.querySelector('.u-value').textContent !== '--'", arg=row.element_handle())
+    page.wait_for_function(
+        "e => !['--', '–'].includes(e.querySelector('.u-value').textContent)", arg=row.element_handle()
+    )
     return str(row.locator(".u-value").inner_text())
 
 
