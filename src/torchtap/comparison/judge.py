@@ -575,7 +575,9 @@ def decide(
     """Return the outcome and its sentence. ``further`` lists reasons from outside the rows that forbid "same".
 
     The model's outputs decide as well: each site may be within what its precision explains, and all of them together
-    a different function. "Same" needs that nothing is left that could differ: the model's results, or every site, were compared and agree;
+    a different function.
+
+    "Same" needs that nothing is left that could differ: the model's results, or every site, were compared and agree;
     nothing was unreadable, of another shape or NaN everywhere; a site of one side alone lies inside a module whose
     output agrees; of recordings, every step is in both, neither is damaged, and half of the sites were compared.
     """
