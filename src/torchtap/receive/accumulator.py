@@ -239,16 +239,18 @@ class Accumulator:
         self.lock = threading.RLock()
         self.timed = False  # True if folds have to know how long they took
         self._recent = _RecentValues()
-        self.phases: dict[str, PhaseState] = {}
+        self.phases: dict[str | int, PhaseState] = {}
+        self._spare: list[PhaseState] = []  # for further phases: sites have folds under their keys
         self.phase = PhaseState("", 1)  # the current one
 
     # -- phases -------------------------------------------------------------------------------------------
 
-    def switch(self, key: str, live: frozenset[int]) -> PhaseState:
+    def switch(self, key: str | int, live: frozenset[int]) -> PhaseState:
         """Fold into this phase from now on, with these taps active."""
         phase = self.phases.get(key)
         if phase is None:
-            phase = self.phases[key] = PhaseState(key)
+            phase = self._spare.pop() if self._spare else PhaseState(str(len(self.phases)))
+            self.phases[key] = phase
         if phase.live != live or not phase.generation:
             phase.live = live
             phase.generation = next(_generations)
@@ -264,12 +266,22 @@ class Accumulator:
             self.forget_values()
             self.phase = phase
 
-    def drop(self, phase: PhaseState) -> None:
-        """Drop the values of a phase."""
-        phase.clear()
-        for site in self.folded:
-            for fold in site.folds.get(phase.key, {}).values():
-                fold.state = None
+    def release(self, keys: Iterable[str | int]) -> list[PhaseState]:
+        """Return the phases that these keys have; the keys have none afterwards."""
+        released = [self.phases.pop(key) for key in keys if key in self.phases]
+        self._spare += released
+        return released
+
+    def drop(self, phases: Iterable[PhaseState]) -> int:
+        """Drop the values of phases, and return how many passes they had."""
+        passes = 0
+        for phase in phases:
+            passes += phase.passes
+            phase.clear()
+            for site in self.folded:
+                for fold in site.folds.get(phase.key, {}).values():
+                    fold.state = None
+        return passes
 
     def forget_values(self) -> None:
         """Recognise none of the values that were seen so far."""

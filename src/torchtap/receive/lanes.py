@@ -18,6 +18,7 @@ from asyncio.events import _get_running_loop
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -28,17 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Lanes"]
 
 
-@final
-class _Token:
-    """Stands for a capture in the contexts whose calls it receives. A context may keep it after the capture ended."""
-
-    __slots__ = ("active",)
-
-    def __init__(self) -> None:
-        self.active = True
-
-
-_open: ContextVar[frozenset[_Token]] = ContextVar("torchtap captures", default=frozenset())
+# The captures whose calls a context makes. Weak: a context may outlive a capture, also one that was never left.
+_open: ContextVar[frozenset[ReferenceType[Lanes]]] = ContextVar("torchtap captures", default=frozenset())
 
 
 @final
@@ -58,23 +50,28 @@ class Lanes:
         self._lanes = [main]  # in the order of first use
         self._free = [main]
         self._running: dict[int, tuple[Receiver, int]] = {}  # caller -> its lane, and the depth of its calls
-        self._token = _Token()
+        self._reference = ref(self)
+        # None after `close`: a context may hold a capture that ended.
+        self.model = main.plan.places[0].module if main.plan.places else None
 
     def join_context(self) -> None:
         """Receive calls of this context from now on."""
-        _open.set(_open.get() | {self._token})
+        _open.set(_open.get() | {self._reference})
 
     def hears(self) -> bool:
         """Return True if the running code belongs to a context whose calls are received."""
-        return self._everyone or self._token in _open.get()
+        return self._everyone or self._reference in _open.get()
 
     def is_others(self) -> bool:
-        """Return True if the running code belongs to the context of another capture."""
-        return not self.hears() and any(each.active for each in _open.get())
+        """Return True if the running code belongs to the context of another capture of this model."""
+        if self.hears():
+            return False
+        others = (each() for each in _open.get())
+        return any(other is not None and other.model is self.model for other in others)
 
     def current(self) -> Receiver | None:
         """Return the lane of the running caller; None if its calls are not received."""
-        if not self._everyone and self._token not in _open.get():
+        if not self._everyone and self._reference not in _open.get():
             return None
         running = self._running.get(_caller())
         return self._enter(0) if running is None else running[0]
@@ -130,8 +127,8 @@ class Lanes:
 
     def close(self) -> None:
         """Join all lanes in the main receiver."""
-        self._token.active = False
-        _open.set(_open.get() - {self._token})
+        self.model = None
+        _open.set(_open.get() - {self._reference})
         with self._lock:
             lanes, self._lanes = self._lanes[1:], [self._main]
             self._running.clear()

@@ -46,13 +46,13 @@ is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 class PassClock(Protocol):
     """Decide where the values of a pass are folded. A key names a phase; which step it belongs to is known later."""
 
-    def begin_pass(self, training: bool, grad: bool) -> tuple[str, frozenset[int]] | None:
+    def begin_pass(self, training: bool, grad: bool) -> tuple[int, frozenset[int]] | None:
         """Return the key and the active taps of a pass that begins now; None for one that is not recorded.
 
         ``training`` is the module's mode; ``grad`` is True if autograd records.
         """
 
-    def state_key(self) -> tuple[str, frozenset[int]]:
+    def state_key(self) -> tuple[int, frozenset[int]]:
         """Return the same for parameters, gradients and buffers that are read now."""
 
 

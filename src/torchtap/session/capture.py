@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
 from torchtap.errors import PlanError, ReductionError, SelectionError, SessionError
-from torchtap.forms.attach import tree_of
+from torchtap.forms.attach import attach, tree_of
 from torchtap.hooks.hooks import WayName
 from torchtap.native_check import warn_of_missing_parts
 from torchtap.plan.names import Kind, belongs_to, first_part, is_doubtful, read_name, site_name
@@ -29,7 +28,6 @@ from torchtap.receive.receiver import Receiver
 from torchtap.reduce.reduction import AnyReduction
 from torchtap.sanitize import shown
 from torchtap.schedule.base import Moment, schedule_of
-from torchtap.session.attached import AttachedPlan
 from torchtap.session.consumers import warn
 from torchtap.session.watch import Watch
 from torchtap.store.record import Consumer
@@ -63,48 +61,44 @@ class Capture:
     ) -> None:
         self.plan = plan
         lost: list[str] = []
-        self._taps = AttachedPlan(
-            model,
-            plan,
-            strict=strict,
-            copy=copy,
-            on_lost=lost.append,
-            way=way,
-            apart=apart,
-            site_map=site_map,
-            lanes=partial(Lanes, everyone=all_threads),
-        )
-        self.seen = Seen(self._taps.receiver, lost)
+
+        def make() -> Receiver:
+            return Receiver(plan, apart=apart, strict=strict, copy=copy, on_lost=lost.append)
+
+        self._receiver = receiver = make()
+        receiver.lanes = Lanes(receiver, make, everyone=all_threads)
+        self._attachment = attach(model, receiver, way, site_map)
+        self.seen = Seen(receiver, lost)
 
     def __enter__(self) -> Seen:
-        live = self.plan.live(_AT_ONCE)
-        receiver = self._taps.receiver
+        live, receiver = self.plan.live(_AT_ONCE), self._receiver
         receiver.switch("train", live)
         receiver.begin_step(None)
+        self._attachment.arm(live)
+        # Last: if anything above raises, no context may hold a capture that never ends.
         if receiver.lanes is not None:
             receiver.lanes.join_context()
-        self._taps.arm(live)
         return self.seen
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        receiver = self._receiver
         try:
-            self._taps.read_state()
+            self._attachment.finish_step()
         except Exception:
             # Where the block raised, its own error is the one to see, not one of the values that are still to be read.
             if error is None:
                 raise
         finally:
-            receiver = self._taps.receiver
             receiver.end_step()
-            self._taps.detach()
+            self._attachment.detach()
             if receiver.lanes is not None:
                 receiver.lanes.close()
                 receiver.lanes = None  # they refer to each other
         if error is None:
             self._warn_of_silence()
-            if self._taps.receiver.totals.other_thread_calls:
+            if receiver.totals.other_thread_calls:
                 warn(
                     "torchtap: other threads or asyncio tasks called the model inside this capture; their values were "
                     "not taken. capture(..., all_threads=True) takes those of all of them"
@@ -112,7 +106,7 @@ class Capture:
 
     def _warn_of_silence(self) -> None:
         """One warning for the selectors that brought nothing at all."""
-        silent = self._taps.receiver.silent_taps()
+        silent = self._receiver.silent_taps()
         if silent:
             asked = ", ".join(repr(s.text) for index in silent for s in self.plan.asked[index].selectors)
             reason = self._why_silent(silent)
