@@ -128,7 +128,9 @@ def main() -> None:
     """Run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="commits whose test and title have this text")
-    parser.add_argument("--set", choices=("tuned", "held out", "new"), help="one of the three sets of commits")
+    parser.add_argument(
+        "--set", choices=("tuned", "held out", "new"), help="one of the three sets of commits"
+    )
     parser.add_argument("--folder", type=Path, help="make the repository there, or use the one that is there")
     parser.add_argument("--verbose", action="store_true")
     asked = parser.parse_args()
