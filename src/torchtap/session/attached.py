@@ -20,7 +20,6 @@ from torchtap.store.record import ScalarBlock
 if TYPE_CHECKING:
     from torchtap.forms.match.site_map import SiteMap
     from torchtap.forms.op.passes import PassHooks
-    from torchtap.receive.lanes import Lanes
     from torchtap.receive.placing import Placing
     from torchtap.receive.receiver import PassClock
 
@@ -45,24 +44,11 @@ class AttachedPlan:
         clock: PassClock | None = None,
         site_map: SiteMap | None = None,
         placing: Placing | None = None,
-        lanes: Callable[[Receiver, Callable[[], Receiver]], Lanes] | None = None,
     ) -> None:
         self.plan = plan
-
-        def make() -> Receiver:
-            return Receiver(
-                plan,
-                apart=apart,
-                strict=strict,
-                copy=copy,
-                on_lost=on_lost,
-                clock=clock,
-                placing=placing,
-            )
-
-        self.receiver = make()
-        if lanes is not None:
-            self.receiver.lanes = lanes(self.receiver, make)
+        self.receiver = Receiver(
+            plan, apart=apart, strict=strict, copy=copy, on_lost=on_lost, clock=clock, placing=placing
+        )
         self._among_ranks = placing is not None
         self._attachment = attach(model, self.receiver, way, site_map)
         self._members = [] if models is None else self._each_called(models)

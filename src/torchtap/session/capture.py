@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -22,10 +21,8 @@ from torchtap.plan.plan import Plan, candidates, make_plan
 from torchtap.plan.sites import Selectable, input_names, places, unwrap
 from torchtap.plan.tap import Tap, tap
 from torchtap.rank_identity import identity
-from torchtap.receive.accumulator import SiteState
 from torchtap.receive.collect import result_of
-from torchtap.receive.lanes import Lanes
-from torchtap.receive.receiver import Receiver
+from torchtap.receive.receiver import Context, Receiver, SiteState
 from torchtap.reduce.reduction import AnyReduction
 from torchtap.sanitize import shown
 from torchtap.schedule.base import Moment, schedule_of
@@ -72,19 +69,21 @@ class Capture:
             way=way,
             apart=apart,
             site_map=site_map,
-            lanes=partial(Lanes, everyone=all_threads),
         )
+        # None: calls of all threads and asyncio tasks are received.
+        self._context = None if all_threads else Context(plan.places[0].module)
         self.seen = Seen(self._taps.receiver, lost)
 
     def __enter__(self) -> Seen:
         live = self.plan.live(_AT_ONCE)
         receiver = self._taps.receiver
         receiver.switch("train", live)
-        receiver.begin_step(None)
+        receiver.begin_step(self._context)
         self._taps.arm(live)
-        # Last: if anything above raises, no context may hold a capture that never ends.
-        if receiver.lanes is not None:
-            receiver.lanes.join_context()
+        if (
+            self._context is not None
+        ):  # last: if anything above raises, no context may hold a capture that never ends
+            self._context.join()
         return self.seen
 
     def __exit__(
@@ -97,12 +96,10 @@ class Capture:
             if error is None:
                 raise
         finally:
-            receiver = self._taps.receiver
-            receiver.end_step()
+            self._taps.receiver.end_step()
             self._taps.detach()
-            if receiver.lanes is not None:
-                receiver.lanes.close()
-                receiver.lanes = None  # they refer to each other
+            if self._context is not None:
+                self._context.leave()
         if error is None:
             self._warn_of_silence()
             if self._taps.receiver.totals.other_thread_calls:
