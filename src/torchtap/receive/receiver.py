@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from asyncio import current_task
 from asyncio.events import _get_running_loop
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -73,13 +74,13 @@ _generations = count(1)  # of sets of active taps
 class PassClock(Protocol):
     """Decide where the values of a pass are folded. A key names a phase; which step it belongs to is known later."""
 
-    def begin_pass(self, training: bool, grad: bool) -> tuple[str, frozenset[int]] | None:
+    def begin_pass(self, training: bool, grad: bool) -> tuple[int, frozenset[int]] | None:
         """Return the key and the active taps of a pass that begins now; None for one that is not recorded.
 
         ``training`` is the module's mode; ``grad`` is True if autograd records.
         """
 
-    def state_key(self) -> tuple[str, frozenset[int]]:
+    def state_key(self) -> tuple[int, frozenset[int]]:
         """Return the same for parameters, gradients and buffers that are read now."""
 
 
@@ -407,12 +408,13 @@ def _nothing() -> None:
 class _Recent:
     """A value that was seen a moment ago. It is not held, so a model can reuse its memory at once."""
 
-    __slots__ = ("copies", "measured", "tensor", "version")
+    __slots__ = ("copies", "measured", "slot", "tensor", "version")
 
-    def __init__(self, tensor: Tensor | None = None, version: int = -1) -> None:
+    def __init__(self, slot: int, tensor: Tensor | None = None, version: int = -1) -> None:
+        self.slot = slot  # of the block
         self.tensor: Callable[[], Tensor | None] = _nothing if tensor is None else ref(tensor)
         self.version = version
-        self.measured = False  # True if the block has its statistics, in the slot of the same number
+        self.measured = False  # True if the slot has its statistics
         self.copies: dict[str, Any] = {}  # what `Full` made of it, by key
 
 
@@ -424,16 +426,14 @@ class Accumulator:
         self,
         plan: Plan,
         *,
-        strict: bool,
         copy: Callable[[Tensor], Tensor],
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str], None] | None,
         placing: Placing | None = None,
     ) -> None:
         self.plan = plan
         self._placing = placing  # None if this process is alone
-        self._strict = strict
         self._copy = copy  # of whole tensors on the host
-        self._on_lost = on_lost
+        self._on_lost = on_lost  # None to raise instead
         self.sites: list[SiteState] = []  # in the order of execution
         self.folded: list[SiteState] = []  # those with reductions other than statistics
         self.rows: list[SiteState] = []  # those with a row in the blocks
@@ -443,19 +443,20 @@ class Accumulator:
         # reductions may call the model.
         self.lock = threading.RLock()
         self.timed = False  # True if folds have to know how long they took
-        # A container returns what its last child returned, and the next module is given it.
-        self._recent = [_Recent() for _ in range(_RECENT)]
-        self._next_slot = 0
-        self.phases: dict[str, PhaseState] = {}
+        # The oldest first. A container returns what its last child returned, and the next module is given it.
+        self._recent = deque(_Recent(slot) for slot in range(_RECENT))
+        self.phases: dict[str | int, PhaseState] = {}
+        self._spare: list[PhaseState] = []  # for further phases: sites have folds under their keys
         self.phase = PhaseState("", 1)  # the current one
 
     # -- phases -------------------------------------------------------------------------------------------
 
-    def switch(self, key: str, live: frozenset[int]) -> PhaseState:
+    def switch(self, key: str | int, live: frozenset[int]) -> PhaseState:
         """Fold into this phase from now on, with these taps active."""
         phase = self.phases.get(key)
         if phase is None:
-            phase = self.phases[key] = PhaseState(key)
+            phase = self._spare.pop() if self._spare else PhaseState(str(len(self.phases)))
+            self.phases[key] = phase
         if phase.live != live or not phase.generation:
             phase.live = live
             phase.generation = next(_generations)
@@ -471,28 +472,38 @@ class Accumulator:
             self.forget_values()
             self.phase = phase
 
-    def drop(self, phase: PhaseState) -> None:
-        """Drop the values of a phase."""
-        phase.clear()
-        for site in self.folded:
-            for fold in site.folds.get(phase.key, {}).values():
-                fold.state = None
+    def release(self, keys: Iterable[str | int]) -> list[PhaseState]:
+        """Return the phases that these keys have; the keys have none afterwards."""
+        released = [self.phases.pop(key) for key in keys if key in self.phases]
+        self._spare += released
+        return released
+
+    def drop(self, phases: Iterable[PhaseState]) -> int:
+        """Drop the values of phases, and return how many passes they had."""
+        passes = 0
+        for phase in phases:
+            passes += phase.passes
+            phase.clear()
+            for site in self.folded:
+                for fold in site.folds.get(phase.key, {}).values():
+                    fold.state = None
+        return passes
 
     def forget_values(self) -> None:
         """Recognise none of the values that were seen so far."""
         with self.lock:
-            self._recent = [_Recent() for _ in range(_RECENT)]
+            self._recent = deque(_Recent(slot) for slot in range(_RECENT))
             self.phase.forget()
 
-    def _slot_of(self, tensor: Tensor) -> int:
-        """Return the slot of a value: the one that it has, if it has not changed since, or a new one."""
+    def _seen(self, tensor: Tensor) -> _Recent:
+        """Return what is known of a value; nothing is if it was not seen a moment ago, or has changed since."""
         version = version_of(tensor)
-        for slot, known in enumerate(self._recent):
+        for known in self._recent:
             if known.version == version >= 0 and known.tensor() is tensor:
-                return slot
-        slot, self._next_slot = self._next_slot, (self._next_slot + 1) % _RECENT
-        self._recent[slot] = _Recent(tensor, version)
-        return slot
+                return known
+        made = _Recent(self._recent.popleft().slot, tensor, version)
+        self._recent.append(made)
+        return made
 
     # -- values -------------------------------------------------------------------------------------------
 
@@ -543,12 +554,12 @@ class Accumulator:
         row = self._row_of(site)
         block = self.phase.block
         if not block.take_any(row, tensor):
-            slot = self._slot_of(tensor)
-            if self._recent[slot].measured:
-                block.fold(row, slot)
+            seen = self._seen(tensor)
+            if seen.measured:
+                block.fold(row, seen.slot)
             else:
-                block.measure_into(row, slot, tensor)
-                self._recent[slot].measured = True
+                block.measure_into(row, seen.slot, tensor)
+                seen.measured = True
         self.phase.arrived[row] = 1
 
     def _update(self, fold: Fold, tensor: Tensor) -> None:
@@ -559,7 +570,7 @@ class Accumulator:
             fold.state = reduction.update(fold.state, tensor.detach())
             return
         # One copy serves every site that shows the same value: copies are never changed.
-        copies = self._recent[self._slot_of(tensor)].copies
+        copies = self._seen(tensor).copies
         state = copies.get(fold.key)
         if state is None:
             state = copies[fold.key] = reduction.first(tensor.detach(), self._copy)
@@ -725,7 +736,7 @@ class Accumulator:
 
     def lose(self, site: str, error: Exception) -> None:
         """Note a value that was lost, or raise if the user wants that."""
-        if self._strict:
+        if self._on_lost is None:
             if isinstance(error, TorchtapError):
                 error.args = (f"{site}: {error.args[0] if error.args else ''}", *error.args[1:])
                 raise error
@@ -760,7 +771,7 @@ class Receiver:
     ) -> None:
         self.plan = plan
         self.placing = placing  # None if this process is alone
-        self.accumulator = Accumulator(plan, strict=strict, copy=copy, on_lost=on_lost, placing=placing)
+        self.accumulator = Accumulator(plan, copy=copy, on_lost=None if strict else on_lost, placing=placing)
         self.ports: dict[tuple[str, str, str], PortState] = {
             (port.site.path, port.site.kind, port.site.leaf): PortState(port, apart) for port in plan.ports
         }

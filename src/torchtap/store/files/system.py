@@ -4,28 +4,18 @@ Everything else of the store is the same everywhere. On Linux and macOS the call
 missing, as on Windows, there is a longer way to the same result, with two things less:
 - links are refused by looking before opening, so that a link planted in between is followed;
 - a disk's promise to have a folder's entries cannot be had; files themselves are synced.
-
-Ask the file system for room before the bytes come: appending to it is then cheaper by a third.
-
-Without this, ext4 and its like account for every block of an append on its own. The room lies behind the file's end
-and is not part of its size: whoever asks for it cuts off what was not needed.
-
-Not `os.posix_fallocate`: where the file system cannot do it, the C library writes into every block instead.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any
 
 __all__ = [
-    "allocate",
     "allocated_bytes",
     "hold",
     "is_held",
@@ -37,7 +27,6 @@ __all__ = [
     "refuse_link",
     "sync",
     "write_all",
-    "write_at",
 ]
 
 
@@ -175,14 +164,6 @@ def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
     return len(found)
 
 
-def write_at(descriptor: int, content: bytes, offset: int) -> int:
-    """Write at a place in a file; how much was written. The file's position may move."""
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, content, offset)
-    os.lseek(descriptor, offset, os.SEEK_SET)
-    return os.write(descriptor, content)
-
-
 def write_all(descriptor: int, buffers: Sequence[bytes | memoryview]) -> None:
     """Append buffers to a file, all of them."""
     views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
@@ -207,23 +188,3 @@ def sync(path: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-_KEEP_SIZE = 1
-
-
-def _find() -> Callable[..., Any] | None:
-    try:
-        found = ctypes.CDLL(None).fallocate
-    except (OSError, AttributeError, TypeError):  # not Linux; Windows knows no such library
-        return None
-    found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-    return found
-
-
-_fallocate = _find()
-
-
-def allocate(descriptor: int, start: int, size: int) -> bool:
-    """Whether there is room now for ``size`` bytes from ``start`` on; if not, writing works all the same."""
-    return _fallocate is not None and _fallocate(descriptor, _KEEP_SIZE, start, size) == 0
