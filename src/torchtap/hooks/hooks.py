@@ -312,8 +312,12 @@ class Hooks:
                 )
                 self._registered.append(put)
             return
-        plain = [spec for spec in specs if not _registers_itself(spec)]
-        self._registered += [_OwnHook(spec, False) for spec in specs if _registers_itself(spec)]
+        plain: list[HookSpec] = []
+        for spec in specs:
+            if _registers_itself(spec):
+                self._registered.append(_OwnHook(spec, False))
+            else:
+                plain.append(spec)
         if plain:
             self._registered.append(HookRows(plain))
 
