@@ -105,7 +105,7 @@ def harvest(
         of a value; ``batch_size=1`` avoids it.
     exclude: token ids without a row, or a function of the inputs that returns True for positions to leave out. None
         leaves out the tokenizer's special tokens. Padding never has a row.
-    window: documents of a shard. Rows are permuted within it. Memory is about three times a shard.
+    window: documents of a shard. Rows are permuted within it. Memory is about twice a shard, and one site of it.
     shuffle, seed: False keeps the order of the documents.
     covariance: also sum the outer products of rows (about 8 % of the forward of a transformer's layer, for each site).
     engine, workers: ``"here"``, ``"processes"``, ``"ray"`` or ``"dask"``. The files are the same.

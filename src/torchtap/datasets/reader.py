@@ -90,9 +90,7 @@ class Activations(Dataset[dict[str, Any]]):
             shard.close()
         # New shards come last: rows that were counted keep their numbers while this object lives.
         self._shards += new
-        self._starts = np.concatenate([[0], np.cumsum([shard.rows for shard in self._shards])]).astype(
-            np.int64
-        )
+        self._starts = np.cumsum([0, *(shard.rows for shard in self._shards)], dtype=np.int64)
         self._site_facts = next((shard.sites for shard in self._shards if shard.sites), {})
         self.__dict__.pop("statistics", None)
         return len(new)
@@ -412,31 +410,21 @@ class Batches(IterableDataset[dict[str, Tensor]]):
 
     def _order(self, epoch: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the first row and the end of each block, in the order of an epoch."""
-        starts = [np.arange(at, at + rows, block) for at, rows, block in self._shards]
-        ends = [
-            np.minimum(np.arange(at, at + rows, block) + block, at + rows) for at, rows, block in self._shards
-        ]
-        first, last = (
-            np.concatenate([[], *starts]).astype(np.int64),
-            np.concatenate([[], *ends]).astype(np.int64),
-        )
+        first = np.concatenate([np.arange(at, at + rows, block) for at, rows, block in self._shards] or [[]])
+        blocks = np.append(first, self._rows).astype(np.int64)  # a block ends where the next one begins
         if not self._shuffle:
-            return first, last
+            return blocks[:-1], blocks[1:]
         key = np.array([self._seed % (1 << 64), epoch + (1 << 63)], dtype=np.uint64)
         order = np.argsort(np.random.Philox(key=key).random_raw(len(first)), kind="stable")
-        return first[order], last[order]
+        return blocks[order], blocks[order + 1]
 
     def _batch(
         self, number: int, starts: np.ndarray[Any, Any], edges: np.ndarray[Any, Any]
     ) -> dict[str, Tensor]:
         low, high = number * self._size, min((number + 1) * self._size, self._rows)
-        block = int(np.searchsorted(edges, low, side="right")) - 1
+        first, last = np.searchsorted(edges, (low, high - 1), side="right")
         ranges = []
-        while low < high:
-            skip = low - int(edges[block])
-            begin = int(starts[block]) + skip
-            take = min(high, int(edges[block + 1])) - low
-            ranges.append((begin, begin + take))
-            low += take
-            block += 1
+        for block in range(first - 1, last):
+            shift = int(starts[block]) - int(edges[block])
+            ranges.append((max(low, int(edges[block])) + shift, min(high, int(edges[block + 1])) + shift))
         return self._acts.gather(ranges, self._columns)
