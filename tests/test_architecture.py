@@ -44,7 +44,6 @@ LAYERS = [
     ["forms.attach"],
     ["forms.instrument", "forms"],
     ["session.coverage", "untouched"],
-    ["session.attached"],
     # the run folder
     ["store.files"],
     ["store.format"],
@@ -59,6 +58,7 @@ LAYERS = [
     ["verification"],
     ["editing"],
     ["datasets"],
+    ["serving"],
     # two recordings, what they share, how far they are apart, and whose fault it is
     [
         "comparison._distance",

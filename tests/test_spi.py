@@ -30,6 +30,7 @@ CEILINGS = {
     "integrations": 7,
     "monitors": 17,
     "ranks": 26,
+    "serving": 0,
     "sinks": 2,
     "viewer": 5,
 }

@@ -1,6 +1,6 @@
 // The address carries the view: everything that matters for the picture is in the hash.
 
-import { useEffect, useState } from "preact/hooks";
+import { outside } from "./outside";
 
 export type ViewName = "runs" | "scalars" | "map" | "site" | "attention" | "changes" | "compare" | "findings" | "ranks";
 export const VIEWS: ViewName[] = ["runs", "scalars", "map", "site", "attention", "changes", "compare", "findings", "ranks"];
@@ -23,8 +23,9 @@ export function href(view: ViewName, params: Changes): string {
   return `#/${view}${search ? `?${search}` : ""}`;
 }
 
-const listeners = new Set<() => void>();
-window.addEventListener("hashchange", () => listeners.forEach((tell) => tell()));
+const address = outside(parse);
+export const useRoute = address.use;
+window.addEventListener("hashchange", address.changed);
 
 export function go(view: ViewName, params: Changes): void {
   location.hash = href(view, params);
@@ -34,17 +35,7 @@ export function go(view: ViewName, params: Changes): void {
 export function adjust(changes: Changes): void {
   const { view, params } = parse();
   history.replaceState(null, "", href(view ?? usual, { ...params, ...changes }));
-  listeners.forEach((tell) => tell());
-}
-
-export function useRoute(): Route {
-  const [route, setRoute] = useState(parse);
-  useEffect(() => {
-    const tell = () => setRoute(parse());
-    listeners.add(tell);
-    return () => void listeners.delete(tell);
-  }, []);
-  return route;
+  address.changed();
 }
 
 // What is shown where the address names no view: the table of several runs, the map of one.

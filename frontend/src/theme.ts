@@ -1,10 +1,9 @@
 // Light or dark: what the system says, until somebody chooses.
 
-import { useEffect, useState } from "preact/hooks";
+import { outside } from "./outside";
 
 const KEY = "torchtap-theme";
 const system = window.matchMedia("(prefers-color-scheme: dark)");
-const listeners = new Set<() => void>();
 
 function chosen(): string | null {
   try {
@@ -16,10 +15,12 @@ function chosen(): string | null {
 
 let choice = chosen();
 export const isDark = (): boolean => (choice ? choice === "dark" : system.matches);
+const theme = outside(isDark);
+export const useDark = theme.use;
 
 function apply(): void {
   document.documentElement.dataset["theme"] = isDark() ? "dark" : "light";
-  listeners.forEach((tell) => tell());
+  theme.changed();
 }
 
 export function toggleTheme(): void {
@@ -34,15 +35,5 @@ export function toggleTheme(): void {
 
 system.addEventListener("change", apply);
 apply();
-
-export function useDark(): boolean {
-  const [dark, setDark] = useState(isDark);
-  useEffect(() => {
-    const tell = () => setDark(isDark());
-    listeners.add(tell);
-    return () => void listeners.delete(tell);
-  }, []);
-  return dark;
-}
 
 export const ink = (name: string): string => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

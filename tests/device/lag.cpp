@@ -1,7 +1,9 @@
 // A device that runs behind the host, for tests: torch's PrivateUse1 backend under the name "lag".
 //
-// Each stream is a worker thread. A launch returns at once; the worker sleeps for a random time and then runs the CPU
-// kernel of the same op. It guarantees:
+// Each stream is a worker thread that runs the CPU kernels of the ops. A launch returns at once. When a kernel ends is
+// decided by a clock of the device's own (`run_until`): a launch moves it on by the host's time, each kernel takes a
+// time that is drawn from the seed, a wait moves it to the end of what is waited for. So the same program sees the same
+// schedule, whatever else the machine does. It guarantees:
 // - device memory is mapped twice. Tensors hold the address of a mapping without any access rights, so that a read by
 //   the host is a fault, which is counted. Workers use the other mapping;
 // - the target of a non-blocking copy to pinned memory has no access rights until the host has seen an event that
@@ -47,6 +49,8 @@ namespace {
 constexpr auto kLag = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 2, kStreams = 8;  // stream 0 of each device is its default one
 constexpr int kAll = kDevices * kStreams;
+constexpr double kHost = 4;       // microseconds that a launch takes the host
+constexpr size_t kPending = 512;  // tasks that are left until somebody looks
 constexpr size_t kArena = size_t(8) << 30, kAlign = 512, kPage = 4096;
 
 using Clock = std::array<uint64_t, kAll>;  // of each stream, how many launches come before
@@ -105,15 +109,16 @@ struct Arena {
 
 struct Task {
   std::function<void()> run;
-  int wait_stream = -1;  // before it runs, this stream must have passed ...
-  uint64_t wait = 0;     // ... so many launches
-  unsigned delay = 0;    // microseconds
+  double end;      // of the device's clock, in microseconds
+  uint64_t order;  // of all launches
 };
 
 struct StreamState {
   std::thread worker;
-  std::deque<Task> tasks;
+  std::deque<Task> tasks;  // launched and not run
+  std::vector<Task> turn;  // for the worker, now
   uint64_t launched = 0, done = 0;
+  double end = 0;  // of the last task
   Clock clock{};
 };
 
@@ -132,8 +137,12 @@ struct Runtime {
   Counts counts;
   std::vector<Block*> locked;
   std::mt19937_64 chance{0};
-  double mean = 0;   // microseconds of delay
-  bool held = false; // True while no stream may run anything
+  double mean = 0;       // microseconds that a kernel takes
+  double now = 0;        // on the device's clock
+  uint64_t order = 0;
+  size_t pending = 0;    // tasks that were not run
+  bool running = false;  // True while a worker has its turn
+  bool held = false;     // True while the device stands still: only a wait moves it on
   bool capable = true;
   bool recording = false;
   std::vector<std::string> record;
@@ -173,29 +182,39 @@ void work(int number) {
   auto& stream = r.streams[number];
   std::unique_lock<std::mutex> lock(r.mutex);
   for (;;) {
-    r.changed.wait(lock, [&] { return !stream.tasks.empty() && !r.held; });
-    Task task = std::move(stream.tasks.front());
-    stream.tasks.pop_front();
-    if (task.wait_stream >= 0)
-      r.changed.wait(lock, [&] { return r.streams[task.wait_stream].done >= task.wait; });
+    r.changed.wait(lock, [&] { return !stream.turn.empty(); });
+    std::vector<Task> turn;
+    turn.swap(stream.turn);
     lock.unlock();
-    if (task.delay) std::this_thread::sleep_for(std::chrono::microseconds(task.delay));
     std::string error;
-    try {
-      if (task.run) task.run();
-    } catch (const std::exception& e) {
-      error = e.what();
+    uint64_t errors = 0;
+    for (auto& task : turn) {
+      try {
+        if (task.run) task.run();
+      } catch (const std::exception& e) {
+        error = e.what();
+        ++errors;
+      }
+      task.run = nullptr;
     }
-    task = Task();
     lock.lock();
-    if (!error.empty()) {
-      ++r.counts.errors;
+    if (errors) {
+      r.counts.errors += errors;
       r.error = error;
     }
-    ++stream.done;
+    stream.done += turn.size();
+    r.running = false;
     r.changed.notify_all();
   }
 }
+
+// For the entry points: workers run while the host waits for them, and may need the interpreter.
+struct NoInterpreter {
+  PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~NoInterpreter() {
+    if (state) PyEval_RestoreThread(state);
+  }
+};
 
 // All of the following: with the lock held.
 
@@ -230,23 +249,72 @@ void check_access(const std::string& name, int number, const Clock& clock, uint6
   }
 }
 
-uint64_t launch(int number, const std::string& name, const std::vector<Access>& accesses, std::function<void()> run,
-                int wait_stream = -1, uint64_t wait = 0) {
+// When a launch of a stream ends on the device's clock.
+double end_of(int number, uint64_t launch) {
+  auto& stream = rt().streams[number];
+  return launch <= stream.done ? 0 : stream.tasks[launch - stream.done - 1].end;
+}
+
+// Run everything that ends until then, in the order of ends. Kernels run one after another, so that what a mistake
+// makes of the numbers is the same each time.
+void run_until(std::unique_lock<std::mutex>& lock, double end) {
   auto& r = rt();
+  r.changed.wait(lock, [&] { return !r.running; });
+  for (;;) {
+    StreamState* first = nullptr;
+    auto before = [](const Task& one, const Task& other) {
+      return std::tie(one.end, one.order) < std::tie(other.end, other.order);
+    };
+    double until = end;
+    for (auto& stream : r.streams) {
+      if (stream.tasks.empty()) continue;
+      if (!first || before(stream.tasks.front(), first->tasks.front())) {
+        if (first) until = std::min(until, first->tasks.front().end);
+        first = &stream;
+      } else {
+        until = std::min(until, stream.tasks.front().end);
+      }
+    }
+    if (!first || first->tasks.front().end > end) return;
+    do {
+      first->turn.push_back(std::move(first->tasks.front()));
+      first->tasks.pop_front();
+      --r.pending;
+    } while (!first->tasks.empty() && first->tasks.front().end < until);
+    // Its tasks are no longer in the queue, so nobody may ask for their ends before the turn is over.
+    r.running = true;
+    r.changed.notify_all();
+    r.changed.wait(lock, [&] { return !r.running; });
+  }
+}
+
+void catch_up(std::unique_lock<std::mutex>& lock) {
+  run_until(lock, rt().held ? -1 : rt().now);
+}
+
+uint64_t launch(std::unique_lock<std::mutex>& lock, int number, const std::string& name,
+                const std::vector<Access>& accesses, std::function<void()> run, int wait_stream = -1,
+                uint64_t wait = 0) {
+  auto& r = rt();
+  r.changed.wait(lock, [&] { return !r.running; });
   auto& stream = r.streams[number];
   if (!stream.worker.joinable()) stream.worker = std::thread(work, number);
   uint64_t launch = ++stream.launched;
   join(stream.clock, r.host);
   stream.clock[number] = launch;
   for (auto& access : accesses) check_access(name, number, stream.clock, launch, access);
-  Task task{std::move(run), wait_stream, wait, 0};
-  if (r.mean > 0 && task.run) {
+  double takes = 0;
+  if (!r.held) r.now += kHost;
+  if (r.mean > 0 && run) {
     double dice = std::uniform_real_distribution<double>()(r.chance);
     // Most kernels are quick; one in sixteen is late by far.
-    if (dice > 15.0 / 16) task.delay = static_cast<unsigned>(16 * r.mean * (dice - 15.0 / 16) * 16);
+    takes = dice < 15.0 / 16 ? r.mean * dice / 8 : 16 * r.mean * (dice - 15.0 / 16) * 16;
   }
-  stream.tasks.push_back(std::move(task));
-  r.changed.notify_all();
+  double begin = std::max(r.now, stream.end);
+  if (wait_stream >= 0) begin = std::max(begin, end_of(wait_stream, wait));
+  stream.end = begin + takes;
+  stream.tasks.push_back({std::move(run), stream.end, ++r.order});
+  if (++r.pending > kPending) catch_up(lock);
   return launch;
 }
 
@@ -270,13 +338,11 @@ void wait_for(std::unique_lock<std::mutex>& lock, int number, uint64_t launch, c
   auto& r = rt();
   ++r.counts.waits;
   note(std::string("wait ") + what);
+  catch_up(lock);
   if (r.streams[number].done < launch) {
     ++r.counts.blocked;
-    bool held = r.held;
-    r.held = false;  // a wait while the device is held is counted; it must not hang
-    r.changed.notify_all();
-    r.changed.wait(lock, [&] { return r.streams[number].done >= launch; });
-    r.held = held;
+    r.now = std::max(r.now, end_of(number, launch));
+    run_until(lock, r.now);
   }
   host_saw(clock);
   if (!r.error.empty() && r.counts.errors) {
@@ -317,13 +383,17 @@ size_t rounded(size_t size, size_t unit) {
   return (size + step - 1) / step * step;
 }
 
-void recall_deferred(Arena& arena) {
+void recall_deferred(std::unique_lock<std::mutex>& lock, Arena& arena) {
   auto& r = rt();
+  if (!arena.deferred.empty()) catch_up(lock);
   auto out = std::remove_if(arena.deferred.begin(), arena.deferred.end(), [&](Block* block) {
     for (int i = 0; i < kAll; ++i)
       if (block->used[i] > r.streams[i].done) return false;
-    for (int i = 0; i < kAll; ++i)
-      if (block->used[i]) r.host[i] = std::max(r.host[i], block->used[i]);
+    // The allocator knows that these launches are over. Nobody else learns it from here.
+    for (int i = 0; i < kAll; ++i) {
+      if (block->reads[i] <= block->used[i]) block->reads[i] = 0;
+      if (block->write_stream == i && block->write <= block->used[i]) block->write_stream = -1;
+    }
     block->used.fill(0);
     arena.free[{block->stream, block->size}].push_back(block);
     return true;
@@ -350,12 +420,13 @@ void free_device(void* context) {
 struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     auto& r = rt();
-    std::lock_guard<std::mutex> lock(r.mutex);
+    NoInterpreter released;
+    std::unique_lock<std::mutex> lock(r.mutex);
     c10::Device device(kLag, current_device);
     if (!size) return {nullptr, nullptr, &none, device};
     Arena& arena = r.arenas[current_device];
     arena.map(PROT_NONE);
-    recall_deferred(arena);
+    recall_deferred(lock, arena);
     size_t before = arena.reserved;
     Block* block = take_block(arena, here(current_device), rounded(size, kAlign));
     if (arena.reserved != before) {
@@ -364,7 +435,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     } else {
       char* at = arena.open + block->offset;
       size_t length = block->size;
-      launch(block->stream, "reuse", {{block, true}}, [=] { memset(at, 0xff, length); });
+      launch(lock, block->stream, "reuse", {{block, true}}, [=] { memset(at, 0xff, length); });
     }
     arena.bytes += block->size;
     arena.peak = std::max(arena.peak, arena.bytes);
@@ -410,10 +481,11 @@ void free_pinned(void* context) {
 struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t size) override {
     auto& r = rt();
-    std::lock_guard<std::mutex> lock(r.mutex);
+    NoInterpreter released;
+    std::unique_lock<std::mutex> lock(r.mutex);
     Arena& arena = r.pinned;
     arena.map(PROT_READ | PROT_WRITE);
-    recall_deferred(arena);
+    recall_deferred(lock, arena);
     Block* block = take_block(arena, 0, rounded(size, kPage));
     if (block->locked) {  // nobody read what was copied there
       r.locked.erase(std::find(r.locked.begin(), r.locked.end(), block));
@@ -494,17 +566,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     auto& r = rt();
     if (!event) return;
-    std::lock_guard<std::mutex> lock(r.mutex);
+    NoInterpreter released;
+    std::unique_lock<std::mutex> lock(r.mutex);
     auto& seen = *static_cast<Event*>(event);
     int number = global(stream);
     join(r.streams[number].clock, seen.clock);
     note("stream " + std::to_string(number) + " waits for " + std::to_string(seen.stream));
-    if (seen.stream != number) launch(number, "wait", {}, nullptr, seen.stream, seen.at);
+    if (seen.stream != number) launch(lock, number, "wait", {}, nullptr, seen.stream, seen.at);
   }
   bool queryEvent(void* event) const override {
     auto& r = rt();
     if (!event) return true;
-    std::lock_guard<std::mutex> lock(r.mutex);
+    NoInterpreter released;
+    std::unique_lock<std::mutex> lock(r.mutex);
+    catch_up(lock);
     auto& seen = *static_cast<Event*>(event);
     if (r.streams[seen.stream].done < seen.at) return false;
     host_saw(seen.clock);
@@ -513,6 +588,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     auto& r = rt();
     if (!event) return;
+    NoInterpreter released;
     std::unique_lock<std::mutex> lock(r.mutex);
     auto& seen = *static_cast<Event*>(event);
     wait_for(lock, seen.stream, seen.at, Clock(seen.clock), "event");
@@ -521,17 +597,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0; }
   bool queryStream(const c10::Stream& stream) const override {
     auto& r = rt();
-    std::lock_guard<std::mutex> lock(r.mutex);
+    NoInterpreter released;
+    std::unique_lock<std::mutex> lock(r.mutex);
+    catch_up(lock);
     auto& state = r.streams[global(stream)];
     if (state.done < state.launched) return false;
     host_saw(Clock(state.clock));
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    NoInterpreter released;
     std::unique_lock<std::mutex> lock(rt().mutex);
     wait_stream(lock, global(stream), "stream");
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    NoInterpreter released;
     std::unique_lock<std::mutex> lock(rt().mutex);
     for (int i = 0; i < kStreams; ++i) {
       auto& state = rt().streams[global(device, i)];
@@ -608,6 +688,7 @@ at::Tensor opened(const at::Tensor& tensor) {
   return made;
 }
 
+// With the lock held.
 void add_access(std::vector<Access>& accesses, const at::Tensor& tensor, bool writes) {
   if (!tensor.defined() || !tensor.numel()) return;
   const void* data = tensor.unsafeGetTensorImpl()->data();
@@ -746,6 +827,7 @@ struct Call {
         bool writes = this->writes(i);
         found.push_back(replaced(args[i], [&](const at::Tensor& tensor) {
           if (!is_lag(tensor)) return tensor.defined() ? tensor.detach().clone() : tensor;
+          std::lock_guard<std::mutex> lock(rt().mutex);
           add_access(accesses, tensor, writes);
           return opened(tensor);
         }));
@@ -774,6 +856,7 @@ void copy_result(const at::Tensor& target, const at::Tensor& result) {
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  NoInterpreter released;
   Call call(op, stack);
   c10::DeviceGuard guard(c10::Device(kLag, call.device));
   auto& schema = op.schema();
@@ -811,7 +894,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     std::vector<at::Tensor> made;
     answers.push_back(replaced(inferred[i], [&](const at::Tensor& model) {
       at::Tensor fresh = model.defined() ? empty_like_this(model, call.device) : model;
-      add_access(call.accesses, fresh, true);
+      {
+        std::lock_guard<std::mutex> lock(rt().mutex);
+        add_access(call.accesses, fresh, true);
+      }
       call.seen.push_back(fresh);
       made.push_back(opened(fresh));
       return fresh;
@@ -836,21 +922,21 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   };
   {
-    std::lock_guard<std::mutex> lock(rt().mutex);
+    std::unique_lock<std::mutex> lock(rt().mutex);
     ++rt().counts.launches;
     note(described(name, call.seen));
-    launch(number, name, call.accesses, std::move(work));
+    launch(lock, number, name, call.accesses, std::move(work));
   }
   for (auto& answer : answers) stack->push_back(std::move(answer));
 }
 
 // -- copies ---------------------------------------------------------------------------------------------------
 
-void block_on(int waiting, int other) {
+void block_on(std::unique_lock<std::mutex>& lock, int waiting, int other) {
   auto& r = rt();
   if (waiting == other) return;
   join(r.streams[waiting].clock, r.streams[other].clock);
-  launch(waiting, "wait", {}, nullptr, other, r.streams[other].launched);
+  launch(lock, waiting, "wait", {}, nullptr, other, r.streams[other].launched);
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
@@ -860,10 +946,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   c10::DeviceIndex device = from_lag ? from.device().index() : self.device().index();
   c10::DeviceGuard guard(c10::Device(kLag, device));
   auto& r = rt();
+  NoInterpreter released;
   std::unique_lock<std::mutex> lock(r.mutex);
   int number = here(device);
   int other = to_lag && from_lag ? here(self.device().index()) : number;
-  block_on(number, other);
+  block_on(lock, number, other);
   bool pinned_self = r.pinned.holds(self.unsafeGetTensorImpl()->data());
   bool pinned_from = r.pinned.holds(from.unsafeGetTensorImpl()->data());
   std::vector<Access> accesses;
@@ -876,13 +963,13 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   at::Tensor target = opened(self), origin = from;
   // What lies in pageable memory is staged at the launch.
   if (from_lag || pinned_from) origin = opened(from);
-  else if (from.dim()) origin = from.detach().clone();
+  else origin = from.detach().clone();
   lock.lock();
-  uint64_t at = launch(number, name, accesses, [target, origin]() mutable {
+  uint64_t at = launch(lock, number, name, accesses, [target, origin]() mutable {
     at::AutoDispatchBelowADInplaceOrView below;
     target.copy_(origin);
   });
-  block_on(other, number);
+  block_on(lock, other, number);
   if (!to_lag) {
     if (pinned_self && non_blocking) {
       Block* block = r.pinned.find(self.unsafeGetTensorImpl()->data());
@@ -943,11 +1030,11 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) con
   auto* impl = storage.unsafeGetStorageImpl();
   if (kept && storage.data()) {
     auto& r = rt();
-    std::lock_guard<std::mutex> lock(r.mutex);
+    std::unique_lock<std::mutex> lock(r.mutex);
     Arena& arena = r.arenas[storage.device().index()];
     char *to = arena.opened(fresh.get()), *from = arena.opened(storage.data());
     ++r.counts.launches;
-    launch(here(storage.device().index()), "resize",
+    launch(lock, here(storage.device().index()), "resize",
            {{arena.find(storage.data()), false}, {arena.find(fresh.get()), true}}, [=] { memcpy(to, from, kept); });
   }
   old = impl->set_data_ptr(std::move(fresh));
@@ -1051,7 +1138,6 @@ void hold(bool on) {
   auto& r = rt();
   std::lock_guard<std::mutex> lock(r.mutex);
   r.held = on;
-  r.changed.notify_all();
 }
 
 void start() {

@@ -13,6 +13,8 @@ from torchtap.store.read.reader import open_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 
+pytestmark = pytest.mark.usefixtures("a_file_for_each_flush")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -26,7 +28,6 @@ def folder(tmp_path: Path) -> Path:
             )
             writer.write(StepRecord(step, None, None, "train", float(step), blocks, made.tensors))
             writer.flush()
-        writer._recorder._merger.finish = lambda: None  # type: ignore[method-assign]
         writer.close()
     return tmp_path / "run"
 

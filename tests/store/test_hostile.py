@@ -24,6 +24,8 @@ from torchtap.store.format.segment import MAX_HEADER, parse_header, segment_note
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.write.writer import RunWriter
 
+pytestmark = pytest.mark.usefixtures("a_file_for_each_flush")
+
 
 @pytest.fixture(autouse=True)
 def no_hang() -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from torchtap.store.files.folder import LocalDestination
 from torchtap.store.files.layout import SegmentName, parse_segment, widest
 from torchtap.store.read.reader import open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
-from torchtap.store.write.compact import Merger
+from torchtap.store.write.segments import EventLines, Segments
 from torchtap.store.write.writer import RunWriter
 
 
@@ -124,55 +125,59 @@ def test_a_damaged_merged_segment_gives_way_to_its_sources(tmp_path: Path) -> No
     assert any(merged.name in problem for problem in run.problems)
 
 
-def test_a_merge_never_launders_damaged_bytes(tmp_path: Path) -> None:
+def test_a_file_that_is_damaged_while_it_is_small_is_written_again_from_memory(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, manifest={})
     for step in range(3):
         writer.write(record(step, tensors=1))
         writer.flush()
     for kind in ("scalars", "tensors"):
-        path = parts(tmp_path, kind)[1]
+        path = parts(tmp_path, kind)[0]
         content = bytearray(path.read_bytes())
         content[-30] ^= 1
         path.write_bytes(content)
     writer.close()
-    assert len(parts(tmp_path, "scalars")) == len(parts(tmp_path, "tensors")) == 3
+    run = open_run(tmp_path)
+    assert run.problems == []
+    assert np.array_equal(run.array(SITES[0], 0), image(0))
+    assert run.series(SITES[0], "std").values.tolist() == [number(step, 0, 1) for step in range(3)]
 
 
-def test_a_merge_that_fails_leaves_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_for_a_wider_file_takes_the_new_records_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put = LocalDestination.put
 
-    def full(place: LocalDestination, name: str, buffers: list[bytes]) -> None:
-        segment = parse_segment(name)
-        if segment is not None and segment.last > segment.first:
+    def full(place: LocalDestination, name: str, buffers: list[bytes], replaces: Sequence[str] = ()) -> None:
+        if replaces:
             raise OSError(28, "No space left on device")
         put(place, name, buffers)
 
+    monkeypatch.setattr(LocalDestination, "put", full)
     writer = RunWriter(tmp_path, manifest={})
     for step in range(3):
         writer.write(record(step, tensors=1))
         writer.flush()
-    monkeypatch.setattr(LocalDestination, "put", full)
     writer.close()
     assert writer.lost == []
     assert np.array_equal(open_run(tmp_path).array(SITES[0], 1), image(1))
+    assert len(parts(tmp_path, "scalars")) == 3
 
 
-def test_segments_are_merged_in_powers(tmp_path: Path) -> None:
+def test_many_flushes_leave_a_few_files_that_halve_in_size(tmp_path: Path) -> None:
     place = LocalDestination(str(tmp_path), 0)
-    merger = Merger(place)
-    for index in range(300):
-        name = SegmentName("events", index, index)
-        place.put(name.file, [b"{}\n"])
-        merger.appeared(name, 3)
-        while merger.merge_some():
-            pass
+    lines = EventLines()
+    segments = Segments(place, lines)
+    most = 0
+    for _ in range(300):
+        lines.append(b"{}")
+        segments.flush()
+        most = max(most, len(parts(tmp_path, "events")))
     place.release()
     named = sorted(
         name for path in parts(tmp_path, "events") if (name := parse_segment(path.name)) is not None
     )
-    spans = [(name.first, name.last) for name in named]
-    assert spans[:3] == [(0, 255), (256, 271), (272, 287)]
-    assert spans[3:] == [(index, index) for index in range(288, 300)]
+    assert [(name.first, name.last) for name in named] == [(0, 255), (256, 287), (288, 295), (296, 299)]
+    assert most <= 9
 
 
 def test_of_overlapping_segments_the_widest_count() -> None:

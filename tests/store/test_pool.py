@@ -19,7 +19,7 @@ from torchtap.store.format import checksum
 from torchtap.store.format.dtypes import BY_NAME
 from torchtap.store.read.reader import open_run
 from torchtap.store.record import StepRecord, TensorItem
-from torchtap.store.write import tensors
+from torchtap.store.write import segments
 from torchtap.store.write.pool import HostPool, pool_of
 from torchtap.store.write.writer import RunWriter
 
@@ -155,7 +155,7 @@ def test_the_writer_gives_buffers_back_and_what_it_wrote_is_right(tmp_path: Path
 def test_the_writer_takes_the_checksum_from_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(
-        tensors, "checksum", lambda data, *so_far: taken.append(len(data)) or zlib.crc32(data)
+        segments, "checksum", lambda data, *so_far: taken.append(len(data)) or zlib.crc32(data)
     )
     values = [torch.randn(2**18, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
     pool = HostPool()
@@ -179,7 +179,7 @@ def test_what_a_watch_records_was_checked_while_it_was_copied(
 ) -> None:
     taken: list[int] = []
     monkeypatch.setattr(
-        tensors, "checksum", lambda data, *so_far: taken.append(len(data)) or zlib.crc32(data)
+        segments, "checksum", lambda data, *so_far: taken.append(len(data)) or zlib.crc32(data)
     )
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU())
     kept = [tt.tap("*:output", keep=tt.Full()), tt.tap("*:param_grad", keep=tt.Full())]
@@ -224,7 +224,7 @@ def test_without_the_native_part_the_same_bytes_are_on_disk(
 
     native = tensor_files(tmp_path / "native")
     monkeypatch.setattr(checksum, "copy_bytes", None)
-    monkeypatch.setattr(tensors, "checksum", zlib.crc32)
+    monkeypatch.setattr(segments, "checksum", zlib.crc32)
     assert native
     assert tensor_files(tmp_path / "without") == native
 

@@ -13,6 +13,8 @@ from tests.torture.crafting import forget_run_id
 from torchtap.store.read.reader import open_run
 from torchtap.store.write.writer import RunWriter
 
+pytestmark = pytest.mark.usefixtures("a_file_for_each_flush")
+
 PART = Path("rank-00000") / "attempt-0000"
 
 

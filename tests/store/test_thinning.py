@@ -9,7 +9,7 @@ import pytest
 
 import torchtap as tt
 from torchtap.store.record import ScalarBlock, StepRecord
-from torchtap.store.write import compact
+from torchtap.store.write import segments, thin
 from torchtap.store.write.writer import RunWriter
 
 SITES = tuple(f"blocks.{number}:output" for number in range(40))
@@ -45,7 +45,7 @@ def size_of(folder: Path) -> int:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setitem(compact._LARGE, "scalars", 64 << 10)
+    monkeypatch.setitem(segments.FULL, "scalars", 64 << 10)
 
 
 LIMIT = 2_000_000
@@ -76,20 +76,20 @@ def test_a_run_stays_below_its_limit_and_shows_the_whole_training(tmp_path: Path
 
 def test_older_records_are_kept_by_powers_of_two() -> None:
     number = np.arange(1000)
-    kept = compact.is_kept(number, np.full(1000, 999), np.full(1000, 100))
+    kept = thin.is_kept(number, np.full(1000, 999), np.full(1000, 100))
     assert kept[900:].all()
     assert kept[0]
     for low, high, stride in ((800, 899, 2), (600, 799, 4), (200, 599, 8)):
         here = np.flatnonzero(kept[low:high]) + low
         assert len(here)
         assert (here % stride == 0).all()
-    assert kept.sum() <= compact.kept_rows(1000, 100) * 1.1
+    assert kept.sum() <= thin.kept_rows(1000, 100) * 1.1
 
 
 def test_windows_fit_and_narrow_series_keep_everything() -> None:
-    windows = compact.thinning_windows([10**6, 10**5, 10**5], [88, 500_000, 100_000], 2 * 10**9)
+    windows = thin.thinning_windows([10**6, 10**5, 10**5], [88, 500_000, 100_000], 2 * 10**9)
     total = sum(
-        compact.kept_rows(length, int(window)) * width
+        thin.kept_rows(length, int(window)) * width
         for length, window, width in zip((10**6, 10**5, 10**5), windows, (88, 500_000, 100_000), strict=True)
     )
     assert total <= 2 * 10**9

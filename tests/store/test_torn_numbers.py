@@ -14,6 +14,8 @@ from torchtap.errors import RunCorruptError
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 
+pytestmark = pytest.mark.usefixtures("a_file_for_each_flush")
+
 SITES, STATISTICS = ("a:output", "b:output"), ("mean", "std")
 
 

@@ -20,6 +20,8 @@ from torchtap.store.read.reader import Run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
 
+pytestmark = pytest.mark.usefixtures("a_file_for_each_flush")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -9,13 +9,14 @@ import time
 import warnings
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.store.records import SITES, image, number, record
 
 from torchtap.errors import RecordingLostError, SessionError
-from torchtap.store.files.folder import LocalDestination, LocalStream
+from torchtap.store.files.folder import LocalDestination
 from torchtap.store.read.reader import open_run
 from torchtap.store.record import ScalarBlock, StepRecord, TensorItem
 from torchtap.store.write import writer as recorder
@@ -190,15 +191,14 @@ def test_a_rank_folder_that_is_a_link_is_refused_and_nothing_is_written_through_
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """While set, every write to disk fails as on a full one."""
     full = threading.Event()
-    for owner, method in ((LocalDestination, "put"), (LocalStream, "append")):
-        original = getattr(owner, method)
+    original = LocalDestination.put
 
-        def attempt(*arguments: object, original: object = original) -> object:
-            if full.is_set():
-                raise OSError(28, "No space left on device")
-            return original(*arguments)  # type: ignore[operator]
+    def put(*arguments: Any) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        original(*arguments)
 
-        monkeypatch.setattr(owner, method, attempt)
+    monkeypatch.setattr(LocalDestination, "put", put)
     return full
 
 
@@ -337,13 +337,13 @@ def test_a_block_of_the_wrong_shape_loses_only_its_record(tmp_path: Path) -> Non
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until set, the writer's thread stands still before the next tensor."""
     opened = threading.Event()
-    original = recorder.TensorSegments.add
+    original = recorder.TensorItems.add
 
-    def add(self: recorder.TensorSegments, step: int, item: TensorItem, phase: str) -> object:
+    def add(self: recorder.TensorItems, step: int, item: TensorItem, phase: str) -> object:
         opened.wait(30)
         return original(self, step, item, phase)
 
-    monkeypatch.setattr(recorder.TensorSegments, "add", add)
+    monkeypatch.setattr(recorder.TensorItems, "add", add)
     return opened
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -178,6 +179,27 @@ def test_calls_of_other_tasks_are_left_out_and_reported() -> None:
             await task
         assert list(seen) == [":output"]
         assert torch.equal(seen[":output"], model.bias.unsqueeze(0))
+
+    with pytest.warns(RuntimeWarning, match="other threads or asyncio tasks"):
+        asyncio.run(main())
+
+
+def test_a_capture_that_was_entered_and_never_left_hides_no_calls_of_others() -> None:
+    model = nn.Linear(2, 2)
+
+    async def forgotten() -> None:
+        tt.capture(nn.Linear(2, 2)).__enter__()
+
+    async def other() -> None:
+        model(torch.ones(1, 2))
+
+    async def main() -> None:
+        await forgotten()  # in this context
+        gc.collect()
+        task = asyncio.ensure_future(other())
+        with tt.capture(model, "*:output"):
+            model(torch.zeros(1, 2))
+            await task
 
     with pytest.warns(RuntimeWarning, match="other threads or asyncio tasks"):
         asyncio.run(main())

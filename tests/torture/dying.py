@@ -28,14 +28,14 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 from tests.store.records import record
 from torchtap.store.files import folder as destination
-from torchtap.store.write.compact import Merger
+from torchtap.store.write.segments import Segments
 from torchtap.store.write.writer import RunWriter
 
 root, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 chance = random.Random(seed)
 os.fsync = lambda descriptor: None  # what a process wrote outlives its death without; merging starts sooner
 
-CALLS = ("open", "close", "write", "writev", "pwrite", "rename", "unlink", "ftruncate")
+CALLS = ("open", "close", "write", "writev", "replace", "unlink")
 
 class DeadlyOS:
     # The store's `os`. Once armed, it kills the process at the n-th call; what that call would write is half written.
@@ -48,26 +48,24 @@ class DeadlyOS:
         def one_of_the_last(*args, **options):
             self.left -= 1
             if self.left <= 0:
-                if name == "write":
-                    call(args[0], bytes(args[1])[: len(args[1]) // 2])
+                if name == "writev":
+                    os.write(args[0], bytes(args[1][0])[: len(args[1][0]) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **options)
         return one_of_the_last
 
 def record_until_killed(folder, rank, told, way, calls):
-    destination.os = deadly = DeadlyOS()
-    merge = Merger._merge
-    def merging(self, *args):
-        deadly.left = calls
-        try:
-            merge(self, *args)
-        finally:
-            deadly.left = None
+    destination.os = destination.system.os = deadly = DeadlyOS()
+    write = Segments._write
+    def merging(self, replaced, *args):
+        if replaced and deadly.left is None:
+            deadly.left = calls
+        write(self, replaced, *args)
     if way == "merge":
-        Merger._merge = merging
+        Segments._write = merging
     writer = RunWriter(folder, manifest={}, rank=rank, world=2, flush_seconds=0.004)
     step = 0
-    while True:
+    while step < 5000:  # none lives that long
         writer.write(record(step, tensors=1 + step % 3, size=(16, 4096)[step % 2]))
         if step % 5 == 4:
             writer.flush()

@@ -218,6 +218,20 @@ def test_runs_lie_over_each_other_and_the_first_divergence_is_named(visit: Visit
     page.wait_for_function("() => location.hash.includes('with=first')")
 
 
+_LEAVES_AT_ONCE = """new MutationObserver((_, own) => {
+    if (!document.querySelector("#app > *")) return;
+    own.disconnect();
+    history.replaceState(null, "", "#/runs?filter=here");
+    window.dispatchEvent(new HashChangeEvent("hashchange"));
+}).observe(document, { childList: true, subtree: true });"""
+
+
+def test_an_address_that_changes_while_the_page_is_first_drawn_is_shown(visit: Visit) -> None:
+    visit.page.add_init_script(_LEAVES_AT_ONCE)
+    page = visit.go("#/runs")
+    page.wait_for_function("document.getElementById('filter')?.value === 'here'")
+
+
 def test_dark_and_light_follow_the_system_until_chosen(browser: Any, server: ViewerServer) -> None:
     with Visit(browser, server.address, dark=True) as dark:
         page = dark.go("#/map")

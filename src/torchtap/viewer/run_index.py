@@ -537,12 +537,13 @@ class Catalog:
             entry.run = None
         entry.signature = signature
         card.revision, card.findings = old.revision, old.findings if old.steps == card.steps else None
-        if card.line() != old.line():
-            with self._lock:
+        with self._lock:  # the card before its number: a page requests no card whose number it has
+            changed = card.line() != old.line()
+            card.revision += changed
+            entry.card = card
+            if changed:
                 self.tick += 1
-                card.revision += 1
                 entry.tick = self.tick
-        entry.card = card
 
     def _judge(self, entry: CatalogEntry) -> None:
         """Count the findings of a run that has ended, once, where that is quick."""
@@ -579,12 +580,14 @@ class Catalog:
         if entry is None:
             return
         errors = sum(finding.severity == "error" for finding in found)
-        counted = {"errors": errors, "warnings": sum(finding.severity == "warning" for finding in found)}
+        warnings = sum(finding.severity == "warning" for finding in found)
+        judged = getattr(found, "verdict", "") != "not judged"
+        counted = {"errors": errors, "warnings": warnings, "judged": judged}
         if entry.card.findings != counted:
             with self._lock:
+                entry.card.findings = counted
                 self.tick += 1
                 entry.tick = self.tick
-                entry.card.findings = counted
 
     # --- one run --------------------------------------------------------------------------------------------
 

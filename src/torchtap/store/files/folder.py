@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -35,7 +34,6 @@ from torchtap.store.files.layout import (
     parse_rank,
     rank_folder,
 )
-from torchtap.store.files.system import allocate
 
 __all__ = [
     "Destination",
@@ -43,9 +41,7 @@ __all__ = [
     "LocalDestination",
     "LocalFile",
     "LocalFolder",
-    "LocalStream",
     "OpenFile",
-    "Stream",
     "anchored",
     "folder_of",
     "is_run",
@@ -94,7 +90,7 @@ class LocalFile:
     """A regular file, read by position."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         facts = os.fstat(descriptor)
         self.size = facts.st_size
         self.allocated = system.allocated_bytes(facts)
@@ -107,7 +103,7 @@ class LocalFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         while len(buffer):
-            count = system.read_at(self._descriptor, buffer, offset)
+            count = system.read_at(self.descriptor, buffer, offset)
             if count == 0:
                 raise RunCorruptError(f"the file ends before byte {offset + len(buffer)}")
             buffer, offset = buffer[count:], offset + count
@@ -118,7 +114,7 @@ class LocalFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 @final
@@ -156,22 +152,6 @@ class LocalFolder:
             os.close(descriptor)
 
 
-_ROOM = 16 << 20  # allocated at once for a growing file
-
-
-class Stream(Protocol):
-    """A file that is being written and not visible yet."""
-
-    def append(self, buffer: memoryview) -> None:
-        """Add bytes to its end."""
-
-    def commit(self, name: str, head: bytes) -> None:
-        """Fill in the reserved beginning and let the file appear."""
-
-    def abort(self) -> None:
-        """Leave no trace."""
-
-
 class Destination(Protocol):
     """The folder that one attempt of one rank is written to. ``run_id`` identifies its files."""
 
@@ -179,64 +159,14 @@ class Destination(Protocol):
     run_id: str
     folder: Folder
 
-    def put(self, name: str, buffers: Sequence[bytes | memoryview]) -> None:
-        """Write a whole file, replacing an older one of that name."""
-
-    def stream(self, reserve: int) -> Stream:
-        """Begin a file whose first ``reserve`` bytes are filled in at the end."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file."""
+    def put(self, name: str, buffers: Sequence[bytes | memoryview], replaces: Sequence[str] = ()) -> None:
+        """Write a whole file, replacing an older one of that name; then remove the files that it replaces."""
 
     def sync(self, only: Sequence[str] = ("",)) -> None:
         """Return when every file that has appeared is on the disk, or those whose names begin so."""
 
     def release(self) -> None:
         """Release the lock: this writer is done."""
-
-
-@final
-class LocalStream:
-    """A growing file on this machine."""
-
-    def __init__(self, place: LocalDestination, temporary: str, reserve: int) -> None:
-        self._place = place
-        self._temporary = temporary
-        self._reserve = reserve
-        self._end = reserve
-        self._allocated = 0  # end of the space that the file system has reserved
-        self._descriptor = system.new_file(temporary)
-        try:
-            os.lseek(self._descriptor, reserve, os.SEEK_SET)
-        except OSError:
-            self.abort()
-            raise
-
-    def append(self, buffer: memoryview) -> None:
-        self._end += len(buffer)
-        if self._end > self._allocated:
-            room = max(_ROOM, self._end - self._allocated)
-            done = allocate(self._descriptor, self._allocated, room)
-            self._allocated = self._allocated + room if done else sys.maxsize  # do not try again
-        while len(buffer):
-            buffer = buffer[os.write(self._descriptor, buffer) :]
-
-    def commit(self, name: str, head: bytes) -> None:
-        if len(head) != self._reserve:
-            raise ValueError(f"{self._reserve} bytes are reserved for the head, not {len(head)}")
-        if system.write_at(self._descriptor, head, 0) != len(head):
-            raise OSError(f"could not write the head of {name}")
-        os.ftruncate(self._descriptor, self._end)  # gives back the room that was not needed
-        os.close(self._descriptor)
-        self._descriptor = -1
-        self._place.appear(self._temporary, name)
-
-    def abort(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-        with suppress(OSError):
-            os.unlink(self._temporary)
 
 
 @final
@@ -270,34 +200,34 @@ class LocalDestination:
         with suppress(OSError):  # a file system without locks: readers take the run for a live one
             system.hold(self._lock)
 
-    def _temporary(self) -> str:
+    def put(self, name: str, buffers: Sequence[bytes | memoryview], replaces: Sequence[str] = ()) -> None:
         self._count += 1
-        return os.path.join(self.path, f"{TEMPORARY}{self._count}")
-
-    def appear(self, temporary: str, name: str) -> None:
-        """Rename a finished file to its name."""
-        os.replace(temporary, os.path.join(self.path, name))
-        self._unsynced.append(name)
-
-    def put(self, name: str, buffers: Sequence[bytes | memoryview]) -> None:
-        temporary = self._temporary()
+        temporary = os.path.join(self.path, f"{TEMPORARY}{self._count}")
         try:
             descriptor = system.new_file(temporary)
             try:
                 system.write_all(descriptor, buffers)
             finally:
                 os.close(descriptor)
-            self.appear(temporary, name)
+            os.replace(temporary, os.path.join(self.path, name))
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-
-    def stream(self, reserve: int) -> LocalStream:
-        return LocalStream(self, self._temporary(), reserve)
+        self._unsynced.append(name)
+        if not set(replaces) <= set(self._unsynced):
+            try:
+                self.sync([name])  # what was safe on the disk stays safe
+            except OSError:
+                return  # both stay; a reader takes the wider one
+        for each in replaces:
+            self.remove(each)
 
     def remove(self, name: str) -> None:
-        os.unlink(os.path.join(self.path, name))
+        """Remove a file; nothing happens if that fails."""
+        self._unsynced = [each for each in self._unsynced if each != name]
+        with suppress(OSError):
+            os.unlink(os.path.join(self.path, name))
 
     def sync(self, only: Sequence[str] = ("",)) -> None:
         names = [name for name in self._unsynced if name.startswith(tuple(only))]
@@ -305,7 +235,6 @@ class LocalDestination:
             return
         self._unsynced = [name for name in self._unsynced if not name.startswith(tuple(only))]
         try:
-            # A file that is gone was merged into a wider segment, which was synced first.
             for name in dict.fromkeys(names):
                 system.sync(os.path.join(self.path, name))
             system.sync(self.path)

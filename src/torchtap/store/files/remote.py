@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, final
 
@@ -16,7 +16,7 @@ from torchtap.errors import MissingExtraError, RunCorruptError, needing
 from torchtap.store.files.folder import Folder
 from torchtap.store.files.layout import PartOf, attempt_folder, new_run_id, parse_attempt, rank_folder
 
-__all__ = ["RemoteDestination", "RemoteFile", "RemoteFolder", "RemoteStream"]
+__all__ = ["RemoteDestination", "RemoteFile", "RemoteFolder"]
 
 
 def _connect(url: str) -> tuple[Any, str]:
@@ -106,28 +106,6 @@ class RemoteFolder:
 
 
 @final
-class RemoteStream:
-    """An object that is kept in memory until it is whole."""
-
-    def __init__(self, place: RemoteDestination, reserve: int) -> None:
-        self._place = place
-        self._buffer = bytearray(reserve)
-        self._reserve = reserve
-
-    def append(self, buffer: memoryview) -> None:
-        self._buffer += buffer
-
-    def commit(self, name: str, head: bytes) -> None:
-        if len(head) != self._reserve:
-            raise ValueError(f"{self._reserve} bytes are reserved for the head, not {len(head)}")
-        self._buffer[: self._reserve] = head
-        self._place.put(name, [self._buffer])
-
-    def abort(self) -> None:
-        self._buffer = bytearray()
-
-
-@final
 class RemoteDestination:
     """One attempt of one rank in a remote folder.
 
@@ -148,16 +126,14 @@ class RemoteDestination:
         with _as_os_error():
             self._system.makedirs(self._path, exist_ok=True)
 
-    def put(self, name: str, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
+    def put(
+        self, name: str, buffers: Sequence[bytes | bytearray | memoryview], replaces: Sequence[str] = ()
+    ) -> None:
         with _as_os_error():
             self._system.pipe_file(f"{self._path}/{name}", b"".join(buffers))
-
-    def stream(self, reserve: int) -> RemoteStream:
-        return RemoteStream(self, reserve)
-
-    def remove(self, name: str) -> None:
-        with _as_os_error():
-            self._system.rm_file(f"{self._path}/{name}")
+        for each in replaces:
+            with suppress(OSError), _as_os_error():
+                self._system.rm_file(f"{self._path}/{each}")
 
     def sync(self, only: Sequence[str] = ("",)) -> None:
         """Do nothing: an upload that has ended is safe."""

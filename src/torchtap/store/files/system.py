@@ -4,40 +4,35 @@ Everything else of the store is the same everywhere. On Linux and macOS the call
 missing, as on Windows, there is a longer way to the same result, with two things less:
 - links are refused by looking before opening, so that a link planted in between is followed;
 - a disk's promise to have a folder's entries cannot be had; files themselves are synced.
-
-Ask the file system for room before the bytes come: appending to it is then cheaper by a third.
-
-Without this, ext4 and its like account for every block of an append on its own. The room lies behind the file's end
-and is not part of its size: whoever asks for it cuts off what was not needed.
-
-Not `os.posix_fallocate`: where the file system cannot do it, the C library writes into every block instead.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import stat
+import struct
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import Any
 
 __all__ = [
-    "allocate",
     "allocated_bytes",
+    "has_numbered_locks",
     "hold",
+    "hold_number",
     "is_held",
+    "locked_for_a_moment",
     "names_below",
     "new_file",
+    "number_is_held",
     "open_below",
     "open_lock",
     "read_at",
     "refuse_link",
     "sync",
     "write_all",
-    "write_at",
+    "write_all_at",
 ]
 
 
@@ -96,6 +91,53 @@ def is_held(descriptor: int) -> bool | None:
     except OSError:
         return None
     return False
+
+
+def has_numbered_locks() -> bool:
+    """Return True if one file can hold a lock for each of several processes (Linux)."""
+    if not _has_flock:
+        return False
+    import fcntl
+
+    return hasattr(fcntl, "F_OFD_SETLK")
+
+
+def _numbered(kind: int, number: int) -> bytes:
+    # struct flock: type, whence, start, length, process. Far behind the end of the file, where no bytes are.
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, (1 << 40) + number, 1, 0)
+
+
+def hold_number(descriptor: int, number: int) -> None:
+    """Hold one of a file's numbered locks until the descriptor is closed or the process dies."""
+    import fcntl
+
+    with suppress(OSError):  # a file system without locks: readers take the recording for a live one
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _numbered(fcntl.F_WRLCK, number))
+
+
+def number_is_held(descriptor: int, number: int) -> bool | None:
+    """Return True if a living process holds a numbered lock; None if that is not known."""
+    if not has_numbered_locks():
+        return None
+    import fcntl
+
+    try:
+        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _numbered(fcntl.F_RDLCK, number))
+    except OSError:
+        return None
+    return bool(struct.unpack("hhqqi4x", found)[0] != fcntl.F_UNLCK)
+
+
+@contextmanager
+def locked_for_a_moment(descriptor: int) -> Iterator[None]:
+    """Keep other processes out of a file for the few calls of this block."""
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _lock_first_byte(descriptor: int) -> None:
@@ -175,20 +217,26 @@ def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
     return len(found)
 
 
-def write_at(descriptor: int, content: bytes, offset: int) -> int:
-    """Write at a place in a file; how much was written. The file's position may move."""
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, content, offset)
-    os.lseek(descriptor, offset, os.SEEK_SET)
-    return os.write(descriptor, content)
-
-
 def write_all(descriptor: int, buffers: Sequence[bytes | memoryview]) -> None:
     """Append buffers to a file, all of them."""
-    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     together = getattr(os, "writev", None)
+    _write_each(
+        buffers,
+        lambda views, done: together(descriptor, views) if together else os.write(descriptor, views[0]),
+    )
+
+
+def write_all_at(descriptor: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
+    """Write buffers one after the other from a place in a file on."""
+    _write_each(buffers, lambda views, done: os.pwritev(descriptor, views, offset + done))
+
+
+def _write_each(buffers: Sequence[bytes | memoryview], write: Callable[[list[memoryview], int], int]) -> None:
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    done = 0
     while views:
-        count = together(descriptor, views[:_BUFFERS_A_CALL]) if together else os.write(descriptor, views[0])
+        count = write(views[:_BUFFERS_A_CALL], done)
+        done += count
         while views and count >= len(views[0]):
             count -= len(views.pop(0))
         if count:
@@ -207,23 +255,3 @@ def sync(path: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-_KEEP_SIZE = 1
-
-
-def _find() -> Callable[..., Any] | None:
-    try:
-        found = ctypes.CDLL(None).fallocate
-    except (OSError, AttributeError, TypeError):  # not Linux; Windows knows no such library
-        return None
-    found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-    return found
-
-
-_fallocate = _find()
-
-
-def allocate(descriptor: int, start: int, size: int) -> bool:
-    """Whether there is room now for ``size`` bytes from ``start`` on; if not, writing works all the same."""
-    return _fallocate is not None and _fallocate(descriptor, _KEEP_SIZE, start, size) == 0

@@ -17,7 +17,7 @@ import re
 import zlib
 from collections.abc import Callable, MutableMapping
 from functools import cache
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 from torchtap.errors import RunCorruptError
 from torchtap.sanitize import JSON_LIMIT, parse_json
@@ -29,7 +29,6 @@ __all__ = [
     "CHUNK",
     "JSON_LIMIT",
     "UNSEALED",
-    "ChunkedChecksum",
     "checksum",
     "checksums",
     "copy_bytes",
@@ -100,36 +99,6 @@ def verify(buffer: memoryview, expected: str) -> None:
     """Raise ``RunCorruptError`` unless the bytes are those that were written."""
     if f"{checksum(buffer):08x}" != expected:
         raise RunCorruptError("its bytes are not those that were written (the checksum differs)")
-
-
-@final
-class ChunkedChecksum:
-    """The same checksums as `checksums`, of bytes that come piece by piece."""
-
-    def __init__(self, chunk: int = CHUNK) -> None:
-        self._chunk = chunk
-        self._filled = 0
-        self._current = 0
-        self._done: list[str] = []
-
-    def update(self, piece: memoryview) -> None:
-        while len(piece):
-            part = piece[: self._chunk - self._filled]
-            self._current = checksum(part, self._current)
-            self._filled += len(part)
-            piece = piece[len(part) :]
-            if self._filled == self._chunk:
-                self._finish()
-
-    def _finish(self) -> None:
-        self._done.append(f"{self._current:08x}")
-        self._filled = self._current = 0
-
-    def result(self) -> list[str]:
-        """The checksums; nothing may be added after this."""
-        if self._filled:
-            self._finish()
-        return self._done
 
 
 UNSEALED = "00000000"

@@ -5,12 +5,13 @@ sites by statistics ``gridN.values`` (statistics, sites, rows), ``gridN.rows`` (
 was absent, ``gridN.present`` (sites, rows). A step exists once its row of the clock does: its tensors appear before.
 
 A run with a limit on the disk also has ``gridN.order`` (2, rows): the series that a row belongs to, and its number in
-that series. Rows of one grid with the same sites present are one series. `compact` thins each series by these numbers.
+that series. Rows of one grid with the same sites present are one series. `thin` thins each series by these numbers.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -18,12 +19,13 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from torchtap.store.files.layout import PartOf, SegmentName
+from torchtap.store.files.folder import Destination
+from torchtap.store.files.layout import Kind, PartOf, SegmentName
 from torchtap.store.format.checksum import CHUNK, checksum, checksums
 from torchtap.store.format.segment import HeaderEntry, encode_header, segment_note
 from torchtap.store.record import ScalarBlock, StepRecord
 
-__all__ = ["CLOCK", "NO_NUMBER", "Grid", "ScalarBuffer", "encode_scalars", "grid_note"]
+__all__ = ["CLOCK", "NO_NUMBER", "Grid", "ScalarItems", "encode_scalars", "grid_note"]
 
 CLOCK: dict[str, tuple[str, str]] = {
     "step": ("I64", "<i8"),
@@ -58,8 +60,10 @@ def grid_note(sites: Sequence[str], statistics: Sequence[str]) -> str:
 
 
 @final
-class ScalarBuffer:
-    """The clocks and numbers of records until the next flush. Used by one thread."""
+class ScalarItems:
+    """The clocks and numbers of records until they are in a full file (`write.segments`). Used by one thread."""
+
+    kind: Kind = "scalars"
 
     def __init__(self, *, ordered: bool = False) -> None:
         self._known: dict[tuple[int, int], _GridRows] = {}  # by identity, which holds from step to step
@@ -67,10 +71,10 @@ class ScalarBuffer:
         self._series: dict[object, int] = {}
         self.lengths: list[int] = []  # of each series: its rows so far
         self.row_bytes: list[int] = []  # of each series
-        self.clear()
+        self.drop(0)
 
-    def clear(self) -> None:
-        """Forget what was gathered."""
+    def drop(self, count: int) -> None:
+        """Release all records, which is what ``count`` says."""
         self._clock: list[tuple[int, int, int, int, float, int, int]] = []
         self._phases: dict[str, int] = {}
         self._grids: dict[tuple[tuple[str, ...], tuple[str, ...]], _GridRows] = {}
@@ -81,14 +85,13 @@ class ScalarBuffer:
             grid.rows, grid.values, grid.present, grid.order = [], [], [], []
 
     @property
-    def rows(self) -> int:
+    def count(self) -> int:
         """Return the number of records."""
         return len(self._clock)
 
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Return the smallest and the largest step."""
-        steps = [row[0] for row in self._clock]
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the smallest and the largest step of some records."""
+        steps = [row[0] for row in self._clock[start:stop]]
         return min(steps), max(steps)
 
     def add(self, record: StepRecord) -> None:
@@ -139,21 +142,28 @@ class ScalarBuffer:
             grid = self._grids.setdefault((block.sites, block.statistics), grid)
         return grid
 
-    def encode(self, name: SegmentName, part: PartOf, run_id: str | None) -> list[bytes | memoryview]:
-        """Return the bytes of the segment of this name."""
-        columns = np.array(self._clock, dtype=[(name, kind) for name, (_, kind) in CLOCK.items()])
+    def encode(
+        self, name: SegmentName, place: Destination, start: int, stop: int
+    ) -> list[bytes | memoryview]:
+        """Return the bytes of the segment of this name, with some records."""
+        columns = np.array(self._clock[start:stop], dtype=[(name, kind) for name, (_, kind) in CLOCK.items()])
         clock = {name: np.ascontiguousarray(columns[name]) for name in CLOCK}
         grids = []
         for grid in self._grids.values():
-            values = np.stack([block.T for block in grid.values], axis=-1).astype("<f8", copy=False)
+            own = slice(bisect_left(grid.rows, start), bisect_left(grid.rows, stop))
+            rows = np.asarray(grid.rows[own], "<i8") - start
+            if not len(rows):
+                continue
+            values = np.stack([block.T for block in grid.values[own]], axis=-1).astype("<f8", copy=False)
             present = None
-            if any(mask is not None for mask in grid.present):
+            if any(mask is not None for mask in grid.present[own]):
                 everyone = np.ones(len(grid.sites), bool)
-                present = np.stack([everyone if mask is None else mask for mask in grid.present], axis=-1)
+                masks = [everyone if mask is None else mask for mask in grid.present[own]]
+                present = np.stack(masks, axis=-1)
             grid.note = grid.note or grid_note(grid.sites, grid.statistics)
-            order = np.asarray(grid.order, "<i8").T if self._ordered else None
-            grids.append(Grid(grid.note, np.asarray(grid.rows, "<i8"), values, present, order))
-        return encode_scalars(name, part, clock, list(self._phases), grids, run_id=run_id)
+            order = np.asarray(grid.order[own], "<i8").T if self._ordered else None
+            grids.append(Grid(grid.note, rows, values, present, order))
+        return encode_scalars(name, place.part, clock, list(self._phases), grids, run_id=place.run_id)
 
 
 class Grid(NamedTuple):

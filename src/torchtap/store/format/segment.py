@@ -94,8 +94,8 @@ class Header:
         return facts
 
 
-def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], *, reserve: int = 0) -> bytes:
-    """The bytes before the data: length, JSON with its checksum, and spaces up to ``reserve`` or a multiple of 8.
+def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes before the data: length, JSON with its checksum, and spaces up to a multiple of 8.
 
     The first of the metadata is `segment_note`, which has the room for the checksum.
     """
@@ -107,8 +107,7 @@ def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], *
             "data_offsets": (entry.start, entry.stop),
         }
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
-    length = max(len(text), reserve - 8)
-    length += -length % 8
+    length = len(text) + -len(text) % 8
     return length.to_bytes(8, "little") + seal(text.ljust(length))
 
 
@@ -278,6 +277,14 @@ class Segment:
                 yield
             finally:
                 self._held = None
+
+    @property
+    def grids(self) -> int:
+        """Return the number of grids of a scalar segment."""
+        count = 0
+        while f"grid{count}" in self.header.metadata:
+            count += 1
+        return count
 
     def entry(self, name: str, code: str, shape: tuple[int, ...] | None = None) -> HeaderEntry:
         """An entry that must be there and be of this type and shape."""

@@ -13,7 +13,7 @@ It guarantees:
 On a failing disk, tensors that could not be written are dropped at once. Numbers are small: up to `_KEPT_BYTES` are
 kept and tried again with the next flush.
 
-Not here: bytes (`scalars`, `tensors`), the bound (`queue`), merging (`compact`).
+Not here: the bytes (`scalars`), the files (`segments`), the bound (`queue`), the limit on the disk (`thin`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, final
@@ -39,22 +40,28 @@ from torchtap.store.files.layout import (
     LAUNCH,
     MANIFEST,
     RUN_ID,
-    SegmentName,
+    launch_digest,
     launch_facts,
+    node_ranks,
 )
+from torchtap.store.files.system import has_numbered_locks
 from torchtap.store.format.checksum import UNSEALED, seal
+from torchtap.store.format.pack import PackDestination
 from torchtap.store.format.payload import Compressor, make_compressor
-from torchtap.store.format.scalars import ScalarBuffer
+from torchtap.store.format.scalars import ScalarItems
 from torchtap.store.record import StepRecord
-from torchtap.store.write.compact import Merger
 from torchtap.store.write.queue import Barrier, Loss, Losses, Pressure, RecordQueue
-from torchtap.store.write.tensors import TensorSegments
+from torchtap.store.write.segments import EventLines, Segments, TensorItems
+from torchtap.store.write.thin import Thinner
 
 __all__ = ["FLUSH_SECONDS", "RunWriter"]
 
 FLUSH_SECONDS = 1.0
 _FLUSH_BYTES = 8 << 20  # of numbers
+_MOST_ENTRIES = 2048  # of a tensor segment: to find one tensor, the head of its segment has to be read
+_MOST_EVENTS = 1000  # while the disk refuses them
 _KEPT_BYTES = 32 << 20  # of numbers, while the disk refuses them
+_PACKED_FROM = 64  # ranks of a launch: those of a node write into one file
 _SYNC_SECONDS = 30.0  # the most of numbers that a power failure may cost; of tensors, those since a flush
 _RESERVED = ("check", "format", RUN_ID)  # fields of the manifest that the writer itself sets
 
@@ -63,8 +70,11 @@ _RESERVED = ("check", "format", RUN_ID)  # fields of the manifest that the write
 class RunWriter:
     """Write one rank's part of a run. One process, any number of threads.
 
-    ``disk`` limits the bytes of this attempt: older records are thinned out in a regular way (`compact`). None keeps
+    ``disk`` limits the bytes of this attempt: older records are thinned out in a regular way (`thin`). None keeps
     every record.
+
+    ``pack`` is the first and the last rank of this node: their processes append to one file (`format.pack`). Launches
+    of 64 ranks or more do so if the launcher states them (torchrun, Slurm). A remote folder is never packed.
 
     Raises `SessionError` if this process already records the same rank into the same folder: two recordings of one
     rank at the same time would hide each other.
@@ -84,6 +94,7 @@ class RunWriter:
         flush_seconds: float = FLUSH_SECONDS,
         segment_bytes: int = 64 << 20,
         disk: int | None = None,
+        pack: tuple[int, int] | None = None,
     ) -> None:
         self.folder = anchored(os.fspath(folder))
         self._rank = rank
@@ -95,7 +106,7 @@ class RunWriter:
         _register(self)
         self._recorder = _Recorder(manifest, rank, world, flush_seconds, disk)
         try:
-            self._recorder.begin(_place(self.folder, rank), segment_bytes, compressor)
+            self._recorder.begin(_place(self.folder, rank, world, pack), segment_bytes, compressor)
         except OSError as error:
             reason = f"nothing is recorded: cannot begin a run in {self.folder}: {error.strerror or error}"
             if strict:
@@ -206,12 +217,16 @@ def _register(writer: RunWriter) -> None:
         _open_writers.add(writer)
 
 
-def _place(folder: str, rank: int) -> Destination:
+def _place(folder: str, rank: int, world: int, pack: tuple[int, int] | None) -> Destination:
     if "://" in folder:
         from torchtap.store.files.remote import RemoteDestination
 
         return RemoteDestination(folder, rank)
-    return LocalDestination(folder, rank)
+    if pack is None and world >= _PACKED_FROM:
+        pack = node_ranks(rank)
+    if pack is None or not has_numbered_locks():
+        return LocalDestination(folder, rank)
+    return PackDestination(folder, rank, pack, launch_digest())
 
 
 @atexit.register
@@ -240,14 +255,14 @@ class _Recorder:
             self._manifest["disk_limit"] = disk
         self._manifest.setdefault("created", datetime.now(UTC).isoformat())
         self._flush_seconds = flush_seconds
-        self._scalars = ScalarBuffer(ordered=disk is not None)
         self._limit = disk
         self._lock = threading.Lock()
-        self._events: list[bytes] = []
+        self._event_lines = EventLines()
         self._manifest_changed = False
         self._oldest = 0.0  # arrival of the oldest record that is not visible yet
         self._synced = time.monotonic()
-        self._written = {"scalars": 0, "events": 0, "records": 0}  # flushes of each kind, and records
+        self._records = 0  # that were written
+        self._thinner: Thinner | None = None
         self._place: Destination | None = None
 
     @property
@@ -264,11 +279,16 @@ class _Recorder:
             facts = {"check": UNSEALED, **{name: self._manifest[name] for name in names}}
             place.put(LAUNCH, [seal(json.dumps(facts).encode())])
         place.put(MANIFEST, [self._manifest_bytes()])
+        self._segment_bytes = segment_bytes
+        self._numbers, self._items = ScalarItems(ordered=self._limit is not None), TensorItems(compressor)
+        noticed = {}
+        if self._limit is not None:
+            self._thinner = Thinner(place, self._limit, self._numbers)
+            noticed["appeared"] = self._thinner.appeared
+        self._scalars = Segments(place, self._numbers, **noticed)
+        self._tensors = Segments(place, self._items, **noticed)
+        self._events = Segments(place, self._event_lines, **noticed)
         self._place = place
-        self._merger = Merger(place, self._limit, self._scalars)
-        self._tensors = TensorSegments(
-            place, segment_bytes=segment_bytes, compressor=compressor, appeared=self._merger.appeared
-        )
 
     def _manifest_bytes(self) -> bytes:
         return seal(json.dumps(self._manifest, indent=1, default=str).encode())
@@ -279,13 +299,12 @@ class _Recorder:
         if self._place is not None:
             event[EVENT_RUN_ID] = self._place.run_id
         line = seal(json.dumps(event, separators=(",", ":"), default=str).encode())
-        with self._lock:
-            self._events.append(line)
+        self._event_lines.append(line)
 
     def keep_near(self, step: int) -> None:
         """Keep the records around a step when older ones are thinned out."""
-        if self._place is not None:
-            self._merger.keep_near(step)
+        if self._thinner is not None:
+            self._thinner.keep_near(step)
 
     def change_manifest(self, changes: Mapping[str, Any]) -> None:
         """Replace fields of the manifest."""
@@ -315,9 +334,6 @@ class _Recorder:
                     self._guarded(self._flush, queue)
             if self._due():
                 self._guarded(self._flush, queue)
-            # Merge only while nothing waits. A merge that is put off is done later or at the end.
-            while self._place is not None and queue.empty() and self._guarded(self._merger.merge_some):
-                pass
 
     def _guarded(self, action: Callable[..., bool | None], *arguments: Any) -> bool | None:
         # The thread must survive every error, ours included: the training waits for it.
@@ -332,14 +348,29 @@ class _Recorder:
             reason = "the run's folder could not be made"
             self.losses.add(Loss(reason, tensors=len(record.tensors), rows=bool(record.scalars)))
             return
-        if not self._scalars.rows:
+        if not self._scalars.pending:
             self._oldest = time.monotonic()
         # Tensors belong to a record only once its clock is written, so a refused record leaves nothing.
-        self._scalars.add(record)
-        if record.tensors and self._limit is not None:
-            self._merger.with_tensors.add(record.step)
+        self._numbers.add(record)
+        if record.tensors and self._thinner is not None:
+            self._thinner.with_tensors.add(record.step)
         for item in record.tensors:
-            self._count(self._tensors.add(record.step, item, record.phase))
+            try:
+                self._items.add(record.step, item, record.phase)
+            except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
+                self._count(Loss(f"{item.site} could not be stored: {error}", tensors=1))
+            if self._tensors.pending_bytes >= self._segment_bytes or self._tensors.pending >= _MOST_ENTRIES:
+                self._put_tensors()
+
+    def _put_tensors(self) -> None:
+        try:
+            self._tensors.flush()
+        except (OSError, ValueError) as error:
+            tensors = self._items.tensors(self._items.count - self._tensors.pending)
+            reason = str(getattr(error, "strerror", None) or error)
+            loss = Loss(reason, tensors, nbytes=self._tensors.pending_bytes)
+            self._tensors.discard()
+            self._count(loss)
 
     def _count(self, loss: Loss | None) -> None:
         if loss is not None:
@@ -349,10 +380,10 @@ class _Recorder:
     def _due(self) -> bool:
         if self._place is None:
             return False
-        if self._scalars.rows:
-            full = self._scalars.nbytes >= _FLUSH_BYTES
+        if self._scalars.pending:
+            full = self._scalars.pending_bytes >= _FLUSH_BYTES
             return full or time.monotonic() - self._oldest >= self._flush_seconds
-        return bool(self._events) or self._manifest_changed
+        return bool(self._events.pending) or self._manifest_changed
 
     def _flush(self, queue: RecordQueue) -> None:
         place = self._place
@@ -366,54 +397,45 @@ class _Recorder:
             self.losses.add(loss)
             facts = {"reason": loss.reason, "tensors": loss.tensors, "rows": loss.rows, "bytes": loss.nbytes}
             self.note("lost", {**facts, "steps": [dropped.first, dropped.last]})
-        if self._scalars.rows:
-            self._count(self._tensors.seal())
+        if self._scalars.pending:
+            self._put_tensors()
             self._put_events(place)  # events before a step are visible when the step is
-            self._put_scalars(place)
+            self._put_scalars()
             if time.monotonic() - self._synced > _SYNC_SECONDS:
                 self._synced = time.monotonic()
                 place.sync(("scalars", MANIFEST))
         self._put_events(place)
-        self._merger.thin()
+        if self._thinner is not None and self._thinner.due:
+            self._scalars.release()
+            self._thinner.thin()
 
-    def _put_scalars(self, place: Destination) -> None:
-        number = self._written["scalars"]
-        name = SegmentName("scalars", number, number, *self._scalars.steps)
+    def _put_scalars(self) -> None:
+        pending = self._scalars.pending
         try:
-            buffers = self._scalars.encode(name, place.part, place.run_id)
-            place.put(name.file, buffers)
+            self._scalars.flush()
         except OSError as error:
-            if self._scalars.nbytes > _KEPT_BYTES:
-                self._count(Loss(error.strerror or str(error), rows=self._scalars.rows))
-                self._scalars.clear()
+            if self._scalars.pending_bytes > _KEPT_BYTES:
+                self._count(Loss(error.strerror or str(error), rows=pending))
+                self._scalars.discard()
             else:
                 self._oldest = time.monotonic()
                 self.losses.add(Loss(f"numbers wait for the disk: {error.strerror or error}"))
             return
-        self._written["scalars"] += 1
-        self._written["records"] += self._scalars.rows
-        self._scalars.clear()
-        self._merger.appeared(name, sum(map(len, buffers)))
+        self._records += pending
 
     def _put_events(self, place: Destination) -> None:
-        with self._lock:
-            lines, self._events = self._events, []
-            changed, self._manifest_changed = self._manifest_changed, False
-            manifest = self._manifest_bytes() if changed else b""
         try:
+            with self._lock:
+                changed, self._manifest_changed = self._manifest_changed, False
+                manifest = self._manifest_bytes() if changed else b""
             if changed:
                 place.put(MANIFEST, [manifest])
-            if lines:
-                number = self._written["events"]
-                name = SegmentName("events", number, number)
-                text = b"\n".join([*lines, b""])
-                place.put(name.file, [text])
-                self._written["events"] += 1
-                self._merger.appeared(name, len(text))
+            changed = False
+            self._events.flush()
         except OSError as error:
-            with self._lock:
-                self._events = (lines + self._events)[-1000:]
-                self._manifest_changed |= changed
+            self._manifest_changed |= changed
+            if self._events.pending > _MOST_EVENTS:
+                self._events.discard()
             self.losses.add(Loss(f"events wait for the disk: {error.strerror or error}"))
 
     def _closing(self, place: Destination) -> bytes:
@@ -424,8 +446,8 @@ class _Recorder:
             "rank": place.part[0],
             "attempt": place.part[1],
             RUN_ID: place.run_id,
-            "records": self._written["records"],
-            "flushes": {"tensors": self._tensors.flushes, "events": self._written["events"]},
+            "records": self._records,
+            "flushes": {"tensors": self._tensors.flushes, "events": self._events.flushes},
             "lost": self.losses.facts(),
         }
         return seal(json.dumps(facts, indent=1).encode())
@@ -436,11 +458,13 @@ class _Recorder:
             return
         self._flush(queue)
         if last:
-            if self._scalars.rows:  # the disk refused them to the end
-                self._count(Loss("the disk took no more numbers", rows=self._scalars.rows))
-            self._merger.finish()
+            if self._scalars.pending:  # the disk refused them to the end
+                self._count(Loss("the disk took no more numbers", rows=self._scalars.pending))
+            self._put_events(place)
+            for segments in (self._tensors, self._events, self._scalars):
+                with suppress(OSError):  # the small files stay
+                    segments.finish()
             try:
-                self._put_events(place)
                 place.put(CLOSED, [self._closing(place)])
             except OSError as error:
                 self.losses.add(Loss(f"the run could not be closed: {error.strerror or error}"))

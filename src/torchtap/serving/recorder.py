@@ -1,0 +1,203 @@
+"""Take the rows of chosen sites while a model runs inside an engine.
+
+    recorder = RowRecorder(model, ["model.layers.*:output"])
+    recorder.begin_pass(table)          # before each call of the model; the engine's adapter makes the table
+    ...                                 # hooks hand over values, or an op in the model's compiled graph does
+    recorder.log.of_request("0")
+
+The hooks call Python in eager code. If a compiler traces the model, they put the op ``torchtap_serving::rows`` into the
+graph instead. Both call `RowRecorder.take`. It guarantees:
+- a row is copied before anything can change it in place;
+- between `end_pass` and `begin_pass` nothing is taken: warm-up and profiling runs have no requests.
+
+A layer that returns ``(hidden_states, residual)``, as the layers of vLLM do, has their sum at ``layer:output``: the
+value that the layer of Hugging Face returns. The parts are ``layer:output.0`` and ``layer:output.1``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+from weakref import WeakValueDictionary
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from torchtap import Full, Plan, Site, make_plan
+from torchtap._torch import keep_in_order
+from torchtap.errors import PlanError
+from torchtap.serving.addresses import PassTable, RowLog
+from torchtap.spi import Hooks, input_names, leaves
+
+__all__ = ["RowRecorder", "RowVisitor", "outputs_of"]
+
+_MOST_LEAVES = 8
+_OP = "torchtap_serving::rows"
+_library: torch.library.Library | None = None
+_listening: WeakValueDictionary[int, RowVisitor] = WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def outputs_of(model: nn.Module, sites: Sequence[str]) -> Plan:
+    """Bind selectors to the outputs of a model's modules."""
+    if not sites:
+        raise PlanError("no site was chosen: give selectors such as 'model.layers.*:output'")
+    plan: Plan = make_plan(model, list(sites), Full())
+    for port in plan.ports:
+        if port.site.kind != "output":
+            raise PlanError(
+                f"{port.site.name}: inside an engine the outputs of modules can be taken, and this is "
+                f"{port.site.kind}; select '{port.site.path}:output'"
+            )
+    return plan
+
+
+class RowVisitor:
+    """Hooks on the outputs that a plan selects. Subclasses see each of them with its site.
+
+    in_graph: put ops into the graph if a compiler traces the model now. Without it a compiled model has no rows.
+    """
+
+    def __init__(self, model: nn.Module, sites: Sequence[str], *, in_graph: bool = False) -> None:
+        self.plan = outputs_of(model, sites)
+        self._hooks = Hooks(model)
+        self._number = self._graph_number() if in_graph else next(_numbers)
+        _listening[self._number] = self
+        for index, port in enumerate(self.plan.ports):
+            module = port.site.module
+            assert module is not None
+            fused = "residual" in (input_names(module) or ())
+            traced = self._traced(index, fused) if in_graph else _no_op
+            self._hooks.after(module, self._hook(index, fused), traced=traced)
+
+    def _graph_number(self) -> int:
+        """Return a number that is the same in each process, because compiled graphs are kept on disk."""
+        _register_op()
+        return crc32(" ".join(port.site.name for port in self.plan.ports).encode()) + (1 << 32)
+
+    def _hook(self, index: int, fused: bool) -> Callable[[Any], None]:
+        def hook(output: Any) -> None:
+            for leaf, value in values_of(output, fused):
+                self.see(index, leaf, value)
+
+        return hook
+
+    def _traced(self, index: int, fused: bool) -> Callable[[Any], None]:
+        """Return what a compiler traces in place of the hook: an op for each leaf that a tap asks for."""
+        number, whole = self._number, self.wanted(index, "")
+        parts = tuple(str(leaf) for leaf in range(_MOST_LEAVES) if self.wanted(index, str(leaf)))
+
+        def traced(output: Any) -> None:
+            if isinstance(output, Tensor):
+                torch.ops.torchtap_serving.rows(output, number, index, "")
+            elif whole and fused and len(output) == 2 and output[0].shape == output[1].shape:
+                torch.ops.torchtap_serving.rows(output[0] + output[1], number, index, "")
+            elif isinstance(output, tuple):
+                for leaf, value in enumerate(output):
+                    if isinstance(value, Tensor) and str(leaf) in parts:
+                        torch.ops.torchtap_serving.rows(value, number, index, str(leaf))
+
+        return traced
+
+    def wanted(self, index: int, leaf: str) -> bool:
+        """Return True if a tap asks for this leaf of a port's output."""
+        port = self.plan.ports[index]
+        names = [Site(each.path, each.kind, leaf, 0, module=each.module) for each in port.names]
+        return any(self.plan.taps[tap].wants(names) for tap in port.taps)
+
+    def see(self, index: int, leaf: str, value: Tensor) -> None:
+        """Receive a leaf of the output of a port."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Remove the hooks. Ops in a graph stay and do nothing."""
+        self._hooks.remove()
+        _listening.pop(self._number, None)
+
+
+def values_of(output: Any, fused: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the leaves of an output; of a layer with a fused residual the sum comes first, without a leaf name."""
+    if fused and isinstance(output, tuple) and len(output) == 2:
+        hidden, residual = output
+        if isinstance(hidden, Tensor) and isinstance(residual, Tensor) and hidden.shape == residual.shape:
+            yield "", hidden + residual
+    yield from leaves(output)
+
+
+@final
+class RowRecorder(RowVisitor):
+    """Keep the rows of the chosen sites in a `RowLog`."""
+
+    def __init__(
+        self, model: nn.Module, sites: Sequence[str], *, in_graph: bool = False, log: RowLog | None = None
+    ) -> None:
+        self.log = RowLog() if log is None else log
+        self._wanted: dict[tuple[int, str], bool] = {}
+        self._calls: dict[tuple[int, str], int] = {}
+        self._summed: set[int] = set()
+        self._pass: tuple[int, PassTable] | None = None
+        self.enabled = True
+        super().__init__(model, sites, in_graph=in_graph)
+
+    def begin_pass(self, table: PassTable) -> None:
+        """Take the values from now on under these addresses."""
+        self._calls.clear()
+        self._summed.clear()
+        self._pass = (self.log.add(table), table) if table.counts and self.enabled else None
+
+    def end_pass(self) -> None:
+        """Take nothing until the next pass."""
+        self._pass = None
+
+    def see(self, index: int, leaf: str, value: Tensor) -> None:
+        if self._pass is None or (leaf in ("0", "1") and index in self._summed):
+            return
+        key = index, leaf
+        wanted = self._wanted.get(key)
+        if wanted is None:
+            wanted = self._wanted[key] = self.wanted(index, leaf)
+        if not wanted:
+            return
+        call = self._calls.get(key, 0)
+        self._calls[key] = call + 1
+        site = self.plan.ports[index].site
+        if not leaf:
+            self._summed.add(index)
+        name = Site(site.path, "output", leaf, call).name
+        number, table = self._pass
+        rows = table.rows(value)
+        if rows is None:
+            self.log.problems[name] = (
+                f"its shape {tuple(value.shape)} does not have one row for each of the {table.shape} tokens of a pass"
+            )
+        else:
+            self.log.put(number, name, rows)
+
+
+# -- in a compiled graph ------------------------------------------------------------------------------------------
+
+
+def _no_op(*_: object) -> None:
+    """Add nothing to a compiler's graph."""
+
+
+def _rows(value: Tensor, number: int, index: int, leaf: str) -> None:
+    visitor = _listening.get(number)
+    if visitor is not None:
+        visitor.see(index, leaf, value)
+
+
+def _register_op() -> None:
+    """Make the op known to torch. Further calls do nothing."""
+    global _library
+    if _library is None:
+        library = torch.library.Library("torchtap_serving", "DEF")
+        library.define("rows(Tensor value, int number, int index, str leaf) -> ()")
+        library.impl("rows", _rows, "CompositeExplicitAutograd")
+        torch.library.register_fake(_OP, lambda *_: None, lib=library)
+        op = torch.ops.torchtap_serving.rows.default
+        keep_in_order(op)
+        torch.fx.node.has_side_effect(op)
+        _library = library
