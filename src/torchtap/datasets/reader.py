@@ -410,12 +410,12 @@ class Batches(IterableDataset[dict[str, Tensor]]):
 
     def _order(self, epoch: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the first row and the end of each block, in the order of an epoch."""
-        first = np.concatenate([np.arange(at, at + rows, block) for at, rows, block in self._shards] or [[]])
-        blocks = np.append(first, self._rows).astype(np.int64)  # a block ends where the next one begins
+        first = [np.arange(at, at + rows, block) for at, rows, block in self._shards]
+        blocks = np.concatenate([*first, [self._rows]]).astype(np.int64)  # each ends where the next one begins
         if not self._shuffle:
             return blocks[:-1], blocks[1:]
         key = np.array([self._seed % (1 << 64), epoch + (1 << 63)], dtype=np.uint64)
-        order = np.argsort(np.random.Philox(key=key).random_raw(len(first)), kind="stable")
+        order = np.argsort(np.random.Philox(key=key).random_raw(len(blocks) - 1), kind="stable")
         return blocks[order], blocks[order + 1]
 
     def _batch(
