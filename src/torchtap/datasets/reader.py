@@ -411,7 +411,8 @@ class Batches(IterableDataset[dict[str, Tensor]]):
     def _order(self, epoch: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the first row and the end of each block, in the order of an epoch."""
         first = [np.arange(at, at + rows, block) for at, rows, block in self._shards]
-        blocks = np.concatenate([*first, [self._rows]]).astype(np.int64)  # each ends where the next one begins
+        # A block ends where the next one begins.
+        blocks = np.concatenate([*first, [self._rows]]).astype(np.int64)
         if not self._shuffle:
             return blocks[:-1], blocks[1:]
         key = np.array([self._seed % (1 << 64), epoch + (1 << 63)], dtype=np.uint64)
