@@ -44,7 +44,6 @@ LAYERS = [
     ["forms.attach"],
     ["forms.instrument", "forms"],
     ["session.coverage", "untouched"],
-    ["session.attached"],
     # the run folder
     ["store.files"],
     ["store.format"],

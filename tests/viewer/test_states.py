@@ -300,15 +300,19 @@ def test_the_difference_of_two_groups_on_the_map(visit: Visit, states: Path, tmp
     np.testing.assert_array_equal(arrays["low"][:, inside & ~broken], 0)
 
 
+@pytest.mark.parametrize("dark", [False, True])
 def test_twenty_lines_differ_in_colour_or_dashes_also_for_colour_blind_eyes(
-    browser: Any, tmp_path: Path
+    browser: Any, tmp_path: Path, dark: bool
 ) -> None:
     from tests.viewer.recordings import small_run
 
     for number in range(20):
         small_run(tmp_path / "runs" / f"run-{number:02d}", steps=3)
     names = ",".join(f"run-{number:02d}" for number in range(20))
-    with ViewerServer(Catalog.open([tmp_path / "runs"])) as started, Visit(browser, started.address) as visit:
+    with (
+        ViewerServer(Catalog.open([tmp_path / "runs"])) as started,
+        Visit(browser, started.address, dark=dark) as visit,
+    ):
         page = visit.go(f"#/scalars?with={names}")
         page.wait_for_selector(".chip[aria-pressed=true] >> nth=19")
         drawn = page.evaluate(
@@ -322,7 +326,7 @@ def test_twenty_lines_differ_in_colour_or_dashes_also_for_colour_blind_eyes(
     for kind in range(4):
         for first, (a, dash) in enumerate(strokes):
             for b, other in strokes[:first]:
-                assert dash != other or float(np.linalg.norm(a[kind] - b[kind])) > 9.0
+                assert dash != other or float(np.linalg.norm(a[kind] - b[kind])) > 22.0
 
 
 def _lab(text: str) -> list[np.ndarray[Any, Any]]:

@@ -91,6 +91,11 @@ export class Grid {
     return this.rows === 0 || this.columns === 0;
   }
 
+  emptyAt(column: number): boolean {
+    for (let row = 0; row < this.rows; row++) if (!Number.isNaN(this.low[row * this.columns + column] ?? NaN)) return false;
+    return true;
+  }
+
   columnAt(step: number): number {
     let low = 0;
     let high = this.columns - 1;

@@ -12,12 +12,14 @@ export class LossColumns {
   readonly low: Float64Array;
   readonly high: Float64Array;
   readonly broken: Uint8Array;
+  readonly gap: Uint8Array; // columns without any record, of the loss or of a site
 
   constructor(site: string, grid: Grid, steps: ArrayLike<number>, values: ArrayLike<number>) {
     this.name = siteWord(site);
     this.low = new Float64Array(grid.columns).fill(NaN);
     this.high = new Float64Array(grid.columns).fill(NaN);
     this.broken = new Uint8Array(grid.columns);
+    this.gap = Uint8Array.from({ length: grid.columns }, (_, column) => Number(grid.emptyAt(column)));
     const first = grid.steps[0] ?? 0;
     const last = grid.lastStepOf(grid.columns - 1);
     for (let i = 0; i < steps.length; i++) {
@@ -90,7 +92,7 @@ export function drawLoss(pen: Pen, frame: Frame, cells: Cells, loss: LossColumns
     const low = loss.low[c] ?? NaN;
     const high = loss.high[c] ?? NaN;
     if (Number.isNaN(low)) {
-      if (loss.broken[c]) joined = false;
+      if (loss.broken[c] || loss.gap[c]) joined = false;
       continue;
     }
     const x = left + (c - cells.left + 0.5) * width;

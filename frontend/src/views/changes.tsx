@@ -63,6 +63,7 @@ export function ChangesView({ run, runs, about, params }: ViewProps) {
         <span class="space" />
         <Take name={`${run.name}-changes`} csv={() => csv(["site", "before", "after", "difference", "relative"], rows.map((r) => [r.site, Number.isNaN(r.beforeStep) ? null : r.before, Number.isNaN(r.afterStep) ? null : r.after, r.difference, r.relative]))} />
       </div>
+      {kinds.length === 0 && <p class="quiet">This run holds no statistics yet.</p>}
       {answer.error && <p class="alarm" role="alert">{answer.error}</p>}
       {rows.length > 0 && (
         <div class="scroll tall" tabIndex={0} aria-label="Changes by site"><table data-testid="changes">

@@ -1,4 +1,4 @@
-// What was asked for and did not come, by reason; what was lost or damaged.
+// Expected values that were not recorded, by reason; values that were lost or damaged.
 
 import { grouped, plural } from "../numbers";
 import { href } from "../route";
@@ -26,12 +26,13 @@ export function CoveragePanel({ answer, run, about }: { answer: CoverageAnswer; 
   const came = Math.max(0, planned - missing.length);
   return (
     <>
+      {planned === 0 && <p class="quiet">This run has no plan: which values were expected is not known.</p>}
       {planned > 0 && (
         <p>
           <span class="meter"><i style={{ width: `${(100 * came) / planned}%` }} /></span>
           {missing.length === 0
-            ? <span class="good">Everything that was asked for arrived ({plural(planned, "place")}).</span>
-            : <>{grouped(came)} of {plural(planned, "place")} that the plan names sent values.</>}
+            ? <span class="good">Every value that the plan names was recorded ({plural(planned, "place")}).</span>
+            : <>{grouped(came)} of {plural(planned, "place")} that the plan names have values.</>}
         </p>
       )}
       {[...reasons].map(([reason, sites]) => (

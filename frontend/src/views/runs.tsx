@@ -174,10 +174,10 @@ function Cell({ run, column, params }: { run: RunLine; column: Column; params: R
   }
   if (column.key === "findings") {
     if (!run.findings) return <td class="number quiet">{run.known ? "" : "…"}</td>;
-    const { errors, warnings } = run.findings;
+    const { errors, warnings, judged } = run.findings;
     return (
       <td class="number">
-        {errors + warnings === 0 ? <span class="quiet">none</span> : (
+        {errors + warnings === 0 ? <span class="quiet" title={judged ? "" : "Too little was recorded to call this training healthy"}>{judged ? "none" : "not judged"}</span> : (
           <a href={href("findings", { ...params, run: run.name })} title={`${plural(errors, "error")}, ${plural(warnings, "warning")}`}>
             {errors > 0 && <span class="badge nan">{errors}<span class="unseen"> {errors === 1 ? "error" : "errors"}</span></span>} {warnings > 0 && <span class="badge warning">{warnings}<span class="unseen"> {warnings === 1 ? "warning" : "warnings"}</span></span>}
           </a>

@@ -8,10 +8,10 @@ results, such as `Histogram`, wait: once for all sites of a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,15 @@ import torch
 from torch import Tensor
 
 from torchtap._torch import pytree
-from torchtap.receive.accumulator import Accumulator, Fold, PhaseState, SiteState
+from torchtap.receive.receiver import Accumulator, Fold, PhaseState, SiteState
 from torchtap.reduce.device_copy import Crossing, line_to
 from torchtap.reduce.elements import Full
 from torchtap.reduce.moments import merged_results
 from torchtap.reduce.reduction import AnyReduction
 from torchtap.store.record import ScalarBlock, TensorItem
+
+if TYPE_CHECKING:
+    from torchtap.receive.placing import Placing
 
 __all__ = [
     "Collected",
@@ -48,51 +51,64 @@ class PendingNumbers(NamedTuple):
     fill: Callable[[], object]  # waits for them, and puts them into the block
 
 
-# What a phase held: its numbers, its tensors, and the numbers that are still on their way from a device.
-Collected: TypeAlias = tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]
+@final
+class Collected(NamedTuple):
+    """What phases held: passes, numbers, tensors, and the numbers that are still on their way from a device."""
+
+    passes: int
+    scalars: tuple[ScalarBlock, ...]
+    tensors: tuple[TensorItem, ...]
+    coming: list[PendingNumbers]
 
 
 @final
 class Collector:
     """Empties phases step by step; remembers the shape of each grid, so that equal steps share their names."""
 
-    def __init__(self, accumulator: Accumulator, *, among_ranks: bool = False) -> None:
+    def __init__(self, accumulator: Accumulator, placing: Placing | None = None) -> None:
         self._accumulator = accumulator
-        self._among_ranks = among_ranks  # whether a reader will merge what is collected with other processes'
+        self._placing = placing  # not None if a reader will merge what is collected with other processes'
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._rows: dict[frozenset[int], tuple[int, Rows, tuple[str, ...]]] = {}
 
-    def collect(self, phases: Sequence[PhaseState], live: frozenset[int]) -> Collected:
-        """Return what phases of one step and phase hold for these taps, and what of it is still to come.
+    def collect(self, keys: Iterable[int], live: frozenset[int], name: str) -> Collected:
+        """Return what the phases of these keys hold for some taps; ``name`` is the phase that they turned out to be.
 
-        Afterwards they hold nothing.
+        Afterwards they hold nothing, and the keys have no phases.
         """
         accumulator, coming = self._accumulator, list[PendingNumbers]()
         with accumulator.lock:
+            phases = accumulator.release(keys)
+            if self._placing is not None:
+                for phase in phases:
+                    self._placing.relabel(phase.key, name)
+            passes = sum([phase.passes for phase in phases])
             try:
                 statistics = self._statistics(phases, live, coming)
                 if not accumulator.folded and not any(phase.numbers for phase in phases):  # most often
                     for phase in phases:
                         phase.clear()
-                    return (() if statistics is None else (statistics,)), (), coming
-                return self._collect(phases, live, statistics, coming)
+                    return Collected(passes, () if statistics is None else (statistics,), (), coming)
+                return Collected(passes, *self._collect(phases, live, statistics, coming))
             except Exception as error:  # such as out of memory: it must not end the training
-                for phase in phases:
-                    accumulator.drop(phase)
+                accumulator.drop(phases)
                 accumulator.lose("a step", error)
-                return (), (), []
+                return Collected(passes, (), (), [])
 
-    def peek(self, phases: Sequence[PhaseState], live: frozenset[int]) -> ScalarBlock | None:
-        """Return the statistics that phases hold so far; they go on holding them. Waits for what is on a device."""
-        with self._accumulator.lock:
+    def peek(self, keys: Iterable[int], live: frozenset[int]) -> tuple[int, ScalarBlock | None]:
+        """Return the passes and statistics of phases so far, which they keep. Waits for what is on a device."""
+        accumulator = self._accumulator
+        with accumulator.lock:
+            phases = [accumulator.phases[key] for key in keys if key in accumulator.phases]
+            passes = sum(phase.passes for phase in phases)
             for phase in phases:
-                phase.reserve(len(self._accumulator.rows))
+                phase.reserve(len(accumulator.rows))
             held = [phase for phase in phases if 1 in phase.arrived]
             if not held:
-                return None
+                return passes, None
             rows, sites = self._rows_of(live)
             values = merged_results([phase.block.states() for phase in held])[rows]
-            return ScalarBlock(sites, held[0].block.statistics, values, self._present(held, rows))
+            return passes, ScalarBlock(sites, held[0].block.statistics, values, self._present(held, rows))
 
     def _collect(
         self,
@@ -100,7 +116,7 @@ class Collector:
         live: frozenset[int],
         statistics: ScalarBlock | None,
         coming: list[PendingNumbers],
-    ) -> Collected:
+    ) -> tuple[tuple[ScalarBlock, ...], tuple[TensorItem, ...], list[PendingNumbers]]:
         """The same, where not all that they hold are statistics."""
         scalars = [] if statistics is None else [statistics]
         tensors: list[TensorItem] = []
@@ -207,7 +223,7 @@ class Collector:
         state, fold.state = fold.state, None
         try:
             result = _staying(fold.reduction).result(state)
-            return {**result, **fold.reduction.to_merge(state)} if self._among_ranks else result
+            return {**result, **fold.reduction.to_merge(state)} if self._placing is not None else result
         except Exception as error:
             self._accumulator.lose(site.name, error)
             return {}

@@ -21,7 +21,9 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
+from torchtap.plan.plan import Plan
 from torchtap.schedule.base import Moment
 from torchtap.session.tracker import Update
 from torchtap.store.record import ScalarBlock, StepRecord
@@ -57,15 +59,13 @@ class Audit:
         self.violations: list[str] = []
         self._recorded = 0  # updates
         self._units: dict[int, _Noted] = {}
-        self._open: dict[
-            int, list[tuple[_Noted, Moment]]
-        ] = {}  # assigned, by step; the step's updates are not known
-        self._mark: int | None = None
+        self._open: dict[int, list[tuple[_Noted, Moment]]] = {}  # assigned to steps that were not left
+        self.mark: int | None = None  # the step that the user has begun
         self._placed: set[int] = set()  # units that were assigned or dropped
         self._newest: tuple[int, dict[str, list[ScalarBlock]]] = (-1, {})  # a step, and its blocks by phase
-        self._params: dict[
-            str, tuple[int, float, float, float]
-        ] = {}  # site -> step, expected mean, scale, update
+        self._params: dict[str, tuple[int, float, float]] = {}  # site -> step, expected mean, largest update
+        self._reads_parameters = False
+        self._smallest: tuple[tuple[int, int], tuple[str, Tensor] | None] | None = None  # by optimizer
         self._means: dict[int, tuple[str, float]] = {}  # by update: a site, and its mean before
         self._moved: set[int] = set()  # updates before which something else has changed parameters
         self._counts = [0, 0]  # passes and numbers
@@ -76,10 +76,6 @@ class Audit:
 
     # -- the training's side ------------------------------------------------------------------------------
 
-    def mark(self, step: int | None) -> None:
-        """The user has begun a step, or ended it."""
-        self._mark = step
-
     def note(self, kind: str, unit: int, *, grad: bool = False, named: bool = False) -> None:
         """Values or numbers are put into a unit now."""
         self._counts[kind == "log"] += kind != "state"
@@ -87,7 +83,7 @@ class Audit:
         if known is not None:
             known.times += 1
         elif unit not in self._placed:
-            self._units[unit] = _Noted(kind, self.updates, self._mark, grad, named)
+            self._units[unit] = _Noted(kind, self.updates, self.mark, grad, named)
 
     def backward(self, unit: int) -> None:
         """A backward ran through the pass of this unit."""
@@ -95,18 +91,27 @@ class Audit:
         if known is not None:
             known.backward = True
 
-    def update(self, site: str | None, parameter: Tensor | None) -> None:
-        """An optimizer is about to update; ``parameter`` is one that is recorded at ``site``."""
-        if (
-            site is not None
-            and parameter is not None
-            and parameter.is_cpu
-            and 0 < parameter.numel() <= _SMALL
-        ):
-            self._means[self.updates] = site, float(parameter.detach().double().mean())
+    def update(self, optimizer: Optimizer, plan: Plan) -> None:
+        """An optimizer is about to update: note the mean of its smallest recorded parameter."""
+        self._reads_parameters = True
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        key = len(held), id(optimizer)
+        if self._smallest is None or self._smallest[0] != key:
+            found = [
+                (port.site.name, parameter)
+                for port in plan.ports
+                if port.site.kind == "param" and port.site.module is not None
+                if (parameter := port.site.module._parameters.get(port.site.leaf)) is not None
+                if id(parameter) in held and parameter.is_cpu and 0 < parameter.numel() <= _SMALL
+            ]
+            self._smallest = key, min(found, key=lambda each: each[1].numel(), default=None)
+        if self._smallest[1] is not None:
+            site, smallest = self._smallest[1]
+            self._means[self.updates] = site, float(smallest.detach().double().mean())
 
     def model_changed(self) -> None:
         """Names stand for other parameters from now on."""
+        self._smallest = None
         self._means.clear()
         self._params.clear()
 
@@ -136,8 +141,8 @@ class Audit:
         if known is not None and known.kind != "state" and reason not in ("early", "between"):
             self._fail(f"{known.times} {known.kind}(es) were dropped: {reason}")
 
-    def left(self, moment: Moment, updates: tuple[Update, ...], parameters: list[frozenset[int]]) -> None:
-        """A step is whole, or its training is; these updates made it, of optimizers with these parameters."""
+    def left(self, moment: Moment, updates: tuple[Update, ...]) -> None:
+        """A step is whole, or its training is; these updates made it."""
         step = moment.step
         for each in updates:
             if each.number != self._recorded:
@@ -145,34 +150,26 @@ class Audit:
                     f"update {each.number} is recorded where {self._recorded} was expected (step {step})"
                 )
             self._recorded = each.number + 1
-        held = [each for owned in parameters for each in owned]
-        marks = {known.mark for known, _ in self._open.get(step, ())} - {None}
-        if len(held) != len(set(held)) and not marks:
+        noted = self._open.pop(step, ())
+        held = [parameter for each in updates for parameter in each.parameters]
+        if len(held) != len(set(held)) and all(known.mark is None for known, _ in noted):
             self._fail(f"step {step} updates a parameter twice")
-        first = updates[0].number if updates else None
-        last = updates[-1].number if updates else None
-        for known, at in self._open.pop(step, ()):
-            self._check_place(known, at, first, last)
+        for known, at in noted:
+            # After an update, evaluations and numbers may still be its; everything else is the next one's.
+            late = known.kind == "log" or (known.kind == "pass" and at.phase not in ("train", "forward"))
+            if known.mark is not None:
+                if known.mark != step:
+                    self._fail(f"a {known.kind} inside step {known.mark} is recorded in step {step}")
+            elif updates and not updates[0].number <= known.after <= updates[-1].number + late:
+                self._fail(
+                    f"a {known.kind} of phase {at.phase!r} that came after {known.after} updates is in step {step}, "
+                    f"which has updates {updates[0].number} to {updates[-1].number}"
+                )
         if len(self._placed) > 2 * _REMEMBERED:
             newest = max(self._placed)
             self._placed = {each for each in self._placed if each > newest - _REMEMBERED}
 
-    def _check_place(self, known: _Noted, at: Moment, first: int | None, last: int | None) -> None:
-        if known.mark is not None:
-            if known.mark != at.step:
-                self._fail(f"a {known.kind} inside step {known.mark} is recorded in step {at.step}")
-            return
-        if first is None or last is None:
-            return
-        # After an update, evaluations and numbers may still be its; everything else is the next one's.
-        late = known.kind == "log" or (known.kind == "pass" and at.phase not in ("train", "forward"))
-        if not first <= known.after <= last + late:
-            self._fail(
-                f"a {known.kind} of phase {at.phase!r} that came after {known.after} updates is in step {at.step}, "
-                f"which has updates {first} to {last}"
-            )
-
-    def record(self, record: StepRecord, updates: tuple[Update, ...] = ()) -> None:
+    def record(self, record: StepRecord) -> None:
         """A record was handed on."""
         self.records += 1
         step, phases = self._newest
@@ -180,39 +177,30 @@ class Audit:
             self._fail(f"a record of step {record.step} came after one of step {step}")
         elif record.step > step:
             phases = {}
-        before = phases.get(record.phase, [])
+        before = phases.setdefault(record.phase, [])
         tables = {(id(block.sites), id(block.statistics)) for block in record.scalars}
         if len(tables) < len(record.scalars):
             self._fail(f"step {record.step} has a table of sites twice")
-        for block in record.scalars:
-            mine = _present(block)
-            for other in before:
-                if other.statistics == block.statistics and not mine.isdisjoint(_present(other)):
-                    self._fail(f"step {record.step} occurs twice in phase {record.phase!r}")
-        phases.setdefault(record.phase, []).extend(record.scalars)
+        if before and any(_overlap(block, other) for block in record.scalars for other in before):
+            self._fail(f"step {record.step} occurs twice in phase {record.phase!r}")
+        before.extend(record.scalars)
         self._newest = record.step, phases
-        if record.phase not in ("eval", "forward"):
+        if self._reads_parameters and record.phase not in ("eval", "forward"):
             self._check_parameters(record)
 
     def _check_parameters(self, record: StepRecord) -> None:
         """Compare with what the optimizer found, and with the step before: means add up."""
-        found = _means(record, ":param.")
-        changes = _means(record, ":update.")
+        found, changes = _means(record, ":param."), _means(record, ":update.")
         for number in [each for each in self._means if each < self._recorded]:
             site, mean = self._means.pop(number)
             if number == self._recorded - 1 and site in found and not _close(found[site], mean):
                 self._fail(f"{site} of step {record.step} is not what the optimizer found")
         for site, values in found.items():
-            before = self._params.get(site)
-            if (
-                before is not None
-                and before[0] == record.step - 1
-                and not _close(values, before[1], before[3])
-            ):
-                self._params.pop(site)
+            step, expected, largest = self._params.get(site, (-1, math.nan, 0.0))
+            if step == record.step - 1 and not _close(values, expected, largest):
                 self._moved.add(record.step)
         self._params = {
-            site: (record.step, values[0] + changes[other][0], values[1], changes[other][1])
+            site: (record.step, values[0] + changes[other][0], changes[other][1])
             for site, values in found.items()
             if (other := site.replace(":param.", ":update.")) in changes
         }
@@ -239,10 +227,15 @@ class Audit:
         }
 
 
-def _present(block: ScalarBlock) -> set[str]:
-    if block.present is None:
-        return set(block.sites)
-    return {site for site, there in zip(block.sites, block.present, strict=True) if there}
+def _overlap(block: ScalarBlock, other: ScalarBlock) -> bool:
+    """Return True if two blocks have the same statistics of a site."""
+    if block.statistics != other.statistics:
+        return False
+    mine, its = (
+        {site for row, site in enumerate(each.sites) if each.present is None or each.present[row]}
+        for each in (block, other)
+    )
+    return not mine.isdisjoint(its)
 
 
 def _means(record: StepRecord, kind: str) -> dict[str, tuple[float, float]]:

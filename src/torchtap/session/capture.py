@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
 from torchtap.errors import PlanError, ReductionError, SelectionError, SessionError
-from torchtap.forms.attach import tree_of
+from torchtap.forms.attach import attach, tree_of
 from torchtap.hooks.hooks import WayName
 from torchtap.native_check import warn_of_missing_parts
 from torchtap.plan.names import Kind, belongs_to, first_part, is_doubtful, read_name, site_name
@@ -22,14 +21,11 @@ from torchtap.plan.plan import Plan, candidates, make_plan
 from torchtap.plan.sites import Selectable, input_names, places, unwrap
 from torchtap.plan.tap import Tap, tap
 from torchtap.rank_identity import identity
-from torchtap.receive.accumulator import SiteState
 from torchtap.receive.collect import result_of
-from torchtap.receive.lanes import Lanes
-from torchtap.receive.receiver import Receiver
+from torchtap.receive.receiver import Context, Receiver, SiteState
 from torchtap.reduce.reduction import AnyReduction
 from torchtap.sanitize import shown
 from torchtap.schedule.base import Moment, schedule_of
-from torchtap.session.attached import AttachedPlan
 from torchtap.session.consumers import warn
 from torchtap.session.watch import Watch
 from torchtap.store.record import Consumer
@@ -63,49 +59,40 @@ class Capture:
     ) -> None:
         self.plan = plan
         lost: list[str] = []
-        self._taps = AttachedPlan(
-            model,
-            plan,
-            strict=strict,
-            copy=copy,
-            on_lost=lost.append,
-            way=way,
-            apart=apart,
-            site_map=site_map,
-            lanes=partial(Lanes, everyone=all_threads),
-        )
-        self.seen = Seen(self._taps.receiver, lost)
+        # None: calls of all threads and asyncio tasks are received.
+        self._context = None if all_threads else Context(plan.places[0].module)
+        self._receiver = Receiver(plan, apart=apart, strict=strict, copy=copy, on_lost=lost.append)
+        self._attachment = attach(model, self._receiver, way, site_map)
+        self.seen = Seen(self._receiver, lost)
 
     def __enter__(self) -> Seen:
-        live = self.plan.live(_AT_ONCE)
-        receiver = self._taps.receiver
+        live, receiver = self.plan.live(_AT_ONCE), self._receiver
         receiver.switch("train", live)
-        receiver.begin_step(None)
-        self._taps.arm(live)
+        receiver.begin_step(self._context)
+        self._attachment.arm(live)
         # Last: if anything above raises, no context may hold a capture that never ends.
-        if receiver.lanes is not None:
-            receiver.lanes.join_context()
+        if self._context is not None:
+            self._context.join()
         return self.seen
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        receiver = self._receiver
         try:
-            self._taps.read_state()
+            self._attachment.finish_step()
         except Exception:
             # Where the block raised, its own error is the one to see, not one of the values that are still to be read.
             if error is None:
                 raise
         finally:
-            receiver = self._taps.receiver
             receiver.end_step()
-            self._taps.detach()
-            if receiver.lanes is not None:
-                receiver.lanes.close()
-                receiver.lanes = None  # they refer to each other
+            self._attachment.detach()
+            if self._context is not None:
+                self._context.leave()
         if error is None:
             self._warn_of_silence()
-            if self._taps.receiver.totals.other_thread_calls:
+            if receiver.totals.other_thread_calls:
                 warn(
                     "torchtap: other threads or asyncio tasks called the model inside this capture; their values were "
                     "not taken. capture(..., all_threads=True) takes those of all of them"
@@ -113,7 +100,7 @@ class Capture:
 
     def _warn_of_silence(self) -> None:
         """One warning for the selectors that brought nothing at all."""
-        silent = self._taps.receiver.silent_taps()
+        silent = self._receiver.silent_taps()
         if silent:
             asked = ", ".join(repr(s.text) for index in silent for s in self.plan.asked[index].selectors)
             reason = self._why_silent(silent)

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_, methodcaller
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch import nn
 
 from torchtap.errors import PlanError
 from torchtap.forms.attach import tree_of
@@ -27,11 +26,12 @@ from torchtap.plan.plan import Plan, make_plan
 from torchtap.plan.sites import places, unwrap
 from torchtap.plan.tap import Tap
 from torchtap.sanitize import shown
-from torchtap.session.attached import AttachedPlan
+from torchtap.session.coverage import replaced_paths
 
 if TYPE_CHECKING:
     from torchtap.hooks.replace import ModeHook
-    from torchtap.session.steps import StepRecorder
+    from torchtap.receive.placing import Placing
+    from torchtap.session.steps import AttachedPlan, StepRecorder
 
 __all__ = ["Evaluations", "Lookout", "ModelChanges"]
 
@@ -43,132 +43,99 @@ _values_of = methodcaller("values")
 
 @final
 class ModelChanges:
-    """Compare the modules of a model and the hooks on them with those before; report each change once."""
+    """Compare the modules of a model and the hooks on them with those before; report each change once.
+
+    `look` and `look_at_modules` return the plan that the taps have to go over to, if there is one.
+    """
 
     def __init__(
         self,
         model: object,
         members: Iterable[object],
-        taps: AttachedPlan,
+        plan: Plan,
         tell: Callable[[str], None],
-        retap: Callable[[Plan], AttachedPlan],
         *,
         follow: bool = False,
     ) -> None:
         self._model = model
         self._members = [member for member in members if isinstance(member, nn.Module)]
-        self._taps = taps
-        self._tell = tell
-        self._retap, self._follow = retap, follow
-        self._overheard = 0
-        self._smallest: tuple[tuple[int, int], tuple[str | None, Tensor | None]] | None = None
-        self._sites = {port.site.name for port in taps.plan.ports}
-        self._state_asked = any(port.site.kind.startswith(_OF_STATE) for port in taps.plan.ports)
+        self._tell, self._follow = tell, follow
+        self._overheard = False  # calls in other threads have been reported
+        self._sites = {port.site.name for port in plan.ports}
+        self._state_asked = any(port.site.kind.startswith(_OF_STATE) for port in plan.ports)
         self._survey()
 
     def _survey(self) -> None:
-        self._smallest = None
         modules = {id(module): module for member in self._members for module in member.modules()}.values()
-        children = [module._modules for module in modules]
-        self._parents, self._childless = _parted(children)
-        self._children = _values(self._parents)
+        self._tables = [module._modules for module in modules]
+        self._children = _values(self._tables)
         held = list(modules) if self._state_asked else []
-        self._tables, empty = _parted([each._parameters for each in held])
-        self._parameters = _values(self._tables)
-        self._buffers, emptied = _parted([each._buffers for each in held])
+        self._parameter_tables = [module._parameters for module in held]
+        self._parameters = _values(self._parameter_tables)
+        self._buffers = [module._buffers for module in held]
         self._buffer_counts = list(map(len, self._buffers))
-        self._empty = [*empty, *emptied]
 
-    def look(self) -> None:
-        """Compare. Called before a step begins."""
-        if self._tree_changed():
-            self._modules_changed()
-        elif self._state_asked and self._taps.armed and self._state_changed():
-            self._put_on_again()  # an optimizer's parameters are known by their identity
-            self._modules_changed()
-        gone = self._taps.hooks_gone()
+    def look(self, taps: AttachedPlan) -> Plan | None:
+        """Compare everything, before a step begins."""
+        plan = self.look_at_modules(taps)
+        if plan is None and self._state_asked and taps.armed and self._state_changed():
+            _put_on_again(taps)  # an optimizer's parameters are known by their identity
+            plan = self._plan_now(taps)
+        if plan is not None:
+            return plan
+        hooks_gone = getattr(taps.attachment, "hooks_gone", None)
+        gone = () if hooks_gone is None else hooks_gone()
         if gone:
-            self._put_on_again()
+            _put_on_again(taps)
             names = sorted({type(module).__name__ for module in gone})
             self._tell(
                 f"other code has removed the hooks of torchtap from {len(gone)} modules ({_some(names)}): they are "
                 "registered again, what passed in between is missing"
             )
-        overheard = self._taps.receiver.totals.other_thread_calls
-        if overheard and not self._overheard:
+        if taps.receiver.totals.other_thread_calls and not self._overheard:
+            self._overheard = True
             self._tell(
                 "other threads have called the model while a step was open: what passed there is in no record. A watch "
                 "records the thread that moves its clock"
             )
-        self._overheard = overheard
+        return None
 
-    def look_at_modules(self) -> bool:
-        """Compare the modules alone. Returns True if the taps have moved."""
-        taps = self._taps
-        if self._tree_changed():
-            self._modules_changed()
-        return self._taps is not taps
+    # The comparisons run at every step, so all modules are gone through at once, by functions that are no Python.
 
-    def smallest(self, optimizer: Optimizer) -> tuple[str | None, Tensor | None]:
-        """Return the smallest recorded parameter of an optimizer, and its site."""
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        key = len(held), id(optimizer)
-        if self._smallest is None or self._smallest[0] != key:
-            found = [
-                (port.site.name, parameter)
-                for port in self._taps.plan.ports
-                if port.site.kind == "param" and port.site.module is not None
-                if (parameter := port.site.module._parameters.get(port.site.leaf)) is not None
-                if id(parameter) in held
-            ]
-            best: tuple[str | None, Tensor | None] = min(
-                found, key=lambda each: each[1].numel(), default=(None, None)
-            )
-            self._smallest = key, best
-        return self._smallest[1]
-
-    def _moved(self) -> bool:
-        """Return True if a tapped module is at another path now, such as inside a wrapper that took its place."""
-        now = {id(unwrap(place.module)): place.path for place in places(tree_of(self._model))}
-        before = {id(unwrap(place.module)): place.path for place in self._taps.plan.places}
-        return any(now.get(key, path) != path for key, path in before.items())
-
-    # Both run at every step, so all modules are gone through at once, by functions that are no Python.
-
-    def _tree_changed(self) -> bool:
-        changed = any(self._childless)
-        now = _values(self._parents)
-        if now != self._children:
-            changed |= _faces(now) != _faces(self._children)
-            self._children = now
-        return changed
+    def look_at_modules(self, taps: AttachedPlan) -> Plan | None:
+        """Compare the modules alone, when a pass begins."""
+        now = list(chain.from_iterable(map(_values_of, self._tables)))
+        if now == self._children:
+            return None
+        before, self._children = self._children, now
+        return self._plan_now(taps) if _faces(now) != _faces(before) else None
 
     def _state_changed(self) -> bool:
         """Return True if parameters are others, or there are more or fewer.
 
         Buffers are read by their names, and some models make new ones at each pass.
         """
-        now = _values(self._tables)
+        now = _values(self._parameter_tables)
         # By identity: tensors that are compared are computed with.
         if len(now) != len(self._parameters) or not all(map(is_, now, self._parameters)):
             return True
-        return any(self._empty) or list(map(len, self._buffers)) != self._buffer_counts
+        return list(map(len, self._buffers)) != self._buffer_counts
 
-    def _modules_changed(self) -> None:
-        replaced = self._taps.places_replaced()
+    def _plan_now(self, taps: AttachedPlan) -> Plan | None:
+        """Return the plan for the model as it is now if the taps have to move; else report what is missing."""
+        replaced = sorted(replaced_paths(taps.receiver))
         self._survey()
         try:
-            plan = make_plan(tree_of(self._model), self._taps.plan.asked, all_match=False)
+            plan = make_plan(tree_of(self._model), taps.plan.asked, all_match=False)
         except PlanError as error:  # an alias that stands for several places now
             self._tell(f"the model has changed and the taps do not fit it any more: {error}")
-            return
+            return None
         now = {port.site.name for port in plan.ports}
         added, removed = sorted(now - self._sites), sorted(self._sites - now)
         gone = removed or replaced
-        if (self._follow and (added or gone)) or self._moved():
+        if (self._follow and (added or gone)) or self._moved(taps.plan):
             self._sites = now
-            self._taps = self._retap(plan)
-            return
+            return plan
         self._sites |= now
         if added:
             self._tell(
@@ -181,33 +148,43 @@ class ModelChanges:
                 "comes from them any more; watch(follow_model=True) goes over to what took their place, or make a new "
                 "watch"
             )
+        return None
 
-    def _put_on_again(self) -> None:
-        armed = self._taps.armed
-        self._taps.arm(frozenset())
-        self._taps.arm(armed)
+    def _moved(self, plan: Plan) -> bool:
+        """Return True if a tapped module is at another path now, such as inside a wrapper that took its place."""
+        now = {id(unwrap(place.module)): place.path for place in places(tree_of(self._model))}
+        return any(now.get(id(unwrap(each.module)), each.path) != each.path for each in plan.places)
 
 
 @final
 class Lookout:
-    """Notice passes, backward calls through them, and mode switches of the models that are called."""
+    """Notice passes, backward calls through them, and mode switches of the models that are called.
+
+    several: the models are held together by a tree that is never called, so each call of one is a pass.
+    """
 
     def __init__(
         self,
         models: Sequence[object],
         steps: StepRecorder,
         on_mode: Callable[[bool], None],
-        on_pass: Callable[[], None],
+        *,
+        several: bool,
     ) -> None:
-        modules = [model for model in models if isinstance(model, nn.Module)]
-        self._models, self._steps, self._on_pass = models, steps, on_pass
-        hooked = [
-            each for each in modules if not isinstance(each, torch.jit.ScriptModule)
-        ]  # which takes no hooks
+        self._models, self._steps, self._several = models, steps, several
+        self._modules = [model for model in models if isinstance(model, nn.Module)]
+        # A script takes no hooks.
+        hooked = [each for each in self._modules if not isinstance(each, torch.jit.ScriptModule)]
         self._passes = [PassHooks(model, self, on_output=self._output) for model in hooked]
-        self._modules, self._on_mode = modules, on_mode
+        self._on_mode = on_mode
         self._modes: list[ModeHook] = []
         self._looks = self._paused = self._returned = False
+        self._behind: tuple[AttachedPlan, int] | None = None  # whose hooks those of several models come after
+
+    @property
+    def placing(self) -> Placing | None:
+        """What notes the placement of inputs, if no attachment does."""
+        return self._steps.taps.receiver.placing if self._several else None
 
     @property
     def is_callable(self) -> bool:
@@ -220,6 +197,13 @@ class Lookout:
 
     def look(self, wanted: bool) -> None:
         """Register or remove the hooks: they are needed for values, and to place logged numbers and evaluations."""
+        taps = self._steps.taps
+        if self._several and wanted and self._behind != (taps, taps.armings):
+            # A pass ends after the values of the model itself: these hooks come after those of the taps.
+            self._behind = taps, taps.armings
+            self._looks = False
+            for hooks in self._passes:
+                hooks.switch_off()
         if wanted != self._looks:
             self._looks = wanted
             for hooks in self._passes:
@@ -236,7 +220,6 @@ class Lookout:
 
     def stop(self) -> None:
         """Remove everything from the models."""
-        self.look(False)
         for hooks in self._passes:
             hooks.switch_off()
         while self._modes:
@@ -252,22 +235,26 @@ class Lookout:
             self._paused = before
 
     def begin_pass(self, training: bool | None = None) -> None:
-        """A model was called. If taps are active, the receiver has begun the pass."""
-        steps = self._steps
+        """A model was called. If taps are active on it, the receiver has begun the pass."""
+        taps = self._steps.taps
         self._returned = False
-        if not steps.taps.armed and not self._paused and steps.taps.receiver.hears_this_thread():
-            steps.begin_pass(training is not False, torch.is_grad_enabled())
+        if taps.armed:
+            if self._several:
+                taps.receiver.begin_pass(training)
+        elif not self._paused and taps.receiver.hears_this_thread():
+            self._steps.begin_pass(training is not False, torch.is_grad_enabled())
 
     def end_pass(self) -> None:
         """The call is over. One that raised has no output that a backward could run through."""
-        if not self._returned and not self._paused and self._steps.taps.receiver.hears_this_thread():
-            self._steps.output(None)
+        if not self._returned:
+            self._output(None)
+        if self._several and self._steps.taps.armed:
+            self._steps.taps.receiver.end_pass()
 
     def _output(self, output: object) -> None:
         self._returned = True
         if not self._paused and self._steps.taps.receiver.hears_this_thread():
             self._steps.output(output)
-            self._on_pass()
 
 
 @final
@@ -306,21 +293,19 @@ def _means_evaluations(tap: Tap) -> bool:
     return not by_choice and any(_OF_EVALUATIONS & selector.kinds for selector in tap.selectors)
 
 
-_Table = TypeVar("_Table", bound=Mapping[str, Any])
-
-
-def _parted(tables: Sequence[_Table]) -> tuple[list[_Table], list[_Table]]:
-    """The tables that hold something, and the empty ones."""
-    return [table for table in tables if table], [table for table in tables if not table]
+def _put_on_again(taps: AttachedPlan) -> None:
+    armed = taps.armed
+    taps.arm(frozenset())
+    taps.arm(armed)
 
 
 def _values(tables: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """All that is in some tables, one after the other."""
+    """Return all that is in some tables, one after the other."""
     return list(chain.from_iterable(map(_values_of, tables)))
 
 
 def _faces(modules: Sequence[nn.Module | None]) -> list[int]:
-    """Modules by their state: a wrapper shares the ``__dict__`` of the module inside it."""
+    """Return modules by their state: a wrapper shares the ``__dict__`` of the module inside it."""
     return [id(unwrap(module).__dict__) if module is not None else 0 for module in modules]
 
 

@@ -8,35 +8,41 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
 from torchtap.errors import RecordingLostError, SessionError
 from torchtap.plan.plan import Plan
-from torchtap.receive.accumulator import SiteState
+from torchtap.receive.receiver import SiteState
 from torchtap.sanitize import shown
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 
 if TYPE_CHECKING:
     from torchtap.receive.placing import Placing
 
-__all__ = ["Consumers", "Latest", "SiteTable", "warn"]
+__all__ = ["Consumers", "warn"]
 
 _NOT_THE_USERS = ("torchtap.", "torch.", "contextlib.")
 
 
 @final
 class Consumers:
-    """The consumers of one watch."""
+    """The consumers of one watch, and what they have been told."""
 
-    def __init__(self, consumers: Sequence[Consumer], *, strict: bool) -> None:
+    def __init__(
+        self, consumers: Sequence[Consumer], *, strict: bool, placing: Placing | None = None
+    ) -> None:
         self._consumers = list(consumers)
         self._strict = strict
+        self._placing = placing  # None if this process is alone
         self._lost: list[str] = []
         self._warned: set[str] = set()
+        self._told = 0  # sites that were described
+        self._gone: dict[str, dict[str, Any]] = {}  # sites of modules that the model had before
+        # The last block of each phase and of each grid, which is known by the tuples that name its sides.
+        self.newest: dict[tuple[str, int, int], ScalarBlock] = {}
 
     @property
     def lost(self) -> list[str]:
@@ -51,45 +57,79 @@ class Consumers:
         """Return True if any consumer keeps events beside the records."""
         return any(hasattr(consumer, "event") for consumer in self._consumers)
 
+    def hand_on(self, record: StepRecord, sites: Sequence[SiteState]) -> None:
+        """Hand a record of a watch to every consumer, after what they have to know before it."""
+        for block in record.scalars:
+            key = (record.phase, id(block.sites), id(block.statistics))
+            self.newest.pop(key, None)  # the newest last
+            self.newest[key] = block
+        # Once at the start and then each time they have doubled: a model may have a new site every step.
+        if len(sites) >= 2 * self._told and sites:
+            self._told = len(sites)
+            self.tell("sites", sites=self.described(sites))
+        changes = None if self._placing is None else self._placing.changes(sites, record.phase)
+        if changes is not None:
+            self.tell("placements", step=record.step, **changes)
+        self.write(record)
+
     def write(self, record: StepRecord) -> None:
         """Hand a record to every consumer."""
-        for consumer in self._consumers:
-            self._try(consumer, "write", partial(consumer.write, record))
+        self._call("write", record)
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Note an event with every consumer that keeps events."""
-        for consumer in self._consumers:
-            event = getattr(consumer, "event", None)
-            if event is not None:
-                self._try(consumer, "event", partial(event, kind, **facts))
+        self._call("event", kind, **facts)
 
     def alert(self, level: str, title: str, text: str, step: int | None, site: str | None) -> None:
         """Tell every consumer that has a place for alerts."""
-        for consumer in self._consumers:
-            alert = getattr(consumer, "alert", None)
-            if alert is not None:
-                self._try(consumer, "alert", partial(alert, level, title, text, step, site))
+        self._call("alert", level, title, text, step, site)
 
     def flush(self) -> None:
         """Have everything so far where it belongs."""
-        for consumer in self._consumers:
-            flush: Callable[[], None] | None = getattr(consumer, "flush", None)
-            if flush is not None:
-                self._try(consumer, "flush", flush)
+        self._call("flush")
 
     def close(self) -> None:
         """Close every consumer."""
-        for consumer in self._consumers:
-            self._try(consumer, "close", consumer.close)
+        self._call("close")
 
-    def _try(self, consumer: Consumer, what: str, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:
-            if self._strict:
-                raise
-            name = getattr(consumer, "name", type(consumer).__name__)
-            self.note_loss(f"{name}.{what} failed: {type(error).__name__}: {error}")
+    def _call(self, method: str, *args: Any, **facts: Any) -> None:
+        """Call a method of every consumer that has it."""
+        for consumer in self._consumers:
+            function = getattr(consumer, method, None)
+            try:
+                if function is not None:
+                    function(*args, **facts)
+            except Exception as error:
+                if self._strict:
+                    raise
+                name = getattr(consumer, "name", type(consumer).__name__)
+                self.note_loss(f"{name}.{method} failed: {type(error).__name__}: {error}")
+
+    def described(self, sites: Sequence[SiteState]) -> list[dict[str, Any]]:
+        """Return what was found out about the sites, in the order of execution."""
+        now: dict[str, dict[str, Any]] = {
+            site.name: {
+                "name": site.name,
+                "shape": None if site.shape is None else list(site.shape),
+                "dtype": None if site.dtype is None else str(site.dtype).removeprefix("torch."),
+                **({"how": site.how} if site.how else {}),
+            }
+            for site in sites
+        }
+        return list((self._gone | now).values())
+
+    def model_changed(self, before: Plan, sites: Sequence[SiteState], now: Plan) -> None:
+        """The model has other modules from now on; ``sites`` were seen before."""
+        self._gone = {site["name"]: site for site in self.described(sites)}
+        had, has = ({port.site.name for port in plan.ports} for plan in (before, now))
+        self.tell("model", came=sorted(has - had), gone=sorted(had - has))
+
+    def latest(self, site: str, statistic: str, phase: str | None) -> float:
+        """Return the newest number of a site, of any phase if none is named."""
+        for (of_phase, *_), block in reversed(list(self.newest.items())):
+            if phase in (None, of_phase) and site in block.sites and statistic in block.statistics:
+                return float(block.values[block.sites.index(site), block.statistics.index(statistic)])
+        raise SessionError(f"no {statistic!r} of {site!r} has arrived yet")
 
     def note_loss(self, message: str, **facts: object) -> None:
         """Something could not be kept."""
@@ -138,79 +178,3 @@ def _frames_of_ours() -> int:
 
 def _module_of(frame: FrameType) -> str:
     return f"{frame.f_globals.get('__name__', '')}."
-
-
-@final
-class SiteTable:
-    """The sites that were described, and those that are not on the model any more."""
-
-    def __init__(self, outlets: Consumers, placing: Placing | None) -> None:
-        self._outlets = outlets
-        self._placing = placing
-        self._told = 0
-        self._gone: dict[str, dict[str, Any]] = {}  # sites of modules that the model had before
-
-    def described(self, entries: Sequence[SiteState]) -> list[dict[str, Any]]:
-        """What was found out about the sites, in the order of execution."""
-        now: dict[str, dict[str, Any]] = {
-            entry.name: {
-                "name": entry.name,
-                "shape": None if entry.shape is None else list(entry.shape),
-                "dtype": None if entry.dtype is None else str(entry.dtype).removeprefix("torch."),
-                **({"how": entry.how} if entry.how else {}),
-            }
-            for entry in entries
-        }
-        return list((self._gone | now).values())
-
-    def tell(self, entries: Sequence[SiteState]) -> None:
-        """Tell all of them."""
-        self._outlets.tell("sites", sites=self.described(entries))
-
-    def before(self, record: StepRecord, entries: Sequence[SiteState]) -> None:
-        """Tell what has to be known before this record is handed on."""
-        # Once at the start and then each time they have doubled: a model may have a new site every step.
-        if len(entries) >= 2 * self._told and entries:
-            self._told = len(entries)
-            self.tell(entries)
-        if self._placing is not None:
-            changes = self._placing.changes(entries, record.phase)
-            if changes is not None:
-                self._outlets.tell("placements", step=record.step, **changes)
-
-    def model_changed(self, before: Plan, entries: Sequence[SiteState], now: Plan) -> None:
-        """The model has other modules from now on; ``entries`` were seen before."""
-        self._gone = {site["name"]: site for site in self.described(entries)}
-        had, has = ({port.site.name for port in plan.ports} for plan in (before, now))
-        self._outlets.tell("model", came=sorted(has - had), gone=sorted(had - has))
-
-
-@final
-class Latest:
-    """The last block of each phase and of each grid."""
-
-    def __init__(self) -> None:
-        # A grid is known by the tuples that name its sides, which are the same from step to step: a block holds them.
-        self._blocks: dict[tuple[str, int, int], ScalarBlock] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._blocks)
-
-    def add(self, record: StepRecord) -> None:
-        """Keep what a step brought."""
-        phase, blocks = record.phase, self._blocks
-        for block in record.scalars:
-            key = (phase, id(block.sites), id(block.statistics))
-            blocks.pop(key, None)  # the newest last
-            blocks[key] = block
-
-    def number(self, site: str, statistic: str, phase: str | None) -> float:
-        """The newest number of a site, of any phase if none is named."""
-        for (of_phase, *_), block in reversed(list(self._blocks.items())):
-            if phase in (None, of_phase) and site in block.sites and statistic in block.statistics:
-                return float(block.values[block.sites.index(site), block.statistics.index(statistic)])
-        raise SessionError(f"no {statistic!r} of {site!r} has arrived yet")
-
-    def blocks(self) -> Iterable[ScalarBlock]:
-        """All of them, the newest last."""
-        return self._blocks.values()

@@ -13,13 +13,12 @@ into fresh memory do not decide. Only the training's thread is timed, not the wr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
 from torchtap.plan.plan import Plan
 from torchtap.plan.tap import Tap
-from torchtap.receive.accumulator import SiteState
-from torchtap.receive.receiver import Receiver
+from torchtap.receive.receiver import Receiver, SiteState
 from torchtap.store.format.payload import nbytes_of
 from torchtap.store.record import TensorItem
 
@@ -60,7 +59,7 @@ class Spending:
         return frozenset(accounts[index].tap if index in accounts else index for index in live)
 
     def end_step(
-        self, step: int, tensors: tuple[TensorItem, ...], live: frozenset[int], keys: Sequence[str]
+        self, step: int, tensors: tuple[TensorItem, ...], live: frozenset[int]
     ) -> tuple[TensorItem, ...]:
         """Book what a phase has kept in a step; gives back the tensors that the budgets allow."""
         seconds = time.perf_counter() - self._began
@@ -69,7 +68,7 @@ class Spending:
                 paid = [entry for entry in self._receiver.sites if self._pays(account.tap, entry, live)]
                 name = self._plan.taps[account.tap].keep.name
                 tensors = account.admit(tensors, name, {entry.name for entry in paid})
-                account.book_time(sum(self._seconds(account.tap, entry, keys) for entry in paid), seconds)
+                account.book_time(sum(self._seconds(account.tap, entry) for entry in paid), seconds)
                 if reason := account.over():
                     account.go_down()
                     instead = self._plan.taps[account.tap].keep.name
@@ -88,10 +87,11 @@ class Spending:
         held = {account.tap for account in self._accounts.values()}
         return min(also, key=lambda index: (index in held, index)) == tap
 
-    def _seconds(self, tap: int, entry: SiteState, keys: Sequence[str]) -> float:
+    def _seconds(self, tap: int, entry: SiteState) -> float:
+        """Return the time that a tap's reduction took at a site since it was asked for last."""
         total = 0.0
-        for key in keys:
-            fold = entry.folds.get(key, {}).get(self._keys[tap])
+        for folds in entry.folds.values():
+            fold = folds.get(self._keys[tap])
             if fold is not None:
                 total, fold.seconds = total + fold.seconds, 0.0
         return total

@@ -66,7 +66,12 @@ class Update:
 
     number: int  # in the order of all updates
     optimizer: int
+    parameters: frozenset[int] = frozenset()
     skipped: bool = False  # a gradient scaler left it out
+
+    def overlaps(self, optimizer: int, parameters: frozenset[int]) -> bool:
+        """Return True if an optimizer updates what this update has updated."""
+        return optimizer == self.optimizer or not parameters.isdisjoint(self.parameters)
 
 
 @final
@@ -78,28 +83,22 @@ class Pass:
     named: str | None  # the phase that the user named
     training: bool  # the module's mode
     grad: bool
-    differentiable: bool | None = (
-        None  # whether its output can be differentiated; None where that is not known
-    )
+    differentiable: bool | None = None  # None if it is not known whether its output has a gradient
     backward: bool = False
 
     def phase(self, evidence: bool) -> str:
         """Return the phase, given whether any pass of its update is known to be training."""
         if self.named is not None:
             return self.named
-        if self.backward or (self.training and self.grad and not (evidence and self.is_known)):
+        seen = self.differentiable is not None  # a backward through this pass would have been seen
+        if self.backward or (self.training and self.grad and not (evidence and seen)):
             return "train"
         return "forward" if self.training and evidence else "eval"
 
     @property
-    def is_known(self) -> bool:
-        """Return True if a backward through this pass would have been seen."""
-        return self.differentiable is not None
-
-    @property
-    def looks_on(self) -> bool:
-        """Return True for an evaluation: it belongs to the update before it. Others use the next one's parameters."""
-        return not self.backward and (self.named is not None or not self.training)
+    def ahead(self) -> bool:
+        """Return True if it uses the parameters of the update that follows; an evaluation belongs to the one before."""
+        return self.backward or (self.named is None and self.training)
 
 
 @final
@@ -127,17 +126,25 @@ class _Segment:
     tail: list[_Item] = field(default_factory=list)  # evaluations and numbers after its update
 
     @property
+    def passes(self) -> list[Pass]:
+        return [each for each in self.items if isinstance(each, Pass)]
+
+    @property
     def evidence(self) -> bool:
-        return any(isinstance(each, Pass) and each.backward for each in self.items)
+        return any(each.backward for each in self.passes)
 
     def label(self) -> str:
         """Return the phase that the parameters belong to: that of the passes that train."""
-        passes = [each for each in self.items if isinstance(each, Pass)]
-        trains = [each.named or "train" for each in passes if each.backward]
+        trains = [each.named or "train" for each in self.passes if each.backward]
         if trains:
             return trains[-1]
-        phases = [each.named or ("train" if each.training else "eval") for each in passes]
+        phases = [each.named or ("train" if each.training else "eval") for each in self.passes]
         return "train" if not phases or "train" in phases else phases[0]
+
+    def alone(self) -> list[int]:
+        """Return the units of the state that no pass shares."""
+        held = {each.unit for each in self.items}
+        return [unit for unit in dict.fromkeys((self.state, self.rest)) if unit >= 0 and unit not in held]
 
 
 @final
@@ -167,9 +174,9 @@ class StepTracker:
         return made
 
     @property
-    def has_actions(self) -> bool:
-        """Return True if anything is to be done."""
-        return bool(self._actions)
+    def clockless(self) -> bool:
+        """Return True if nothing has moved the clock so far."""
+        return self.last is None and not self.marked and not self.follows
 
     @property
     def is_fresh(self) -> bool:
@@ -178,20 +185,13 @@ class StepTracker:
 
     def open_units(self) -> list[int]:
         """Return the units of the passes since the update before that may be training."""
-        items = self._segment.items
-        return [each.unit for each in items if isinstance(each, Pass) and each.phase(False) == "train"]
-
-    @property
-    def training_passes(self) -> int:
-        """Return how many passes since the update before look like training."""
-        passes = [each for each in self._segment.items if isinstance(each, Pass)]
-        return sum(each.phase(False) == "train" for each in passes)
+        return [each.unit for each in self._segment.passes if each.phase(False) == "train"]
 
     @property
     def state_alone(self) -> int | None:
         """Return the unit of the state that was read since the update before, if no pass shares it."""
         unit = self._segment.state
-        return None if unit < 0 or any(each.unit == unit for each in self._segment.items) else unit
+        return unit if unit in self._segment.alone() else None
 
     @property
     def idle(self) -> bool:
@@ -200,14 +200,13 @@ class StepTracker:
 
     def candidates(self) -> range:
         """Return the numbers that the step of the next training pass may have."""
-        joined = len(self._turns)
-        return range(self.number, self.number + 1 + min(joined, 2))
+        return range(self.number, self.number + 1 + min(len(self._turns), 2))
 
     def only_evaluations(self) -> list[str]:
         """Return the phases of the open step if it has passes and none of them trains."""
-        passes = [each for each in self._segment.items if isinstance(each, Pass)]
-        phases = dict.fromkeys(each.phase(self._segment.evidence) for each in passes)
-        return [] if "train" in phases or self._segment.evidence else list(phases)
+        evidence = self._segment.evidence
+        phases = dict.fromkeys([each.phase(evidence) for each in self._segment.passes])
+        return [] if evidence or "train" in phases else list(phases)
 
     def moment(self, phase: str = "train") -> Moment:
         """Return the open step, or the one that comes next."""
@@ -221,10 +220,7 @@ class StepTracker:
         newest = self.number if self.marked or self._turns else self.number - 1
         following = newest + 1 if step is None else whole(step, "step")
         if not first and following <= newest:
-            raise SessionError(
-                f"step {following} was asked for after step {newest}: steps only grow; "
-                "a second training needs a watch of its own"
-            )
+            raise _not_growing(following, newest)
         self.end()
         self._end_turns()
         if step is not None:
@@ -267,10 +263,7 @@ class StepTracker:
         following = whole(step, "step")
         newest = self.number if self._turns else self.number - 1
         if self.last is not None and following <= max(newest, self.last.step):
-            raise SessionError(
-                f"step {following} was asked for after step {newest}: steps only grow; "
-                "a second training needs a watch of its own"
-            )
+            raise _not_growing(following, newest)
         self._end_turns()
         self.number = following
 
@@ -288,7 +281,7 @@ class StepTracker:
         """Return the pass that begins now; None for a training pass between the steps that the user marks."""
         if not self.marked and not self.follows and self.last is not None:
             return self._pass_outside(training, grad, named)
-        self._settle()
+        self.enter()
         segment, key = self._segment, (named, training, grad)
         known = segment.shared.get(key)
         if isinstance(known, Pass) and (not grad or len(segment.items) > _UNDECIDED):
@@ -324,7 +317,7 @@ class StepTracker:
             self._assign_last(logged)
             return logged.unit
         else:
-            self._settle()
+            self.enter()
             newest = self._segment.items[-1] if self._segment.items else None
             if isinstance(newest, _Logged) and (newest.phase, newest.ahead) == (phase, ahead):
                 return newest.unit
@@ -334,21 +327,19 @@ class StepTracker:
         return logged.unit
 
     def state(self) -> int:
-        """Return the unit of parameters and gradients that are read now."""
-        segment = self._segment
-        if segment.state < 0:
-            trains = [each for each in segment.items if isinstance(each, Pass) and each.backward]
-            segment.state = trains[-1].unit if trains else self._unit()
-        return segment.state
+        """Return the unit of parameters and gradients that are read now.
 
-    def rest(self) -> int:
-        """Return the unit of what is read when an update is over: the one of the state, if nothing can join it."""
+        After an update that others may join in a step, what is read has a unit of its own.
+        """
         segment = self._segment
-        if segment.rest < 0:
-            optimizer = segment.updates[-1].optimizer if segment.updates else None
-            alone = self.marked or not self.follows or (optimizer is not None and self._is_alone(optimizer))
-            segment.rest = self.state() if alone else self._unit()
-        return segment.rest
+        if segment.updates and self.follows and not self.marked and not self._is_alone(segment.updates[-1]):
+            if segment.rest < 0:
+                segment.rest = self._unit()
+            return segment.rest
+        if segment.state < 0:
+            trains = [each.unit for each in segment.passes if each.backward]
+            segment.state = trains[-1] if trains else self._unit()
+        return segment.state
 
     # -- updates ------------------------------------------------------------------------------------------
 
@@ -357,34 +348,27 @@ class StepTracker:
         self.follows = True
         self._sets[optimizer] = frozenset(parameters)
 
-    def parameters_of(self, optimizer: int) -> frozenset[int]:
-        """Return the parameters of a followed optimizer, as far as they are known."""
-        return self._sets.get(optimizer, frozenset())
-
     def forget(self, optimizer: int) -> None:
         """Wait for this optimizer no more."""
         self._sets.pop(optimizer, None)
 
-    def enter(self) -> None:
-        """An optimizer is about to update: which pass began the step is known at the latest now."""
-        self._settle()
-
     def note_update(self, optimizer: int, *, skipped: bool = False) -> None:
         """An optimizer has updated its parameters, or a gradient scaler left that out. `end_update` follows."""
-        self._segment.updates.append(Update(self.updates, optimizer, skipped))
+        parameters = self._sets.get(optimizer, frozenset())
+        self._segment.updates.append(Update(self.updates, optimizer, parameters, skipped))
         self.updates += 1
         if self.follows and not self.marked:
-            self._settle()
+            self.enter()
             self._suppose_training()
 
     def end_update(self) -> None:
         """All that belongs to the update has been read: it becomes a step, or a turn of one."""
         if self.marked or not self.follows or not self._segment.updates:
             return
-        optimizer = self._segment.updates[-1].optimizer
+        made = self._segment.updates[-1]
         self._begin_segment(len(self._segment.items))
-        if any(self._overlap(optimizer, turn) for turn in self._turns):
-            self._end_turns(by=optimizer)
+        if any(turn.updates[0].overlaps(made.optimizer, made.parameters) for turn in self._turns):
+            self._end_turns(by=made.optimizer)
         segment, self._segment = self._segment, _Segment()
         self._turns.append(segment)
         if self._is_sure():
@@ -392,28 +376,23 @@ class StepTracker:
 
     def _suppose_training(self) -> None:
         """An update without any pass that looks like training: those that may have been differentiated were."""
-        passes = [each for each in self._segment.items if isinstance(each, Pass)]
+        passes = self._segment.passes
         if not any(each.backward or each.phase(False) == "train" for each in passes):
             for each in passes:
-                each.backward = each.grad and not each.is_known and each.named is None
+                each.backward = each.grad and each.differentiable is None and each.named is None
 
-    def _is_alone(self, optimizer: int) -> bool:
-        """Return True if an update of this optimizer ends a step by itself."""
-        mine = self._sets.get(optimizer, frozenset())
-        others = (its for each, its in self._sets.items() if each != optimizer)
-        return not self._turns and not any(mine.isdisjoint(its) for its in others)
-
-    def _overlap(self, optimizer: int, turn: _Segment) -> bool:
-        other = turn.updates[0].optimizer
-        mine, its = self._sets.get(optimizer, frozenset()), self._sets.get(other, frozenset())
-        return optimizer == other or not mine.isdisjoint(its)
+    def _is_alone(self, made: Update) -> bool:
+        """Return True if an update ends a step by itself."""
+        return not self._turns and all(made.overlaps(*each) for each in self._sets.items())
 
     def _is_sure(self) -> bool:
         """Return True if no other update can join the open step, and its last one was a turn."""
         took = tuple(turn.updates[0].optimizer for turn in self._turns)
         if len(took) > 1 and took != self._before:
             return False
-        return all(any(self._overlap(each, turn) for turn in self._turns) for each in self._sets)
+        return all(
+            any(turn.updates[0].overlaps(*each) for turn in self._turns) for each in self._sets.items()
+        )
 
     def _end_turns(self, by: int | None = None) -> None:
         """End the open step. The last turn was a step of its own if its optimizer updates again at once."""
@@ -431,8 +410,8 @@ class StepTracker:
 
     # -- what belongs where -------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """After a backward: the first pass that it ran through begins the step."""
+    def enter(self) -> None:
+        """After a backward, or before an update: the first pass that a backward ran through begins the step."""
         segment = self._segment
         if self.marked or segment.begun or not self.follows:
             return
@@ -447,16 +426,11 @@ class StepTracker:
         if segment.begun:
             return
         if index == len(segment.items):  # no backward was seen: by what looks like training
-            looks = [
-                at
-                for at, each in enumerate(segment.items)
-                if isinstance(each, Pass) and each.phase(False) == "train"
-            ]
-            index = looks[0] if looks else index
+            looks = self.open_units()
+            index = next((at for at, each in enumerate(segment.items) if each.unit in looks[:1]), index)
         segment.begun = True
         before, after = segment.items[:index], segment.items[index:]
-        stays: list[_Item] = [each for each in before if _is_ahead(each)]
-        goes: list[_Item] = [each for each in before if not _is_ahead(each)]
+        stays, goes = [each for each in before if each.ahead], [each for each in before if not each.ahead]
         if self._turns:
             self._turns[-1].tail += goes
         elif self.last is not None:
@@ -473,30 +447,25 @@ class StepTracker:
         moment = self.moment()
         for turn in turns:
             evidence = turn.evidence
-            self.learnt |= evidence or any(isinstance(each, Pass) and each.grad for each in turn.items)
-            self._assign_all(turn.items, moment, evidence)
-            self._assign_all(turn.tail, moment, evidence=True)
-            held = {each.unit for each in turn.items}
-            for unit in dict.fromkeys((turn.state, turn.rest)):
-                if unit < 0 or unit in held:
-                    continue
-                if unit == turn.rest != turn.state and turn is not turns[-1]:
+            self.learnt |= evidence or any(each.grad for each in turn.passes)
+            for each in turn.items:
+                self._assign(each, moment, evidence)
+            for each in turn.tail:
+                self._assign(each, moment, evidence=True)
+            for unit in turn.alone():
+                if unit == turn.rest and turn is not turns[-1]:
                     self._actions.append(Drop(unit, "replaced"))
                 else:
                     at = replace(moment, phase=turn.label())
-                    self._actions.append(Assign(unit, at, rest=unit == turn.rest != turn.state))
+                    self._actions.append(Assign(unit, at, rest=unit == turn.rest))
         self._leave()
         self._left.append((moment, tuple(each for turn in turns for each in turn.updates)))
         self.last = moment
         self.number += 1
 
-    def _assign_all(self, items: Iterable[_Item], moment: Moment, evidence: bool) -> None:
-        for each in items:
-            phase = each.phase(evidence) if isinstance(each, Pass) else each.phase
-            self._assign(each.unit, moment, phase)
-
-    def _assign(self, unit: int, moment: Moment, phase: str) -> None:
-        self._actions.append(Assign(unit, Moment(moment.step, moment.epoch, moment.batch, phase)))
+    def _assign(self, item: _Item, moment: Moment, evidence: bool) -> None:
+        phase = item.phase(evidence) if isinstance(item, Pass) else item.phase
+        self._actions.append(Assign(item.unit, Moment(moment.step, moment.epoch, moment.batch, phase)))
 
     def _leave(self) -> None:
         left, self._left = self._left, []
@@ -504,7 +473,7 @@ class StepTracker:
 
     def _place_outside(self, segment: _Segment) -> None:
         """Place what came between two steps, before the second one is marked."""
-        self._drop_state(segment)
+        self._actions += [Drop(unit, "between") for unit in segment.alone()]
         if self.last is not None and not self.follows:
             return  # it was assigned as it came
         for each in segment.items:
@@ -515,17 +484,13 @@ class StepTracker:
             else:
                 self._assign_last(each)
 
-    def _drop_state(self, segment: _Segment) -> None:
-        units = {segment.state, segment.rest} - {each.unit for each in segment.items}
-        self._actions += [Drop(unit, "between") for unit in sorted(units) if unit >= 0]
-
     def _assign_last(self, item: _Item) -> None:
         """Assign a unit to the step that ended last, which may have been left."""
         assert self.last is not None
         phase = (item.named or "eval") if isinstance(item, Pass) else item.phase
         if not any(moment is self.last for moment, _ in self._left):
             self._left.append((self.last, ()))
-        self._assign(item.unit, self.last, phase)
+        self._actions.append(Assign(item.unit, replace(self.last, phase=phase)))
 
     def _unit(self) -> int:
         self._units += 1
@@ -536,7 +501,7 @@ class StepTracker:
     def close(self) -> None:
         """Place whatever is left: a backward without an update is a step that was not finished."""
         self.end()
-        self._settle()
+        self.enter()
         segment, self._segment = self._segment, _Segment()
         self._end_turns()
         backward = any(isinstance(each, _Logged) and each.ahead for each in segment.items)
@@ -547,13 +512,14 @@ class StepTracker:
             if self.follows:
                 for each in segment.items:
                     self._assign_last(each)
-            self._drop_state(segment)
+            self._actions += [Drop(unit, "between") for unit in segment.alone()]
         self._leave()
 
 
-def _is_ahead(item: _Item) -> bool:
-    """Return True for what belongs to the update that follows, wherever a step begins."""
-    return not item.looks_on if isinstance(item, Pass) else item.ahead
+def _not_growing(step: int, newest: int) -> SessionError:
+    return SessionError(
+        f"step {step} was asked for after step {newest}: steps only grow; a second training needs a watch of its own"
+    )
 
 
 def whole(value: int, what: str) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Self, final
 from weakref import finalize
 
@@ -22,17 +22,14 @@ from torch.optim.optimizer import Optimizer
 
 from torchtap.errors import SessionError
 from torchtap.hooks.hooks import WayName
+from torchtap.plan.names import OF_CALLS
 from torchtap.plan.plan import Plan
 from torchtap.receive import training
 from torchtap.receive.receiver import Receiver
 from torchtap.receive.training import StepListener
-from torchtap.schedule.base import Moment
-from torchtap.session.attached import AttachedPlan
-from torchtap.session.audit import Audit
 from torchtap.session.census import Evaluations, Lookout, ModelChanges
-from torchtap.session.consumers import Consumers, Latest, SiteTable
-from torchtap.session.steps import StepRecorder, Summed
-from torchtap.session.tracker import StepTracker, Update
+from torchtap.session.consumers import Consumers
+from torchtap.session.steps import NO_CLOCK, AttachedPlan, StepRecorder, Summed
 from torchtap.store.record import Consumer, StepRecord
 from torchtap.store.write.pool import HostPool
 
@@ -41,11 +38,6 @@ if TYPE_CHECKING:
     from torchtap.session.coverage import Missing
 
 __all__ = ["Watch"]
-
-_NO_CLOCK = (
-    "nothing moves the clock: all passes fold into one record, which is written when the watch is closed. Use "
-    "watch.follow(optimizer), or `with watch.step():`"
-)
 
 
 @final
@@ -65,67 +57,39 @@ class Watch:
         placing: Placing | None = None,
         follow_model: bool = False,
     ) -> None:
-        self._outlets = outlets = Consumers(consumers, strict=strict)
-        self._sites = SiteTable(outlets, placing)
-        self._recorded = recorded  # steps that earlier attempts left in the folder
-        self._audit = Audit()
+        self._consumers = outlets = Consumers(consumers, strict=strict, placing=placing)
+        copy = HostPool().copy
 
-        def tap(steps: StepRecorder, plan: Plan = plan) -> AttachedPlan:
-            return AttachedPlan(
-                model,
-                plan,
-                models=models,
-                strict=strict,
-                copy=HostPool().copy,
-                on_lost=outlets.note_loss,
-                way=way,
-                clock=steps,
-                placing=placing,
+        def tap(clock: StepRecorder, plan: Plan) -> AttachedPlan:
+            receiver = Receiver(
+                plan, strict=strict, copy=copy, on_lost=outlets.note_loss, clock=clock, placing=placing
             )
+            return AttachedPlan(model, receiver, way)
 
         members = [model] if models is None else list(models.values())
-        self._steps = StepRecorder(
-            tap, outlets, self._hand_on, self._left, self._audit, self._model_changed, first=recorded.stop
-        )
-        self._follower: _Follower | None = None  # until an optimizer is followed
-        self._lookout = Lookout(members, self._steps, self._mode_changed, self._passed)
+        changes = ModelChanges(model, members, plan, outlets.note_loss, follow=follow_model)
+        self._steps = StepRecorder(tap, plan, outlets, changes, first=recorded.stop)
+        self._lookout = Lookout(members, self._steps, self._mode_changed, several=models is not None)
         self._evaluations = Evaluations(plan)
-        self._newest = Latest()
-        self._in_block = self._closed = self._logs = self._joined = False
-
-        def go_over_to(plan: Plan) -> AttachedPlan:
-            """Register the taps on the modules that the model consists of now."""
-            before, entries = self.plan, self._receiver.sites
-            taps = self._steps.change_taps(lambda steps: tap(steps, plan))
-            self._sites.model_changed(before, entries, plan)
-            self._audit.model_changed()
-            return taps
-
-        self._changes = ModelChanges(
-            model, members, self._steps.taps, outlets.note_loss, go_over_to, follow=follow_model
-        )
-        self._steps.begin_step(None)
-        self._lookout.look(bool(self._steps.taps.armed))
+        self._follower: _Follower | None = None  # until an optimizer is followed
+        self._recorded = recorded  # steps that earlier attempts left in the folder
+        self._in_block = self._closed = False
+        self._logs = False  # numbers were logged, so passes are noticed at every step
+        self._joined = False  # this watch begins inside of an update
+        self._begin(None)
 
     @property
     def plan(self) -> Plan:
         """The taps and the places that they are bound to; with ``follow_model``, those of the model as it is now."""
         return self._steps.taps.plan
 
-    @property
-    def _receiver(self) -> Receiver:
-        return self._steps.taps.receiver
-
     # -- the clock ----------------------------------------------------------------------------------------
 
+    @contextmanager
     def step(
         self, step: int | None = None, *, epoch: int | None = None, batch: int | None = None
-    ) -> AbstractContextManager[Self]:
+    ) -> Iterator[Self]:
         """Mark a block as one training step, with its forward, backward and update inside."""
-        return self._block(step, epoch, batch)
-
-    @contextmanager
-    def _block(self, step: int | None, epoch: int | None, batch: int | None) -> Iterator[Self]:
         if self._in_block:
             raise SessionError("watch.step() inside watch.step(): a step cannot hold another")
         self._advance(step, epoch, batch)
@@ -185,7 +149,7 @@ class Watch:
         steps.arm(evaluation=True)
         self._look_out()
         last = steps.tracker.last or steps.tracker.moment()
-        self._evaluations.begins(name, bool(steps.live_at(last, name)))
+        self._evaluations.begins(name, bool(steps.active.at(last, name)))
         try:
             yield self
         finally:
@@ -194,7 +158,7 @@ class Watch:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not record model calls inside this block."""
-        with self._receiver.not_listening(), self._lookout.paused():
+        with self._steps.taps.receiver.not_listening(), self._lookout.paused():
             yield
 
     def follow(self, *optimizers: object, start: int | None = None) -> Self:
@@ -221,73 +185,55 @@ class Watch:
         if tracker.last is None:
             self._tell_what_is_hidden(None)
         if self._follower is None:
-            self._joined = training.is_updating()  # this watch begins inside of an update
-            self._follower = _Follower(tracker, self._hears, self._entered, self._updated)
+            self._joined = training.is_updating()
+            self._follower = _Follower(self._steps, self._entered, self._updated)
             if not tracker.marked:
-                self._receiver.begin_step(threading.get_ident())
+                self._steps.taps.receiver.begin_step(threading.get_ident())
         for each in found:
             self._follower.add(each)
         self._steps.arm()
         self._look_out()
         return self
 
-    def _hears(self) -> bool:
-        return self._receiver.hears_this_thread()
-
     def _entered(self, optimizer: Optimizer) -> None:
         """A followed optimizer is about to update."""
-        if self._steps.taps.armed and "param" in self.plan.kinds:
-            self._audit.update(*self._changes.smallest(optimizer))
-        self._steps.tracker.enter()
-        self._steps.act()
+        steps = self._steps
+        if steps.taps.armed and "param" in self.plan.kinds:
+            steps.audit.update(optimizer, self.plan)
+        steps.tracker.enter()
+        steps.act()
 
     def _updated(self, optimizer: int, skipped: bool) -> None:
-        steps = self._steps
-        steps.tracker.note_update(optimizer, skipped=skipped)
-        if steps.tracker.marked:
-            self._audit.updates += 1
-            return
-        steps.read_rest()
-        self._audit.updates += 1
-        if not self._joined:
-            self._hint_silence(steps.tracker.number)
-        self._joined = False
-        steps.tracker.end_update()
-        steps.act()
-        self._begin(threading.get_ident())
+        """A followed optimizer has updated its parameters, or a gradient scaler left that out."""
+        steps, tracker = self._steps, self._steps.tracker
+        tracker.note_update(optimizer, skipped=skipped)
+        if not tracker.marked:
+            steps.read_rest()
+        steps.audit.updates += 1
+        if not tracker.marked:
+            if not self._joined:
+                self._hint_silence(tracker.number)
+            self._joined = False
+            tracker.end_update()
+            steps.act()
+            self._begin(threading.get_ident())
 
-    def _begin(self, thread: int) -> None:
-        self._look_for_changes(self._steps.tracker.number)
+    def _begin(self, thread: int | None) -> None:
         self._steps.begin_step(thread)
         self._look_out()
 
-    def _look_for_changes(self, step: int) -> None:
-        """Compare the model with what it was, unless no tap is active."""
-        if self._steps.taps.armed or self._steps.wanted_at(step):
-            self._changes.look()
-
-    def _model_changed(self) -> bool:
-        """Return True if the taps have moved to other modules, before the first pass of a step."""
-        return self._changes.look_at_modules()
-
     def _look_out(self) -> None:
         """Notice the passes and the mode switches that decide where values belong."""
-        steps = self._steps
-        tracker, last = steps.tracker, steps.tracker.last
-        armed = steps.taps.armed
+        steps, tracker, last = self._steps, self._steps.tracker, self._steps.tracker.last
         # An evaluation after a recorded step belongs to it, unless the next step has begun.
-        awaits = last is not None and tracker.follows and not steps.live_at(last, "eval") <= armed
+        awaits = (
+            last is not None and tracker.follows and not steps.active.at(last, "eval") <= steps.taps.armed
+        )
         if awaits:
             self._lookout.look_for_modes()
             if not self._lookout.is_training():
                 steps.arm(evaluation=True)
         self._lookout.look(bool(steps.taps.armed) or awaits or (self._logs and tracker.follows))
-
-    def _passed(self) -> None:
-        tracker = self._steps.tracker
-        clockless = tracker.last is None and not tracker.marked and not tracker.follows
-        if clockless and tracker.training_passes == 2:
-            self._outlets.hint("clock", _NO_CLOCK)
 
     def _mode_changed(self, is_training: bool) -> None:
         steps = self._steps
@@ -298,8 +244,9 @@ class Watch:
         if steps.tracker.is_fresh:
             steps.arm(evaluation=not is_training)
             self._look_out()
-            if not is_training and steps.named is None and steps.tracker.last is not None:
-                self._evaluations.begins("eval", bool(steps.live_at(steps.tracker.last, "eval")))
+            last = steps.tracker.last
+            if not is_training and steps.named is None and last is not None:
+                self._evaluations.begins("eval", bool(steps.active.at(last, "eval")))
 
     def _advance(self, step: int | None, epoch: int | None, batch: int | None) -> None:
         self._check_open()
@@ -312,40 +259,37 @@ class Watch:
             tracker.set_batch(batch)
         if self._recorded:
             self._tell_what_is_hidden(step)
-        self._look_for_changes(tracker.number if step is None else step)
         tracker.begin(step)
-        self._audit.mark(tracker.number if step is None else step)
+        steps.audit.mark = tracker.number
         steps.act()
-        steps.begin_step(threading.get_ident())
-        self._look_out()
+        self._begin(threading.get_ident())
 
     def _end(self) -> None:
-        steps = self._steps
-        if steps.tracker.marked:
-            steps.read_rest()
-            if steps.tracker.last is not None:  # marks may begin before the training does
-                self._hint_silence(steps.tracker.number)
-            evaluated = steps.tracker.only_evaluations()
-            if evaluated and steps.tracker.learnt:
-                self._outlets.hint(
-                    "evaluation",
-                    f"step {steps.tracker.number} holds passes of {', '.join(evaluated)} only, and took a number "
-                    "among the steps of the training. Have evaluations outside of steps: they belong to the step "
-                    "that ended last",
-                )
-            steps.tracker.end()
-            self._audit.mark(None)
-            steps.act()
+        steps, tracker = self._steps, self._steps.tracker
+        if not tracker.marked:
+            return
+        steps.read_rest()
+        if tracker.last is not None:  # marks may begin before the training does
+            self._hint_silence(tracker.number)
+        evaluated = tracker.only_evaluations() if tracker.learnt else []
+        if evaluated:
+            self._consumers.hint(
+                "evaluation",
+                f"step {tracker.number} holds passes of {', '.join(evaluated)} only, and took a number among the "
+                "steps of the training. Have evaluations outside of steps: they belong to the step that ended last",
+            )
+        tracker.end()
+        steps.audit.mark = None
+        steps.act()
 
     def _hint_silence(self, step: int) -> None:
+        """Warn if a step had active taps and no pass."""
         taps = self._steps.taps
-        if (
-            taps.armed
-            and not taps.receiver.totals.passes
-            and taps.listens_to_passes
-            and self._lookout.is_callable
-        ):
-            self._outlets.hint(
+        if not taps.armed or taps.receiver.totals.passes or not self._lookout.is_callable:
+            return
+        ports = (port for port in taps.plan.ports if not taps.armed.isdisjoint(port.taps))
+        if any(port.site.kind in OF_CALLS for port in ports):
+            self._consumers.hint(
                 "silent",
                 f"step {step} is over and no call of the model was seen. If a compiled or wrapped model is called, "
                 "give torchtap that one",
@@ -358,14 +302,14 @@ class Watch:
         recorded, self._recorded = self._recorded, range(0)
         first = self._steps.tracker.number if step is None else step
         if isinstance(first, int) and first < recorded.stop:
-            self._outlets.hint(
+            self._consumers.hint(
                 "hidden",
                 f"the folder holds steps up to {recorded[-1]} of an earlier attempt; this one begins at step "
                 f"{first} and hides what it records again. To keep both, use another folder; to go on after "
                 "them, leave start= out",
             )
         else:
-            self._outlets.tell("continued", after=recorded[-1])
+            self._consumers.tell("continued", after=recorded[-1])
 
     # -- what comes out -----------------------------------------------------------------------------------
 
@@ -396,13 +340,13 @@ class Watch:
 
     def note(self, kind: str, **facts: object) -> None:
         """Write an event beside the values; `Run.events` returns it."""
-        self._outlets.tell(kind, **facts)
+        self._consumers.tell(kind, **facts)
 
     def alert(
         self, level: str, title: str, text: str, step: int | None = None, site: str | None = None
     ) -> None:
         """Send an alert to the sinks that take them; ``level`` is info, warning or error."""
-        self._outlets.alert(level, title, text, step, site)
+        self._consumers.alert(level, title, text, step, site)
 
     @property
     def live(self) -> bool:
@@ -412,7 +356,7 @@ class Watch:
     @property
     def lost(self) -> list[str]:
         """What could not be kept, a sentence each: by the watch, by the run's writer, by the sinks."""
-        return self._outlets.lost
+        return self._consumers.lost
 
     @property
     def step_number(self) -> int:
@@ -430,47 +374,34 @@ class Watch:
     @property
     def passes(self) -> int:
         """How many times the model was called while a step was open and a tap active."""
-        return self._receiver.totals.passes
+        return self._steps.taps.receiver.totals.passes
 
     def structure(self, path: str) -> object:
         """Return the structure of a module's output if it is not one tensor: names of leaves stand for tensors."""
-        port = self._receiver.ports.get((path, "output", ""))
+        port = self._steps.taps.receiver.ports.get((path, "output", ""))
         return None if port is None else port.structure
-
-    def _hand_on(self, record: StepRecord) -> None:
-        self._audit.record(record)
-        self._newest.add(record)
-        self._sites.before(record, self._receiver.sites)
-        self._outlets.write(record)
-
-    def _left(self, moment: Moment, updates: tuple[Update, ...]) -> None:
-        tracker = self._steps.tracker
-        self._audit.left(moment, updates, [tracker.parameters_of(each.optimizer) for each in updates])
-        for each in updates:
-            if each.skipped:
-                self._outlets.tell("skipped", step=moment.step)
 
     def described_sites(self) -> list[dict[str, Any]]:
         """Return what was found out about the sites since the plan was made, in the order of execution."""
-        return self._sites.described(self._receiver.sites)
+        return self._consumers.described(self._steps.taps.receiver.sites)
 
     def coverage(self) -> list[Missing]:
         """Return each site that the plan expects and that did not arrive so far, with the reason."""
         from torchtap.session.coverage import missing_sites
 
-        return missing_sites(self._receiver, self._steps.ever_live)
+        return missing_sites(self._steps.taps.receiver, self._steps.active.ever)
 
     def summary(self, file: IO[str] | None = None) -> None:
         """Print the newest statistics of each site as a table."""
         from torchtap.session.summary import print_summary
 
         self._steps.settle()
-        print_summary(self._newest.blocks(), self.coverage(), self.lost, file)
+        print_summary(self._consumers.newest.values(), self.coverage(), self.lost, file)
 
     def latest(self, site: str, statistic: str = "value", phase: str | None = None) -> float:
         """Return the newest number of a site, of any phase if none is named."""
         self._steps.settle()
-        return self._newest.number(site, statistic, phase)
+        return self._consumers.latest(site, statistic, phase)
 
     def so_far(self) -> StepRecord | None:
         """Return the statistics of the newest pass as they are now; None if there are none yet.
@@ -482,7 +413,7 @@ class Watch:
     def flush(self) -> None:
         """Write everything so far to disk, visible to readers."""
         self._steps.settle()
-        self._outlets.flush()
+        self._consumers.flush()
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -492,45 +423,40 @@ class Watch:
             return
         steps = self._steps
         try:
-            clockless = not steps.tracker.follows and not steps.tracker.marked and steps.tracker.last is None
+            clockless = steps.tracker.clockless
             steps.close()
             self._report(clockless)
         finally:
             self._closed = True
-            self._receiver.end_step()
+            steps.taps.receiver.end_step()
             if self._follower is not None:
                 self._follower.stop()
             self._lookout.stop()
-            steps.taps.detach()
-            if self._outlets.keep_events:
-                self._sites.tell(self._receiver.sites)
+            steps.taps.attachment.detach()
+            if self._consumers.keep_events:
+                self._consumers.tell("sites", sites=self.described_sites())
                 missing = [{"site": each.site, "reason": each.reason} for each in self.coverage()]
-                self._outlets.tell("coverage", missing=missing)
-                self._tell_audit()
-            self._outlets.close()
-
-    def _tell_audit(self) -> None:
-        """Write the audit into the run; what does not add up is a problem of the run."""
-        result = self._audit.result()
-        for each in result["failed"]:
-            self._outlets.tell("lost", message=f"audit: {each}")
-        self._outlets.tell("audit", **result)
+                self._consumers.tell("coverage", missing=missing)
+                audit = steps.audit.result()
+                for each in audit["failed"]:
+                    self._consumers.tell("lost", message=f"audit: {each}")
+                self._consumers.tell("audit", **audit)
+            self._consumers.close()
 
     def _report(self, clockless: bool) -> None:
         """Warn of what is odd about the whole recording."""
+        hint, late = self._consumers.hint, self._steps.taps.receiver.totals.late
         if clockless and self.passes > 1:
-            self._outlets.hint("clock", _NO_CLOCK)
-        if not self._newest and not self._audit.records:
-            self._outlets.hint(
-                "empty", "this watch recorded nothing; watch.coverage() gives the reason for each site"
-            )
+            hint("clock", NO_CLOCK)
+        if not self._steps.audit.records:
+            hint("empty", "this watch recorded nothing; watch.coverage() gives the reason for each site")
         if told := self._evaluations.told():
-            self._outlets.hint("evaluations", told)
-        if self._receiver.totals.late:
-            self._outlets.hint(
+            hint("evaluations", told)
+        if late:
+            hint(
                 "late",
-                f"{self._receiver.totals.late} gradient(s) came after their step was over and are in no record: "
-                "have the backward pass in the step of its forward pass",
+                f"{late} gradient(s) came after their step was over and are in no record: have the backward pass in "
+                "the step of its forward pass",
             )
 
     def __repr__(self) -> str:
@@ -580,14 +506,11 @@ class _Follower(StepListener):
 
     def __init__(
         self,
-        tracker: StepTracker,
-        is_ours: Callable[[], bool],
+        steps: StepRecorder,
         entered: Callable[[Optimizer], None],
         updated: Callable[[int, bool], None],
     ) -> None:
-        self._tracker = tracker
-        self._is_ours = is_ours  # the thread that runs
-        self._entered, self._updated = entered, updated
+        self._steps, self._entered, self._updated = steps, entered, updated
         self._counts: dict[int, int] = {}  # by optimizer: its parameters, when they were last looked at
         self._parameters: set[int] = set()
         training.listen(self, clock=True)
@@ -600,11 +523,11 @@ class _Follower(StepListener):
             finalize(optimizer, self._forget, key).atexit = False
         self._counts[key] = len(held)
         self._parameters.update(held)
-        self._tracker.know(key, held)
+        self._steps.tracker.know(key, held)
 
     def _forget(self, key: int) -> None:
         if self._counts.pop(key, None) is not None:
-            self._tracker.forget(key)
+            self._steps.tracker.forget(key)
 
     def stop(self) -> None:
         """Follow no optimizer any more."""
@@ -624,7 +547,7 @@ class _Follower(StepListener):
             self._updated(id(optimizer), True)
 
     def _is_followed(self, optimizer: Optimizer) -> bool:
-        if not self._is_ours():
+        if not self._steps.taps.receiver.hears_this_thread():
             return False
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._counts.get(id(optimizer)) == count:

@@ -580,7 +580,9 @@ class Catalog:
         if entry is None:
             return
         errors = sum(finding.severity == "error" for finding in found)
-        counted = {"errors": errors, "warnings": sum(finding.severity == "warning" for finding in found)}
+        warnings = sum(finding.severity == "warning" for finding in found)
+        judged = getattr(found, "verdict", "") != "not judged"
+        counted = {"errors": errors, "warnings": warnings, "judged": judged}
         if entry.card.findings != counted:
             with self._lock:
                 entry.card.findings = counted
