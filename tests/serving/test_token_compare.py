@@ -116,7 +116,7 @@ def test_a_head_in_lower_precision_is_named(model: LlamaForCausalLM) -> None:
 
 
 def test_bad_input_is_refused(model: LlamaForCausalLM) -> None:
-    with pytest.raises(CompareError, match="torchtap.serving recorded"):
+    with pytest.raises(CompareError, match=r"torchtap\.serving recorded"):
         tt.compare(model, {"a": torch.ones(1)}, by="token")
     with pytest.raises(CompareError, match="give a model of transformers"):
         tt.compare(torch.nn.Linear(2, 2), rollout(model), by="token")
