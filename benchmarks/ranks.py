@@ -32,7 +32,7 @@ from torchtap.ranks.launches import Launch
 from torchtap.ranks.packed import Packer, groups_of
 from torchtap.sinks.export import export_run
 from torchtap.store.files import system
-from torchtap.store.read.packs import run_folder
+from torchtap.store.format.pack import run_folder
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter

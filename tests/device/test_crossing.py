@@ -141,6 +141,28 @@ def test_values_of_two_devices_and_of_several_streams_arrive() -> None:
     assert lag.counts()["races"] == lag.counts()["faults"] == 0
 
 
+def test_memory_that_slots_release_is_not_reused_before_its_last_stream_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, side = torch.device("lag", 0), torch.Stream("lag:0")
+    block = StatsBlock(1, device=device)
+    small, large = torch.ones(2, device=device), torch.randn(600 * 2048, device=device)
+    side.wait_stream(torch.accelerator.current_stream(device))
+    lag.reset()
+    block.measure_into(0, 0, small)
+    with lag.held():
+        with side:
+            block.measure_into(0, 1, large)  # the numbers move to more memory
+            arriving = block.hand_over()
+        again = [torch.zeros(size, device=device) for size in (4096, 4096 * 2, 2**20) for _ in range(3)]
+    assert arriving is not None
+    assert arriving.results()[0, 0] == 2 + large.numel()
+    assert again
+    del block, arriving  # the stage goes, with what was sent
+    torch.zeros(512, 2048, device=device)
+    assert lag.counts()["races"] == 0
+
+
 def test_whole_tensors_cross_beside_the_computation() -> None:
     value = torch.randn(100, device="lag")
     wanted = value.cpu()

@@ -2,7 +2,7 @@
 
     <out>/launches.json                  which attempts of which ranks were one launch
           whole-0000/rank-.../...        the numbers of launch 0 folded over its ranks, as a recording of one rank
-          ranks-00000-00063.pack         the files of 64 ranks, unchanged (`store.read.packs`)
+          ranks-00000-00063-….pack       the files of 64 ranks, unchanged (`store.format.pack`)
 
 Sites, steps, series, matrices and tables are read from the fold; ranks are opened for tensors, placements and
 ``run.rank(k)``. The fold is made by the same reader that folds an unpacked run.
@@ -26,10 +26,10 @@ from torchtap.ranks.launch_run import LaunchRun
 from torchtap.ranks.launches import Launch
 from torchtap.spi import RunWriter, ScalarBlock, StepRecord
 from torchtap.store.files.folder import Folder
-from torchtap.store.files.layout import attempt_folder, rank_folder
+from torchtap.store.files.layout import LOCK, attempt_folder, pack_name, rank_folder
 from torchtap.store.format.checksum import JSON_LIMIT, UNSEALED, is_sealed, load_json, seal
+from torchtap.store.format.pack import PackWriter, run_folder
 from torchtap.store.read.numbers import AxesCache, Block
-from torchtap.store.read.packs import run_folder, write_pack
 from torchtap.store.read.rank_run import RankRun
 
 if TYPE_CHECKING:
@@ -114,15 +114,17 @@ class Packer:
             if here:
                 opened = partial(_opened, root, axes)
                 fold.add(LaunchRun(Launch(launch.world, launch.began, here), opened))
-        files = []
+        pack = PackWriter(str(self._path / pack_name(ranks[0], ranks[-1], "0" * 8)))
         for rank in ranks:
             folder = root.child(rank_folder(rank))
             for attempt in folder.names():
                 inside = folder.child(attempt)
-                files += [
-                    (f"{rank_folder(rank)}/{attempt}/{name}", inside, name) for name in sorted(inside.names())
-                ]
-        write_pack(self._path, ranks[0], ranks[-1], files)
+                for name in sorted(inside.names()):
+                    if name != LOCK:
+                        with inside.open(name) as file:
+                            content = file.read(0, file.size)
+                        pack.append(f"{rank_folder(rank)}/{attempt}/{name}", [content])
+        pack.close()
 
     def finish(self) -> None:
         """Write the fold of each launch, and the list of launches, which makes the folder a packed run."""

@@ -132,8 +132,8 @@ class _Stage:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):  # later steps write here outside of it
-            self._rows = torch.empty(_ROWS, _ROW, dtype=dtype, device=device)
-        self._flat = self._rows.view(-1)
+            self.rows = torch.empty(_ROWS, _ROW, dtype=dtype, device=device)
+        self._flat = self.rows.view(-1)
         self._nan_from = np.full(_ROWS, _ROW)  # of each row: from here on it holds NaN
         self.used = 0
         self.flush = _Flush()
@@ -148,18 +148,19 @@ class _Stage:
         elements, first = value.numel(), self.used
         count = -(-elements // _ROW)
         at = first * _ROW
-        self._flat[at : at + elements].view(value.shape).copy_(value)
         last, end = first + count - 1, elements - (count - 1) * _ROW
-        self._nan_from[first:last] = _ROW
-        if end < self._nan_from[last]:
-            self._flat[last * _ROW + end : last * _ROW + int(self._nan_from[last])].fill_(torch.nan)
+        before = int(self._nan_from[last])
+        self._nan_from[first : last + 1] = _ROW  # also if a launch fails
+        self._flat[at : at + elements].view(value.shape).copy_(value)
+        if end < before:
+            self._flat[last * _ROW + end : last * _ROW + before].fill_(torch.nan)
         self._nan_from[last] = end
         self.used = first + count
         return self.flush, first, count, elements
 
     def measure(self, numbers: Tensor, at: int) -> int:
         """Write the numbers of all rows in use to ``numbers``, from ``at`` on, and empty the stage; return how many."""
-        rows, wide = self._rows[: self.used], numbers.dtype
+        rows, wide = self.rows[: self.used], numbers.dtype
         size = _COLUMNS * self.used
         column = numbers[at : at + size].view(_COLUMNS, self.used).unbind()
         finite = (rows - rows) == 0
@@ -268,13 +269,15 @@ class DeviceSlots:
 
     def _take_stream(self) -> None:
         """Order what comes now after everything that was done here on another stream."""
-        if self._used >= _MOST:
-            self._send()
         if self._line.asynchronous:
             stream = self._line.current()
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)
+                for memory in (self._numbers, *(stage.rows for stage in self._stages.values())):
+                    memory.record_stream(stream)  # it may be released before this stream is done with it
             self._stream = stream
+        if self._used >= _MOST:
+            self._send()
 
 
 _known: WeakValueDictionary[torch.device, DeviceSlots] = WeakValueDictionary()
