@@ -11,6 +11,7 @@ Sites, steps, series, matrices and tables are read from the fold; ranks are open
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,10 +24,10 @@ import numpy.typing as npt
 from torchtap.errors import RunError
 from torchtap.ranks.fold import RankFold, needed, way_of
 from torchtap.ranks.launch_run import LaunchRun
-from torchtap.ranks.launches import Launch
+from torchtap.ranks.launches import Launch, find_launches
 from torchtap.spi import RunWriter, ScalarBlock, StepRecord
 from torchtap.store.files.folder import Folder
-from torchtap.store.files.layout import LOCK, attempt_folder, pack_name, rank_folder
+from torchtap.store.files.layout import LAUNCHES, LOCK, attempt_folder, pack_name, parse_rank, rank_folder
 from torchtap.store.format.checksum import JSON_LIMIT, UNSEALED, is_sealed, load_json, seal
 from torchtap.store.format.pack import PackWriter, run_folder
 from torchtap.store.read.numbers import AxesCache, Block
@@ -35,9 +36,8 @@ from torchtap.store.read.rank_run import RankRun
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
-__all__ = ["Packer", "attempt_of_whole", "groups_of", "packed_launches", "write_packed"]
+__all__ = ["Packer", "attempt_of_whole", "fold_in_place", "groups_of", "packed_launches", "write_packed"]
 
-LAUNCHES = "launches.json"
 _RANKS_IN_A_PACK = 64
 
 
@@ -80,6 +80,16 @@ def write_packed(run: Run, path: Path) -> None:
     packer.finish()
 
 
+def fold_in_place(path: str | os.PathLike[str]) -> None:
+    """Write the fold over all ranks of a recording that has ended beside it, so that most reads open no rank."""
+    root = run_folder(os.fspath(path))
+    ranks = sorted(rank for name in root.names() if (rank := parse_rank(name)) is not None)
+    packer = Packer(Path(path), find_launches(root, ranks), copied=False)
+    for group in groups_of(ranks):
+        packer.add(root, group)
+    packer.finish()
+
+
 def groups_of(ranks: Sequence[int], size: int = _RANKS_IN_A_PACK) -> list[list[int]]:
     """Return the ranks in groups without gaps."""
     found: list[list[int]] = []
@@ -95,13 +105,19 @@ def groups_of(ranks: Sequence[int], size: int = _RANKS_IN_A_PACK) -> list[list[i
 class Packer:
     """Pack the ranks of a run group by group. The memory does not grow with the number of ranks.
 
+    Without ``copied``, only the fold and the list of launches are written, beside the recording that ``path`` is. They
+    count until the next recording into this folder begins.
+
     ``whole`` are the launches as one reader sees them. They are read for what does not fold group by group: summands,
     unknown placements, metrics, quantiles. Without them such numbers are left out.
     """
 
-    def __init__(self, path: Path, launches: Sequence[Launch], whole: Sequence[LaunchRun] = ()) -> None:
-        path.mkdir(parents=True)
+    def __init__(
+        self, path: Path, launches: Sequence[Launch], whole: Sequence[LaunchRun] = (), *, copied: bool = True
+    ) -> None:
+        path.mkdir(parents=True, exist_ok=not copied)
         self._path = path
+        self._copied = copied
         self._launches = list(launches)
         self._whole = list(whole)
         self._folds = [GroupFold(launch) for launch in launches]
@@ -114,6 +130,10 @@ class Packer:
             if here:
                 opened = partial(_opened, root, axes)
                 fold.add(LaunchRun(Launch(launch.world, launch.began, here), opened))
+        if self._copied:
+            self._copy(root, ranks)
+
+    def _copy(self, root: Folder, ranks: Sequence[int]) -> None:
         pack = PackWriter(str(self._path / pack_name(ranks[0], ranks[-1], "0" * 8)))
         for rank in ranks:
             folder = root.child(rank_folder(rank))
