@@ -132,7 +132,7 @@ def _packed_world(ranks: int, sites: int, steps: int) -> list[dict[str, Any]]:
         place = Path(folder) / "run"
         with patch.object(os, "fsync", lambda _: None):
             write_world(place, ranks, sites, steps, node=8)
-            fold_in_place(place)
+            fold_in_place(open_run(place))
         return _read(
             place, f"{ranks:,} ranks × {sites:,} sites × {steps:,} steps, in packs of 8, with the fold"
         )

@@ -183,7 +183,7 @@ def test_the_fold_beside_a_recording_gives_the_same_and_goes_with_the_next_recor
     folder = tmp_path / "run"
     written(folder)
     before = tt.open(folder)
-    fold_in_place(folder)
+    fold_in_place(tt.open(folder))
     after = tt.open(folder)
     for site in SITES:
         ours, theirs = after.series(site, "max"), before.series(site, "max")
@@ -210,7 +210,7 @@ def test_a_series_of_many_ranks_takes_few_requests_of_an_object_store(tmp_path: 
             )
             for step in range(5):
                 writer.write(record(step))
-    fold_in_place(folder)
+    fold_in_place(tt.open(folder))
     here = tt.open(folder).series(SITES[0], "max")
     requests: list[str] = []
     real = s3fs.S3FileSystem._call_s3

@@ -11,7 +11,6 @@ Sites, steps, series, matrices and tables are read from the fold; ranks are open
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,12 +23,12 @@ import numpy.typing as npt
 from torchtap.errors import RunError
 from torchtap.ranks.fold import RankFold, needed, way_of
 from torchtap.ranks.launch_run import LaunchRun
-from torchtap.ranks.launches import Launch, find_launches
+from torchtap.ranks.launches import Launch
 from torchtap.spi import RunWriter, ScalarBlock, StepRecord
 from torchtap.store.files.folder import Folder
-from torchtap.store.files.layout import LAUNCHES, LOCK, attempt_folder, pack_name, parse_rank, rank_folder
+from torchtap.store.files.layout import LAUNCHES, attempt_folder, rank_folder
 from torchtap.store.format.checksum import JSON_LIMIT, UNSEALED, is_sealed, load_json, seal
-from torchtap.store.format.pack import PackWriter, run_folder
+from torchtap.store.format.pack import copy_ranks, run_folder
 from torchtap.store.read.numbers import AxesCache, Block
 from torchtap.store.read.rank_run import RankRun
 
@@ -80,12 +79,11 @@ def write_packed(run: Run, path: Path) -> None:
     packer.finish()
 
 
-def fold_in_place(path: str | os.PathLike[str]) -> None:
+def fold_in_place(run: Run) -> None:
     """Write the fold over all ranks of a recording that has ended beside it, so that most reads open no rank."""
-    root = run_folder(os.fspath(path))
-    ranks = sorted(rank for name in root.names() if (rank := parse_rank(name)) is not None)
-    packer = Packer(Path(path), find_launches(root, ranks), copied=False)
-    for group in groups_of(ranks):
+    root = run_folder(run.path)
+    packer = Packer(Path(run.path), [each.launch for each in run.launch_runs()], copied=False)
+    for group in groups_of(run.ranks):
         packer.add(root, group)
     packer.finish()
 
@@ -131,20 +129,7 @@ class Packer:
                 opened = partial(_opened, root, axes)
                 fold.add(LaunchRun(Launch(launch.world, launch.began, here), opened))
         if self._copied:
-            self._copy(root, ranks)
-
-    def _copy(self, root: Folder, ranks: Sequence[int]) -> None:
-        pack = PackWriter(str(self._path / pack_name(ranks[0], ranks[-1], "0" * 8)))
-        for rank in ranks:
-            folder = root.child(rank_folder(rank))
-            for attempt in folder.names():
-                inside = folder.child(attempt)
-                for name in sorted(inside.names()):
-                    if name != LOCK:
-                        with inside.open(name) as file:
-                            content = file.read(0, file.size)
-                        pack.append(f"{rank_folder(rank)}/{attempt}/{name}", [content])
-        pack.close()
+            copy_ranks(root, ranks, self._path)
 
     def finish(self) -> None:
         """Write the fold of each launch, and the list of launches, which makes the folder a packed run."""
