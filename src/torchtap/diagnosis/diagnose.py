@@ -141,7 +141,7 @@ def _look_at_ranks(runner: RuleRunner, run: Run) -> list[Unjudged]:
     runner.look()
     if not runner.chart.ranks or len(ranks) == len(run.ranks):
         return []
-    why = f"of {len(run.ranks):,} ranks only the first {len(ranks):,} are compared with each other"
+    why = f"of {len(run.ranks):,} ranks the first {len(ranks):,} are compared with each other"
     return [Unjudged("ranks", why)]
 
 
