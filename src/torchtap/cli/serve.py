@@ -33,7 +33,7 @@ __all__ = ["command"]
 def command(
     engine: str, model: str, sites: tuple[str, ...], out: str, every: int, budget: int, rest: tuple[str, ...]
 ) -> None:
-    """Serve MODEL with vLLM, and record the requests that ask for it. All other options go to vLLM.
+    """Serve MODEL with vLLM, and record chosen requests. All other options go to vLLM.
 
     A request asks with extra_body={"torchtap": {"sites": [...], "rows": 500}}. Read the folder with
     torchtap.serving.open_run, or ask the server: GET /torchtap/requests/<id>.

@@ -87,7 +87,7 @@ class RowVisitor:
         return hook
 
     def _traced(self, index: int, fused: bool) -> Callable[[Any], None]:
-        """Return what a compiler traces in place of the hook: an op for each leaf that a tap asks for."""
+        """Return what a compiler traces in place of the hook: an op for each selected leaf."""
         number, whole = self._number, self.wanted(index, "")
         parts = tuple(str(leaf) for leaf in range(_MOST_LEAVES) if self.wanted(index, str(leaf)))
 
@@ -104,7 +104,7 @@ class RowVisitor:
         return traced
 
     def wanted(self, index: int, leaf: str) -> bool:
-        """Return True if a tap asks for this leaf of a port's output."""
+        """Return True if a tap selects this leaf of a port's output."""
         port = self.plan.ports[index]
         names = [Site(each.path, each.kind, leaf, 0, module=each.module) for each in port.names]
         return any(self.plan.taps[tap].wants(names) for tap in port.taps)

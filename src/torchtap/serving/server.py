@@ -90,7 +90,7 @@ class RequestRecording:
         await self._app(scope, again, send)
 
     def _translated(self, body: bytes) -> bytes:
-        """Return the body with what it asks of torchtap in the words of vLLM."""
+        """Return the body with the settings for torchtap as arguments of vLLM."""
         try:
             data = json.loads(body)
         except ValueError:

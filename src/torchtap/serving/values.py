@@ -54,7 +54,7 @@ class ServedValues:
     def log(self) -> RowLog:
         """The rows as they were packed, pass by pass."""
         if isinstance(self._recorded, ServedRun):
-            raise SessionError("packed rows stay in the engine's worker process: ask for a request")
+            raise SessionError("packed rows stay in the engine's worker process: use of_request(id)")
         return self._recorded
 
     @property

@@ -199,7 +199,7 @@ class EngineRecorder:
 
 @final
 class ServedRecorder:
-    """Record for a server: requests that ask for it, and statistics of every n-th request. One for each worker.
+    """Record for a server: chosen requests, and statistics of every n-th request. One for each worker.
 
     settings: ``out`` is the folder; ``every`` the period of the statistics, 0 for none; ``budget`` the largest number
     of rows of a request. A request asks by ``torchtap_rows`` and ``torchtap_sites`` in its extra arguments. Nothing
