@@ -38,7 +38,7 @@ __all__ = ["captured", "compare", "is_eager", "perturbed"]
 
 
 def is_eager(thing: object) -> bool:
-    """Whether every module of this runs as plain Python, so that its hooks see all and may replace all."""
+    """Return True if every module of this runs as plain Python, so that its hooks see all and may replace all."""
     if not isinstance(thing, nn.Module) or isinstance(thing, (torch.jit.ScriptModule, fx.GraphModule)):
         return False
     return not any(
