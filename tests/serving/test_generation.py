@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from torchtap import serving
 from torchtap.errors import FormError, PlanError, SelectionError, SessionError
@@ -118,10 +118,12 @@ def test_continuous_batching_has_the_same_addresses(model: LlamaForCausalLM, sam
     implementation = model.config._attn_implementation
     prompts = [*PROMPTS, [*PROMPTS[2][:30], 9, 10]]
     torch.manual_seed(0)
-    plain = model.generate_batch(prompts, generation_config=config)
+    # Without a number of blocks its cache takes all of the machine's memory.
+    cache = ContinuousBatchingConfig(page_size=16, num_blocks=64)
+    plain = model.generate_batch(prompts, generation_config=config, continuous_batching_config=cache)
     torch.manual_seed(0)
     with serving.capture(model) as seen:
-        made = model.generate_batch(prompts, generation_config=config)
+        made = model.generate_batch(prompts, generation_config=config, continuous_batching_config=cache)
     model.set_attn_implementation(implementation)
     assert len(made) == len(prompts) * samples
     if samples == 1:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.platforms import current_platform
-
+from torchtap.errors import MissingExtraError
 from torchtap.serving.recorder import RowRecorder
 from torchtap.serving.vllm_worker import ServedRecorder, WorkerExtension, check_version
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
-else:
-    from vllm.v1.worker.gpu_worker import Worker
+try:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    else:
+        from vllm.v1.worker.gpu_worker import Worker
+except ImportError as error:
+    raise MissingExtraError("torchtap.serving.vllm_tap_worker is for vLLM, which is not installed") from error
 
 __all__ = ["TapWorker"]
 
