@@ -81,7 +81,7 @@ def test_a_share_of_the_step_is_judged_from_the_third_step_on(
     ticks = itertools.count()  # each look at the clock is a second later
     for module in (
         "torchtap.session.spending.time.perf_counter",
-        "torchtap.receive.accumulator.perf_counter",
+        "torchtap.receive.receiver.perf_counter",
     ):
         monkeypatch.setattr(module, lambda: float(next(ticks)))
     # A step: begin, two looks around the one fold, end: a third of it is the tap's.

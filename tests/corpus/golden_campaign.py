@@ -1,6 +1,6 @@
 """Commit every change of `golden_commits` to a copy of the sample project and check its goldens with pytest.
 
-    python -m tests.corpus.golden_campaign [--only TEXT] [--tuned | --held-out] [--folder F]
+    python -m tests.corpus.golden_campaign [--only TEXT] [--set tuned|held out|new] [--folder F]
 
 Prints one line for each commit that was judged wrongly, and a table. Each check is a process of its own: a fork, so
 that torch is imported once. Exit code 1 if fewer than 95 % of the faults are noticed, fewer than 90 % named right, or
@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
-from tests.corpus.golden_commits import HELD_OUT, Commit, faults, harmless
+from tests.corpus.golden_commits import HELD_OUT, Commit, faults, harmless, new_faults, new_harmless
 
 SAMPLE = Path(__file__).with_name("golden_repository")
 
@@ -128,8 +128,9 @@ def main() -> None:
     """Run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="commits whose test and title have this text")
-    parser.add_argument("--tuned", action="store_true")
-    parser.add_argument("--held-out", action="store_true")
+    parser.add_argument(
+        "--set", choices=("tuned", "held out", "new"), help="one of the three sets of commits"
+    )
     parser.add_argument("--folder", type=Path, help="make the repository there, or use the one that is there")
     parser.add_argument("--verbose", action="store_true")
     asked = parser.parse_args()
@@ -137,17 +138,18 @@ def main() -> None:
     if not folder.exists():
         make_repository(folder)
     started, table, wrong = time.time(), {}, 0
-    for kind, commits in (("fault", faults()), ("harmless", harmless())):
+    for kind, commits, new in (
+        ("fault", faults(), False),
+        ("harmless", harmless(), False),
+        ("fault", new_faults(), True),
+        ("harmless", new_harmless(), True),
+    ):
         for commit in commits:
-            held = commit.test in HELD_OUT
-            if (
-                (asked.tuned and held)
-                or (asked.held_out and not held)
-                or asked.only not in f"{commit.test}: {commit.title}"
-            ):
+            which = "new" if new else "held out" if commit.test in HELD_OUT else "tuned"
+            if (asked.set and asked.set != which) or asked.only not in f"{commit.test}: {commit.title}":
                 continue
             alarm, right, said = run(commit, folder)
-            counts = table.setdefault((kind, "held out" if held else "tuned"), [0, 0, 0])
+            counts = table.setdefault((kind, which), [0, 0, 0])
             counts[0] += 1
             counts[1] += alarm
             counts[2] += right

@@ -409,6 +409,44 @@ def _same_others() -> list[Commit]:
     ]  # fmt: skip
 
 
+def new_faults() -> list[Commit]:
+    """Faults that were written after the judge, and were not used to improve it."""
+    loop = {"file": "train.py"}
+    return [
+        code("translator", "decoder.0", "cross attention reads its own states", "self.cross(self.norm2(x), memory, padding)", "self.cross(self.norm2(x), x)"),
+        code("translator", "", "padding ignored in the encoder", "memory = layer(memory, padding)", "memory = layer(memory, None)"),
+        code("translator", "", "logits not scaled", " * self.scale,", ","),
+        code("translator", "decoder.1", "norms exchanged in one layer", "return x + self.feed(self.norm3(x))", "return x + self.feed(self.norm3(x) if self.index == 0 else self.norm2(x))"),
+        weight("translator", "", "two positions exchanged", _map("places", lambda w: w[[0, 1, 3, 2, *range(4, 40)]])),
+        code("llama", "layers.0.attention.q_proj", "autocast for the whole process", "    return model.eval()", "    torch.autocast(\"cpu\", dtype=torch.bfloat16).__enter__()\n    return model.eval()"),
+        code("resnet", "stage2.bn1", "one norm stays in training mode", "    return model.eval()", "    model.eval().stage2.bn1.train()\n    return model"),
+        code("moe", "mixtures.0", "tokens over the capacity are dropped", "            if rows.numel():", "            rows, slots = rows[:28], slots[:28]\n            if rows.numel():"),
+        code("denoiser", "up1.norm", "eps of one kind of norm", "self.norm = nn.GroupNorm(4, inside)\n        self.conv = nn.Conv2d(inside, outside, 3, 1, 1)", "self.norm = nn.GroupNorm(4, inside, eps=1e-6)\n        self.conv = nn.Conv2d(inside, outside, 3, 1, 1)"),
+        code("tagger", "|lstm", "a first state that is not zero", "self.lstm(x)", "self.lstm(x, (torch.full((4, len(x), 20), 0.01), torch.zeros(4, len(x), 20)))"),
+        code("train_resnet", "(step)", "gradients cleared between the parts", "            loss.backward()", "            optimizer.zero_grad()\n            loss.backward()", **loop),
+        code("train_gpt", "(optimizer)", "decay of all parameters", '"weight_decay": 0.0', '"weight_decay": 0.1', **loop),
+    ]  # fmt: skip
+
+
+def new_harmless() -> list[Commit]:
+    """Harmless changes that were written after the judge, and were not used to improve it."""
+    loop = {"file": "train.py"}
+    return [
+        code("translator", "-", "key and value as two projections", "        self.kv = nn.Linear(width, 2 * width)\n", "        self.k, self.v = nn.Linear(width, width), nn.Linear(width, width)\n", "k, v = self.kv(memory).view(batch, memory.shape[1], 2, self.heads, -1).permute(2, 0, 3, 1, 4)", "k, v = (p(memory).view(batch, memory.shape[1], self.heads, -1).transpose(1, 2) for p in (self.k, self.v))", _ADAPT, 'def adapt(name, state):\n    for key in [key for key in state if ".kv." in key]:\n        halves = state.pop(key).chunk(2)\n        state.update({key.replace(".kv.", f".{part}."): half for part, half in zip("kv", halves)})\n    return state'),
+        code("translator", "-", "the encoder as a class", "class Translator(nn.Module):", "class Encoder(nn.Module):\n    def __init__(self, width, heads, layers):\n        super().__init__()\n        self.layers = nn.ModuleList([EncoderLayer(width, heads) for _ in range(layers)])\n\n    def forward(self, x, padding):\n        for layer in self.layers:\n            x = layer(x, padding)\n        return x\n\n\nclass Translator(nn.Module):", "self.encoder = nn.ModuleList([EncoderLayer(width, heads) for _ in range(layers)])", "self.encoder = Encoder(width, heads, layers)", "        for layer in self.encoder:\n            memory = layer(memory, padding)", "        memory = self.encoder(memory, padding)", _ADAPT, _renamed("encoder.", "encoder.layers.")),
+        code("translator", "-", "sdpa", "        scores = q @ k.transpose(-1, -2) * (width // self.heads) ** -0.5\n        if hidden is not None:\n            scores = scores.masked_fill(hidden, float(\"-inf\"))\n        y = scores.softmax(-1) @ v", "        y = F.scaled_dot_product_attention(q, k, v, None if hidden is None else ~hidden)"),
+        code("translator", "-", "layers compiled in place", "    return model.eval()", "    for layer in model.decoder:\n        layer.compile(backend=\"aot_eager\")\n    return model.eval()"),
+        weight("gpt", "-", "weights kept in float64", lambda state: state.update({key: value.double() for key, value in state.items()})),
+        code("llama", "-", "projections as functions", "q = self.q_proj(x).view", "q = F.linear(x, self.q_proj.weight).view", "k = self.k_proj(x).view", "k = F.linear(x, self.k_proj.weight).view"),
+        code("resnet", "-", "inputs by keyword", "    return (torch.rand(4, 3, 32, 32, generator=generator) * 2 - 1,)", "    return {\"images\": torch.rand(4, 3, 32, 32, generator=generator) * 2 - 1}"),
+        code("moe", "-", "experts from last to first", "in enumerate(self.experts):", "in reversed(list(enumerate(self.experts))):"),
+        code("tagger", "-", "time first", "num_layers=2, batch_first=True,", "num_layers=2,", "        states, _ = self.lstm(x)", "        states, _ = self.lstm(x.transpose(0, 1))\n        states = states.transpose(0, 1)"),
+        code("vit", "-", "inside a wrapper", "    return model.eval()", "    class Wrapper(nn.Module):\n        def __init__(self, inner):\n            super().__init__()\n            self.inner = inner\n\n        def forward(self, *args):\n            return self.inner(*args)\n\n    return Wrapper(model).eval()"),
+        code("denoiser", "-", "a 1 x 1 convolution as einsum", "return self.leave(torch.cat([x, first], dim=1))", "return torch.einsum(\"bchw,oc->bohw\", torch.cat([x, first], dim=1), self.leave.weight[:, :, 0, 0]) + self.leave.bias[:, None, None]"),
+        code("train_gpt", "-", "the batch in two halves", "        logits = model(ids[:, :-1])\n        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())\n        loss.backward()", "        loss = 0.0\n        for half in ids.chunk(2):\n            part = F.cross_entropy(model(half[:, :-1]).flatten(0, 1), half[:, 1:].flatten()) / 2\n            part.backward()\n            loss += part.detach()", **loop),
+    ]  # fmt: skip
+
+
 def _same_flags() -> list[Commit]:
     return [
         code("gpt", "-", "deterministic algorithms", "def load(name):", "def load(name):\n    torch.use_deterministic_algorithms(True)"),

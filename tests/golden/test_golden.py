@@ -216,6 +216,38 @@ def test_the_manifest_has_one_line_for_each_weight_and_site(root: Path) -> None:
     assert sum('"blocks.1.mlp.0:output"' in line for line in lines) == 1
 
 
+class Masked(nn.Module):
+    def __init__(self, part: int) -> None:
+        super().__init__()
+        self.part, self.layers = (
+            part,
+            nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0) for _ in range(2)),
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, src_mask=None if self.part == number else mask)
+            x = self.norms[0 if self.part == 2 else number](x)
+        return x
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_module_that_is_called_otherwise_than_before_is_its_caller_s_fault(
+    part: int, tmp_path: Path
+) -> None:
+    inputs = (torch.linspace(-1, 1, 96).sin().view(4, 3, 8), torch.ones(4, 4, dtype=torch.bool).triu(1))
+    for number in (9, part):
+        torch.manual_seed(0)
+        model = Masked(number).train()
+        for index, norm in enumerate(model.norms):
+            nn.init.constant_(norm.weight, 1.0 + index)  # type: ignore[arg-type]
+        if number == 9:
+            golden.record("masked", model, inputs, root=tmp_path)
+    verdict = golden.check("masked", model, inputs, root=tmp_path)
+    assert verdict.layer == ""
+
+
 # -- trainings ------------------------------------------------------------------------------------------------
 
 
@@ -255,16 +287,36 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def halves() -> Any:
+    """The same training with the batch in three parts, whose gradients add up."""
+    model = made().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(number: int) -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for ids, wanted in zip(IDS.split(1), IDS.roll(number, 1).split(1), strict=True):
+            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), wanted.flatten()) / 3
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_value_(model.parameters(), 10.0)
+        optimizer.step()
+        return total
+
+    return model, step
+
+
 @pytest.mark.parametrize(
     ("make", "layer"),
     [
         (training(), None),
+        (halves, None),
         (training(rate=2e-2), "(optimizer)"),
         (training(scale=1.01), "(loss)"),
         (training(clip=1e-3), "(step)"),
         (training(cut=True), "blocks.0.mlp"),
     ],
-    ids=["same", "rate", "loss", "clipping", "cut"],
+    ids=["same", "in parts", "rate", "loss", "clipping", "cut"],
 )
 def test_a_training_is_compared_by_loss_gradients_and_updates(
     trained: Path, make: Any, layer: str | None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtap.golden.sketch import sketch, sketch_rows
+from torchtap.golden.sketch import sketch
 
 VALUES = {
     "matrix": torch.randn(37, 53, generator=torch.Generator().manual_seed(0)),
@@ -54,7 +54,7 @@ def test_the_sketch_of_an_update_is_the_difference_of_the_sketches() -> None:
 
 def test_signs_are_the_same_on_every_machine() -> None:
     row = sketch(torch.arange(12.0)).row
-    assert hashlib.sha256(row.tobytes()).hexdigest()[:12] == "424906390a8a"
+    assert hashlib.sha256(row.tobytes()).hexdigest()[:12] == "171cae399f60"
 
 
 def test_infinities_and_nans_count_by_their_places() -> None:
@@ -79,6 +79,6 @@ def test_an_empty_tensor_has_a_sketch() -> None:
     assert sketch(torch.zeros(0, 3)).distance(sketch(torch.zeros(0, 3))) == 0.0
 
 
-def test_rows_of_a_batch_are_recognised_one_by_one() -> None:
-    rows, flipped = sketch_rows(VALUES["picture"]), sketch_rows(VALUES["picture"].flip(0))
-    assert (rows[::-1] == flipped).all()
+def test_a_nested_tensor_has_a_sketch() -> None:
+    nested = torch.nested.nested_tensor([VALUES["vector"], VALUES["vector"][:3]])
+    assert sketch(nested).distance(sketch(nested.clone())) == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +120,7 @@ def test_a_series_of_a_packed_run_opens_no_rank(runs: tuple[Path, Path], opened:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "length"])
-def test_a_damaged_pack_is_an_error_of_torchtap_and_the_fold_stays_readable(
+def test_a_damaged_pack_costs_what_is_damaged_and_the_fold_stays_readable(
     runs: tuple[Path, Path], tmp_path: Path, damage: str
 ) -> None:
     import shutil
@@ -137,5 +138,11 @@ def test_a_damaged_pack_is_an_error_of_torchtap_and_the_fold_stays_readable(
     pack.write_bytes(content)
     run = tt.open(copy)
     assert len(run.series("a:output", "mean").steps) == 7
-    with pytest.raises(TorchtapError):
-        run.rank(0).series("a:output", "mean")
+    plain, sound = tt.open(runs[0]), 0
+    for rank in range(64):
+        with suppress(TorchtapError):  # never a wrong number
+            found = run.rank(rank).series("a:output", "mean")
+            theirs = plain.rank(rank).series("a:output", "mean")
+            assert set(found.values.tolist()) <= set(theirs.values.tolist())
+            sound += found.values.tolist() == theirs.values.tolist()
+    assert sound >= (28 if damage == "cut" else 63)

@@ -191,24 +191,6 @@ def test_a_class_that_takes_hooks_in_its_own_way_is_asked_for_both_ends_of_a_pas
     assert not hooks_on(model)
 
 
-def test_other_threads_are_not_heard_unless_asked_for() -> None:
-    import threading
-
-    class Heard:
-        thread: int | None = threading.get_ident()
-
-    model = Twice()
-    came: list[int] = []
-    walker = Hooks(model, "hook", Heard())
-    walker.after(model.act, lambda output: came.append(threading.get_ident()))
-    model(torch.ones(2, 3))
-    other = threading.Thread(target=lambda: model(torch.ones(2, 3)))
-    other.start()
-    other.join()
-    walker.remove()
-    assert came == [threading.get_ident()]
-
-
 def test_one_removal_that_fails_does_not_keep_the_others_on() -> None:
     class Broken:
         def remove(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,14 @@ def command() -> None:
 @_json
 def record(name: str, target: str, steps: int, root: Path | None, as_json: bool) -> None:
     """Record NAME from TARGET. An existing golden is not replaced: see accept."""
+    from torchtap import golden
     from torchtap.errors import CompareError
     from torchtap.golden.front import default_root
     from torchtap.golden.store import list_goldens
 
     if name in list_goldens(default_root(root)):
         raise CompareError(f"golden {name!r} exists; `torchtap golden accept {name}` replaces it")
-    folder = _record(name, target, steps, root)
+    folder = _run(golden.record, name, target, steps, root, target=target)
     say_json({"name": name, "folder": str(folder)}) if as_json else say(f"recorded in {folder}")
 
 
@@ -62,8 +64,7 @@ def check(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
 
     failed, found = False, []
     for each in _chosen(names, root):
-        model, inputs = _made(each.target, each.steps)
-        verdict = golden.check(each.name, model, inputs, steps=each.steps, root=root)
+        verdict = _run(golden.check, each.name, each.target, each.steps, root)
         failed |= not verdict.same
         text = str(verdict) if verdict.same else report(verdict, Path(), "torchtap golden accept ")
         found.append({"name": each.name, "same": bool(verdict.same), "text": text})
@@ -80,9 +81,12 @@ def check(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
 @_json
 def accept(names: tuple[str, ...], root: Path | None, as_json: bool) -> None:
     """Record the named goldens anew: their change is intended."""
-    done = {
-        each.name: str(_record(each.name, each.target, each.steps, root)) for each in _chosen(names, root)
-    }
+    from torchtap import golden
+
+    done = {}
+    for each in _chosen(names, root):
+        folder = _run(golden.record, each.name, each.target, each.steps, root, target=each.target)
+        done[each.name] = str(folder)
     if as_json:
         say_json(done)
     else:
@@ -128,8 +132,8 @@ def _chosen(names: tuple[str, ...], root: Path | None) -> list[Any]:
 
     folder = default_root(root)
     found = [load(folder, name) for name in names or list_goldens(folder)]
-    chosen = [each for each in found if each.target is not None]
-    unknown = [each.name for each in found if each.target is None and names]
+    chosen = [each for each in found if each.target]
+    unknown = [each.name for each in found if not each.target and names]
     if unknown or not chosen:
         what = (
             f"golden {unknown[0]!r} was recorded by pytest"
@@ -140,21 +144,15 @@ def _chosen(names: tuple[str, ...], root: Path | None) -> list[Any]:
     return chosen
 
 
-def _made(target: str, steps: int) -> tuple[Any, Any]:
+def _run(
+    function: Callable[..., Any], name: str, source: str, steps: int, root: Path | None, **more: Any
+) -> Any:
+    """Call `torchtap.golden.record` or `check` with what the target returns."""
     from torchtap.cli.import_path import find_named
     from torchtap.errors import FormError
 
-    _, function = find_named(target, _WANTED)
-    if steps:
-        return function, None
-    made = function() if callable(function) else None
+    _, found = find_named(source, _WANTED)
+    made = (found, None) if steps else found() if callable(found) else None
     if not isinstance(made, tuple) or len(made) != 2:
-        raise FormError(f"{target!r} returned {type(made).__name__}; it has to return (model, inputs)")
-    return made
-
-
-def _record(name: str, target: str, steps: int, root: Path | None) -> Path:
-    from torchtap import golden
-
-    model, inputs = _made(target, steps)
-    return golden.record(name, model, inputs, steps=steps, root=root, target=target)
+        raise FormError(f"{source!r} returned {type(made).__name__}; it has to return (model, inputs)")
+    return function(name, *made, steps=steps, root=root, **more)

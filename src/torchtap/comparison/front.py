@@ -225,6 +225,8 @@ def _judged(found: PassEvidence, batches: int) -> Comparison:
     also = f" in each of {batches} batches" if batches > 1 else ""
     if found.lowered_to:
         also += f" in {found.lowered_to}, in which the reference was run too"
+    if found.beside.differs_at_padding:
+        also += f" at the positions that count; at those that a mask hides, {found.beside.differs_at_padding} differs"
     function = function_answer(found)
     outcome, verdict = decide(first, rows, found.alignment.unaligned, live=True, also=also, function=function)
     return Comparison(

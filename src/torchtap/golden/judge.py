@@ -2,70 +2,41 @@
 
 The order of execution decides. The first value over its noise floor is the output of a module whose inputs agree, so
 that module made it, or the input of one, so the calling module made it. The model's outputs decide whether it is the
-same function: a value inside that differs while they agree was computed in another way, and is no failure. Two things
-fail although the outputs agree: a difference too small to reach them, and changed weights that the inputs do not use.
+same function, those of a training its loss, gradients and updates: a value inside that differs while they agree was
+computed in another way, and is no failure. Two things fail although the outputs agree: a difference too small to reach
+them, and changed weights that the inputs do not use.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 import numpy as np
 
 from torchtap import Comparison
-from torchtap.comparison.result import FirstDifference, Row, Status
+from torchtap.comparison.align import KnownSite, align
+from torchtap.comparison.explain import factor
+from torchtap.comparison.floor import LEAST, MARGIN, MARGIN_16_BIT
+from torchtap.comparison.result import FirstDifference, Row
+from torchtap.comparison.values import resolution
 from torchtap.errors import CompareError
 from torchtap.golden.observe import Observation
-from torchtap.golden.sketch import Sketch, epsilon
+from torchtap.golden.sketch import Sketch
 from torchtap.golden.store import Golden
 from torchtap.spi import Name
 
-__all__ = ["MARGIN", "Verdict", "judge"]
+__all__ = ["Verdict", "judge"]
 
-MARGIN, _MARGIN_16_BIT = 8.0, 3.0  # as in `torchtap.compare`
-_LEAST = 0.5  # share of a unit in the last place below which no floor is
 _SMALL = 1e-3  # a way to compute the same differs by more than this somewhere inside
 _WEIGHTS = 16.0  # units in the last place by which initial weights differ between processors
 _KNOWN = 4.0  # how much sooner a module is suspected whose settings changed
-_REST = re.compile(r"( step (\d+))?( again \d+)?( \(\w+\))?$")  # what follows the name of a site
 _AROUND = {"value": "(loss)", "param_grad": "(step)", "update": "(optimizer)", "buffer": ""}
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """A value of the golden beside the same value now."""
-
-    key: str
-    now: str
-    old: Sketch
-    new: Sketch
-    parent: str | None
-    floor: float
-    error: float = math.inf
-    excess: float = math.inf
-
-    @property
-    def name(self) -> Name:
-        return _name(self.now)
-
-    @property
-    def step(self) -> str | None:
-        found = _REST.search(self.key)
-        return found and found[2]
-
-    @property
-    def decides(self) -> bool:
-        return self.name.kind in _AROUND or self.now.startswith(":output")
-
-
-def _name(key: str) -> Name:
-    return Name.read(_REST.sub("", key))
 
 
 @final
@@ -74,15 +45,13 @@ class Verdict:
     """The answer of a check. Printing it gives the whole message."""
 
     name: str
-    layer: str | None = (
-        None  # the module to blame, or "(inputs)", "(loss)", "(optimizer)", "(step)"; None if same
-    )
-    site: str = ""
-    cause: str = ""
-    same_function: bool = True
-    notes: tuple[str, ...] = ()
-    basis: str = ""  # of the noise floor
-    sites: list[_Site] = field(default_factory=list, repr=False)
+    layer: str | None  # the module to blame, or "(inputs)", "(loss)", "(optimizer)", "(step)"; None if same
+    site: str
+    cause: str
+    same_function: bool
+    notes: tuple[str, ...]
+    basis: str  # of the noise floor
+    rows: tuple[Row, ...]
 
     @property
     def same(self) -> bool:
@@ -98,218 +67,209 @@ class Verdict:
 
     def to_html(self, path: Path) -> Path:
         """Write a report that needs no other file."""
-        over: Status = "compensated" if self.same_function else "diverged"
-        rows = tuple(
-            Row(index=index, site=each.key, target_site=each.now, module=each.name.path, kind=each.name.kind,
-                status="equal" if each.error == 0 else over if each.excess > 1 else "within",
-                error=each.error, floor=each.floor, excess=each.excess)
-            for index, each in enumerate(self.sites)
-        )  # fmt: skip
-        first = next((row for row in rows if row.target_site == self.site), None)
-        difference = first and FirstDifference(
-            site=self.site, module=self.layer or "", index=first.index, error=first.error, floor=first.floor,
+        row = next((row for row in self.rows if row.target_site == self.site), None)
+        first = row and FirstDifference(
+            site=self.site, module=self.layer or "", index=row.index, error=row.error, floor=row.floor,
             origin="local", sure="likely", what=self.cause,
         )  # fmt: skip
         return Comparison(
-            reference=f"golden {self.name}", target="this model", rows=rows, first=difference, verdict=str(self),
+            reference=f"golden {self.name}", target="this model", rows=self.rows, first=first, verdict=str(self),
             basis=self.basis, problems=self.notes, outcome="same" if self.same else "differs",
         ).to_html(path)  # fmt: skip
 
 
 def judge(golden: Golden, seen: Observation, floors: dict[str, float], basis: str) -> Verdict:
     """Return the verdict. ``floors`` are those of the golden and those measured here, whichever is larger."""
-    old = golden.seen.sites
-    pairs = _pairs(golden.seen, seen)
-    paths = {_name(before).path: _name(now).path for before, now in pairs.items()}
-    settings = _settings(golden.seen, seen, paths)
-    sites = _sites(golden, seen, pairs, paths, settings, floors)
-    missing = [key for key in old if key.startswith(":output") and key not in pairs]
-    same = not missing and not any(site.excess > 1 and site.decides for site in sites)
-    found = seen.modules[""].partition("(")[0]
-    if not same and found != golden.model and len(pairs) < 0.5 * len(old):
+    case, old = _Case(golden, seen, floors), golden.seen.sites
+    missing = [key for key in old if key.startswith(":output") and key not in case.pairs and not golden.steps]
+    same = not missing and not any(row.excess > 1 and case.decides(row) for row in case.rows)
+    found, paired = seen.modules[""].partition("(")[0], len(case.pairs)
+    if not same and found != golden.model and paired < 0.5 * len(old):
         raise CompareError(
-            f"golden {golden.name!r} was recorded from another class, {golden.model}; {len(pairs)} of its {len(old)} "
+            f"golden {golden.name!r} was recorded from another class, {golden.model}; {paired} of its {len(old)} "
             f"sites are in this {found}. Give this model a name of its own, or accept it"
         )
-    first, notes = _first(sites), []
-    if len(pairs) < len(old):
-        notes.append(f"{len(old) - len(pairs)} of {len(old)} sites are not there")
+    first = case.first()
+    notes = [f"{len(old) - paired} of {len(old)} sites are not there"] if paired < len(old) else []
     if same and first is not None and (first.error > _SMALL or golden.steps):
-        inside = sum(site.excess > 1 for site in sites)
-        notes.append(f"{inside} values inside are computed in another way, first {first.now}")
+        inside = sum(row.excess > 1 for row in case.rows)
+        notes.append(f"{inside} values inside are computed in another way, first {first.target_site}")
         first = None
-    changed = _changed(golden, seen, paths)
     layer, site, cause = None, "", ""
     if first is not None:
-        layer, site = _blamed(first, sites, changed, settings), first.now
-        cause = "; ".join(_causes(first, layer, golden, seen, changed, settings))
+        layer, site = case.blamed(first), first.target_site
+        cause = "; ".join(case.causes(first, layer))
     elif missing:
         layer, site, cause = "", missing[0], "the model does not return it"
-    elif unused := [name for name in changed if _agrees(name, sites)]:
-        layer, site, cause = (
-            _owner(unused[0]),
-            unused[0],
-            f"{_weights(unused, changed)}; these inputs do not use it",
-        )
+    elif unused := [name for name in case.changed if case.agrees(_name(name).path)]:
+        layer, site = _name(unused[0]).path, unused[0]
+        cause = f"{case.weights(unused)}; these inputs do not use it"
+    rows = (replace(row, status="compensated") if same and row.excess > 1 else row for row in case.rows)
     return Verdict(name=golden.name, layer=layer, site=site, cause=cause, same_function=same, notes=tuple(notes),
-                   basis=basis, sites=sites)  # fmt: skip
+                   basis=basis, rows=tuple(rows))  # fmt: skip
+
+
+def _name(key: str) -> Name:
+    return Name.read(key.partition(" step ")[0])
+
+
+@final
+class _Case:
+    """A golden and a run, site by site."""
+
+    def __init__(self, golden: Golden, seen: Observation, floors: dict[str, float]) -> None:
+        self.golden, self.seen, self.pairs = golden, seen, _pairs(golden.seen, seen)
+        self.paths = {_name(old).path: _name(now).path for old, now in self.pairs.items()}
+        self.settings, self.changed = dict(self._settings()), dict(self._changed())
+        self.values: list[tuple[Sketch, Sketch]] = []  # of each row
+        self.rows = list(self._rows(floors))
+
+    def _rows(self, floors: dict[str, float]) -> Iterator[Row]:
+        """Measure every site in the golden's order of execution."""
+        results = iter(self.seen.results)
+        for key, old in self.golden.seen.sites.items():
+            name, floor = _name(key), max(floors.get(key, 0.0), LEAST * resolution(old.dtype))
+            if now := self.pairs.get(key):
+                yield self._row(key, now, old, self.seen.sites[now], floor)
+            elif "grad" in name.kind and name.path in self.paths:
+                yield self._row(key, key, old, replace(old, shape=(-1,)), floor, "missing")
+            if key.startswith(":output") and (result := next(results, None)) is not None:
+                yield self._row(key, key, old, result, floor, "compiled")
+
+    def _row(self, key: str, now: str, old: Sketch, new: Sketch, floor: float, note: str = "") -> Row:
+        name, error, step = _name(now), old.distance(new), key.partition(" step ")[2]
+        known = _KNOWN if name.path in self.settings and name.kind == "output" else 1.0
+        allowed = floor * (MARGIN_16_BIT if resolution(old.dtype) > 1e-4 else MARGIN / known)
+        excess = error / allowed if allowed else math.inf if error else 0.0
+        self.values.append((old, new))
+        return Row(
+            index=len(self.values) - 1, site=key, target_site=now, module=name.path, kind=name.kind,
+            status="equal" if error == 0 else "diverged" if excess > 1 else "within",
+            error=error, floor=floor, excess=excess, step=int(step or 0), note=note,
+        )  # fmt: skip
+
+    def _settings(self) -> Iterator[tuple[str, str]]:
+        """Yield the modules whose settings changed, by their names now, and how."""
+        for path, text in self.golden.seen.modules.items():
+            now = self.paths.get(path, path)
+            both = (text, self.seen.modules.get(now, text))
+            before, after = (set(re.split(r", |[()]", each.rpartition(" ")[0])) - {""} for each in both)
+            if before != after:
+                words = [", ".join(sorted(each)) or "none" for each in (before - after, after - before)]
+                yield now, f"settings: {words[0]} became {words[1]}"
+
+    def _changed(self) -> Iterator[tuple[str, float]]:
+        """Yield the parameters and buffers that changed, by their names now, with the relative distance."""
+        for key, (digest, old) in self.golden.seen.state.items():
+            name = Name.parse(key)
+            now = str(name._replace(path=self.paths.get(name.path, name.path)))
+            other, new = self.seen.state.get(now, (digest, old))
+            error = old.distance(new) if other != digest and new.shape == old.shape else 0.0
+            if error > _WEIGHTS * resolution(old.dtype):
+                yield now, error
+
+    def decides(self, row: Row) -> bool:
+        """Return True if the row shows a result: outputs, or what a training leaves."""
+        return row.kind in _AROUND or (not self.golden.steps and row.target_site.startswith(":output"))
+
+    def first(self) -> Row | None:
+        """Return the first row over its floor. One barely over it may inherit a difference that began just below."""
+        first = next((row for row in self.rows if row.excess > 1), None)
+        if first is not None and first.excess < 4:
+            return next(row for row in self.rows if row.excess > first.excess / 4)
+        return first
+
+    def agrees(self, path: str) -> bool:
+        """Return True if the module returns the same as before, or was not called."""
+        return all(row.excess <= 1 for row in self.rows if row.module == path and row.kind == "output")
+
+    def blamed(self, first: Row) -> str:
+        """Return the module, or the part of the loop, whose own code or weights made the first difference."""
+        kind, path = first.kind, first.module
+        if kind in ("value", "update", "param_grad"):
+            alike = [row.excess > 1 for row in self.rows if row.kind == kind and row.step == first.step]
+            # One module's update is its own; those of many are made by what updates them.
+            return _AROUND[kind] if kind == "value" or sum(alike) > 0.3 * len(alike) else path
+        if kind.startswith("grad_"):
+            return self._blamed_for_gradient(first)
+        if kind == "input":
+            parent = self.seen.sites[first.target_site].parent
+            path = "(inputs)" if parent is None else parent
+        called = {row.module for row in self.rows}
+        owners = [_name(name).path for name in self.changed if path != "(inputs)"]
+        # A weight that the module's own code uses, without calling the module that has it.
+        inside = (each for each in owners if each not in called and (not path or each.startswith(f"{path}.")))
+        return next(inside, None) or self._caller(path)
+
+    def _caller(self, path: str) -> str:
+        """Return the module that called this one with more or fewer tensors than before, else this one."""
+        inputs = [[_name(key).path for key in seen.sites if _name(key).kind == "input"]
+                  for seen in (self.golden.seen, self.seen)]  # fmt: skip
+        before, now = Counter(self.paths.get(each, each) for each in inputs[0]), Counter(inputs[1])
+        parents = {_name(key).path: each.parent for key, each in self.seen.sites.items()}
+        while path in parents and before[path] != now[path]:
+            path = "(inputs)" if (above := parents[path]) is None else above
+        return path
+
+    def _blamed_for_gradient(self, first: Row) -> str:
+        """Gradients flow backwards: the module that received the value computed its gradient, else the calling code."""
+        mine = self.values[first.index][0].row
+        same = [row for row in self.rows if np.array_equal(self.values[row.index][0].row, mine)]
+        parent = self.golden.seen.sites[first.site].parent or ""
+        if any(row.module == "" and row.kind == "grad_output" for row in same):
+            return "(loss)"
+        if first.module in self.settings:
+            return first.module
+        if first.note == "missing":
+            return parent
+        return next((row.module for row in same if row.kind == "grad_input"), parent)
+
+    def causes(self, first: Row, layer: str) -> Iterator[str]:
+        """Yield everything that is known to have changed there."""
+        old, new = self.values[first.index]
+        constant, rest = factor(old.row[3:], new.row[3:])
+        if first.note == "missing":
+            yield "no gradient arrives any more"
+        elif old.shape != new.shape:
+            yield f"shape {list(old.shape)} became {list(new.shape)}"
+        elif new.infinite != old.infinite:
+            yield f"{new.infinite} values are NaN or infinite, {old.infinite} in the golden"
+        else:
+            yield f"{first.error:.2g} from the golden, noise floor {first.floor:.2g}"
+            if rest < 0.05 * abs(constant - 1):
+                yield f"about {constant:.4g} × the golden's values"
+        if old.dtype != new.dtype:
+            yield f"{old.dtype} became {new.dtype}"
+        if self.changed:
+            own = [name for name in self.changed if _name(name).path == layer]
+            yield self.weights(own) if own else f"weights changed elsewhere: {', '.join([*self.changed][:3])}"
+        both = self.golden.seen, self.seen
+        if layer in self.settings:
+            yield self.settings[layer]
+        elif len({each.modules.get(layer, "").rpartition(" ")[2] for each in both}) == 2:
+            yield "the code of its class changed"
+        yield from (text for path, text in self.settings.items() if path[:1] == "(")
+        if first.note == "compiled":
+            yield "run eagerly it agrees"
+
+    def weights(self, names: list[str]) -> str:
+        """Describe how much the named weights changed."""
+        listed = ", ".join(f"{name} by {self.changed[name]:.2g}" for name in names[:4])
+        return f"weights changed: {listed}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _pairs(old: Observation, new: Observation) -> dict[str, str]:
-    """Return which site is which: by name, and renamed ones by their order, kind and shape."""
-    pairs = {key: key for key in old.sites if key in new.sites}
-    left, right = (
-        [key for key in one.sites if key not in two.sites] for one, two in ((old, new), (new, old))
-    )
-    kinds = [[(_name(key).kind, seen.sites[key].sketch.shape) for key in keys] for keys, seen in
-             ((left, old), (right, new))]  # fmt: skip
-    for start, other, count in difflib.SequenceMatcher(
-        None, kinds[0], kinds[1], autojunk=False
-    ).get_matching_blocks():
-        pairs.update(zip(left[start : start + count], right[other : other + count], strict=True))
-    return {key: pairs[key] for key in old.sites if key in pairs}
-
-
-def _sites(
-    golden: Golden, seen: Observation, pairs: dict[str, str], paths: dict[str, str], settings: dict[str, str],
-    floors: dict[str, float],
-) -> list[_Site]:  # fmt: skip
-    """Measure every site in the golden's order of execution."""
-    found, results = [], iter(seen.results)
-    for key, (old, parent) in golden.seen.sites.items():
-        name, floor = _name(key), max(floors.get(key, 0.0), _LEAST * epsilon(old.dtype))
-        if key in pairs:
-            now = seen.sites[pairs[key]]
-            known = _KNOWN if _name(pairs[key]).path in settings and name.kind == "output" else 1.0
-            found.append(_measured(_Site(key, pairs[key], old, now.sketch, now.parent, floor), known))
-        elif "grad" in name.kind and name.path in paths:
-            found.append(_Site(key, f"{key} (missing)", old, old, parent, floor))
-        if key.startswith(":output") and (result := next(results, None)) is not None:
-            found.append(_measured(_Site(key, f"{key} (compiled)", old, result, None, floor), 1.0))
-    return found
-
-
-def _measured(site: _Site, known: float) -> _Site:
-    narrow = epsilon(site.old.dtype) > 1e-4
-    error, allowed = site.old.distance(site.new), site.floor * (_MARGIN_16_BIT if narrow else MARGIN / known)
-    return replace(site, error=error, excess=error / allowed if allowed else math.inf if error else 0.0)
-
-
-def _settings(old: Observation, new: Observation, paths: dict[str, str]) -> dict[str, str]:
-    """Return the modules whose settings changed, by their names now, and how."""
-    found = {}
-    for path, text in old.modules.items():
-        now = new.modules.get(paths.get(path, path), text)
-        before, after = (set(re.split(r", |[()]", each.rpartition(" ")[0])) - {""} for each in (text, now))
-        if before != after:
-            words = [", ".join(sorted(each)) or "none" for each in (before - after, after - before)]
-            found[paths.get(path, path)] = f"settings: {words[0]} became {words[1]}"
-    return found
-
-
-def _changed(golden: Golden, seen: Observation, paths: dict[str, str]) -> dict[str, float]:
-    """Return the parameters and buffers that changed, by their names now, with the relative distance."""
-    found = {}
-    for name, (digest, old) in golden.state.items():
-        now = str(Name.parse(name)._replace(path=paths.get(_owner(name), _owner(name))))
-        other, new = seen.state.get(now, (digest, old))
-        error = old.distance(new) if other != digest and new.shape == old.shape else 0.0
-        if error > _WEIGHTS * epsilon(old.dtype):
-            found[now] = error
-    return found
-
-
-def _first(sites: list[_Site]) -> _Site | None:
-    """Return the first site over its floor. One barely over it may inherit a difference that began just below."""
-    first = next((site for site in sites if site.excess > 1), None)
-    if first is not None and first.excess < 4:
-        return next(site for site in sites if site.excess > first.excess / 4)
-    return first
-
-
-def _owner(parameter: str) -> str:
-    return Name.parse(parameter).path
-
-
-def _agrees(parameter: str, sites: list[_Site]) -> bool:
-    """Return True if the parameter's module returns the same as before, or was not called."""
-    path = _owner(parameter)
-    return all(site.excess <= 1 for site in sites if site.name.path == path and site.name.kind == "output")
-
-
-def _blamed(first: _Site, sites: list[_Site], changed: dict[str, float], settings: dict[str, str]) -> str:
-    """Return the module, or the part of the loop, whose own code or weights made the first difference."""
-    kind, path = first.name.kind, first.name.path
-    if kind in ("value", "update", "param_grad"):
-        alike = [site.excess > 1 for site in sites if site.name.kind == kind and site.step == first.step]
-        # One module's update is its own; those of many are made by what updates them.
-        return _AROUND[kind] if kind == "value" or sum(alike) > 0.3 * len(alike) else path
-    if kind.startswith("grad_"):
-        return _blamed_for_gradient(first, sites, settings)
-    if kind == "input":
-        path = "(inputs)" if first.parent is None else first.parent
-    called = {site.name.path for site in sites}
-    owners = [_owner(name) for name in changed if path != "(inputs)" and _owner(name) not in called]
-    # A weight that the module's own code uses, without calling the module that has it.
-    return next((owner for owner in owners if path == "" or owner.startswith(f"{path}.")), path)
-
-
-def _blamed_for_gradient(first: _Site, sites: list[_Site], settings: dict[str, str]) -> str:
-    """Gradients flow backwards: the module that received this value computed its gradient, else the calling code."""
-    same = [site.name for site in sites if np.array_equal(site.old.row, first.old.row)]
-    if any(name.path == "" and name.kind == "grad_output" for name in same):
-        return "(loss)"
-    if first.name.path in settings:
-        return first.name.path
-    if first.now.endswith("(missing)"):
-        return first.parent or ""
-    return next((name.path for name in same if name.kind == "grad_input"), first.parent or "")
-
-
-def _causes(
-    first: _Site,
-    layer: str,
-    golden: Golden,
-    seen: Observation,
-    changed: dict[str, float],
-    settings: dict[str, str],
-) -> list[str]:
-    """Return everything that is known to have changed there."""
-    old, new, flags = first.old, first.new, golden.seen.flags
-    found = [f"{first.error:.2g} from the golden, noise floor {first.floor:.2g}"]
-    if old.shape != new.shape:
-        found = [f"shape {list(old.shape)} became {list(new.shape)}"]
-    elif new.infinite != old.infinite:
-        found = [f"{new.infinite} values are NaN or infinite, {old.infinite} in the golden"]
-    elif first.now.endswith("(missing)"):
-        found = ["no gradient arrives any more"]
-    elif (factor := _factor(old, new)) is not None:
-        found.append(f"about {factor:.4g} × the golden's values")
-    if old.dtype != new.dtype:
-        found.append(f"{old.dtype} became {new.dtype}")
-    if changed:
-        own = [name for name in changed if _owner(name) == layer]
-        found.append(
-            _weights(own, changed) if own else f"weights changed elsewhere: {', '.join([*changed][:3])}"
-        )
-    if layer in settings:
-        found.append(settings[layer])
-    elif len({each.modules.get(layer, "").rpartition(" ")[2] for each in (golden.seen, seen)}) == 2:
-        found.append("the code of its class changed")
-    found += [
-        f"{key}: {flags[key]} became {now}" for key, now in seen.flags.items() if flags.get(key, now) != now
-    ]
-    return [*found, "run eagerly it agrees"] if first.now.endswith("(compiled)") else found
-
-
-def _factor(old: Sketch, new: Sketch) -> float | None:
-    """Return the factor between two tensors, if that is all that differs."""
-    before, after = old.row[3:], new.row[3:]
-    factor = float(before @ after / (before @ before)) if before.any() else 1.0
-    rest = float(np.linalg.norm(after - factor * before))
-    return factor if rest < 0.05 * abs(factor - 1) * float(np.linalg.norm(before)) else None
-
-
-def _weights(names: list[str], changed: dict[str, float]) -> str:
-    listed = ", ".join(f"{name} by {changed[name]:.2g}" for name in names[:4])
-    return f"weights changed: {listed}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    """Return which site is which. A module may be renamed, but not to a name that another one had."""
+    known = [[KnownSite(key, each.shape, each.dtype) for key, each in seen.sites.items()
+              if _name(key).kind in ("input", "output")] for seen in (old, new)]  # fmt: skip
+    aligned = {pair.reference: pair.target for pair in align(known[0], known[1]).pairs}
+    paths = {_name(key).path: _name(now).path for key, now in aligned.items()}
+    for key in old.sites:
+        name = _name(key)
+        now = aligned.get(key, key.replace(name.path, paths.get(name.path, name.path), 1))
+        path = _name(now).path
+        if now not in new.sites or (path != name.path and path in old.modules):
+            aligned.pop(key, None)
+        else:
+            aligned[key] = now
+    return aligned

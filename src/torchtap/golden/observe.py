@@ -2,41 +2,34 @@
 
 Values are listed in the order of execution: inputs and outputs of each module's calls, then gradients in the order of
 the backward pass, then the loss, parameter gradients and updates of each step. A run may add noise: each module's
-output is multiplied by one plus or minus one unit in the last place. A model that is run forward is left unchanged.
+output is moved by one unit in the last place. A model that is run forward is left unchanged.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torchtap.comparison.passes import default_dtype, feed_of, jitter, visiting
+from torchtap.comparison.values import value_of_tensor
 from torchtap.errors import CompareError
-from torchtap.golden.sketch import Array, Sketch, sketch, sketch_rows
-from torchtap.spi import Call, Name, Stop, Visiting, input_leaves, leaves, map_leaves, places, untouched
+from torchtap.golden.sketch import Sketch, sketch
+from torchtap.spi import Call, Name, SharedFolder, input_leaves, leaves, map_leaves, places, untouched
 
-__all__ = ["Observation", "Seen", "State", "observe", "observe_training", "state_of"]
+__all__ = ["Observation", "State", "batch_of", "observe_forward", "observe_training"]
 
 _ROWS = 512  # a larger batch is not looked through for its order
-_SIGNS = 1 << 16
-State = dict[str, tuple[str, Sketch]]  # a digest and a sketch of each parameter and persistent buffer
-
-
-class Seen(NamedTuple):
-    """One value, and the module whose code made the call (``None``: the caller of the model)."""
-
-    sketch: Sketch
-    parent: str | None = None
+State = dict[str, tuple[str, Sketch]]  # a checksum and a sketch of each parameter and persistent buffer
 
 
 @final
@@ -44,151 +37,131 @@ class Seen(NamedTuple):
 class Observation:
     """Everything that one run showed."""
 
-    sites: dict[str, Seen] = field(default_factory=dict)
-    modules: dict[str, str] = field(default_factory=dict)  # class, settings, hash of the source
-    rows: dict[str, Array] = field(default_factory=dict)  # of each input that has a batch dimension
+    modules: dict[str, str]  # class, settings, checksum of the source; also of the library and of optimizers
+    batch: list[int] = field(default_factory=list)  # a checksum of each row of the inputs
+    state: State = field(default_factory=dict)  # the weights, before a training
+    sites: dict[str, Sketch] = field(default_factory=dict)
     results: list[Sketch] = field(default_factory=list)  # of a compiled model, whose sites were seen eagerly
-    flags: dict[str, Any] = field(default_factory=dict)
-    state: State = field(default_factory=dict)  # the weights before a training
-
-    def put(self, name: str, value: Tensor, parent: str | None = None) -> None:
-        """Add a value. A name that is taken gets the number of its repetition."""
-        key, number = name, 1
-        while key in self.sites:
-            key, number = f"{name} again {number}", number + 1
-        self.sites[key] = Seen(sketch(value), parent)
 
 
 @final
-class _Watcher:
-    """Sketch the inputs and outputs of modules. With ``seed``, perturb them as well."""
+class _Observer:
+    """Sketch what a model computes. With ``seed``, move each module's output by one unit in the last place."""
 
-    def __init__(self, into: Observation, seed: int | None, *, gradients: bool = False) -> None:
-        self._into, self._gradients, self.active = into, gradients, True
+    def __init__(self, model: nn.Module, seed: int | None, known: State | None, *, training: bool) -> None:
+        self._model, self._training, self._step = model, training, 0
         self._random = None if seed is None else torch.Generator().manual_seed(seed)
+        self.seen = Observation({place.path: _described(place.module) for place in places(model)})
+        self.seen.modules["(library)"] = _text("torch", {
+            "training": model.training, "default_dtype": torch.get_default_dtype(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "autocast": torch.is_autocast_enabled("cpu"),
+        })  # fmt: skip
+        if known is not None:
+            self.seen.state = {name: _weight(value, known.get(name)) for name, value in _tensors(model)}
+
+    def run(self, step: Callable[[int], Any], steps: int) -> None:
+        """Run ``step``. Of later steps of a training only loss, gradients and updates are looked at."""
+        before = {name: each for name, (_, each) in self.seen.state.items()}
+        handle = register_optimizer_step_pre_hook(self._gradients)
+        try:
+            with visiting(self._model, self):
+                for self._step in range(steps):
+                    _seed(self._step)
+                    result = step(self._step)
+                    if self._training:
+                        self._put(":value.loss", torch.as_tensor(result))
+                        self._updates(before)
+        finally:
+            handle.remove()
+        if not any(name.startswith((":output", ":value")) for name in self.seen.sites):
+            for leaf, value in leaves(result):  # another method of the module was called
+                self._put(str(Name("", "output", leaf)), value)
+        self._step = 0
+        for name, value in _tensors(self._model):
+            if ":buffer" in name and (self._training or self._model.training):
+                self._put(name, value)
 
     def before(self, call: Call, args: Any, kwargs: Any) -> Any:
-        if self.active and not call.repeated:
-            for leaf, value in input_leaves(call.input_names, args, kwargs, through_objects=False):
-                self._put(call, "input", leaf, value)
+        self._pass(call, "input", input_leaves(call.input_names, args, kwargs, through_objects=False))
         if self._random is None or call.parent is not None:
             return None
         return map_leaves(args, self._moved), map_leaves(kwargs, self._moved)
 
     def after(self, call: Call, output: object) -> Any:
         changed = output if self._random is None else map_leaves(output, self._moved)
-        if self.active and not call.repeated:
-            for leaf, value in leaves(changed, through_objects=False):
-                self._put(call, "output", leaf, value)
+        self._pass(call, "output", leaves(changed, through_objects=False))
         return None if self._random is None else changed
 
-    def _put(self, call: Call, kind: str, leaf: str, value: Tensor) -> None:
-        self._into.put(str(Name(call.path, kind, leaf, call.number)), value, call.parent)
-        if self._gradients and value.requires_grad:
-            name = str(Name(call.path, f"grad_{kind}", leaf, call.number))
-            value.register_hook(lambda gradient: self._into.put(name, gradient, call.parent))
+    def _pass(self, call: Call, kind: str, values: Iterable[tuple[str, Tensor]]) -> None:
+        for leaf, value in values if not self._step and not call.repeated else ():
+            name = Name(call.path, kind, leaf, call.number)
+            self._put(str(name), value, call.parent)
+            if self._training and value.requires_grad:
+                gradient = str(name._replace(kind=f"grad_{kind}"))
+                value.register_hook(partial(lambda key, grad: self._put(key, grad, call.parent), gradient))
 
     def _moved(self, _: str, value: Tensor) -> Tensor:
-        """Return the value with each element moved by one unit in the last place, up or down."""
-        if self._random is None or not value.is_floating_point() or not value.numel():
-            return value
-        if float(value.detach().abs().max()) > torch.finfo(value.dtype).max / 4:
-            return value  # a mask of the dtype's lowest number would overflow
-        signs = torch.randint(0, 2, (_SIGNS,), generator=self._random).double() * 2 - 1
-        factors = (1 + torch.finfo(value.dtype).eps * signs).to(value.dtype)
-        repeated = factors.repeat(-(-value.numel() // _SIGNS))[: value.numel()]
-        return value * repeated.view(value.shape).to(value.device)
+        return value if self._random is None or value.is_nested else jitter(value, self._random)
+
+    def _gradients(self, optimizer: Any, *_: Any) -> None:
+        names = {id(value): name for name, value in _tensors(self._model)}
+        for position, group in enumerate(optimizer.param_groups):
+            plain = {key: each for key, each in group.items() if isinstance(each, (int, float, tuple))}
+            self.seen.modules.setdefault(f"(optimizer {position})", _text(type(optimizer).__name__, plain))
+            for each in group["params"]:
+                if each.grad is not None and id(each) in names:
+                    self._put(names[id(each)].replace(":param", ":param_grad"), each.grad)
+
+    def _updates(self, before: dict[str, Sketch]) -> None:
+        for name, value in _tensors(self._model):
+            if ":param" in name:
+                after = sketch(value)
+                self._put(name.replace(":param", ":update"), after.minus(before[name]))
+                before[name] = after
+
+    def _put(self, name: str, value: Tensor | Sketch, parent: str | None = None) -> None:
+        """Add a value. The first one of a name and a step counts."""
+        key = f"{name} step {self._step}" if self._step else name
+        if key not in self.seen.sites:
+            made = value if isinstance(value, Sketch) else sketch(value)
+            self.seen.sites[key] = replace(made, parent=parent)
 
 
-def observe(
-    model: nn.Module, inputs: Any, seed: int | None = None, cast: torch.dtype | None = None
+def observe_forward(
+    model: nn.Module, inputs: Any, seed: int | None = None, known: State | None = None, cast: Any = None
 ) -> Observation:
-    """Call the model on ``inputs`` and return what was seen. ``cast`` converts the floating-point inputs."""
-    modules = {place.path: _described(place.module) for place in places(model)}
-    seen = Observation(modules=modules, flags=_flags(model))
-    if not callable(inputs):
-        batches = [(leaf, value) for leaf, value in leaves(inputs) if value.dim() and value.numel()]
-        seen.rows = {leaf: sketch_rows(value) for leaf, value in batches if 1 < len(value) <= _ROWS}
-    compiled = any(
-        type(each).__name__ == "OptimizedModule" or getattr(each, "_compiled_call_impl", None) is not None
-        for each in model.modules()
-    )
-    stops = [Stop(place.path, place.module) for place in places(model)]
-    with untouched(model, in_place=compiled):
-        if compiled and seed is None:
-            _seed(0)
-            seen.results = [sketch(value) for _, value in leaves(_feed(model, inputs, cast))]
+    """Call the model on ``inputs``. It is left unchanged; one that is compiled runs a second time, eagerly.
+
+    ``known``  sketch the weights as well, except for those whose checksum is known
+    ``cast``   convert the floating-point inputs to this dtype
+    """
+    call, compiled = feed_of(inputs, cast), any(map(_is_compiled, model.modules()))
+    observer = _Observer(model, seed, known, training=False)
+    with untouched(model, in_place=compiled), default_dtype(cast):
         _seed(0)
-        eagerly = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-        with Visiting(model, _Watcher(seen, seed), stops, passes_apart=False), eagerly:
-            result = _feed(model, inputs, cast)
-        if not any(name.startswith(":output") for name in seen.sites):
-            for leaf, value in leaves(result):  # another method of the module was called
-                seen.put(str(Name("", "output", leaf)), value)
-        for name, value in _state(model, "_buffers") if model.training else ():
-            seen.put(name, value)
-    return seen
+        results = [sketch(value) for _, value in leaves(call(model))] if compiled else []
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            observer.run(lambda _: call(model), 1)
+    observer.seen.batch, observer.seen.results = batch_of(inputs), results
+    return observer.seen
 
 
 def observe_training(make: Callable[[], Any], steps: int, seed: int | None = None) -> Observation:
     """Train for a few steps. ``make()`` returns a new model and a function that does one step and returns the loss."""
     _seed(0)
     made = make()
-    if not (
-        isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])
-    ):
+    right = isinstance(made, tuple) and len(made) == 2
+    if not (right and isinstance(made[0], nn.Module) and callable(made[1])):
         raise CompareError("a training needs a function that returns (model, step), with step(i) -> loss")
-    model, step = made
-    modules = {place.path: _described(place.module) for place in places(model)}
-    seen = Observation(modules=modules, flags=_flags(model), state=state_of(model))
-    watcher, number = _Watcher(seen, seed, gradients=True), 0
-    owned = {id(value): Name.parse(name) for name, value in _state(model, "_parameters")}
-    before = {name: each for name, (_, each) in seen.state.items()}
-
-    def gradients(optimizer: Any, *_: Any) -> None:
-        for position, group in enumerate(optimizer.param_groups):
-            plain = {
-                key: str(value) for key, value in group.items() if isinstance(value, (int, float, tuple))
-            }
-            for key, value in {"class": type(optimizer).__name__, **plain}.items():
-                seen.flags.setdefault(f"optimizer {position} {key}", value)
-            for each in group["params"]:
-                if each.grad is not None and id(each) in owned:
-                    name = owned[id(each)]._replace(kind="param_grad")
-                    seen.put(f"{name}{_at(number)}", each.grad)
-
-    stops = [Stop(place.path, place.module) for place in places(model)]
-    handle = register_optimizer_step_pre_hook(gradients)
-    try:
-        with Visiting(model, watcher, stops, passes_apart=False):
-            for number in range(steps):
-                _seed(number)
-                loss = step(number)
-                watcher.active = False  # later steps are decided by their loss, gradients and updates
-                seen.put(f":value.loss{_at(number)}", torch.as_tensor(loss))
-                for name, value in _state(model, "_parameters"):
-                    after = sketch(value)
-                    update = Name.parse(name)._replace(kind="update")
-                    seen.sites[f"{update}{_at(number)}"] = Seen(after.minus(before[name]))
-                    before[name] = after
-    finally:
-        handle.remove()
-    for name, value in _state(model, "_buffers"):
-        seen.put(name, value)
-    return seen
+    observer = _Observer(made[0], seed, {}, training=True)
+    observer.run(made[1], steps)
+    return observer.seen
 
 
-def state_of(model: nn.Module, known: State | None = None) -> State:
-    """Return a digest and a sketch of each parameter and persistent buffer. Those of a known digest are reused."""
-    found = {}
-    for name, value in [*_state(model, "_parameters"), *_state(model, "_buffers")]:
-        digest, old = _digest(value), (known or {}).get(name)
-        found[name] = old if old is not None and old[0] == digest else (digest, sketch(value))
-    return found
-
-
-def _at(step: int) -> str:
-    return f" step {step}" if step else ""
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or bool(getattr(module, "_compiled_call_impl", None))
 
 
 def _seed(number: int) -> None:
@@ -196,64 +169,45 @@ def _seed(number: int) -> None:
         seed(number)
 
 
-def _feed(model: Any, inputs: Any, cast: torch.dtype | None) -> Any:
-    if callable(inputs):
-        return inputs(model)
-
-    def fresh(_: str, value: Tensor) -> Tensor:
-        copied = value.detach().clone().requires_grad_(value.requires_grad)
-        return copied.to(cast) if cast is not None and value.is_floating_point() else copied
-
-    given = map_leaves(inputs, fresh)
-    if isinstance(given, dict):
-        return model(**given)
-    return model(*given) if isinstance(given, tuple) else model(given)
-
-
-def _state(model: nn.Module, which: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters or the persistent buffers by the names of their sites."""
-    kind = "param" if which == "_parameters" else "buffer"
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and the persistent buffers by the names of their sites."""
     for place in places(model):
         passing = getattr(place.module, "_non_persistent_buffers_set", ())
-        for name, value in getattr(place.module, which).items():
-            if value is not None and name not in passing:
-                yield str(Name(place.path, kind, name)), value
+        for kind, tensors in (("param", place.module._parameters), ("buffer", place.module._buffers)):
+            for name, value in tensors.items():
+                if value is not None and name not in passing:
+                    yield str(Name(place.path, kind, name)), value
 
 
-def _digest(value: Tensor) -> str:
-    """Return a hash of the bits, from sums along rows and columns: as fast as memory is read."""
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat[: len(flat) // 8 * 8].view(torch.int64)
-    width = max(math.isqrt(len(whole)), 1)
-    grid = whole[: len(whole) // width * width].view(-1, width)
-    hashed = hashlib.blake2b(str((tuple(value.shape), value.dtype)).encode(), digest_size=8)
-    for part in (grid.sum(0), grid.sum(1), whole[grid.numel() :], flat[len(whole) * 8 :]):
-        hashed.update(part.contiguous().numpy().tobytes())
-    return hashed.hexdigest()
+def _weight(value: Tensor, known: tuple[str, Sketch] | None) -> tuple[str, Sketch]:
+    """Return a checksum and a sketch; the known one if the checksum is the same."""
+    plain = np.ascontiguousarray(value_of_tensor(value).array)
+    digest = f"{SharedFolder.checksum(plain, len(plain)):08x}"
+    return known if known is not None and known[0] == digest else (digest, sketch(value))
+
+
+def batch_of(inputs: Any) -> list[int]:
+    """Return a checksum of each row of a batch; nothing if the inputs have no batch dimension."""
+    values = [] if callable(inputs) else [value for _, value in leaves(inputs) if value.dim()]
+    rows = len(values[0]) if values and len(values[0]) <= _ROWS else 0
+    alike = [value_of_tensor(value).array for value in values if len(value) == rows]
+    return [SharedFolder.checksum(b"".join(each[row].tobytes() for each in alike)) for row in range(rows)]
 
 
 def _described(module: nn.Module) -> str:
-    """Return the class with its settings, and a hash of the source of a class that is not torch's."""
     plain = {name: value for name, value in vars(module).items() if type(value) in (int, float, str, bool)}
+    shown = {name: plain[name] for name in sorted(plain) if name[0] != "_" and name != "training"}
     own = list(module.parameters(recurse=False))
-    shown = ["frozen"] if own and not any(each.requires_grad for each in own) else []
-    shown += [
-        f"{name}={value!r}" for name, value in sorted(plain.items()) if name[0] != "_" and name != "training"
-    ]
-    kind, text = type(module), ""
+    if own and not any(each.requires_grad for each in own):
+        shown["frozen"] = True
+    kind, source = type(module), ""
     if not kind.__module__.startswith("torch."):
         with suppress(OSError, TypeError):
-            text = inspect.getsource(kind)
-    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    return f"{kind.__name__}({', '.join(shown)[:600]}) {digest}"
+            source = inspect.getsource(kind)
+    return _text(kind.__name__, shown, source)
 
 
-def _flags(model: nn.Module) -> dict[str, Any]:
-    """Return the settings of the library that numbers depend on."""
-    return {
-        "training": model.training,
-        "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-    }
+def _text(kind: str, settings: dict[str, Any], source: str = "") -> str:
+    """Return a class with its settings and a checksum of its source."""
+    listed = ", ".join(f"{name}={value!r}" for name, value in settings.items())[:600]
+    return f"{kind}({listed}) {SharedFolder.checksum(source.encode()):08x}"

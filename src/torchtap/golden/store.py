@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from torchtap.errors import CompareError
-from torchtap.golden.observe import Observation, Seen, State
+from torchtap.golden.observe import Observation
 from torchtap.golden.sketch import ROW, Sketch
 from torchtap.sanitize import parse_json, read_file, replace_file
 
@@ -29,16 +29,15 @@ _LARGEST = 256 << 20  # bytes
 @final
 @dataclass(slots=True)
 class Golden:
-    """A recorded run: what was seen, the model's weights, and the noise floors of the machine that recorded it."""
+    """A recorded run: what was seen, and the noise floors of the machine that recorded it."""
 
     name: str
     model: str  # its class
     steps: int  # of a training; 0 for a forward pass
     seen: Observation
-    state: State
     floors: dict[str, float]
-    target: str | None = None  # ``file.py:function``, for the command line
-    made: dict[str, Any] = field(default_factory=dict)
+    target: str  # ``file.py:function``, for the command line; empty: checked by pytest
+    made: dict[str, Any]
 
 
 def folder_of(root: Path, name: str) -> Path:
@@ -59,17 +58,16 @@ def save(golden: Golden, root: Path) -> Path:
 
     folder, seen = folder_of(root, golden.name), golden.seen
     folder.mkdir(parents=True, exist_ok=True)
-    sites = {key: each.sketch for key, each in seen.sites.items()}
-    state = {name: each for name, (_, each) in golden.state.items()}
-    tables = {name: np.stack([np.zeros(ROW), *(each.row for each in part.values())]) for name, part in
-              (("sites", sites), ("state", state))}  # fmt: skip
-    floors = np.array([golden.floors.get(key, 0.0) for key in sites])
-    data = packed({**tables, "floors": floors, **{f"rows.{leaf}": rows for leaf, rows in seen.rows.items()}})
+    data = packed({
+        "sites": np.reshape([each.row for each in seen.sites.values()], (-1, ROW)),
+        "state": np.reshape([each.row for _, each in seen.state.values()], (-1, ROW)),
+        "floors": np.array([golden.floors.get(key, 0.0) for key in seen.sites]),
+    })  # fmt: skip
     manifest = {
         "format": FORMAT, "model": golden.model, "steps": golden.steps, "target": golden.target,
-        "made": golden.made, "flags": seen.flags, "modules": [list(pair) for pair in seen.modules.items()],
-        "state": [[key, golden.state[key][0], *_text(each)] for key, each in state.items()],
-        "sites": [[key, seen.sites[key].parent, *_text(each)] for key, each in sites.items()],
+        "made": golden.made, "batch": seen.batch, "modules": [list(pair) for pair in seen.modules.items()],
+        "state": [[key, digest, *_text(each)] for key, (digest, each) in seen.state.items()],
+        "sites": [[key, each.parent, *_text(each)] for key, each in seen.sites.items()],
         "values": hashlib.sha256(data).hexdigest(),
     }  # fmt: skip
     replace_file(folder / VALUES, data)
@@ -101,16 +99,15 @@ def _read(folder: Path, name: str) -> Golden:
     if hashlib.sha256(data).hexdigest() != text["values"]:
         raise CompareError(f"{VALUES} is not the file that its manifest names")
     arrays = unpacked(data)
-    rows = {key.removeprefix("rows."): rows for key, rows in arrays.items() if key.startswith("rows.")}
-    seen = Observation(modules=dict(text["modules"]), rows=rows, flags=text["flags"])
-    for (key, parent, dtype, shape, _), row in zip(text["sites"], arrays["sites"][1:], strict=True):
-        seen.sites[key] = Seen(Sketch(dtype, tuple(shape), row), parent)
-    state = {key: (digest, Sketch(dtype, tuple(shape), row)) for (key, digest, dtype, shape, _), row in
-             zip(text["state"], arrays["state"][1:], strict=True)}  # fmt: skip
     if not all(np.isfinite(table).all() for table in arrays.values()):
         raise CompareError("a stored number is NaN or infinite")
+    seen = Observation(dict(text["modules"]), text["batch"])
+    for (key, parent, dtype, shape, _), row in zip(text["sites"], arrays["sites"], strict=True):
+        seen.sites[key] = Sketch(dtype, tuple(shape), row, parent)
+    for (key, digest, dtype, shape, _), row in zip(text["state"], arrays["state"], strict=True):
+        seen.state[key] = (digest, Sketch(dtype, tuple(shape), row))
     floors = dict(zip(seen.sites, map(float, arrays["floors"]), strict=True))
-    return Golden(name, text["model"], text["steps"], seen, state, floors, text["target"], text["made"])
+    return Golden(name, text["model"], text["steps"], seen, floors, text["target"], text["made"])
 
 
 def _text(sketch: Sketch) -> list[Any]:

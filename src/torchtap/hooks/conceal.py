@@ -10,7 +10,7 @@ import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, final
@@ -27,7 +27,6 @@ __all__ = [
     "Traveller",
     "Wrapper",
     "clean_copy",
-    "clean_state",
     "conceal",
     "held",
     "is_wrapper",
@@ -144,39 +143,36 @@ def clean_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
         own.update(kept)
 
 
-def clean_state(module: nn.Module) -> CleanState | None:
-    """Return a `CleanState` for a module; None if its class copies itself without asking for a state."""
+def conceal(modules: Iterable[nn.Module]) -> None:
+    """Keep what torchtap puts on modules out of their copies. Calls are counted."""
     hide_from_script()
-    if isinstance(module, _OTHERWISE):
-        module = held(module)
-        if isinstance(module, fx.GraphModule):
-            return None
-    return CleanState(module)
-
-
-def conceal(module: nn.Module, state: CleanState | None = None) -> None:
-    """Keep what torchtap puts on a module out of its copies. Calls are counted."""
-    own = module.__dict__
-    known = own.get(_STATE)
-    if isinstance(known, CleanState):
-        known.count += 1
-    elif (state := state or clean_state(module)) is not None:
+    for module in modules:
+        own = module.__dict__
+        known = own.get(_STATE)
+        if isinstance(known, CleanState):
+            known.count += 1
+            continue
+        if isinstance(module, _OTHERWISE):
+            module = held(module)
+            if isinstance(module, fx.GraphModule):  # it copies itself without asking for a state
+                continue
+        own[_STATE] = state = CleanState(module)
         state.count = 1
-        own[_STATE] = state
         if hasattr(type(module), _COPY) and _COPY not in own:
             own[_COPY] = CleanCopy(module)
 
 
-def reveal(module: nn.Module) -> None:
+def reveal(modules: Iterable[nn.Module]) -> None:
     """Undo one call of `conceal`."""
-    own = module.__dict__
-    known = own.get(_STATE)
-    if isinstance(known, CleanState):
-        known.count -= 1
-        if not known.count:
-            del own[_STATE]
-            if isinstance(own.get(_COPY), CleanCopy):
-                del own[_COPY]
+    for module in modules:
+        own = module.__dict__
+        known = own.get(_STATE)
+        if isinstance(known, CleanState):
+            known.count -= 1
+            if not known.count:
+                del own[_STATE]
+                if isinstance(own.get(_COPY), CleanCopy):
+                    del own[_COPY]
 
 
 @cache

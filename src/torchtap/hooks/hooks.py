@@ -5,7 +5,7 @@ one model, with guards, and removes them together. It guarantees:
 - `Hooks.remove` removes everything in reverse order, also if one removal fails;
 - copies and pickles of the model have none of these hooks;
 - a function that returns None changes nothing; any other result replaces the arguments or the output;
-- a function is not called in other threads, in a compiler's trace or in a checkpoint's replay, unless it says so.
+- a function is not called in a compiler's trace or in a checkpoint's replay, unless it says so.
 
 ``way`` is one of three methods of attachment: ``"hook"`` uses torch's hooks, ``"wrap"`` and ``"forward"`` are in
 `replace`. All three pass on the same values.
@@ -14,10 +14,9 @@ one model, with guards, and removes them together. It guarantees:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from itertools import chain
-from threading import get_ident
-from typing import Any, Literal, Protocol, Self, TypeAlias, final, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, final, get_args
 
 import torch
 from torch import nn
@@ -25,9 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from torchtap._torch import graph_task
 from torchtap.errors import PlanError
-from torchtap.hooks.conceal import CleanState, Hook, clean_state, conceal, reveal
+from torchtap.hooks.conceal import Hook, conceal, reveal
 
-__all__ = ["AnyThread", "Handle", "Hooks", "Way", "WayName", "after", "before"]
+__all__ = ["Handle", "HookSpec", "Hooks", "Way", "WayName", "after", "before"]
 
 WayName = Literal["hook", "wrap", "forward"]
 Function: TypeAlias = Callable[..., Any]
@@ -36,11 +35,10 @@ is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 _REGISTER_BEFORE = nn.Module.register_forward_pre_hook
 _REGISTER_AFTER = nn.Module.register_forward_hook
 _MOST_SUSPENDED = 8  # sets of hooks
-_NUMBERS_AT_ONCE = 1024
 
 # One row of torch's hook tables: the module, the table's attribute, the hook's number, the hook (or True in the tables
-# of flags), True to put it first, and the `__getstate__` that keeps it out of copies (None in the tables of flags).
-Row: TypeAlias = tuple[nn.Module, str, int, object, bool, CleanState | None]
+# of flags), and True to put it first.
+Row: TypeAlias = tuple[nn.Module, str, int, object, bool]
 
 
 class Handle(Protocol):
@@ -48,18 +46,6 @@ class Handle(Protocol):
 
     def remove(self) -> None:
         """Remove it. A second call does nothing."""
-
-
-class HasThread(Protocol):
-    """The owner of hooks, with the thread whose calls it receives."""
-
-    thread: int | None  # a thread's identity; None for every thread
-
-
-class AnyThread:
-    """Receive the calls of every thread."""
-
-    thread: int | None = None
 
 
 class Way(Protocol):
@@ -72,6 +58,24 @@ class Way(Protocol):
         """Call ``fn(module, args, output)`` after each call; ``always`` also if it raised, with output None."""
 
 
+@final
+class HookSpec(NamedTuple):
+    """A function to call after each call of a module, ``fn(module, args, output)``, or before it.
+
+    before: call ``fn(module, args, kwargs)`` before each call.
+    first: call it before the hooks that are there.
+    always: call it also if the module raised, with output None.
+    with_kwargs: call ``fn(module, args, kwargs, output)`` after each call.
+    """
+
+    module: nn.Module
+    fn: Function
+    before: bool = False
+    first: bool = False
+    always: bool = False
+    with_kwargs: bool = False
+
+
 # -- torch's hooks ----------------------------------------------------------------------------------------------
 
 
@@ -81,12 +85,7 @@ def before(module: nn.Module, fn: Function, *, first: bool = False, copied: bool
     first: call it before the hooks that are there.
     copied: have copies and pickles of the module carry it; tracers see ``fn`` itself.
     """
-    hook = fn if copied or type(fn) is Hook else Hook(fn)
-    if type(module).register_forward_pre_hook is _REGISTER_BEFORE:
-        return HookRows(
-            _rows(module, "_forward_pre_hooks", hook, "_forward_pre_hooks_with_kwargs", first=first)
-        )
-    return _OwnHook(module, module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True))
+    return _handle(HookSpec(module, fn, before=True, first=first), copied)
 
 
 def after(
@@ -98,24 +97,25 @@ def after(
     with_kwargs: call ``fn(module, args, kwargs, output)``.
     copied: have copies and pickles of the module carry it; tracers see ``fn`` itself.
     """
-    hook = fn if copied or type(fn) is Hook else Hook(fn)
-    if type(module).register_forward_hook is _REGISTER_AFTER:
-        flags = ("_forward_hooks_always_called",) * always + ("_forward_hooks_with_kwargs",) * with_kwargs
-        return HookRows(_rows(module, "_forward_hooks", hook, *flags))
-    return _OwnHook(module, module.register_forward_hook(hook, always_call=always, with_kwargs=with_kwargs))
+    return _handle(HookSpec(module, fn, always=always, with_kwargs=with_kwargs), copied)
 
 
-@final
-class _TorchHooks:
-    """Attach with torch's hooks."""
-
-    before = staticmethod(before)
-    after = staticmethod(after)
+def _handle(spec: HookSpec, copied: bool) -> Handle:
+    return _OwnHook(spec, copied) if _registers_itself(spec) else HookRows([spec], copied)
 
 
-def _way(root: nn.Module, name: str) -> Way:
+def _registers_itself(spec: HookSpec) -> bool:
+    """Return True if the module's class has its own method to register such a hook."""
+    cls = type(spec.module)
+    if spec.before:
+        return cls.register_forward_pre_hook is not _REGISTER_BEFORE
+    return cls.register_forward_hook is not _REGISTER_AFTER
+
+
+def _way(root: nn.Module, name: str) -> Way | None:
+    """Return a method of attachment; None for torch's hooks."""
     if name == "hook":
-        return _TorchHooks()
+        return None
     if name not in get_args(WayName):
         raise PlanError(f"way={name!r}: a tap is put on by {', '.join(map(repr, get_args(WayName)))}")
     from torchtap.hooks.replace import ForwardWay, WrapWay
@@ -123,28 +123,25 @@ def _way(root: nn.Module, name: str) -> Way:
     return WrapWay(root) if name == "wrap" else ForwardWay()
 
 
-def _rows(module: nn.Module, table: str, hook: object, *flags: str, first: bool = False) -> list[Row]:
-    """Return the rows of one hook under a new number, with one for each table of flags."""
-    number = _new_number()
-    hook_row = module, table, number, hook, first, clean_state(module)
-    return [hook_row, *[(module, flag, number, True, False, None) for flag in flags]]
-
-
 _numbers_lock = threading.Lock()
-_numbers: Iterator[int] = iter(())
 
 
-def _new_number() -> int:
-    """Return a number that no hook has. The numbers are torch's own, reserved many at a time."""
-    global _numbers
-    number = next(_numbers, None)
-    while number is None:
-        with _numbers_lock:
-            start = RemovableHandle.next_id
-            RemovableHandle.next_id = start + _NUMBERS_AT_ONCE
-            _numbers = iter(range(start, start + _NUMBERS_AT_ONCE))
-        number = next(_numbers, None)
-    return number
+def _rows(specs: list[HookSpec], copied: bool) -> list[Row]:
+    """Return the rows of hooks under new numbers of torch's own, with one for each table of flags."""
+    with _numbers_lock:
+        number = RemovableHandle.next_id
+        RemovableHandle.next_id = number + len(specs)
+    rows: list[Row] = []
+    for module, fn, is_before, first, always, with_kwargs in specs:
+        hook = fn if copied or type(fn) is Hook else Hook(fn)
+        table = "_forward_pre_hooks" if is_before else "_forward_hooks"
+        rows.append((module, table, number, hook, first))
+        if is_before or with_kwargs:
+            rows.append((module, f"{table}_with_kwargs", number, True, False))
+        if always:
+            rows.append((module, "_forward_hooks_always_called", number, True, False))
+        number += 1
+    return rows
 
 
 @final
@@ -155,10 +152,11 @@ class HookRows:
     dominates the cost of a small capture, or of one scheduled step among many.
     """
 
-    __slots__ = ("rows", "tables")
+    __slots__ = ("modules", "rows", "tables")
 
-    def __init__(self, rows: list[Row]) -> None:
-        self.rows = rows
+    def __init__(self, specs: list[HookSpec], copied: bool = False) -> None:
+        self.rows = _rows(specs, copied)
+        self.modules = [spec.module for spec in specs]
         self.tables: list[Any] | None = None  # the tables that hold the rows; None while removed
         self.register()
 
@@ -169,6 +167,7 @@ class HookRows:
             return parts[0]
         parts = [part for part in parts if part.tables is not None]
         made = cls.__new__(cls)
+        made.modules = [module for part in parts for module in part.modules]
         made.rows = list(chain.from_iterable(part.rows for part in parts))
         made.tables = list(chain.from_iterable(part.tables or () for part in parts))
         return made
@@ -179,7 +178,7 @@ class HookRows:
             return
         tables: list[Any] = []
         try:
-            for module, name, number, value, first, _ in self.rows:
+            for module, name, number, value, first in self.rows:
                 table = getattr(module, name)
                 tables.append(table)
                 table[number] = value
@@ -189,9 +188,7 @@ class HookRows:
             self._take_out(tables)
             raise
         self.tables = tables
-        for module, *_, state in self.rows:
-            if state is not None:
-                conceal(module, state)
+        conceal(self.modules)
 
     def remove(self) -> None:
         """Remove the hooks. A second call does nothing."""
@@ -199,9 +196,7 @@ class HookRows:
         if tables is None:
             return
         self._take_out(tables)
-        for module, *_, state in self.rows:
-            if state is not None:
-                reveal(module)
+        reveal(self.modules)
 
     def _take_out(self, tables: list[Any]) -> None:
         for table, row in zip(tables, self.rows, strict=False):
@@ -221,10 +216,16 @@ class _OwnHook:
 
     __slots__ = ("_handle", "_module")
 
-    def __init__(self, module: nn.Module, handle: RemovableHandle) -> None:
-        self._module: nn.Module | None = module
-        self._handle = handle
-        conceal(module)
+    def __init__(self, spec: HookSpec, copied: bool) -> None:
+        self._module: nn.Module | None = spec.module
+        hook = spec.fn if copied or type(spec.fn) is Hook else Hook(spec.fn)
+        if spec.before:
+            self._handle = spec.module.register_forward_pre_hook(hook, prepend=spec.first, with_kwargs=True)
+        else:
+            self._handle = spec.module.register_forward_hook(
+                hook, always_call=spec.always, with_kwargs=spec.with_kwargs
+            )
+        conceal([spec.module])
 
     @property
     def lost(self) -> list[nn.Module]:
@@ -236,7 +237,7 @@ class _OwnHook:
         module, self._module = self._module, None
         if module is not None:
             self._handle.remove()
-            reveal(module)
+            reveal([module])
 
 
 # -- many hooks with guards -------------------------------------------------------------------------------------
@@ -252,17 +253,15 @@ class Hooks:
 
     root: the model.
     way: the method of attachment.
-    owner: has the attribute ``thread``; calls of other threads are ignored.
 
     ``traced`` is called instead of ``fn`` when a compiler traces the module; what it does becomes part of the graph.
     With ``replays`` a function is also called when activation checkpointing repeats a call, with one more argument:
     True for a replay.
     """
 
-    def __init__(self, root: nn.Module, way: WayName = "hook", owner: HasThread | None = None) -> None:
+    def __init__(self, root: nn.Module, way: WayName = "hook") -> None:
         self._root = root
         self._way = _way(root, way)
-        self._owner = AnyThread() if owner is None else owner
         self._registered: list[Handle] = []
         self._kept: list[Handle] = []
         self._suspended: dict[Hashable, HookRows] = {}
@@ -271,39 +270,48 @@ class Hooks:
         self, module: nn.Module, fn: Function, *, replays: bool = False, traced: Function = _nothing
     ) -> None:
         """Call ``fn(args, kwargs)`` before each call of a module."""
-        owner = self._owner
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if is_compiling():
                 return traced(args, kwargs)
-            if owner.thread is not None and owner.thread != get_ident():
-                return None
             if replays:
                 return fn(args, kwargs, graph_task() != -1)
             return fn(args, kwargs) if graph_task() == -1 else None
 
-        self._registered.append(self._way.before(module, hook))
+        self.register([HookSpec(module, hook, before=True)])
 
     def after(
         self, module: nn.Module, fn: Function, *, replays: bool = False, traced: Function = _nothing
     ) -> None:
         """Call ``fn(output)`` after each call of a module."""
-        owner = self._owner
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             if is_compiling():
                 return traced(output)
-            if owner.thread is not None and owner.thread != get_ident():
-                return None
             if replays:
                 return fn(output, graph_task() != -1)
             return fn(output) if graph_task() == -1 else None
 
-        self._registered.append(self._way.after(module, hook))
+        self.register([HookSpec(module, hook)])
 
-    def add(self, module: nn.Module, hook: Function) -> None:
-        """Call ``hook(module, args, output)`` after each call of a module. It has guards of its own."""
-        self._registered.append(self._way.after(module, hook))
+    def register(self, specs: list[HookSpec]) -> None:
+        """Register functions that have guards of their own, all together."""
+        way = self._way
+        if way is not None:
+            for module, fn, is_before, first, always, _ in specs:
+                put = (
+                    way.before(module, fn, first=first) if is_before else way.after(module, fn, always=always)
+                )
+                self._registered.append(put)
+            return
+        plain: list[HookSpec] = []
+        for spec in specs:
+            if _registers_itself(spec):
+                self._registered.append(_OwnHook(spec, False))
+            else:
+                plain.append(spec)
+        if plain:
+            self._registered.append(HookRows(plain))
 
     def around(self, begin: Function, end: Function | None = None, *, traced: Function = _nothing) -> None:
         """Call ``begin()`` before everything else in a pass, and ``end()`` after it, also if the pass raised.
@@ -321,13 +329,13 @@ class Hooks:
             if end is not None and not is_compiling():
                 end()
 
-        self._registered.append(self._way.before(self._root, on_begin, first=True))
+        self.register([HookSpec(self._root, on_begin, before=True, first=True)])
         if end is not None:
-            self._registered.append(self._way.after(self._root, on_end, always=True))
+            self.register([HookSpec(self._root, on_end, always=True)])
 
     def when_done(self, module: nn.Module, fn: Function) -> None:
         """Call ``fn()`` when a call of a module is over, also if it raised."""
-        self._registered.append(self._way.after(module, lambda *_: fn(), always=True))
+        self.register([HookSpec(module, lambda *_: fn(), always=True)])
 
     def keep(self, handle: Handle) -> None:
         """Remove this too, with the rest."""

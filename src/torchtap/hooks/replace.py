@@ -180,11 +180,11 @@ def replace_forward(module: nn.Module, run: Function) -> Callable[[], None]:
         )
     stand_in = _Forward(module, run)
     vars(module)["forward"] = stand_in
-    conceal(module)
+    conceal([module])
 
     def take_off() -> None:
         stand_in.take_off()
-        reveal(module)
+        reveal([module])
 
     return take_off
 
@@ -276,7 +276,7 @@ class WrapWay(_Replacing):
                 if child is not None and _same(child, module):
                     wrapper = _wrapper_of(child, around)
                     children[name] = wrapper
-                    conceal(parent)
+                    conceal([parent])
                     wrappers.append((parent, name, wrapper))
         if not wrappers:
             raise FormError(f"a {type(module).__name__} is in no module of this model and cannot be wrapped")
@@ -302,7 +302,7 @@ def _modules_of(root: nn.Module) -> list[nn.Module]:
 
 def _put_back(wrappers: list[tuple[nn.Module, str, Any]]) -> None:
     for parent, name, wrapper in reversed(wrappers):
-        reveal(parent)
+        reveal([parent])
         children: dict[str, Any] = parent._modules
         current: Any = children.get(name)
         if current is wrapper:
@@ -334,7 +334,7 @@ class ModeHook:
         attributes = self._module.__dict__
         switch = attributes.get(_TRAIN)
         if not isinstance(switch, _Switch):
-            conceal(self._module)
+            conceal([self._module])
             switch = attributes[_TRAIN] = _Switch(self._module, switch)
         switch.listeners.append(self._changed)
         self._switch = switch
@@ -351,7 +351,7 @@ class ModeHook:
         if attributes.get(_TRAIN) is switch:  # else the user has put another one around it
             del attributes[_TRAIN]
             attributes.update(own)
-        reveal(self._module)
+        reveal([self._module])
 
 
 @final

@@ -41,9 +41,9 @@ def report_attention(receiver: Receiver) -> Handle:
     return listen(partial(_report, receiver))
 
 
-def _report(main: Receiver, call: AttentionCall) -> None:
-    receiver = main.lane()
-    if receiver is None:
+def _report(receiver: Receiver, call: AttentionCall) -> None:
+    current = receiver.current()
+    if current is None:
         return
     ports = receiver.enclosing("attention", by_name.owner_of(call.frame, receiver.path_of) or "")
     if not ports:
@@ -56,10 +56,10 @@ def _report(main: Receiver, call: AttentionCall) -> None:
     query, key = with_batch(arguments[0]), arguments[1]
     shape = (*query.shape[:3], key.shape[-2])
     for port in ports:
-        entry = receiver.accumulator.site(port, "", port.next_leaf_call(receiver.pass_number, ""))
+        site = receiver.accumulator.site(port, "", current.next_leaf_call(port, ""), current.number)
         # A map may be too large to hold, so elementwise reductions get it in pieces.
-        if entry is not None:
-            receiver.accumulator.fold_pieces(entry, shape, lambda: attention_pieces(*arguments))
+        if site is not None:
+            receiver.accumulator.fold_pieces(site, shape, lambda: attention_pieces(*arguments))
 
 
 # -- maps -------------------------------------------------------------------------------------------------

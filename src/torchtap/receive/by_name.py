@@ -11,13 +11,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from torchtap.plan.names import site_name
-from torchtap.receive import reasons
 
 if TYPE_CHECKING:
     from torchtap.hooks.hooks import Handle
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NEXT",
+    "CallOf",
     "Count",
     "activate",
     "await_gradient",
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 Owner = TypeVar("Owner")
+CallOf: TypeAlias = tuple[int, int]  # a call: its number in its pass, and the number of the pass
 
 # Addresses of the modules that are being traced, the innermost last; empty outside of tracing. A tracer has no Python
 # stack to look at. Dynamo reads and writes the list like any other Python object.
@@ -83,11 +84,7 @@ def deactivate(receiver: Receiver) -> None:
 
 def listening() -> tuple[Receiver, ...]:
     """Return the active receivers of this thread, most often none or one."""
-    active = _active
-    if not active:
-        return active
-    lanes = (receiver.lane() for receiver in active)
-    return tuple(lane for lane in lanes if lane is not None)
+    return tuple(receiver for receiver in _active if receiver.hears_this_thread()) if _active else ()
 
 
 def owner_of(frame: FrameType | None, known: Callable[[nn.Module], Owner | None]) -> Owner | None:
@@ -138,14 +135,12 @@ def take(
     leaf: str,
     tensor: Tensor,
     place: Count | None,
-    call: int | None = None,
+    call: CallOf | None = None,
 ) -> None:
-    """Receive a value. ``call`` is the number of its call if it was counted before."""
-    leaf, port = _port(receiver, path, kind, leaf)
-    if port is not None:
-        receiver.take_leaf(
-            port, leaf, _counted(receiver, port, leaf, place) if call is None else call, tensor
-        )
+    """Receive a value. ``call`` is what `count` returned if its call was counted before."""
+    leaf, port, call = _found(receiver, path, kind, leaf, place, call)
+    if port is not None and call is not None:
+        receiver.take_leaf(port, leaf, call[0], tensor, call[1])
 
 
 def take_state(
@@ -156,29 +151,30 @@ def take_state(
     state: Tensor,
     shape: Iterable[int],
     place: Count | None,
-    call: int | None = None,
+    call: CallOf | None = None,
 ) -> None:
     """Receive the statistics of a value that were computed in the graph."""
-    leaf, port = _port(receiver, path, kind, leaf)
-    if port is None:
-        return
-    call = _counted(receiver, port, leaf, place) if call is None else call
-    site = receiver.accumulator.site(port, leaf, call)
-    if site is not None:
-        receiver.accumulator.fold_state(site, shape, state)
+    leaf, port, call = _found(receiver, path, kind, leaf, place, call)
+    if port is not None and call is not None:
+        site = receiver.accumulator.site(port, leaf, *call)
+        if site is not None:
+            receiver.accumulator.fold_state(site, shape, state)
 
 
 def count(
     receiver: Receiver, path: str, kind: str, leaf: str | None, place: Count | None, *, replayed: bool = False
-) -> int:
-    """Count a call of which no value arrives now: none at all (no leaf), or only a gradient later."""
+) -> CallOf:
+    """Count a call of which no value arrives now: none at all (no leaf), or only a gradient later.
+
+    Return its number in its pass, and that of the pass.
+    """
     port = receiver.ports.get((path, kind, ""))
-    if port is None:
-        return 0
-    call = _counted(receiver, port, leaf or "", place, replayed)
+    call = None if port is None else _counted(receiver, port, leaf or "", place, replayed)
+    if port is None or call is None:
+        return 0, 0
     if leaf is not None:
         # Sites are listed in the order of the forward, and gradients are received in reverse.
-        receiver.accumulator.site(port, leaf, call)
+        receiver.accumulator.site(port, leaf, *call)
     return call
 
 
@@ -200,41 +196,49 @@ def await_gradient(
     again: bool = False,
 ) -> None:
     """Request the gradient of a value; with ``again``, unless it was requested when the call ran."""
-    leaf, port = _port(receiver, path, kind, leaf)
-    if port is None:
-        return
-    call = _counted(receiver, port, leaf, place, again)
-    if not tensor.requires_grad:
-        port.note = reasons.NO_GRADIENT
-        return
-    from torchtap.receive.gradients import ask_for_gradient
-
-    site = receiver.accumulator.site(port, leaf, call)
-    if site is not None and not (again and site.grad_requested):
-        site.grad_requested = not again
-        phase = receiver.accumulator.phase
-        ask_for_gradient(tensor, receiver.take_gradient, site, phase, phase.serial)
+    leaf, port, call = _found(receiver, path, kind, leaf, place, None, again)
+    if port is not None and call is not None:
+        receiver.request_gradient(port, leaf, call, tensor, again)
 
 
 def refuse(receiver: Receiver, path: str, kind: str, leaf: str, reason: str) -> None:
     """Receive no gradient of the newest call's value, unless it was requested when the call ran."""
-    port = receiver.ports.get((path, kind, ""))
-    site = None if port is None else port.sites.get((leaf, max(port.calls - 1, 0)))
+    port, current = receiver.ports.get((path, kind, "")), receiver.current()
+    if port is None or current is None:
+        return
+    site = port.sites.get((leaf, max(current.calls.get(port, 0) - 1, 0), current.number if port.apart else 0))
     if site is not None and not site.grad_requested and site.shape is None:
         receiver.form.missing[site.name] = reason
 
 
-def _port(receiver: Receiver, path: str, kind: str, leaf: str) -> tuple[str, PortState | None]:
+def _found(
+    receiver: Receiver,
+    path: str,
+    kind: str,
+    leaf: str,
+    place: Count | None,
+    call: CallOf | None,
+    replayed: bool = False,
+) -> tuple[str, PortState | None, CallOf | None]:
+    """Return the name of a leaf, its port, and its call, which is counted unless it was before."""
     if receiver.form.rename is not None:
         leaf = receiver.form.rename(receiver.totals.passes, path, leaf)
-    return leaf, receiver.ports.get((path, kind, "")) or receiver.ports.get((path, kind, leaf))
+    port = receiver.ports.get((path, kind, "")) or receiver.ports.get((path, kind, leaf))
+    if port is not None and call is None:
+        call = _counted(receiver, port, leaf, place, replayed)
+    return leaf, port, call
 
 
 def _counted(
-    receiver: Receiver, port: PortState, leaf: str, place: Count | None, replayed: bool = False
-) -> int:
+    receiver: Receiver, port: PortState, leaf: str, place: Count | None, replayed: bool
+) -> CallOf | None:
+    current = receiver.current()
+    if current is None:
+        return None
     if place is None:  # made by an older torchtap
-        return port.next_leaf_call(receiver.pass_number, leaf)
+        return current.next_leaf_call(port, leaf), current.number
     if place.number is not None:
-        return port.call_at(receiver.pass_number, place.number, place.total)
-    return port.advance(receiver.pass_number, place.ahead, replayed=replayed)
+        current.calls[port] = max(current.calls.get(port, 0), place.total)
+        port.called = True
+        return place.number, current.number
+    return current.advance(port, place.ahead, replayed=replayed), current.number

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchtap._torch import pytree
-from torchtap.receive.accumulator import Accumulator, Fold, PhaseState, SiteState
+from torchtap.receive.receiver import Accumulator, Fold, PhaseState, SiteState
 from torchtap.reduce.device_copy import Crossing, line_to
 from torchtap.reduce.elements import Full
 from torchtap.reduce.moments import merged_results

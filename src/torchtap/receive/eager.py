@@ -13,25 +13,28 @@ Not here: registering hooks (`hooks`), selecting sites (`plan`), arithmetic (`re
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from torchtap.hooks.hooks import Hooks, WayName
-from torchtap.hooks.leaves import input_leaves
-from torchtap.plan.names import Kind
+from torchtap._torch import graph_task
+from torchtap.hooks.hooks import Hooks, HookSpec, WayName
+from torchtap.hooks.leaves import input_leaves, leaves, map_leaves
+from torchtap.plan.names import OF_CALLS
 from torchtap.plan.sites import unwrap
 from torchtap.receive import reasons
+from torchtap.receive.gradients import ask_at_its_node, ask_for_gradient, own_view
 from torchtap.receive.receiver import PortState, Receiver
 
 if TYPE_CHECKING:
     from torchtap.hooks.leaves import Args, Kwargs
-    from torchtap.receive.gradients import GradientRequests
     from torchtap.receive.state import StateReader
 
 __all__ = ["Attachment", "EagerAttachment", "TraceEmitter"]
+
+is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 class Attachment(Protocol):
@@ -51,22 +54,21 @@ class Attachment(Protocol):
 
 
 class TraceEmitter(Protocol):
-    """Functions for hooks to call when a compiler traces them. What they do becomes part of the graph."""
+    """What hooks call when a compiler traces them. What it does becomes part of the graph."""
 
-    def open(self, receiver: Receiver) -> None:
-        """Pass emitted values to this receiver."""
+    channel: Any  # `open(receiver)` passes emitted values to a receiver, `close()` drops them
 
-    def close(self) -> None:
-        """Drop emitted values."""
+    def prepare(self, ports: Iterable[PortState]) -> Mapping[tuple[str, str], Any]:
+        """Return what is emitted of each port, by path and kind."""
 
-    def output(self, path: str, kind: Kind) -> Callable[[object], None]:
-        """Return a function that emits a module's output."""
+    def output(self, what: Any, output: object) -> None:
+        """Emit a module's output."""
 
-    def inputs(self, port: PortState) -> Callable[[Args, Kwargs], None]:
-        """Return a function that emits a module's arguments."""
+    def inputs(self, what: Any, names: tuple[str, ...] | None, args: Args, kwargs: Kwargs) -> None:
+        """Emit a module's arguments."""
 
-    def passes(self, root: nn.Module) -> Callable[[Args, Kwargs], None]:
-        """Return a function that emits the beginning of a pass."""
+    def begin_pass(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Emit the beginning of a pass."""
 
 
 @final
@@ -76,8 +78,7 @@ class EagerAttachment:
     def __init__(self, model: nn.Module, receiver: Receiver, way: WayName, emitter: TraceEmitter) -> None:
         self._root = unwrap(model)
         self._receiver = receiver
-        # A capture's lanes decide whose calls are received; other receivers have one thread.
-        self._hooks = Hooks(self._root, way, receiver if receiver.lanes is None else None)
+        self._hooks = Hooks(self._root, way)
         self._emitter = emitter
         self._armed: frozenset[int] = frozenset()
         self._state: StateReader | None = None
@@ -85,7 +86,6 @@ class EagerAttachment:
             from torchtap.receive.state import StateReader
 
             self._state = StateReader(receiver)
-        self._only_calls = receiver.plan.kinds <= {"input", "output"}  # all values belong to a pass
 
     def arm(self, live: frozenset[int]) -> None:
         if self._state is not None:
@@ -98,37 +98,57 @@ class EagerAttachment:
             return
         self._armed = live
         try:
-            self._install(live)
+            self._emitter.channel.open(self._receiver)
+            if not self._hooks.resume(live):
+                self._register(live)
+            if not self._receiver.plan.kinds.isdisjoint(("value", "attention")):
+                self._listen_inside(live)
         except BaseException:
             self.detach()
             raise
 
-    def _install(self, live: frozenset[int]) -> None:
-        self._emitter.open(self._receiver)
-        if not self._hooks.resume(live):
-            self._register(live)
-        if self._only_calls:
-            return
-        if self._wants("value", live):
+    def _listen_inside(self, live: frozenset[int]) -> None:
+        """Receive the values that are made inside of modules' code."""
+        kinds = {port.site.kind for port in self._receiver.plan.ports if not live.isdisjoint(port.taps)}
+        if "value" in kinds:
             from torchtap.receive.by_name import activate
 
             self._hooks.keep(activate(self._receiver))
-        if self._wants("attention", live):
+        if "attention" in kinds:
             from torchtap.receive.attention import report_attention
 
             self._hooks.keep(report_attention(self._receiver))
 
     def _register(self, live: frozenset[int]) -> None:
-        """Register hooks for a set of active taps. They are kept for the next step with the same set."""
-        receiver = self._receiver
-        for port in receiver.ports.values():
-            if not live.isdisjoint(port.port.taps):
-                self._register_port(port)
+        """Register hooks for a set of active taps. They are kept for the next step with the same set.
+
+        Parameters and buffers are read from the module (`state`), attention maps from the functions that compute them,
+        emitted values from calls of `emit`.
+        """
+        receiver, emitter, root = self._receiver, self._emitter, self._root
+        active = {
+            (port.site.path, port.kind): port
+            for port in receiver.ports.values()
+            if port.kind in OF_CALLS and not live.isdisjoint(port.port.taps)
+        }
+        emitted = emitter.prepare(active.values())
+        hooks: list[HookSpec] = []
+        for (path, kind), port in active.items():
+            module = port.site.module
+            assert module is not None
+            if kind in ("input", "grad_input"):
+                hook = _input_hook(receiver, port, emitter, emitted[path, kind])
+                hooks.append(HookSpec(module, hook, before=True))
+            elif kind == "grad_output" and (path, "output") not in active:
+                hooks.append(HookSpec(module, _output_hook(receiver, None, port, emitter, emitted)))
+            elif kind == "output":
+                gradient = active.get((path, "grad_output"))
+                hooks.append(HookSpec(module, _output_hook(receiver, port, gradient, emitter, emitted)))
+
         self._register_operators()
-        begin = receiver.begin_pass if receiver.single_phase else self._begin_pass
-        self._hooks.around(begin, receiver.end_pass, traced=self._emitter.passes(self._root))
+        self._hooks.register([*hooks, *_pass_hooks(receiver, emitter, root)])
         if receiver.placing is not None:
-            self._hooks.before(self._root, receiver.placing.see_inputs)
+            self._hooks.before(root, receiver.placing.see_inputs)
 
     def _register_operators(self) -> None:
         """Have the operators of the plan (``path/function``) called in place of their functions."""
@@ -141,63 +161,6 @@ class EagerAttachment:
             if function is not None:
                 port.note = reasons.NO_FUNCTION_CALL.format(function=function)
 
-    def _register_port(self, port: PortState) -> None:
-        """Register the hook of one port.
-
-        Parameters and buffers are read from the module (`state`), attention maps from the functions that compute them,
-        emitted values from calls of `emit`.
-        """
-        site, receiver, hooks = port.site, self._receiver, self._hooks
-        module, path = site.module, site.path
-        assert module is not None
-        key = path, port.kind, site.leaf
-        match port.kind:
-            case "output":
-                emit_output = self._emitter.output(path, "output")
-                gradient = self._active_port(path, "grad_output")
-                if gradient is None and receiver.lanes is None:
-                    hooks.add(module, receiver.output_hook(port, emit_output))
-                elif gradient is None:
-                    hooks.after(
-                        module, self._bound(lambda to: partial(to.take, to.ports[key])), traced=emit_output
-                    )
-                else:
-                    emit_gradient = self._emitter.output(path, "grad_output")
-                    take = self._bound(partial(_taking_both, key))
-                    hooks.after(
-                        module, take, replays=True, traced=partial(_emit_both, emit_output, emit_gradient)
-                    )
-            case "input":
-                take_inputs = self._bound(lambda to: partial(to.take_inputs, to.ports[key]))
-                hooks.before(module, take_inputs, traced=self._emitter.inputs(port))
-            case "grad_output" if self._active_port(path, "output") is None:
-                request = self._bound(lambda to: partial(_requests(to).of_output, to.ports[key]))
-                hooks.after(module, request, replays=True, traced=self._emitter.output(path, "grad_output"))
-            case "grad_input":
-                own = any(receiver.plan.taps[number].per_consumer for number in port.port.taps)
-                of_inputs = self._bound(partial(_requesting_inputs, key, own))
-                # A compiler's graph gives the sum over all consumers: it has nothing for a single one.
-                traced = {} if own else {"traced": self._emitter.inputs(port)}
-                hooks.before(module, of_inputs, replays=True, **traced)
-
-    def _bound(self, make: Callable[[Receiver], Callable[..., Any]]) -> Callable[..., Any]:
-        """Return what ``make`` returns for the receiver, or for the lane of each caller."""
-        lanes = self._receiver.lanes
-        return make(self._receiver) if lanes is None else lanes.dispatch(make)
-
-    def _active_port(self, path: str, kind: str) -> PortState | None:
-        port = self._receiver.ports.get((path, kind, ""))
-        return None if port is None or self._armed.isdisjoint(port.port.taps) else port
-
-    def _wants(self, kind: Kind, live: frozenset[int]) -> bool:
-        plan = self._receiver.plan
-        return kind in plan.kinds and any(
-            port.site.kind == kind and not live.isdisjoint(port.taps) for port in plan.ports
-        )
-
-    def _begin_pass(self) -> None:
-        self._receiver.begin_pass(self._root.training)
-
     def hooks_gone(self) -> list[nn.Module]:
         """Return the modules from which others have removed our hooks."""
         return self._hooks.lost()
@@ -208,55 +171,90 @@ class EagerAttachment:
         self._suspend()
 
     def _suspend(self) -> None:
-        self._emitter.close()
+        self._emitter.channel.close()
         live, self._armed = self._armed, frozenset()
         self._hooks.suspend(live)
 
     def detach(self) -> None:
         if self._state is not None:
             self._state.disarm()
-        self._emitter.close()
+        self._emitter.channel.close()
         self._armed = frozenset()
         self._hooks.remove()
 
     def finish_step(self) -> None:
         if self._state is not None:
             self._state.finish_step()
-        if not (self._only_calls and self._receiver.no_pass_is_open):
-            self._receiver.end_pass()
+        self._receiver.end_pass()
 
 
-def _requests(receiver: Receiver) -> GradientRequests:
-    from torchtap.receive.gradients import GradientRequests
-
-    return GradientRequests(receiver)
+# -- hooks: each tells a compiler's trace, a pass and a checkpoint's replay apart ---------------------------------
 
 
-def _taking_both(key: tuple[str, str, str], receiver: Receiver) -> Callable[[object, bool], None]:
-    """Return a function that takes an output and requests its gradient."""
-    port, gradient = receiver.ports[key], receiver.ports[key[0], "grad_output", key[2]]
-    take, request = receiver.take, _requests(receiver).of_output
+def _output_hook(
+    receiver: Receiver,
+    port: PortState | None,
+    gradient: PortState | None,
+    emitter: TraceEmitter,
+    emitted: Mapping[tuple[str, str], Any],
+) -> Callable[..., None]:
+    """Return a hook that takes an output (``port``), requests its gradient (``gradient``), or does both."""
+    what = [emitted[each.site.path, each.kind] for each in (port, gradient) if each is not None]
 
-    def take_both(output: object, replayed: bool) -> None:
-        if not replayed:
-            take(port, output)
-        request(gradient, output, replayed)
+    def hook(module: nn.Module, args: object, output: object) -> None:
+        if is_compiling():
+            for each in what:
+                emitter.output(each, output)
+            return
+        replayed = graph_task() != -1
+        if port is not None and not replayed:
+            receiver.take(port, output)
+        if gradient is not None:
+            found = (("", output),) if isinstance(output, Tensor) else leaves(output)
+            receiver.request_gradients(gradient, found, replayed)
 
-    return take_both
-
-
-def _requesting_inputs(key: tuple[str, str, str], own: bool, receiver: Receiver) -> Callable[..., Any]:
-    """Return a function that requests the gradients of a call's arguments."""
-    port, requests = receiver.ports[key], _requests(receiver)
-    if own:
-        return partial(requests.of_own_inputs, port)
-
-    def request(args: Args, kwargs: Kwargs, replayed: bool) -> None:
-        requests.of_each(port, input_leaves(port.input_names, args, kwargs), replayed)
-
-    return request
+    return hook
 
 
-def _emit_both(first: Callable[[Any], None], second: Callable[[Any], None], output: object) -> None:
-    first(output)
-    second(output)
+def _input_hook(receiver: Receiver, port: PortState, emitter: TraceEmitter, what: Any) -> Callable[..., Any]:
+    """Return a hook that takes the arguments of a call, or requests their gradients."""
+    own = any(receiver.plan.taps[number].per_consumer for number in port.port.taps)
+    names, takes = port.input_names, port.kind == "input"
+
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        if is_compiling():
+            if takes or not own:  # a graph gives the sum over all consumers: it has nothing for a single one
+                emitter.inputs(what, names, args, kwargs)
+            return None
+        replayed = graph_task() != -1
+        if takes:
+            if not replayed:
+                receiver.take_inputs(port, args, kwargs)
+            return None
+        if own:  # the module runs on views, so that their gradients are what this call alone sends back
+            args, kwargs = map_leaves(args, own_view), map_leaves(kwargs, own_view)
+        ask = ask_at_its_node if own else ask_for_gradient
+        receiver.request_gradients(port, input_leaves(names, args, kwargs), replayed, ask)
+        return (args, kwargs) if own else None
+
+    return hook
+
+
+def _pass_hooks(receiver: Receiver, emitter: TraceEmitter, root: nn.Module) -> list[HookSpec]:
+    """Return hooks that begin a pass before everything else, and end it, also if it raised.
+
+    A compiler's trace is no pass, nor is a replay of the whole model.
+    """
+
+    def begin_pass(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if is_compiling():
+            emitter.begin_pass(root, args, kwargs)
+        elif graph_task() == -1:
+            receiver.begin_pass(root.training)
+
+    def end_pass(*_: object) -> None:
+        if not is_compiling():
+            receiver.end_pass()
+
+    begin = HookSpec(root, begin_pass, before=True, first=True)
+    return [begin, HookSpec(root, end_pass, always=True)]

@@ -10,9 +10,9 @@ hook is removed with the first gradient, or by `release_leaves` when the step is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -20,13 +20,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torchtap._torch import base_of, drop_empty_hooks, hear_gradient, version_of
-from torchtap.hooks.leaves import Args, Kwargs, input_leaves, leaves, map_leaves
-from torchtap.receive import reasons
 
-if TYPE_CHECKING:
-    from torchtap.receive.receiver import PortState, Receiver
-
-__all__ = ["GradientRequests", "ask_for_gradient", "ask_while_traced", "release_leaves"]
+__all__ = ["Ask", "ask_at_its_node", "ask_for_gradient", "ask_while_traced", "own_view", "release_leaves"]
 
 
 class Ask(Protocol):
@@ -142,86 +137,6 @@ def of_the_view(gradient: Tensor, shape: tuple[int, ...], strides: tuple[int, ..
     return plain.as_strided(shape, strides, plain.storage_offset())
 
 
-@final
-class GradientRequests:
-    """Request the gradients of a module's inputs and outputs for a receiver (`Receiver.take_gradient`).
-
-    A checkpoint's replay requests a gradient only if the call that it repeats could not.
-    """
-
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-
-    def of_each(
-        self,
-        port: PortState,
-        found: Iterable[tuple[str, Tensor]],
-        replayed: bool = False,
-        ask: Ask = ask_for_gradient,
-    ) -> None:
-        """Request the gradients of these inputs or outputs of a call."""
-        receiver = self._receiver
-        if receiver.between_passes and not replayed and not receiver.begin_part(port):
-            return
-        call = port.next_recall() if replayed else port.next_call(receiver.pass_number)
-        try:
-            for leaf, tensor in found:
-                self._await(port, leaf, call, tensor, replayed, ask)
-        except Exception as error:
-            receiver.accumulator.lose(port.site.name, error)
-
-    def of_output(self, port: PortState, tree: object, replayed: bool) -> None:
-        """Request the gradients of an output, which is most often one tensor."""
-        if not isinstance(tree, Tensor):
-            self.of_each(port, leaves(tree), replayed)
-            return
-        receiver = self._receiver
-        if receiver.between_passes and not replayed and not receiver.begin_part(port):
-            return
-        if replayed:
-            call = port.next_recall()
-        else:  # `next_call`, spelled out
-            if port.pass_number != receiver.pass_number:
-                port.start_pass(receiver.pass_number)
-            call = port.calls
-            port.calls = call + 1
-        try:
-            self._await(port, "", call, tree, replayed, ask_for_gradient)
-        except Exception as error:
-            receiver.accumulator.lose(port.site.name, error)
-
-    def of_own_inputs(
-        self, port: PortState, args: Args, kwargs: Kwargs, replayed: bool
-    ) -> tuple[Args, Kwargs]:
-        """Request the gradients that this call alone sends back, and return the arguments to run it on.
-
-        The module runs on a view of each argument. The view's gradient is this call's part of the value's.
-        """
-        args, kwargs = map_leaves(args, _own_view), map_leaves(kwargs, _own_view)
-        self.of_each(port, input_leaves(port.input_names, args, kwargs), replayed, ask_at_its_node)
-        return args, kwargs
-
-    def _await(self, port: PortState, leaf: str, call: int, tensor: Tensor, replayed: bool, ask: Ask) -> None:
-        if not tensor.requires_grad:
-            _note_no_gradient(port, leaf, call)
-            return
-        receiver = self._receiver
-        accumulator = receiver.accumulator
-        site = None if call or leaf else port.first
-        if site is None or not site.stats_only or site.generation != accumulator.phase.generation:
-            site = accumulator.site(port, leaf, call)
-        if site is not None and not (replayed and site.grad_requested):
-            site.grad_requested = not replayed
-            phase = accumulator.phase
-            ask(tensor, receiver.take_gradient, site, phase, phase.serial)
-
-
-def _note_no_gradient(port: PortState, leaf: str, call: int) -> None:
-    port.note = reasons.NO_GRADIENT
-    known = port.sites.get((leaf, call))
-    if known is not None:
-        known.grad_requested = False
-
-
-def _own_view(_: str, value: Tensor) -> Tensor:
+def own_view(_: str, value: Tensor) -> Tensor:
+    """Return a view of a value, whose gradient is the part of the value's that the view's users send back."""
     return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value

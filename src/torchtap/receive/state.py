@@ -340,7 +340,7 @@ class Held:
 
     def take(self, port: PortState, tensor: Tensor) -> None:
         """The value of a port that stands for one tensor."""
-        port.next_call(self._receiver.pass_number)
+        port.called = True
         self._take_anew(port, port.site.leaf, tensor)
 
     def take_each(self, ports: list[PortState], tensors: list[Tensor]) -> None:
@@ -358,7 +358,7 @@ class Held:
         """
         sites = []
         for port in ports:
-            port.next_call(self._receiver.pass_number)
+            port.called = True
             self.drop(port, port.site.leaf)
             site = self._accumulator.site(port, port.site.leaf, 0)
             if site is not None:
@@ -372,12 +372,12 @@ class Held:
 
     def take_part(self, port: PortState, leaf: str, tensor: Tensor) -> None:
         """A tensor that belongs to a port's own, such as what an optimizer keeps for it."""
-        port.next_leaf_call(self._receiver.pass_number, leaf)
+        port.called = True
         self._take_anew(port, leaf, tensor)
 
     def take_number(self, port: PortState, leaf: str, statistic: str, number: float | Tensor) -> None:
         """A number that is a result already; it is kept whatever the reduction."""
-        port.next_leaf_call(self._receiver.pass_number, leaf)
+        port.called = True
         site = self._accumulator.site(port, leaf, 0)
         if site is not None:
             site.shape = site.shape or ()
@@ -391,7 +391,7 @@ class Held:
     def drop(self, port: PortState, leaf: str) -> None:
         """Drop what the phase holds of a leaf's first call."""
         with self._accumulator.lock:
-            site, phase = port.sites.get((leaf, 0)), self._accumulator.phase
+            site, phase = port.sites.get((leaf, 0, 0)), self._accumulator.phase
             while site is not None:
                 if 0 <= site.row < len(phase.arrived) and phase.arrived[site.row]:
                     phase.block.reset(slice(site.row, site.row + 1))
@@ -417,7 +417,7 @@ class Held:
                 left.append(position)
                 continue
             port, placing = ports[position], self._receiver.placing
-            port.next_call(self._receiver.pass_number)
+            port.called = True
             phase.arrived[rows[number]] = 1
             if placing is not None and port.first is not None:
                 placing.note(port.first, tensors[position], phase.key)

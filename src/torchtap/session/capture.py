@@ -21,10 +21,8 @@ from torchtap.plan.plan import Plan, candidates, make_plan
 from torchtap.plan.sites import Selectable, input_names, places, unwrap
 from torchtap.plan.tap import Tap, tap
 from torchtap.rank_identity import identity
-from torchtap.receive.accumulator import SiteState
 from torchtap.receive.collect import result_of
-from torchtap.receive.lanes import Lanes
-from torchtap.receive.receiver import Receiver
+from torchtap.receive.receiver import Context, Receiver, SiteState
 from torchtap.reduce.reduction import AnyReduction
 from torchtap.sanitize import shown
 from torchtap.schedule.base import Moment, schedule_of
@@ -61,23 +59,20 @@ class Capture:
     ) -> None:
         self.plan = plan
         lost: list[str] = []
-
-        def make() -> Receiver:
-            return Receiver(plan, apart=apart, strict=strict, copy=copy, on_lost=lost.append)
-
-        self._receiver = receiver = make()
-        receiver.lanes = Lanes(receiver, make, everyone=all_threads)
-        self._attachment = attach(model, receiver, way, site_map)
-        self.seen = Seen(receiver, lost)
+        # None: calls of all threads and asyncio tasks are received.
+        self._context = None if all_threads else Context(plan.places[0].module)
+        self._receiver = Receiver(plan, apart=apart, strict=strict, copy=copy, on_lost=lost.append)
+        self._attachment = attach(model, self._receiver, way, site_map)
+        self.seen = Seen(self._receiver, lost)
 
     def __enter__(self) -> Seen:
         live, receiver = self.plan.live(_AT_ONCE), self._receiver
         receiver.switch("train", live)
-        receiver.begin_step(None)
+        receiver.begin_step(self._context)
         self._attachment.arm(live)
         # Last: if anything above raises, no context may hold a capture that never ends.
-        if receiver.lanes is not None:
-            receiver.lanes.join_context()
+        if self._context is not None:
+            self._context.join()
         return self.seen
 
     def __exit__(
@@ -93,9 +88,8 @@ class Capture:
         finally:
             receiver.end_step()
             self._attachment.detach()
-            if receiver.lanes is not None:
-                receiver.lanes.close()
-                receiver.lanes = None  # they refer to each other
+            if self._context is not None:
+                self._context.leave()
         if error is None:
             self._warn_of_silence()
             if receiver.totals.other_thread_calls:

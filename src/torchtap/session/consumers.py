@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torchtap.errors import RecordingLostError, SessionError
 from torchtap.plan.plan import Plan
-from torchtap.receive.accumulator import SiteState
+from torchtap.receive.receiver import SiteState
 from torchtap.sanitize import shown
 from torchtap.store.record import Consumer, ScalarBlock, StepRecord
 

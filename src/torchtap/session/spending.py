@@ -18,8 +18,7 @@ from typing import final
 
 from torchtap.plan.plan import Plan
 from torchtap.plan.tap import Tap
-from torchtap.receive.accumulator import SiteState
-from torchtap.receive.receiver import Receiver
+from torchtap.receive.receiver import Receiver, SiteState
 from torchtap.store.format.payload import nbytes_of
 from torchtap.store.record import TensorItem
 

@@ -361,9 +361,83 @@ class Denoiser(nn.Module):
         return self.leave(torch.cat([x, first], dim=1))
 
 
+# -- translator -----------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x, memory, hidden=None):
+        batch, length, width = x.shape
+        q = self.q(x).view(batch, length, self.heads, -1).transpose(1, 2)
+        k, v = self.kv(memory).view(batch, memory.shape[1], 2, self.heads, -1).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-1, -2) * (width // self.heads) ** -0.5
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        y = scores.softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.feed = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    def forward(self, x, padding):
+        y = self.norm1(x)
+        x = x + self.attention(y, y, padding)
+        return x + self.feed(self.norm2(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, width, heads, index):
+        super().__init__()
+        self.index = index
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.cross = Attention(width, heads)
+        self.feed = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    def forward(self, x, memory, future, padding):
+        y = self.norm1(x)
+        x = x + self.attention(y, y, future)
+        x = x + self.cross(self.norm2(x), memory, padding)
+        return x + self.feed(self.norm3(x))
+
+
+class Translator(nn.Module):
+    def __init__(self, vocabulary, width, heads, layers, length):
+        super().__init__()
+        self.scale = width**-0.5
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.register_buffer("places", torch.zeros(length, width))
+        self.encoder = nn.ModuleList([EncoderLayer(width, heads) for _ in range(layers)])
+        self.decoder = nn.ModuleList([DecoderLayer(width, heads, i) for i in range(layers)])
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, source, target, padding):
+        padding = padding[:, None, None, :]
+        memory = self.embedding(source) + self.places[: source.shape[1]]
+        for layer in self.encoder:
+            memory = layer(memory, padding)
+        x = self.embedding(target) + self.places[: target.shape[1]]
+        future = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)
+        for layer in self.decoder:
+            x = layer(x, memory, future, padding)
+        return {"logits": self.norm(x) @ self.embedding.weight.t() * self.scale, "memory": memory}
+
+
 # -- loading --------------------------------------------------------------------------------------------------
 
 CLASSES = {"gpt": GPT, "llama": Llama, "resnet": ResNet, "moe": MoE, "tagger": Tagger, "vit": ViT, "denoiser": Denoiser}
+CLASSES["translator"] = Translator
 
 
 def config(name):
@@ -391,4 +465,7 @@ def inputs(name):
         return (torch.randn(4, 16, 12, generator=generator),)
     if name == "denoiser":
         return (torch.randn(4, 3, 16, 16, generator=generator), torch.tensor([1, 40, 300, 999]))
+    if name == "translator":
+        source, target = (torch.randint(1, 50, (3, length), generator=generator) for length in (14, 11))
+        return {"source": source, "target": target, "padding": torch.arange(14) >= torch.tensor([[14], [9], [11]])}
     return (torch.rand(4, 3, 32, 32, generator=generator) * 2 - 1,)

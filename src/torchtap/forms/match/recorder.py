@@ -29,10 +29,6 @@ class PrintRecorder:
         self.channel = channel or Channel()
         self._thread = threading.get_ident()
 
-    def lane(self) -> Any:
-        """Return this, if values of the running thread are recorded."""
-        return self if self.hears_this_thread() else None
-
     def hears_this_thread(self) -> bool:
         """Whether values of the running thread are recorded."""
         return self._thread == threading.get_ident()

@@ -227,7 +227,7 @@ def put_on_root(model: nn.Module, kinds_of: Mapping[str, Iterable[str]]) -> None
     model.__dict__.update(
         {"__prepare_scriptable__": Scriptable(model), "__reduce_package__": Packaged(model)}
     )
-    conceal(model)
+    conceal([model])
 
 
 def _mark(module: nn.Module) -> None:
@@ -275,9 +275,9 @@ def remove_carriers(model: nn.Module) -> None:
                 if isinstance(hook, _Carrier):
                     del hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
-                    reveal(module)
+                    reveal([module])
         for name, value in list(module.__dict__.items()):
             if isinstance(value, Traveller) or name == NAMES:
                 del module.__dict__[name]
                 if isinstance(value, Packaged):
-                    reveal(module)
+                    reveal([module])

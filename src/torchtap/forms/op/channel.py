@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from torchtap.forms.op.op import Address
+    from torchtap.receive.by_name import CallOf
     from torchtap.spi import Receiver
 
 __all__ = [
@@ -65,11 +66,12 @@ class Tickets:
     """The gradients that compiled graphs of one channel have promised: which call each belongs to."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, int] = {}  # by site with a ticket
-        self.followers: dict[str, list[tuple[Address, int]]] = {}  # further sites with the same gradient
+        # By site with a ticket: the call's number in its pass, and that of the pass.
+        self.calls: dict[str, CallOf] = {}
+        self.followers: dict[str, list[tuple[Address, CallOf]]] = {}  # further sites with the same gradient
         self._made: dict[int, tuple[ref[Tensor], str]] = {}  # values that are alive, by identity
 
-    def book(self, site: str, call: int, value: Tensor | None = None) -> None:
+    def book(self, site: str, call: CallOf, value: Tensor | None = None) -> None:
         """Promise the gradient of a value that the graph has made. ``value`` is given if it is a result of the graph.
 
         Of other values Inductor may write a later one into the same tensor.
@@ -84,7 +86,7 @@ class Tickets:
         found = self._made.get(id(value))
         return None if found is None or found[0]() is not value else found[1]
 
-    def follow(self, maker: str, at: Address, call: int) -> None:
+    def follow(self, maker: str, at: Address, call: CallOf) -> None:
         """Give a further site the gradient of a ticket."""
         self.followers.setdefault(maker, []).append((at, call))
 

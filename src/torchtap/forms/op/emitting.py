@@ -58,9 +58,8 @@ class EmittingModel:
         return f"{type(self).__name__}({self._about or self._call!r}, {len(self.torchtap_sites)} sites)"
 
     def _bring(self, found: Iterable[tuple[str, Tensor]]) -> None:
-        for main in self.receivers:
-            receiver = main.lane()
-            if receiver is not None:
+        for receiver in self.receivers:
+            if receiver.hears_this_thread():
                 for site, tensor in found:
                     name = Name.parse(site)
                     place = by_name.Count(0, name.call, self._calls[name.path])

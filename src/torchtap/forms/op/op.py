@@ -61,7 +61,7 @@ _lock = threading.Lock()
 _library: torch.library.Library | None = None
 _listeners: tuple[Receiver, ...] = ()
 _OF_A_GRAPH = "CompiledFunctionBackward"  # autograd's node of a graph that AOT autograd has compiled
-_ELSEWHERE = -1  # the call of a ticket whose gradient is read outside of the graph
+_ELSEWHERE: by_name.CallOf = (-1, 0)  # the call of a ticket whose gradient is read outside of the graph
 # Not from 1: a graph that Inductor kept on disk has tickets of the process that made it.
 _tickets = itertools.count(int.from_bytes(os.urandom(6), "big"))
 _ADDRESS = re.compile(r"(?:(\d+)!?\|)?(.*?)(?:~(\d+))?", re.DOTALL)
@@ -194,8 +194,7 @@ def address(site: str) -> Address:
 
 def _receivers(number: int | None) -> tuple[Receiver, ...]:
     known = _listeners if number is None else (channel.receivers.get(number),)
-    lanes = (receiver.lane() for receiver in known if receiver is not None)
-    return tuple(lane for lane in lanes if lane is not None)
+    return tuple(each for each in known if each is not None and each.hears_this_thread())
 
 
 def _on_value(value: Tensor, site: str) -> None:
@@ -235,7 +234,9 @@ def _on_state(state: Tensor, site: str, shape: list[int]) -> None:
             )
 
 
-def _booked(number: int | None, site: str) -> tuple[int | None, Sequence[tuple[Address, int]]]:
+def _booked(
+    number: int | None, site: str
+) -> tuple[by_name.CallOf | None, Sequence[tuple[Address, by_name.CallOf]]]:
     """Return the call that a ticket's gradient belongs to, and further sites whose gradient it is."""
     tickets = channel.tickets.get(number)
     return (None, ()) if tickets is None else (tickets.calls.get(site), tickets.followers.get(site, ()))

@@ -6,7 +6,7 @@ loaded when a compiler first traces a hook: most sessions meet none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -17,7 +17,7 @@ from torchtap.forms.op.channel import Channel, Emitted
 from torchtap.spi import input_leaves, leaves
 
 if TYPE_CHECKING:
-    from torchtap.spi import PortState, Receiver
+    from torchtap.spi import PortState
 
 __all__ = ["GraphEmitter"]
 
@@ -38,52 +38,34 @@ class GraphEmitter:
     """The functions that hooks call while a compiler traces them."""
 
     def __init__(self) -> None:
-        self._channel = Channel()
+        self.channel = Channel()
 
-    def open(self, receiver: Receiver) -> None:
-        """Pass emitted values to this receiver."""
-        self._channel.open(receiver)
+    def prepare(self, ports: Iterable[PortState]) -> dict[tuple[str, str], Emitted]:
+        """Return what is emitted of each port, by path and kind. A compiler guards these objects as a whole."""
+        prefix = self.channel.prefix
+        return {(port.site.path, port.kind): Emitted(prefix + port.site.path, (port.kind,)) for port in ports}
 
-    def close(self) -> None:
-        """Drop emitted values."""
-        self._channel.close()
+    def output(self, what: Emitted, output: object) -> None:
+        """Emit a module's output."""
+        if _loaded():
+            from torchtap.forms.op.emitted import emit_leaves
 
-    def output(self, path: str, kind: str) -> Callable[[object], None]:
-        """Return a function that emits a module's output."""
-        what = Emitted(self._channel.prefix + path, (kind,))
+            emit_leaves(what, leaves(output))
 
-        def emit(output: object) -> None:
-            if _loaded():
-                from torchtap.forms.op.emitted import emit_leaves
+    def inputs(self, what: Emitted, names: tuple[str, ...] | None, args: Any, kwargs: Any) -> None:
+        """Emit a module's arguments."""
+        if _loaded():
+            from torchtap.forms.op.emitted import emit_leaves
 
-                emit_leaves(what, leaves(output))
+            emit_leaves(what, input_leaves(names, args, kwargs))
 
-        return emit
+    def begin_pass(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+        """Emit the beginning of a pass. The compiler guards the model's mode."""
+        if not _loaded():
+            return
+        from torchtap.forms.op.op import PASSES
 
-    def inputs(self, port: PortState) -> Callable[[Any, Any], None]:
-        """Return a function that emits a module's arguments."""
-        what, names = Emitted(self._channel.prefix + port.port.site.path, (port.kind,)), port.input_names
-
-        def emit(args: Any, kwargs: Any) -> None:
-            if _loaded():
-                from torchtap.forms.op.emitted import emit_leaves
-
-                emit_leaves(what, input_leaves(names, args, kwargs))
-
-        return emit
-
-    def passes(self, root: nn.Module) -> Callable[[Any, Any], None]:
-        """Return a function that emits the beginning of a pass. The compiler guards the model's mode."""
-        prefix = self._channel.prefix
-
-        def emit(args: Any, kwargs: Any) -> None:
-            if not _loaded():
-                return
-            from torchtap.forms.op.op import PASSES
-
-            kind = PASSES[root.training, torch.is_grad_enabled()]
-            for _, tensor in input_leaves(None, args, kwargs):
-                torch.ops.torchtap.emit.default(tensor, f"{prefix}:{kind}")
-                break
-
-        return emit
+        kind = PASSES[root.training, torch.is_grad_enabled()]
+        for _, tensor in input_leaves(None, args, kwargs):
+            torch.ops.torchtap.emit.default(tensor, f"{self.channel.prefix}:{kind}")
+            break

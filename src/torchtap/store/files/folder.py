@@ -90,7 +90,7 @@ class LocalFile:
     """A regular file, read by position."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         facts = os.fstat(descriptor)
         self.size = facts.st_size
         self.allocated = system.allocated_bytes(facts)
@@ -103,7 +103,7 @@ class LocalFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         while len(buffer):
-            count = system.read_at(self._descriptor, buffer, offset)
+            count = system.read_at(self.descriptor, buffer, offset)
             if count == 0:
                 raise RunCorruptError(f"the file ends before byte {offset + len(buffer)}")
             buffer, offset = buffer[count:], offset + count
@@ -114,7 +114,7 @@ class LocalFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 @final

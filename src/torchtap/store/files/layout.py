@@ -25,6 +25,7 @@ import os
 import re
 import socket
 import uuid
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, final
@@ -35,6 +36,7 @@ __all__ = [
     "FORMAT_NAME",
     "FORMAT_VERSION",
     "LAUNCH",
+    "LAUNCHES",
     "LOCK",
     "MANIFEST",
     "RUN_ID",
@@ -43,8 +45,11 @@ __all__ = [
     "PartOf",
     "SegmentName",
     "attempt_folder",
+    "launch_digest",
     "launch_facts",
     "new_run_id",
+    "node_ranks",
+    "pack_name",
     "parse_attempt",
     "parse_pack",
     "parse_rank",
@@ -62,13 +67,14 @@ RUN_ID = "run_id"  # in every file: identifies the attempt that wrote it
 EVENT_RUN_ID = "@run_id"  # in events, whose other names are the user's
 CLOSED = "closed.json"
 LAUNCH = "launch.json"
+LAUNCHES = "launches.json"  # of a run with a fold over its ranks
 LOCK = "writer.lock"
 TEMPORARY = ".tmp-"  # what a file is called before it is whole
 
 Kind = Literal["scalars", "tensors", "events"]
 PartOf = tuple[int, int]  # rank and attempt
 
-_PACK = re.compile(r"ranks-(\d{5,9})-(\d{5,9})\.pack", flags=re.ASCII)
+_PACK = re.compile(r"ranks-(\d{5,9})-(\d{5,9})-[0-9a-f]{8}\.pack", flags=re.ASCII)
 _RANK = re.compile(r"rank-(\d{5,9})")
 _ATTEMPT = re.compile(r"attempt-(\d{4,9})")
 _SEGMENT = re.compile(
@@ -111,6 +117,11 @@ def attempt_folder(attempt: int) -> str:
 def parse_rank(name: str) -> int | None:
     found = _RANK.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def pack_name(first: int, last: int, launch: str) -> str:
+    """Return the name of the pack of the ranks of a node; ``launch`` is `launch_digest`."""
+    return f"ranks-{first:05d}-{last:05d}-{launch}.pack"
 
 
 def parse_pack(name: str) -> tuple[int, int] | None:
@@ -180,3 +191,17 @@ def launch_facts() -> dict[str, str | int]:
             facts[fact] = int(text)
     facts["key"] = "|".join(os.environ.get(variable, "") for variable in _COMMON)
     return facts
+
+
+def launch_digest() -> str:
+    """Return eight hex digits that the processes of one launch have in common."""
+    return f"{zlib.crc32(str(launch_facts()['key']).encode()):08x}"
+
+
+def node_ranks(rank: int) -> tuple[int, int] | None:
+    """Return the first and the last rank on this node, if the launcher states them."""
+    for local, size in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")):
+        here, count = os.environ.get(local, ""), os.environ.get(size, "")
+        if here.isdigit() and count.isdigit() and int(here) < int(count) and int(here) <= rank:
+            return rank - int(here), rank - int(here) + int(count) - 1
+    return None

@@ -10,23 +10,29 @@ from __future__ import annotations
 
 import os
 import stat
+import struct
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
 __all__ = [
     "allocated_bytes",
+    "has_numbered_locks",
     "hold",
+    "hold_number",
     "is_held",
+    "locked_for_a_moment",
     "names_below",
     "new_file",
+    "number_is_held",
     "open_below",
     "open_lock",
     "read_at",
     "refuse_link",
     "sync",
     "write_all",
+    "write_all_at",
 ]
 
 
@@ -85,6 +91,53 @@ def is_held(descriptor: int) -> bool | None:
     except OSError:
         return None
     return False
+
+
+def has_numbered_locks() -> bool:
+    """Return True if one file can hold a lock for each of several processes (Linux)."""
+    if not _has_flock:
+        return False
+    import fcntl
+
+    return hasattr(fcntl, "F_OFD_SETLK")
+
+
+def _numbered(kind: int, number: int) -> bytes:
+    # struct flock: type, whence, start, length, process. Far behind the end of the file, where no bytes are.
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, (1 << 40) + number, 1, 0)
+
+
+def hold_number(descriptor: int, number: int) -> None:
+    """Hold one of a file's numbered locks until the descriptor is closed or the process dies."""
+    import fcntl
+
+    with suppress(OSError):  # a file system without locks: readers take the recording for a live one
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _numbered(fcntl.F_WRLCK, number))
+
+
+def number_is_held(descriptor: int, number: int) -> bool | None:
+    """Return True if a living process holds a numbered lock; None if that is not known."""
+    if not has_numbered_locks():
+        return None
+    import fcntl
+
+    try:
+        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _numbered(fcntl.F_RDLCK, number))
+    except OSError:
+        return None
+    return bool(struct.unpack("hhqqi4x", found)[0] != fcntl.F_UNLCK)
+
+
+@contextmanager
+def locked_for_a_moment(descriptor: int) -> Iterator[None]:
+    """Keep other processes out of a file for the few calls of this block."""
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _lock_first_byte(descriptor: int) -> None:
@@ -166,10 +219,24 @@ def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 def write_all(descriptor: int, buffers: Sequence[bytes | memoryview]) -> None:
     """Append buffers to a file, all of them."""
-    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     together = getattr(os, "writev", None)
+    _write_each(
+        buffers,
+        lambda views, done: together(descriptor, views) if together else os.write(descriptor, views[0]),
+    )
+
+
+def write_all_at(descriptor: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
+    """Write buffers one after the other from a place in a file on."""
+    _write_each(buffers, lambda views, done: os.pwritev(descriptor, views, offset + done))
+
+
+def _write_each(buffers: Sequence[bytes | memoryview], write: Callable[[list[memoryview], int], int]) -> None:
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    done = 0
     while views:
-        count = together(descriptor, views[:_BUFFERS_A_CALL]) if together else os.write(descriptor, views[0])
+        count = write(views[:_BUFFERS_A_CALL], done)
+        done += count
         while views and count >= len(views[0]):
             count -= len(views.pop(0))
         if count:

@@ -291,17 +291,14 @@ class Block(NamedTuple):
 
         If two grids of one record have the same number, the first one counts.
         """
-        rows = rows[np.argsort(clock.step[rows], kind="stable")]
-        found = cls.empty(len(sites), clock.step[rows])
-        place = np.full(len(clock), -1, np.int64)
-        place[rows] = np.arange(len(rows))
+        wanted = np.zeros(len(clock), bool)
+        wanted[rows] = True
         position = {site: index for index, site in enumerate(sites)}
         shared: dict[int, tuple[list[int], list[int]]] = {}  # by axes: thousands of grids have the same
+        used: list[tuple[StoredGrid, npt.NDArray[np.int64]]] = []
         for start, grid in grids:
-            column = grid.axes.statistic_index.get(statistic)
-            target = place[grid.rows + start]
-            keep = target >= 0
-            if column is None or not keep.any():
+            at = grid.rows + start
+            if statistic not in grid.axes.statistic_index or not wanted[at].any():
                 continue
             if id(grid.axes) not in shared:
                 if len(sites) < len(grid.axes.sites):
@@ -311,9 +308,21 @@ class Block(NamedTuple):
                 else:
                     own = {site: index for site, index in grid.axes.site_index.items() if site in position}
                 shared[id(grid.axes)] = list(own.values()), [position[site] for site in own]
+            if shared[id(grid.axes)][0]:
+                used.append((grid, at))
+        # Room for the records that have these sites: a thinned run has a million records of other ones.
+        held = np.zeros(len(clock), bool)
+        for _, at in used:
+            held[at] = True
+        rows = rows[held[rows]]
+        rows = rows[np.argsort(clock.step[rows], kind="stable")]
+        found = cls.empty(len(sites), clock.step[rows])
+        place = np.full(len(clock), -1, np.int64)
+        place[rows] = np.arange(len(rows))
+        for grid, at in used:
             sources, targets = shared[id(grid.axes)]
-            if sources:
-                found.fill(grid, sources, column, targets, target, keep, lenient)
+            column = grid.axes.statistic_index[statistic]
+            found.fill(grid, sources, column, targets, place[at], place[at] >= 0, lenient)
         return found.filled()
 
     def filled(self) -> Block:

@@ -32,6 +32,7 @@ from torchtap.ranks.launches import Launch, find_launches
 from torchtap.ranks.packed import attempt_of_whole, packed_launches
 from torchtap.store.files.folder import Folder, anchored, is_run, run_inside
 from torchtap.store.files.layout import parse_attempt, parse_rank, rank_folder
+from torchtap.store.format.pack import run_folder
 from torchtap.store.read.lookup import (
     TRAINING,
     first_phase,
@@ -46,7 +47,6 @@ from torchtap.store.read.lookup import (
     spelled_out,
 )
 from torchtap.store.read.numbers import AxesCache, Block
-from torchtap.store.read.packs import run_folder
 from torchtap.store.read.rank_run import RankRun, steady
 from torchtap.store.read.results import (
     FoundTensor,
@@ -116,6 +116,7 @@ class Run:
         self._axes: AxesCache = {}
         self._opened: dict[tuple[int, int], RankRun] = {}
         self._owned: list[Steps] | None = None
+        self._names: dict[str, None] | None = None  # of all sites
         self._launches: list[LaunchRun] = []
         self._aside: list[RankRun] = []  # written while another attempt of the same rank was
         self.refresh()
@@ -139,7 +140,7 @@ class Run:
     def refresh(self) -> None:
         """Read what was written since the run was opened or refreshed."""
         known = {tuple(run.launch.attempts.items()): run for run in self._launches}
-        self._launches, self._owned = [], None
+        self._launches, self._owned, self._names = [], None, None
         for number, launch in enumerate(self._find_launches()):
             before = known.get(tuple(launch.attempts.items()))
             if before is not None:
@@ -154,6 +155,7 @@ class Run:
             found = packed_launches(self._root) or find_launches(self._root, self._ranks)
             if not found:
                 raise RunFormatError(f"{self.path}: no rank has an attempt")
+            self._ranks = sorted({rank for launch in found for rank in launch.attempts} or self._ranks)
             return found
         names = self._root.child(rank_folder(self.shown_rank)).names()
         attempts = sorted(number for name in names if (number := parse_attempt(name)) is not None)
@@ -346,12 +348,14 @@ class Run:
     # --- sites and steps ----------------------------------------------------------------------------------
 
     def _site_names(self) -> dict[str, None]:
-        found: dict[str, None] = {}
-        for launch in self._launches:
-            found.update(launch.site_names())
-        if len(self._launches) == 1:
-            return found
-        return dict.fromkeys([name for name in self.site_facts() if name in found] + list(found))
+        if self._names is None:
+            found: dict[str, None] = {}
+            for launch in self._launches:
+                found.update(launch.site_names())
+            if len(self._launches) > 1:
+                found = dict.fromkeys([name for name in self.site_facts() if name in found] + list(found))
+            self._names = found
+        return self._names
 
     def sites(self) -> list[str]:
         """Return the recorded sites, in the order of execution if the session noted it."""

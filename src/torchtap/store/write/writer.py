@@ -38,11 +38,16 @@ from torchtap.store.files.layout import (
     FORMAT_NAME,
     FORMAT_VERSION,
     LAUNCH,
+    LAUNCHES,
     MANIFEST,
     RUN_ID,
+    launch_digest,
     launch_facts,
+    node_ranks,
 )
+from torchtap.store.files.system import has_numbered_locks
 from torchtap.store.format.checksum import UNSEALED, seal
+from torchtap.store.format.pack import PackDestination
 from torchtap.store.format.payload import Compressor, make_compressor
 from torchtap.store.format.scalars import ScalarItems
 from torchtap.store.record import StepRecord
@@ -57,6 +62,7 @@ _FLUSH_BYTES = 8 << 20  # of numbers
 _MOST_ENTRIES = 2048  # of a tensor segment: to find one tensor, the head of its segment has to be read
 _MOST_EVENTS = 1000  # while the disk refuses them
 _KEPT_BYTES = 32 << 20  # of numbers, while the disk refuses them
+_PACKED_FROM = 64  # ranks of a launch: those of a node write into one file
 _SYNC_SECONDS = 30.0  # the most of numbers that a power failure may cost; of tensors, those since a flush
 _RESERVED = ("check", "format", RUN_ID)  # fields of the manifest that the writer itself sets
 
@@ -67,6 +73,9 @@ class RunWriter:
 
     ``disk`` limits the bytes of this attempt: older records are thinned out in a regular way (`thin`). None keeps
     every record.
+
+    ``pack`` is the first and the last rank of this node: their processes append to one file (`format.pack`). Launches
+    of 64 ranks or more do so if the launcher states them (torchrun, Slurm). A remote folder is never packed.
 
     Raises `SessionError` if this process already records the same rank into the same folder: two recordings of one
     rank at the same time would hide each other.
@@ -86,6 +95,7 @@ class RunWriter:
         flush_seconds: float = FLUSH_SECONDS,
         segment_bytes: int = 64 << 20,
         disk: int | None = None,
+        pack: tuple[int, int] | None = None,
     ) -> None:
         self.folder = anchored(os.fspath(folder))
         self._rank = rank
@@ -97,7 +107,7 @@ class RunWriter:
         _register(self)
         self._recorder = _Recorder(manifest, rank, world, flush_seconds, disk)
         try:
-            self._recorder.begin(_place(self.folder, rank), segment_bytes, compressor)
+            self._recorder.begin(_place(self.folder, rank, world, pack), segment_bytes, compressor)
         except OSError as error:
             reason = f"nothing is recorded: cannot begin a run in {self.folder}: {error.strerror or error}"
             if strict:
@@ -208,12 +218,18 @@ def _register(writer: RunWriter) -> None:
         _open_writers.add(writer)
 
 
-def _place(folder: str, rank: int) -> Destination:
+def _place(folder: str, rank: int, world: int, pack: tuple[int, int] | None) -> Destination:
     if "://" in folder:
         from torchtap.store.files.remote import RemoteDestination
 
         return RemoteDestination(folder, rank)
-    return LocalDestination(folder, rank)
+    with suppress(OSError):  # a fold of what was recorded before does not have what comes now
+        os.unlink(os.path.join(folder, LAUNCHES))
+    if pack is None and world >= _PACKED_FROM:
+        pack = node_ranks(rank)
+    if pack is None or not has_numbered_locks():
+        return LocalDestination(folder, rank)
+    return PackDestination(folder, rank, pack, launch_digest())
 
 
 @atexit.register
