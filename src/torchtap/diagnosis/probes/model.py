@@ -102,7 +102,7 @@ def _same(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 def _has_equal_rows(parameter: Tensor) -> bool:
     assert parameter.grad is not None
-    parameter, gradient = local_part(parameter), local_part(parameter.grad)
+    gradient, parameter = local_part(parameter.grad), local_part(parameter)
     if not torch.equal(parameter, parameter[:1].expand_as(parameter)):
         return False
     return torch.equal(gradient, gradient[:1].expand_as(gradient)) and is_nonzero(gradient)
