@@ -211,12 +211,12 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether they are the same: everything that decides was compared, and nothing is over its floor."""
+        """Return True if they are the same: everything that decides was compared, and nothing is over its floor."""
         return self.outcome == "same"
 
     @property
     def diverged(self) -> bool:
-        """Whether they differ. When they do not, they may still be impossible to tell: ask `outcome`."""
+        """Return True if they differ. When they do not, they may still be impossible to tell: ask `outcome`."""
         return self.outcome == "differs"
 
     def __str__(self) -> str:

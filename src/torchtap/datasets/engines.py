@@ -42,7 +42,9 @@ def _here(job: Job, units: Iterable[Unit], workers: int) -> Generator[Result]:
     threads = torch.get_num_threads()
     worker = Worker(job)
     try:
-        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(job.threads,)) as writer:
+        with ThreadPoolExecutor(
+            1, initializer=torch.set_num_threads, initargs=(job.settings["threads"],)
+        ) as writer:
             writing: Future[Result] | None = None
             for unit in units:
                 content = worker.compute(unit)

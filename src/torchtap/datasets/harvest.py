@@ -105,7 +105,7 @@ def harvest(
         of a value; ``batch_size=1`` avoids it.
     exclude: token ids without a row, or a function of the inputs that returns True for positions to leave out. None
         leaves out the tokenizer's special tokens. Padding never has a row.
-    window: documents of a shard. Rows are permuted within it. Memory is about twice a shard, and one site of it.
+    window: documents of a shard. Rows are permuted within it. Memory is three to four times a shard.
     shuffle, seed: False keeps the order of the documents.
     covariance: also sum the outer products of rows (about 8 % of the forward of a transformer's layer, for each site).
     engine, workers: ``"here"``, ``"processes"``, ``"ray"`` or ``"dask"``. The files are the same.
@@ -148,22 +148,8 @@ def harvest(
                 done[int(shard.facts["unit"])] = [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
                 if shard.sites:
                     expected = {"model": shard.facts["model"], "sites": shard.sites}
-            job = Job(
-                model=model,
-                sites=selectors,
-                out=acts.path,
-                rows=rows,
-                dtype=settings["dtype"],
-                batch_size=batch_size,
-                batched=source.batched,
-                pad=int(getattr(tokenizer, "pad_token_id", None) or 0),
-                exclude=exclude,
-                seed=seed,
-                shuffle=shuffle,
-                covariance=covariance,
-                threads=acts.settings["threads"],
-                expected=expected,
-            )
+            pad = int(getattr(tokenizer, "pad_token_id", None) or 0)
+            job = Job(model, selectors, acts.path, rows, exclude, pad, acts.settings, expected)
             units = units_of(source, acts.settings["items_per_shard"], done)
             before = (sum(map(len, done.values())), len(acts), acts.nbytes)
             report = _Reporter(progress, None if source.batched else source.length, before)

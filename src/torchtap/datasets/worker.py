@@ -14,7 +14,7 @@ import inspect
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, final
 
@@ -44,16 +44,10 @@ class Job:
     sites: tuple[Any, ...]
     out: str
     rows: str | RowFunction
-    dtype: str | None
-    batch_size: int
-    batched: bool
-    pad: int
     exclude: Any
-    seed: int
-    shuffle: bool
-    covariance: bool
-    threads: int
-    expected: dict[str, Any] = field(default_factory=dict)  # facts of shards that exist
+    pad: int
+    settings: dict[str, Any]  # of the folder
+    expected: dict[str, Any]  # facts of shards that exist
 
     def packed(self) -> bytes:
         """Return the job as bytes, with functions by value if cloudpickle is installed."""
@@ -85,11 +79,11 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        torch.set_num_threads(job.threads)  # results may depend on it in their last bits
+        torch.set_num_threads(job.settings["threads"])  # results may depend on it in their last bits
         self._model = _made(job.model)
         self._folder = SharedFolder(job.out)
         self._plan: Plan = make_plan(self._model, [*job.sites], Full())
-        self._dtype = dtype_of(job.dtype)
+        self._dtype = dtype_of(job.settings["dtype"])
         config = getattr(unwrap(self._model), "config", None)
         self._selector = RowSelector(job.rows, job.exclude, getattr(config, "patch_size", None))
         self._device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
@@ -115,7 +109,7 @@ class Worker:
 
     def _batches(self, unit: Unit) -> Iterator[tuple[Inputs, Tensor]]:
         """Yield model inputs with the number within the unit of each of their documents."""
-        if self._job.batched:
+        if self._job.settings["batched"]:
             first = 0
             for inputs in unit.items:
                 count = batch_size_of(inputs)
@@ -123,8 +117,9 @@ class Worker:
                 first += count
             return
         kept = [index for index, keep in enumerate(unit.kept) if keep]
-        for start in range(0, len(kept), self._job.batch_size):
-            chosen = kept[start : start + self._job.batch_size]
+        size = self._job.settings["batch_size"]
+        for start in range(0, len(kept), size):
+            chosen = kept[start : start + size]
             yield collate([unit.items[index] for index in chosen], self._job.pad), torch.tensor(chosen)
 
     def _call(self, inputs: Inputs) -> None:
@@ -172,7 +167,8 @@ class Worker:
         )
         counts = torch.bincount(document - unit.first, minlength=len(unit.hashes))
         count = len(document)
-        order = permutation(job.seed, unit.number, count) if job.shuffle else torch.arange(count)
+        shuffle, seed = job.settings["shuffle"], job.settings["seed"]
+        order = permutation(seed, unit.number, count) if shuffle else torch.arange(count)
         tensors: dict[str, Tensor | Column] = {
             "documents/rows": torch.where(torch.tensor(unit.kept), counts, -1),
             "token_counts": torch.bincount(token[token >= 0]),
@@ -204,7 +200,7 @@ class Worker:
         self, site: str, facts: dict[str, Any], pieces: list[Tensor], order: Tensor, block: int
     ) -> dict[str, Tensor | Column]:
         """Return the tensors of a site. The scales and the statistics are filled while its rows are written."""
-        statistics = SiteStatistics.empty(facts["width"], self._job.covariance)
+        statistics = SiteStatistics.empty(facts["width"], self._job.settings["covariance"])
         scales = torch.empty(len(order) if facts["dtype"] in SCALED else 0)
         shape = (len(order), int(facts["width"]))
 

@@ -32,7 +32,7 @@ class Telling(Protocol):
 
     @property
     def live(self) -> bool:
-        """Whether this step is one that is looked at."""
+        """Return True if this step is one that is looked at."""
 
     @property
     def step(self) -> int:
